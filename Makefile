@@ -1,0 +1,62 @@
+# Everything here works on a machine that has only Python 3.11 or newer, make and git: each target sets up what it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+# Which build of PyTorch: extra arguments for pip, such as an --index-url for CPU-only or CUDA wheels.
+TORCH_PIP_ARGS ?=
+TORCH := torch>=2.11,<2.14
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test soak bench lint format protos clean
+
+help: ## show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## make .venv with everything in it, kernels compiled (TORCH_PIP_ARGS chooses PyTorch's build)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say PYTHON=/path/to/it")'
+	@echo "[1/4] making $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade 'pip>=24'
+	@echo "[2/4] installing PyTorch (large: minutes on a slow line)"
+	@$(PIP) $(TORCH_PIP_ARGS) '$(TORCH)'
+	@echo "[3/4] installing the packages and what they need"
+	@$(PIP) --editable '.[dev]'
+	@echo "[4/4] compiling kernels into the cache"
+	@$(BIN)/ssd-drafter precompile
+	@touch $@
+
+run: $(READY) ## serve a workload with and without drafts, show the difference (3 minutes)
+	@$(BIN)/ssd-engine demo --out build
+
+test: $(READY) ## run the tests
+	@echo "running the tests (about 2 minutes)"
+	@$(BIN)/python -m pytest
+
+soak: $(READY) ## run the randomised tests with many more examples (minutes to hours)
+	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest
+
+bench: $(READY) ## measure drafting and the engine's steps
+	@$(BIN)/python -m benchmarks.drafting
+	@$(BIN)/python -m benchmarks.steps
+
+lint: $(READY) ## check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY) ## put the code into the style that lint checks
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+protos: $(READY) ## generate the stubs from protos/
+	@$(BIN)/python -m grpc_tools.protoc -Idrafter_service/stubs=protos/ssd/drafter/v1 \
+		--python_out=. --pyi_out=. --grpc_python_out=. drafter_service/stubs/drafter.proto
+
+clean: ## remove what was built, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

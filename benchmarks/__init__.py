@@ -1,0 +1,1 @@
+"""One module per question; each prints one JSON document as its last line."""

@@ -1,0 +1,70 @@
+"""What one more token costs in an engine step, on plain and on packed weights.
+
+    python -m benchmarks.steps [--model FOLDER] [--context 300]
+
+One sequence; a step of n tokens verifies n - 1 draft tokens. The two kinds of weights are measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.attention.plain import PlainAttention
+from engine.batch import build_batch
+from engine.build import SHIPPED_MODEL
+from engine.models.loader import load_model
+from engine.models.packed import pack
+from engine.request import Request
+from engine.runner import Runner
+from engine.sequence import Sequence
+
+STEP_TOKENS = (1, 2, 4, 8, 12, 16, 17, 24, 32, 64)
+ROUNDS = 60
+PAGE_SIZE = 16
+
+
+def step_ms(runner: Runner, context: int, tokens: int) -> float:
+    """Milliseconds of one step of `tokens` tokens behind `context` cached ones."""
+    prompt = np.ones(context + 1, np.uint32)
+    sequence = Sequence(0, Request(prompt), context + 1 + tokens)
+    sequence.pages = list(range(-(-(context + 1 + tokens) // PAGE_SIZE)))
+    sequence.computed, sequence.scheduled = context, 1
+    sequence.draft = np.arange(1, tokens, dtype=np.uint32)
+    began = time.perf_counter()
+    runner.forward(build_batch([sequence], PAGE_SIZE)).argmax(-1)
+    return (time.perf_counter() - began) * 1e3
+
+
+def main() -> None:
+    """Measure both kinds of weights for every number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SHIPPED_MODEL)
+    parser.add_argument("--context", type=int, default=300, help="tokens in the cache")
+    arguments = parser.parse_args()
+    runners = {}
+    for name in ("plain", "packed"):
+        model = load_model(arguments.model)
+        if name == "packed":
+            pack(model)
+        pages = arguments.context // PAGE_SIZE + 8
+        runners[name] = Runner(model, PlainAttention(model.config, pages, PAGE_SIZE, torch.float32, "cpu"))
+    results = []
+    for tokens in STEP_TOKENS:
+        times: dict[str, list[float]] = {name: [] for name in runners}
+        for _ in range(ROUNDS):
+            for name, runner in runners.items():
+                times[name].append(step_ms(runner, arguments.context, tokens))
+        medians = {name: round(float(np.median(values)), 3) for name, values in times.items()}
+        results.append({"step_tokens": tokens, **{f"{name}_ms": value for name, value in medians.items()}})
+        print(results[-1], flush=True)
+    print(json.dumps({"model": arguments.model.name, "context": arguments.context, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

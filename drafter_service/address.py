@@ -1,0 +1,70 @@
+"""Where a drafter listens: a Unix socket or a TCP port, and whether it is free."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssd.errors import UserError
+
+PROBE_TIMEOUT_S = 1.0
+MAX_SOCKET_PATH_BYTES = 103
+"""What every Unix allows, macOS the least."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """`unix:/path` or `host:port`, as gRPC spells them."""
+
+    text: str
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises UserError for anything that is neither a Unix socket nor a host and port."""
+        if text.startswith("unix:") and len(text) > len("unix:"):
+            return cls("unix:" + str(Path(text.removeprefix("unix:").removeprefix("//")).absolute()))
+        host, colon, port = text.rpartition(":")
+        if colon and host and port.isdecimal() and int(port) < 1 << 16:
+            return cls(text)
+        raise UserError(f"{text!r} is no address; give unix:/path/to/socket or host:port, such as 127.0.0.1:50051")
+
+    @property
+    def socket_path(self) -> Path | None:
+        """The file of a Unix socket."""
+        return Path(self.text.removeprefix("unix:")) if self.text.startswith("unix:") else None
+
+    def claim(self) -> None:
+        """Make sure that nobody else listens at a Unix socket, and clear away what a dead server left.
+
+        gRPC itself would silently take the path over from a living server. Raises UserError.
+        """
+        path = self.socket_path
+        if path is None:
+            return
+        if len(bytes(path)) > MAX_SOCKET_PATH_BYTES:
+            raise UserError(
+                f"{path} is too long for a Unix socket; choose a path of at most {MAX_SOCKET_PATH_BYTES} bytes"
+            )
+        if not path.parent.is_dir():
+            raise UserError(f"there is no directory {path.parent} for the socket; create it or choose another path")
+        if not path.exists():
+            return
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise UserError(f"{path} exists and is not a socket; choose another path")
+        if _is_answered(path):
+            raise UserError(f"{path} is in use by another server; stop that one or choose another path")
+        path.unlink()
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError as problem:
+            raise UserError(f"cannot use the socket {path}: {problem.strerror or problem}") from None
+        return True

@@ -1,0 +1,116 @@
+"""`ssd-drafter`: run the drafter as a service. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ssd.errors import UserError
+
+SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
+
+
+class TokenCount(click.ParamType[int]):
+    """A number of tokens such as 500k or 16M."""
+
+    name = "tokens"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number that `value` says."""
+        text = str(value).lower().replace("_", "").replace(",", "")
+        scale = SUFFIXES.get(text[-1:], 1)
+        try:
+            return int(float(text.rstrip("kmg")) * scale)
+        except ValueError:
+            self.fail(f"{value!r} is no number of tokens; write 16000000, 500k or 16M", param, ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="ssd-drafter")
+def cli() -> None:
+    """Spacelike speculative decoding: a drafter that remembers every token your service has seen."""
+
+
+@cli.command()
+@click.option("--listen", required=True, metavar="ADDRESS", help="unix:/path/to/socket or host:port.")
+@click.option(
+    "--capacity", type=TokenCount(), default="16M", help="Tokens to remember; the newest overwrite the oldest."
+)
+@click.option(
+    "--policy",
+    type=click.Choice(["suffix", "article"]),
+    default="suffix",
+    help="suffix: longest match. article: the plain scheme, as a baseline.",
+)
+@click.option("--max-draft", type=click.IntRange(1, 1024), default=32, help="Most tokens in one draft.")
+@click.option(
+    "--min-path-odds",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    help="End a draft before the odds that all of it is accepted fall below this.",
+)
+@click.option(
+    "--refresh-interval",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.25,
+    metavar="SECONDS",
+    help="How often finished requests become draftable; a large corpus takes longer.",
+)
+def serve(
+    listen: str, capacity: int, policy: str, max_draft: int, min_path_odds: float, refresh_interval: float
+) -> None:
+    """Serve drafts to engines until interrupted (SIGINT or SIGTERM)."""
+    import asyncio
+
+    from drafter_service.address import Address
+    from drafter_service.server import serve as serve_drafts
+    from ssd.config import DrafterConfig
+
+    address = Address.parse(listen)
+    try:
+        config = DrafterConfig(
+            capacity=capacity,
+            policy=policy,  # type: ignore[arg-type]  # one of the choices above
+            max_draft=max_draft,
+            min_path_odds=min_path_odds,
+            refresh_interval_s=refresh_interval,
+        )
+        stats = asyncio.run(serve_drafts(config, address, lambda: _announce(address.text, capacity)))
+    except ValueError as problem:
+        raise UserError(str(problem)) from None
+    figures = stats.summary()
+    click.echo(
+        f"stopped: {stats.committed:,} tokens committed, {stats.verified:,} drafted, {stats.accepted:,} accepted, "
+        f"{figures['tokens_per_step']:.2f} tokens per step"
+    )
+
+
+@cli.command()
+def precompile() -> None:
+    """Compile the kernels into a cache, so that nobody waits for a compiler later."""
+    import time
+
+    began = time.perf_counter()
+    click.echo("compiling the drafter's kernels (a minute at the first time)...")
+    from ssd.drafter import SuffixDrafter
+
+    SuffixDrafter().close()
+    click.echo(f"ready after {time.perf_counter() - began:.1f} s")
+
+
+def _announce(address: str, capacity: int) -> None:
+    click.echo(f"drafter listening at {address}, remembering up to {capacity:,} tokens")
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line and exit code 2."""
+    try:
+        cli()
+    except UserError as problem:
+        click.echo(f"error: {problem}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The client that engines draft through: the same face as the embedded drafter, and never in the engine's way.
+
+A step waits for its drafts until a deadline; without an answer there is no draft for that step. Once the
+service is gone every draft is empty, and the caller is told so once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from drafter_service.address import Address
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs import drafter_pb2_grpc
+from drafter_service.wire import MAX_MESSAGE_BYTES, WireError, batch_message, pack, read_drafts
+from ssd.draft import DraftBatch, Progress
+from ssd.errors import UserError
+
+DEADLINE_S = 0.05
+"""Longest wait for the drafts of one step."""
+
+CONNECT_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 2.0
+
+
+class DrafterClient:
+    """A drafter behind a gRPC stream. One thread uses it."""
+
+    def __init__(
+        self, address: str, *, deadline_s: float = DEADLINE_S, on_lost: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Connect to a service at `address`. Raises UserError if none answers there.
+
+        `on_lost` is called once, from any thread and with the reason, if the service goes away.
+        """
+        self.address = Address.parse(address).text
+        self.lost: str | None = None
+        """Why the service is gone, once it is."""
+        self.timeouts = 0
+        """Steps that went without drafts because the answer came too late."""
+        self._deadline_s = deadline_s
+        self._on_lost = on_lost
+        self._closing = False
+        self._losing = threading.Lock()
+        self._step = 0
+        self._running: set[int] = set()
+        self._requests: queue.SimpleQueue[pb.DraftRequest | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[pb.DraftReply | None] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(
+            self.address,
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ],
+        )
+        self._check_health()
+        stream = drafter_pb2_grpc.DrafterServiceStub(self._channel).Draft(self._outgoing())
+        self._reader = threading.Thread(target=self._read, args=(stream,), name="ssd-client", daemon=True)
+        self._reader.start()
+
+    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
+        """Begin a sequence with its prompt, uint32 [P]. Raises ValueError for an id that is in use."""
+        if sequence_id in self._running:
+            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+        self._running.add(sequence_id)
+        self._send(pb.DraftRequest(starts=[pb.Start(sequence_id=sequence_id, prompt=pack(prompt, "u4"))]))
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Tell what was committed and wait for drafts, at most until the deadline.
+
+        Raises ValueError for a sequence that was not started.
+        """
+        for sequence_id in progress.sequence_ids.tolist():
+            self._require(sequence_id)
+        self._send(pb.DraftRequest(batch=batch_message(progress)))
+        return self._await_reply(len(progress.sequence_ids))
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:
+        """End a sequence; `tokens`, uint32 [n], were committed since its last draft.
+
+        Raises ValueError for one not started.
+        """
+        self._require(sequence_id)
+        self._running.remove(sequence_id)
+        finish = pb.Finish(sequence_id=sequence_id, tokens=pack(tokens, "u4"), learn=learn)
+        self._send(pb.DraftRequest(finishes=[finish]))
+
+    def close(self) -> None:
+        """Let the service take what was sent, then end the stream."""
+        self._closing = True
+        self._requests.put(None)
+        self._reader.join(CLOSE_TIMEOUT_S)
+        self._channel.close()
+
+    def _check_health(self) -> None:
+        request = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["DrafterService"].full_name)
+        try:
+            answer = health_pb2_grpc.HealthStub(self._channel).Check(
+                request, timeout=CONNECT_TIMEOUT_S, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            self._channel.close()
+            what = (
+                "no drafter answers"
+                if _is_absence(error)
+                else f"something other than a drafter ({_reason(error)}) answers"
+            )
+            raise UserError(
+                f"{what} at {self.address}; start one with: ssd-drafter serve --listen {self.address}"
+            ) from None
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            self._channel.close()
+            raise UserError(f"the drafter at {self.address} is not serving; it may be shutting down")
+
+    def _require(self, sequence_id: int) -> None:
+        if sequence_id not in self._running:
+            raise ValueError(f"sequence {sequence_id} was not started")
+
+    def _send(self, request: pb.DraftRequest) -> None:
+        self._step += 1
+        if self.lost is None:
+            request.step = self._step
+            self._requests.put(request)
+
+    def _await_reply(self, sequences: int) -> DraftBatch:
+        until = time.monotonic() + self._deadline_s
+        while self.lost is None:
+            try:
+                reply = self._replies.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                self.timeouts += 1
+                break
+            if reply is None:
+                continue  # The service is lost.
+            try:
+                if reply.HasField("error"):
+                    raise WireError(reply.error.message)
+                if reply.step == self._step:
+                    return read_drafts(reply.drafts, sequences)
+            except WireError as problem:
+                # One of the two sides is wrong about the contract; requests must not suffer for it.
+                self._lose(f"it and this client disagree: {problem}")
+        return DraftBatch.empty(sequences)
+
+    def _outgoing(self) -> Iterator[pb.DraftRequest]:
+        while (request := self._requests.get()) is not None:
+            yield request
+
+    def _read(self, stream: Iterator[pb.DraftReply]) -> None:
+        try:
+            for reply in stream:
+                self._replies.put(reply)
+            reason = "it ended the stream"
+        except grpc.RpcError as error:
+            reason = _reason(error)
+        self._lose(reason)
+        self._replies.put(None)
+
+    def _lose(self, reason: str) -> None:
+        """Draft no more; both threads may find out at once."""
+        with self._losing:
+            is_news = self.lost is None and not self._closing
+            self.lost = self.lost or reason
+        self._requests.put(None)
+        if is_news:
+            self._on_lost(reason)
+
+
+def _is_absence(error: grpc.RpcError) -> bool:
+    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def _reason(error: grpc.RpcError) -> str:
+    return str(error.details() or error.code().name)

@@ -1,0 +1,1 @@
+"""A target engine: runs a model, verifies drafts, and changes nothing but the speed."""

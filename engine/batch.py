@@ -1,0 +1,76 @@
+"""The ragged arrays of one step: prompts, single tokens and drafts in one row, made from the scheduled sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The part of a batch that belongs to one sequence."""
+
+    start: int
+    """Its first token within the batch."""
+    length: int
+    """Its tokens within the batch: scheduled ones, then the draft."""
+    computed: int
+    """Tokens before them, whose keys and values are in the cache."""
+    pages: list[int]
+    """Its page table."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that its last token attends to, itself included."""
+        return self.computed + self.length
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """N tokens of one step."""
+
+    tokens: np.ndarray
+    """int64 [N]."""
+    positions: np.ndarray
+    """int64 [N]."""
+    slots: np.ndarray
+    """int64 [N]: where each token's keys and values go, page * page_size + offset."""
+    spans: list[Span]
+    """In the order of the sequences."""
+    logit_rows: np.ndarray
+    """int64 [M]: tokens whose logits are needed, the last committed one and the draft of every sequence that is to
+    produce."""
+    logit_offsets: np.ndarray
+    """int64 [sequences + 1], into `logit_rows`."""
+
+
+def build_batch(sequences: SequenceOf[Sequence], page_size: int) -> Batch:
+    """The batch of a step; each sequence brings its `scheduled` tokens and its `draft`."""
+    tokens, positions, slots, spans, logit_rows = [], [], [], [], []
+    logit_counts = [0]
+    start = 0
+    for sequence in sequences:
+        end = sequence.computed + sequence.scheduled
+        length = sequence.scheduled + len(sequence.draft)
+        tokens += [sequence.tokens[sequence.computed : end], sequence.draft]
+        position = np.arange(sequence.computed, sequence.computed + length)
+        positions.append(position)
+        page_table = np.asarray(sequence.pages, np.int64)
+        slots.append(page_table[position // page_size] * page_size + position % page_size)
+        spans.append(Span(start, length, sequence.computed, sequence.pages))
+        wanted = 1 + len(sequence.draft) if sequence.completes_prompt else 0
+        logit_rows.append(np.arange(start + length - wanted, start + length))
+        logit_counts.append(wanted)
+        start += length
+    return Batch(
+        tokens=np.concatenate(tokens, dtype=np.int64),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
+        spans=spans,
+        logit_rows=np.concatenate(logit_rows),
+        logit_offsets=np.cumsum(logit_counts),
+    )

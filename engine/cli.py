@@ -1,0 +1,141 @@
+"""`ssd-engine`: run, demonstrate and train target models. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ssd.errors import UserError
+
+DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
+DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="ssd-drafter")
+def cli() -> None:
+    """A target engine with lossless speculative decoding, for models from Hugging Face folders."""
+
+
+@cli.command()
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    help="A prompt a line, in a .jsonl file a `prompt` (text or token ids) a line; - is one prompt from stdin.",
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Hugging Face folder.  [default: the small model that ships with the package]",
+)
+@click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
+@click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, help="The same seed gives the same text, with any drafter.")
+@click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
+@click.option("--max-sequences", type=click.IntRange(min=1), default=16, help="Most prompts running at once.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Write completions as JSON lines instead of printing them."
+)
+def generate(
+    prompts: tuple[str, ...],
+    path: Path | None,
+    model: Path | None,
+    drafter: str,
+    address: str,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    max_draft: int,
+    max_sequences: int,
+    threads: int | None,
+    output: Path | None,
+) -> None:
+    """Complete prompts from arguments, a file or stdin."""
+    from engine.generate import GenerateOptions, run_generate
+
+    run_generate(
+        GenerateOptions(
+            prompts,
+            path,
+            model,
+            drafter,
+            address,
+            max_tokens,
+            temperature,
+            seed,
+            max_draft,
+            max_sequences,
+            threads,
+            output,
+        )
+    )
+
+
+@cli.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("build"),
+    help="Folder for run.json and run.html.",
+)
+@click.option("--requests", type=click.IntRange(min=10), default=300, help="Length of the workload.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
+@click.option("--seed", type=int, default=0, help="Decides prompts, repeats, edits and their order.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Hugging Face folder with a prompts.jsonl.  [default: the small model that ships with the package]",
+)
+def demo(out: Path, requests: int, max_tokens: int, seed: int, model: Path | None) -> None:
+    """Serve a workload without drafts and with a sidecar, and show the difference."""
+    from engine.demo.command import demonstrate
+
+    if not demonstrate(out, requests, max_tokens, seed, model):
+        sys.exit(1)
+
+
+@cli.group()
+def train() -> None:
+    """Train models."""
+
+
+@train.command()
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("build/target"),
+    help="Folder for checkpoints; a stopped run goes on from there.",
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model folder to write.")
+@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to see.  [default: the recipe's]")
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=True,
+    help="Compile the step; needs a C++ compiler and is half as fast again.",
+)
+def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
+    """Train the small target on this Python's standard library (some hours on two cores)."""
+    from engine.training.command import train_with_progress
+
+    train_with_progress(work, out, tokens, compiled)
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line and exit code 2."""
+    try:
+        cli()
+    except UserError as problem:
+        click.echo(f"error: {problem}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

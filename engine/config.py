@@ -1,0 +1,32 @@
+"""Settings of the engine. Numbers that someone chose say how they were found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much runs at once, and in how much memory."""
+
+    max_sequences: int = 64
+    """Most sequences that run at the same time; more wait."""
+    max_step_tokens: int = 2048
+    """Most tokens in one step; longer prompts are run in parts, beside the others' decoding."""
+    page_size: int = 16
+    """Tokens in a page of KV cache."""
+    kv_memory_mib: int = 256
+    """Memory for the KV cache; less is taken if `max_sequences` full context windows need less."""
+    max_draft: int = 16
+    """Most draft tokens verified for a sequence in one step."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting out of its range."""
+        for name, least in (("max_sequences", 1), ("page_size", 1), ("kv_memory_mib", 1), ("max_draft", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.max_step_tokens < self.max_sequences * (1 + self.max_draft):
+            raise ValueError(
+                f"max_step_tokens ({self.max_step_tokens}) must hold a draft for every sequence, "
+                f"max_sequences * (1 + max_draft) = {self.max_sequences * (1 + self.max_draft)}"
+            )

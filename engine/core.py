@@ -1,0 +1,159 @@
+"""The step: schedule, draft, forward, verify, commit, observe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from engine.batch import Batch, build_batch
+from engine.config import EngineConfig
+from engine.models.config import ModelConfig
+from engine.pages import PagePool
+from engine.request import Completion, FinishReason, Request
+from engine.runner import Runner
+from engine.sampling import choose_tokens
+from engine.scheduler import Scheduler
+from engine.sequence import NO_TOKENS, Sequence
+from engine.verify import accepted_length
+from ssd.draft import Drafter, Progress, offsets_of
+from ssd.errors import UserError
+
+
+@dataclass
+class StepReport:
+    """What one step did."""
+
+    finished: dict[int, Completion] = field(default_factory=dict)
+    """By the ids that `Engine.add` gave."""
+    committed: int = 0
+    """Tokens produced."""
+
+
+class Engine:
+    """Runs requests to completion, many at a time."""
+
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, drafter: Drafter
+    ) -> None:
+        self.model = model
+        self.scheduler = Scheduler(config, pages)
+        self._config = config
+        self._runner = runner
+        self._drafter = drafter
+        self._ends_output = np.zeros(model.vocab_size, bool)
+        self._ends_output[list(model.eos_token_ids)] = True
+        self._next_id = 0
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns the id that its completion comes with. Raises UserError for one that cannot run."""
+        request.check(self.model)
+        longest = min(len(request.prompt) + request.sampling.max_tokens, self.model.max_positions)
+        pages = self.scheduler.pages
+        if pages.pages_for(longest) > pages.count:
+            raise UserError(
+                f"prompt and output of up to {longest} tokens do not fit into the KV cache of "
+                f"{pages.count * pages.page_size} tokens; ask for fewer tokens or give the cache more memory"
+            )
+        sequence = Sequence(self._next_id, request, longest)
+        self.scheduler.add(sequence)
+        self._next_id += 1
+        return sequence.sequence_id
+
+    def step(self) -> StepReport:
+        """Advance every running sequence by at least one token, or by a part of its prompt."""
+        for sequence in self.scheduler.admit():
+            self._drafter.start(sequence.sequence_id, sequence.request.prompt)
+        sequences = self.scheduler.schedule()
+        self._draft(sequences)
+        batch = build_batch(sequences, self.scheduler.pages.page_size)
+        chosen = self._choose(batch, self._runner.forward(batch), sequences)
+        return self._commit(batch, chosen, sequences)
+
+    def generate(
+        self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
+    ) -> list[Completion]:
+        """Run requests and return their completions in the same order; `observe` sees every step."""
+        ids = [self.add(request) for request in requests]
+        completions: dict[int, Completion] = {}
+        while self.scheduler.has_work:
+            report = self.step()
+            completions.update(report.finished)
+            observe(report)
+        return [completions[sequence_id] for sequence_id in ids]
+
+    def close(self) -> None:
+        """Release the drafter."""
+        self._drafter.close()
+
+    def _draft(self, sequences: SequenceOf[Sequence]) -> None:
+        """Give a draft to every sequence that is to produce."""
+        producing = [sequence for sequence in sequences if sequence.completes_prompt]
+        for sequence in sequences:
+            sequence.draft = NO_TOKENS
+        if not producing:
+            return
+        drafts = self._drafter.draft(self._progress(producing))
+        for index, sequence in enumerate(producing):
+            # A remote drafter's word is no reason to index out of the embedding.
+            tokens = drafts.tokens_of(index)[: self._draft_limit(sequence)]
+            foreign = np.flatnonzero(tokens >= self.model.vocab_size)
+            sequence.draft = tokens[: foreign[0]] if len(foreign) else tokens
+            sequence.told = len(sequence)
+
+    def _progress(self, sequences: SequenceOf[Sequence]) -> Progress:
+        untold = [sequence.untold for sequence in sequences]
+        return Progress(
+            sequence_ids=np.array([sequence.sequence_id for sequence in sequences], np.uint64),
+            tokens=np.concatenate(untold),
+            offsets=offsets_of(np.array([len(tokens) for tokens in untold])),
+            verified=np.array([sequence.last_verified for sequence in sequences], np.uint32),
+            accepted=np.array([sequence.last_accepted for sequence in sequences], np.uint32),
+            max_draft=np.array([self._draft_limit(sequence) for sequence in sequences], np.uint32),
+        )
+
+    def _draft_limit(self, sequence: Sequence) -> int:
+        # The target adds a token of its own behind the draft.
+        return min(self._config.max_draft, sequence.room - 1)
+
+    def _choose(self, batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> np.ndarray:
+        """The target's token behind each of the batch's `logit_rows`, uint32."""
+        counts = np.diff(batch.logit_offsets)
+        samplings = [sequence.request.sampling for sequence in sequences]
+        return choose_tokens(
+            logits,
+            temperatures=np.repeat(np.array([sampling.temperature for sampling in samplings]), counts),
+            seeds=np.repeat(np.array([sampling.seed for sampling in samplings], np.int64), counts),
+            positions=batch.positions[batch.logit_rows] + 1,
+        )
+
+    def _commit(self, batch: Batch, chosen: np.ndarray, sequences: SequenceOf[Sequence]) -> StepReport:
+        """Verify the drafts, append what was produced, and let go of what has ended."""
+        report = StepReport()
+        for index, sequence in enumerate(sequences):
+            own = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+            if len(own) == 0:
+                sequence.computed += sequence.scheduled
+                continue
+            accepted = accepted_length(sequence.draft, own)
+            tokens, reason = self._cut(sequence, own[: accepted + 1])
+            sequence.commit(tokens, min(accepted, len(tokens)))
+            report.committed += len(tokens)
+            if reason is not None:
+                report.finished[sequence.sequence_id] = self._finish(sequence, reason)
+        return report
+
+    def _cut(self, sequence: Sequence, tokens: np.ndarray) -> tuple[np.ndarray, FinishReason | None]:
+        """`tokens` up to the one that ends the output, and why it ends there."""
+        ends = np.flatnonzero(self._ends_output[tokens])
+        if len(ends):
+            return tokens[: ends[0] + 1], FinishReason.STOP
+        return tokens, FinishReason.LENGTH if len(tokens) == sequence.room else None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        self._drafter.finish(sequence.sequence_id, sequence.untold, learn=sequence.request.learn)
+        self.scheduler.remove(sequence)
+        return sequence.complete(reason)

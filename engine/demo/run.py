@@ -1,0 +1,140 @@
+"""The demonstration from start to end: sidecar, workload, live progress, table, JSON and page."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from drafter_service.client import DrafterClient
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.demo.measure import Measurement, measure
+from engine.demo.page import render_page
+from engine.demo.sidecar import running_sidecar
+from engine.demo.summary import Part, Summary, summarise
+from engine.demo.workload import WorkItem
+from engine.drafters.none import NoDrafter
+from engine.models.decoder import Decoder
+from engine.request import SamplingParams
+from engine.tokenizer import Tokenizer
+from ssd.config import DrafterConfig
+
+STEP_DEADLINE_S = 0.25
+"""A stalled machine should show as a slow step, not as a draft that is missing."""
+
+
+def run_demo(
+    model: Decoder, tokenizer: Tokenizer, items: Sequence[WorkItem], sampling: SamplingParams, console: Console
+) -> tuple[list[Measurement], int]:
+    """Run the workload without drafts and with a sidecar from cold; returns the measurements and the late steps."""
+    drafter_config = DrafterConfig()
+    config = EngineConfig(max_sequences=1)
+    with running_sidecar("--capacity", "1M") as address, _progress(console) as progress:
+        client = DrafterClient(
+            address,
+            deadline_s=STEP_DEADLINE_S,
+            on_lost=lambda reason: console.print(f"[yellow]warning:[/] the sidecar went away ({reason})"),
+        )
+        plain = build_engine(model, config, NoDrafter())
+        drafting = build_engine(model, config, client)
+        task = progress.add_task("requests", total=len(items), speed="")
+        recent: list[Measurement] = []
+
+        def observe(measurement: Measurement) -> None:
+            recent.append(measurement)
+            part = Part.of(recent[-max(10, len(items) // 10) :])
+            rates = f"{part.plain_tokens_per_s:,.0f} -> {part.drafted_tokens_per_s:,.0f} tokens/s"
+            progress.update(task, advance=1, speed=f"{rates}, {part.speedup:.2f}x")
+
+        measurements = measure(
+            items, tokenizer, plain, drafting, sampling, drafter_config.learned_prompt_tokens, observe
+        )
+        drafting.close()
+        return measurements, client.timeouts
+
+
+def write_report(
+    measurements: Sequence[Measurement], out: Path, settings: dict[str, object], console: Console
+) -> Summary:
+    """Print the table and write run.json and run.html into `out`."""
+    summary = summarise(measurements)
+    versions = _versions()
+    console.print(_table(summary))
+    last, new = summary.last_tenth, summary.last_tenth_new
+    out.mkdir(parents=True, exist_ok=True)
+    document = {
+        "identical": summary.identical,
+        "differing_requests": summary.differing,
+        "speedup_last_tenth": last.speedup,
+        "tokens_per_step_last_tenth": last.tokens_per_step,
+        "speedup_last_tenth_new": new.speedup if new else None,
+        "tokens_per_step_last_tenth_new": new.tokens_per_step if new else None,
+        "loop_share": summary.loop_share,
+        "whole": asdict(summary.whole),
+        "tenths": [asdict(part) for part in summary.tenths],
+        "settings": settings,
+        "versions": versions,
+        "requests": [asdict(measurement) for measurement in measurements],
+    }
+    (out / "run.json").write_text(json.dumps(document, indent=1) + "\n")
+    notes = {name: str(value) for name, value in {**settings, **versions}.items()}
+    (out / "run.html").write_text(render_page(summary, measurements, notes), encoding="utf-8")
+    return summary
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+        console=console,
+    )
+
+
+def _table(summary: Summary) -> Table:
+    table = Table(title="the workload, by tenths")
+    for head in (
+        "tenth",
+        "corpus tokens",
+        "tokens per step",
+        "tokens/s without",
+        "tokens/s with",
+        "speed-up",
+        "accepted",
+    ):
+        table.add_column(head, justify="right")
+    rows = [(str(number), part) for number, part in enumerate(summary.tenths, start=1)]
+    for name, part in [*rows, ("all", summary.whole)]:
+        if name == "all":
+            table.add_section()
+        table.add_row(
+            name,
+            f"{part.corpus_tokens:,}",
+            f"{part.tokens_per_step:.2f}",
+            f"{part.plain_tokens_per_s:,.0f}",
+            f"{part.drafted_tokens_per_s:,.0f}",
+            f"{part.speedup:.2f}x",
+            f"{part.acceptance:.0%}",
+        )
+    return table
+
+
+def _versions() -> dict[str, str]:
+    packages = ("ssd-drafter", "torch", "numpy", "numba", "grpcio")
+    return {
+        **{package: version(package) for package in packages},
+        "python": platform.python_version(),
+        "platform": f"{platform.machine()}, {torch.get_num_threads()} threads",
+    }

@@ -1,0 +1,65 @@
+"""Prompt lookup: drafts what followed the last few tokens where they stood earlier in the same request.
+
+Saxena, "Prompt Lookup Decoding" (2023); vLLM serves it as `ngram`. Remembers nothing beyond a request.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssd.draft import NO_PATH, DraftBatch, Path, Progress, Source
+from ssd.local import GrowingText
+
+LONGEST = 4
+SHORTEST = 2
+"""Lengths of the runs that are looked up, as vLLM is commonly run."""
+
+
+class NgramDrafter:
+    """Looks up the last 4 tokens, then 3, then 2; the most recent occurrence wins."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, GrowingText] = {}
+
+    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
+        """Begin a sequence. Raises ValueError for an id that is in use."""
+        if sequence_id in self._texts:
+            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+        self._texts[sequence_id] = GrowingText(prompt)
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Drafts from each sequence's own text. Raises ValueError for a sequence that was not started."""
+        texts = [self._find(sequence_id) for sequence_id in progress.sequence_ids.tolist()]
+        paths = []
+        for index, (text, limit) in enumerate(zip(texts, progress.max_draft.tolist(), strict=True)):
+            text.extend(progress.tokens[progress.offsets[index] : progress.offsets[index + 1]])
+            paths.append(look_up(text.tokens, limit))
+        return DraftBatch.of_paths(paths)
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:  # noqa: ARG002
+        """End a sequence. Raises ValueError for one that was not started."""
+        self._find(sequence_id)
+        del self._texts[sequence_id]
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._texts.clear()
+
+    def _find(self, sequence_id: int) -> GrowingText:
+        if sequence_id not in self._texts:
+            raise ValueError(f"sequence {sequence_id} was not started")
+        return self._texts[sequence_id]
+
+
+def look_up(text: np.ndarray, limit: int) -> Path:
+    """What followed the most recent earlier occurrence of the longest run that `text`, uint32 [N], ends with."""
+    for length in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):
+        matches = np.ones(len(text) - length, bool)
+        for offset in range(length):
+            matches &= text[offset : offset + len(matches)] == text[len(text) - length + offset]
+        starts = np.flatnonzero(matches)
+        if len(starts):
+            tokens = text[starts[-1] + length :][:limit].copy()
+            # The method has no notion of odds: it promises what it drafts.
+            return Path(tokens, np.ones(len(tokens), np.float32), Source.LOCAL, length)
+    return NO_PATH

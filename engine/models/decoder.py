@@ -1,0 +1,124 @@
+"""A Llama-style decoder over a flat row of tokens.
+
+The model sees tokens, their positions, and a callable that attends. It knows nothing of sequences,
+pages or batches, so that training, plain inference and paged inference run the same code.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.models.config import ModelConfig
+
+
+class Attend(Protocol):
+    """Attention of one layer over whatever context the caller keeps."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [N, heads, head_dim], key and value [N, kv_heads, head_dim] -> [N, heads, head_dim]."""
+        ...
+
+
+class Decoder(nn.Module):
+    """Token ids and positions to hidden states; `logits` maps those to the vocabulary.
+
+    The projections of query, key and value are one matrix, those of gate and up another: fewer, larger
+    products are what a step of few tokens gains most from.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+        cos, sin = rope_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
+        rope = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, rope, attend)
+        return self.norm(hidden)
+
+    def tie(self) -> None:
+        """Let the output projection share the embedding's weight, where the model does."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [M, hidden_size] -> logits [M, vocab_size]."""
+        return self.lm_head(hidden)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention, then a pre-norm gated feed-forward network."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Hidden states [N, hidden_size] in and out; `rope` holds the cosines and sines of their positions."""
+        hidden = hidden + self._attention(self.input_norm(hidden), rope, attend)
+        gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)
+        return hidden + self.down_proj(F.silu(gate) * up)
+
+    def _attention(self, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        heads = self.qkv_proj(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        # Query and key heads lie side by side, so one rotation serves both.
+        rotated = rotate(heads[:, : self.heads + self.kv_heads], *rope)
+        query, key = rotated.split((self.heads, self.kv_heads), dim=1)
+        value = heads[:, self.heads + self.kv_heads :]
+        return self.o_proj(attend(self.index, query, key, value).flatten(1))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation with a learned scale (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, size] in and out."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary position embedding (Su et al., 2021), [max_positions, head_dim] float32 each.
+
+    Halves are paired as in Hugging Face checkpoints: component i turns with component i + head_dim / 2.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), frequencies)
+    both_halves = torch.cat((angles, angles), dim=-1)
+    return both_halves.cos(), both_halves.sin()
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn heads [N, H, head_dim] by the angles of their positions, [N, 1, head_dim]."""
+    left, right = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-right, left), dim=-1) * sin

@@ -1,0 +1,41 @@
+"""Weights laid out for few tokens at a time on a CPU.
+
+oneDNN's blocked layout makes the products of a verify step about twice as fast as the plain one, and its sums do not
+depend on how many tokens share a step: a token's logits are equal to the last bit, decoded alone or within a draft.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.decoder import Decoder
+
+TOKENS = 16
+"""Rows that the layout is chosen for; with it steps of 1 to 64 tokens were fastest, or nearly so."""
+
+
+class PackedLinear(nn.Module):
+    """A linear map without bias whose weight is in oneDNN's own layout."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, in] to [N, out]."""
+        return torch.ops.mkldnn._linear_pointwise(hidden, self._weight, None, "none", [], "")
+
+
+def pack(decoder: Decoder) -> Decoder:
+    """Replace the linear maps of a decoder on the CPU by packed ones; where oneDNN is missing it stays as it is.
+
+    A packed decoder can run but be neither trained nor saved.
+    """
+    if decoder.embedding.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return decoder
+    for module in list(decoder.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child.weight.detach()))
+    return decoder

@@ -1,0 +1,30 @@
+"""The forward pass of one batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import Attention
+from engine.batch import Batch
+from engine.models.decoder import Decoder
+
+
+class Runner:
+    """A model and the attention over its cache."""
+
+    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu") -> None:
+        self._model = model
+        self._attention = attention
+        self._device = device
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
+        tokens, positions, rows = (
+            torch.from_numpy(array).to(self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
+        )
+        hidden = self._model(tokens, positions, self._attention.begin(batch))
+        if len(rows) < len(hidden):
+            hidden = hidden[rows]
+        return self._model.logits(hidden).float()

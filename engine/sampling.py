@@ -1,0 +1,56 @@
+"""Logits to tokens: greedy, or with temperature by noise that depends on nothing but seed, position and token.
+
+Gumbel's trick: the largest of logits / temperature + Gumbel noise is a draw from their softmax. With the noise
+keyed by (seed, position), the token of a position is the same in every batch, and with or without drafts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def choose_tokens(logits: Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The target's token for each row of logits.
+
+    logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
+    token to be chosen within its sequence. Returns uint32 [M].
+    """
+    drawn = np.flatnonzero(temperatures)
+    if len(drawn):
+        rows = torch.from_numpy(drawn).to(logits.device)
+        warmth = torch.from_numpy(temperatures[drawn]).to(logits)[:, None]
+        noise = gumbel_noise(
+            torch.from_numpy(seeds[drawn]).to(logits.device),
+            torch.from_numpy(positions[drawn]).to(logits.device),
+            logits.shape[1],
+        )
+        logits = logits.index_copy(0, rows, logits[rows] / warmth + noise)
+    return logits.argmax(dim=-1).cpu().numpy().astype(np.uint32)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
+    """Standard Gumbel noise, float32 [M, size], keyed by seeds and positions, int64 [M] each."""
+    keys = mix64(mix64(seeds) + positions * GOLDEN)
+    tokens = torch.arange(1, size + 1, device=seeds.device)
+    bits = _shifted_right(mix64(keys[:, None] + tokens * GOLDEN), 32)
+    # Small uniforms make large noise; log1p keeps their precision, where log(u) near u = 1 would lose it.
+    uniform = (bits.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform)).float()
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64 tensors, wrapping as unsigned numbers do."""
+    x = (x ^ _shifted_right(x, 30)) * MIX_1
+    x = (x ^ _shifted_right(x, 27)) * MIX_2
+    return x ^ _shifted_right(x, 31)
+
+
+def _shifted_right(x: Tensor, by: int) -> Tensor:
+    """A logical shift: PyTorch's own keeps the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,90 @@
+"""One running sequence: its tokens, what of them is in the KV cache, and its draft."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from engine.request import Completion, FinishReason, Request
+
+NO_TOKENS = np.empty(0, np.uint32)
+
+
+class Sequence:
+    """A request on its way to a completion."""
+
+    def __init__(self, sequence_id: int, request: Request, max_length: int) -> None:
+        """`max_length` tokens, prompt and output together, are the most that it may reach."""
+        self.sequence_id = sequence_id
+        self.request = request
+        self.max_length = max_length
+        self.pages: list[int] = []
+        self.computed = 0
+        """Leading tokens whose keys and values are in the cache."""
+        self.scheduled = 0
+        """Tokens after those that this step runs."""
+        self.draft = NO_TOKENS
+        """Draft tokens, uint32, that this step verifies behind them."""
+        self.told = len(request.prompt)
+        """Leading tokens that the drafter knows of."""
+        self.last_verified = 0
+        """Draft tokens verified in the last step that had a draft slot; the drafter is told with its next draft."""
+        self.last_accepted = 0
+        self.steps = 0
+        self.drafted = 0
+        self.accepted = 0
+        self._tokens = np.empty(max_length, np.uint32)
+        self._tokens[: len(request.prompt)] = request.prompt
+        self._length = len(request.prompt)
+        self._began = time.perf_counter()
+
+    def __len__(self) -> int:
+        """Committed tokens, prompt and output."""
+        return self._length
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """uint32 [len(self)]."""
+        return self._tokens[: self._length]
+
+    @property
+    def output(self) -> np.ndarray:
+        """uint32: what was produced so far."""
+        return self._tokens[len(self.request.prompt) : self._length]
+
+    @property
+    def untold(self) -> np.ndarray:
+        """uint32: committed tokens that the drafter does not know of yet."""
+        return self._tokens[self.told : self._length]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be produced."""
+        return self.max_length - self._length
+
+    @property
+    def completes_prompt(self) -> bool:
+        """Whether this step runs all committed tokens, so that the next one can be chosen."""
+        return self.computed + self.scheduled == self._length
+
+    def commit(self, tokens: np.ndarray, accepted: int) -> None:
+        """Append what a step produced: `accepted` draft tokens and the target's own, less what a stop cut off."""
+        self.computed += self.scheduled + accepted
+        self.steps += 1
+        self.drafted += len(self.draft)
+        self.accepted += accepted
+        self.last_verified, self.last_accepted = len(self.draft), accepted
+        self._tokens[self._length : self._length + len(tokens)] = tokens
+        self._length += len(tokens)
+
+    def complete(self, reason: FinishReason) -> Completion:
+        """The result, once the sequence has ended."""
+        return Completion(
+            tokens=self.output.copy(),
+            finish_reason=reason,
+            steps=self.steps,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            seconds=time.perf_counter() - self._began,
+        )

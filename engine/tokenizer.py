@@ -1,0 +1,34 @@
+"""Text to token ids and back, by the tokenizer.json of a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as HubTokenizer
+
+from ssd.errors import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """The vocabulary of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError if `folder` has no usable tokenizer.json."""
+        path = folder / TOKENIZER_FILE
+        if not path.exists():
+            raise UserError(f"{folder} has no {TOKENIZER_FILE}; download or copy it again")
+        try:
+            self._tokenizer = HubTokenizer.from_file(str(path))
+        except Exception as problem:  # The library raises bare exceptions.
+            raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a prompt, uint32 [N], with the special tokens that the model's prompts begin with."""
+        return np.array(self._tokenizer.encode(text).ids, dtype=np.uint32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))

@@ -1,0 +1,85 @@
+"""Prompts made of held-out functions: what stands before a function, its signature and its docstring."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.training.sources import SourceFile
+
+COUNT = 200
+PER_FILE = 8
+"""Prompts from one file at most, so that a few large files do not make up the whole."""
+MIN_BODY_LINES = 4
+MIN_TOKENS, MAX_TOKENS = 32, 192
+"""Shorter prompts say too little; of longer ones the lines furthest back are left out."""
+
+
+@dataclass(frozen=True)
+class FunctionPrompt:
+    """One function to complete."""
+
+    source: str
+    """File, function and line, such as `json/__init__.py:dumps:183`."""
+    prompt: str
+    """Ends with the line before the function's first statement."""
+    body: str
+    """The function's own first statements and what follows, to its end."""
+
+
+def function_prompts(files: Sequence[SourceFile], tokenizer: Tokenizer, seed: int = 0) -> list[FunctionPrompt]:
+    """`COUNT` prompts drawn from `files`, in a random order, no two alike."""
+    rng = random.Random(seed)
+    drawn: dict[str, FunctionPrompt] = {}
+    for file in files:
+        of_file = [prompt for prompt in _prompts_of(file, tokenizer) if prompt.prompt not in drawn]
+        rng.shuffle(of_file)
+        drawn.update((prompt.prompt, prompt) for prompt in of_file[:PER_FILE])
+    prompts = list(drawn.values())
+    rng.shuffle(prompts)
+    return prompts[:COUNT]
+
+
+def write_prompts(prompts: Sequence[FunctionPrompt], path: Path) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts), encoding="utf-8")
+
+
+def _prompts_of(file: SourceFile, tokenizer: Tokenizer) -> Iterator[FunctionPrompt]:
+    try:
+        tree = ast.parse(file.text)
+    except SyntaxError:
+        return
+    lines = file.text.splitlines(keepends=True)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
+            continue
+        has_docstring = ast.get_docstring(node, clean=False) is not None
+        first = node.body[0]
+        cut = (first.end_lineno or first.lineno) if has_docstring else first.lineno - 1
+        if cut < node.lineno or node.end_lineno - cut < MIN_BODY_LINES:
+            continue
+        prompt = _last_lines(lines[:cut], tokenizer)
+        if prompt is not None:
+            yield FunctionPrompt(
+                source=f"{file.path}:{node.name}:{node.lineno}",
+                prompt=prompt,
+                body="".join(lines[cut : node.end_lineno]),
+            )
+
+
+def _last_lines(lines: Sequence[str], tokenizer: Tokenizer) -> str | None:
+    """As many whole lines from the end as `MAX_TOKENS` allow; None if that leaves fewer than `MIN_TOKENS`."""
+    kept: list[str] = []
+    for line in reversed(lines):
+        if len(tokenizer.encode(line + "".join(kept)).ids) > MAX_TOKENS:
+            break
+        kept.insert(0, line)
+    text = "".join(kept).rstrip() + "\n"
+    return text if len(tokenizer.encode(text).ids) >= MIN_TOKENS else None

@@ -1,0 +1,149 @@
+"""What goes into a drafter and what comes out, as flat arrays for a whole batch.
+
+The same arrays travel over the wire as packed bytes, so nothing here is converted token by token.
+Knows nothing of how drafts are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+ROOT = -1
+"""Parent of a draft token that follows the context directly."""
+
+
+class Source(IntEnum):
+    """Where a draft token was found."""
+
+    CORPUS = 0
+    """In a finished request."""
+    LOCAL = 1
+    """In the running request's own prompt and output."""
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """What happened to each sequence of a batch since its last draft, B sequences in all."""
+
+    sequence_ids: np.ndarray
+    """uint64 [B]."""
+    tokens: np.ndarray
+    """uint32 [T]: tokens committed since the sequence's last draft (or its start), all sequences in a row."""
+    offsets: np.ndarray
+    """uint32 [B + 1]: sequence i committed `tokens[offsets[i]:offsets[i + 1]]`."""
+    verified: np.ndarray
+    """uint32 [B]: how many tokens of the last draft the target verified."""
+    accepted: np.ndarray
+    """uint32 [B]: how many of those it accepted."""
+    max_draft: np.ndarray
+    """uint32 [B]: how many draft tokens the caller can use now."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftBatch:
+    """Drafts for a batch of B sequences, T draft tokens in all."""
+
+    tokens: np.ndarray
+    """uint32 [T]."""
+    parents: np.ndarray
+    """int32 [T]: index of the parent within the sequence's own draft, `ROOT` for a child of the context."""
+    odds: np.ndarray
+    """float32 [T]: estimated probability of acceptance, given that the parent is accepted."""
+    source: np.ndarray
+    """uint8 [T]: a `Source` each."""
+    offsets: np.ndarray
+    """uint32 [B + 1]: sequence i is offered `tokens[offsets[i]:offsets[i + 1]]`."""
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.offsets) - 1
+
+    def tokens_of(self, index: int) -> np.ndarray:
+        """Draft tokens of one sequence, uint32."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @classmethod
+    def empty(cls, sequences: int) -> DraftBatch:
+        """No draft for any of `sequences`."""
+        return cls(
+            tokens=np.empty(0, np.uint32),
+            parents=np.empty(0, np.int32),
+            odds=np.empty(0, np.float32),
+            source=np.empty(0, np.uint8),
+            offsets=np.zeros(sequences + 1, np.uint32),
+        )
+
+    @classmethod
+    def of_paths(cls, paths: Sequence[Path]) -> DraftBatch:
+        """One path a sequence, as a batch."""
+        lengths = np.array([len(path.tokens) for path in paths], np.uint32)
+        parents = [np.arange(ROOT, len(path.tokens) + ROOT, dtype=np.int32) for path in paths]
+        return cls(
+            tokens=_joined([path.tokens for path in paths], np.uint32),
+            parents=_joined(parents, np.int32),
+            odds=_joined([path.odds for path in paths], np.float32),
+            source=np.repeat(np.array([path.source for path in paths], np.uint8), lengths),
+            offsets=offsets_of(lengths),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """A draft without branches, for one sequence."""
+
+    tokens: np.ndarray
+    """uint32 [n]."""
+    odds: np.ndarray
+    """float32 [n]: each given the one before it."""
+    source: Source = Source.CORPUS
+    match_length: int = 0
+    """How many of the context's last tokens were found."""
+
+
+NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))
+
+
+class Drafter(Protocol):
+    """The face that embedded and remote drafters share.
+
+    A sequence is started once, drafted for any number of times, and finished once.
+    """
+
+    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
+        """Begin a sequence with its prompt, uint32 [P]. Raises ValueError for an id that is in use."""
+        ...
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Take note of what was committed, and draft what may follow.
+
+        Raises ValueError for a sequence that was not started or a token id that is reserved.
+        """
+        ...
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:
+        """End a sequence. `tokens`, uint32 [n]: what was committed since its last draft.
+
+        What it produced becomes draftable for others if `learn` is set. Raises ValueError for a sequence that
+        was not started.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release threads and connections. Further calls are errors."""
+        ...
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Lengths [B] to offsets, uint32 [B + 1]."""
+    offsets = np.zeros(len(lengths) + 1, np.uint32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([*parts, np.empty(0, dtype)], dtype=dtype)

@@ -1,0 +1,195 @@
+"""The real server in its own process, over real sockets."""
+
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from drafter_service.client import DrafterClient
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs import drafter_pb2_grpc
+from ssd.errors import UserError
+from tests.replay import progress_of, replay_one
+from tests.servers import SERVE, served
+from tests.ssd.test_drafter import TEXT
+from tests.strategies import array
+
+SERVICE = "ssd.drafter.v1.DrafterService"
+INVALID_ARGUMENT = 3
+
+
+def serve_in_vain(*arguments):
+    """The exit code and the error of a server that cannot start."""
+    ended = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return ended.returncode, ended.stderr
+
+
+def assert_eventually(condition):
+    """The server learns in the background; ask until it has, for as long as a very slow machine may take."""
+    assert any(condition() for _ in range(2000))
+
+
+def test_a_service_learns_over_its_stream(server, socket_address):
+    client = DrafterClient(socket_address, deadline_s=10)
+    first = replay_one(client, 0, TEXT[:50], TEXT[50:])
+    assert first > 200
+    sequence_ids = iter(range(1, 10_000))
+    assert_eventually(lambda: replay_one(client, next(sequence_ids), TEXT[:50], TEXT[50:]) <= 20)
+    assert client.lost is None
+    client.close()
+
+
+def test_health_and_reflection(server, socket_address):
+    with grpc.insecure_channel(socket_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in (SERVICE, ""):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10, wait_for_ready=True)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        [reply] = reflection.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
+        )
+        assert SERVICE in [service.name for service in reply.list_services_response.service]
+
+
+def test_a_malformed_message_is_refused_and_the_stream_lives_on(server, socket_address):
+    messages = [
+        b"\xff\xff\xff",
+        pb.DraftRequest(step=2, batch=pb.Batch(sequence_ids=b"123")).SerializeToString(),
+        pb.DraftRequest(step=3, starts=[pb.Start(sequence_id=1)]).SerializeToString(),
+    ]
+    with grpc.insecure_channel(socket_address) as channel:
+        raw = channel.stream_stream(f"/{SERVICE}/Draft", response_deserializer=pb.DraftReply.FromString)
+        garbage, wrong, right = raw(iter(messages), timeout=10, wait_for_ready=True)
+    assert garbage.error.code == wrong.error.code == INVALID_ARGUMENT
+    assert "not a DraftRequest" in garbage.error.message
+    assert "batch.sequence_ids has 3 bytes" in wrong.error.message
+    assert wrong.step == 2
+    assert right.step == 3
+    assert right.HasField("drafts")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_service_in_order(socket_address, number):
+    with served("--listen", socket_address) as process:
+        client = DrafterClient(socket_address, deadline_s=10)
+        client.start(1, array([1, 2, 1]))
+        assert client.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [2]
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "stopped:" in output
+        assert errors == ""
+        assert_eventually(lambda: len(client.draft(progress_of({1: []}, limit=1)).tokens) == 0 and client.lost)
+        client.close()
+
+
+def test_a_dead_service_costs_drafts_and_nothing_else(server, socket_address):
+    client = DrafterClient(socket_address, deadline_s=10)
+    client.start(1, array([1, 2, 1]))
+    assert client.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [2]
+    server.kill()
+    server.wait()
+    assert_eventually(lambda: client.lost is not None or len(client.draft(progress_of({1: []}, limit=1)).tokens) == 0)
+    client.start(2, array([1]))
+    assert len(client.draft(progress_of({1: [], 2: []}, limit=1))) == 2
+    client.finish(1, array([]))
+    client.close()
+
+
+def test_a_deadline_in_the_past_means_no_draft_and_late_answers_are_dropped(server, socket_address):
+    client = DrafterClient(socket_address, deadline_s=10)
+    client.start(1, array([1, 2, 3, 1]))
+    client._deadline_s = 0.0
+    assert len(client.draft(progress_of({1: []}, limit=1)).tokens) == 0
+    assert client.timeouts == 1
+    client._deadline_s = 10.0
+    assert client.draft(progress_of({1: [2]}, limit=1)).tokens.tolist() == [3]
+    client.close()
+
+
+def test_nobody_at_the_address(socket_address):
+    address = socket_address
+    with pytest.raises(UserError, match=f"no drafter answers at {address}; start one with: ssd-drafter serve"):
+        DrafterClient(address)
+
+
+def test_a_living_server_keeps_its_socket(server, socket_address):
+    code, error = serve_in_vain("--listen", socket_address)
+    assert code == 2
+    assert error.startswith("error: ")
+    assert "is in use" in error
+    assert error.count("\n") == 1
+    DrafterClient(socket_address, deadline_s=10).close()
+
+
+def test_a_dead_servers_socket_is_taken_over(socket_address):
+    path = socket_address.removeprefix("unix:")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    with served("--listen", socket_address):
+        DrafterClient(socket_address, deadline_s=10).close()
+
+
+def test_a_port_in_use_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, error = serve_in_vain("--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert code == 2
+    assert "cannot listen at" in error
+    assert "Traceback" not in error
+
+
+def test_a_port_serves_like_a_socket():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with served("--listen", address):
+        client = DrafterClient(address, deadline_s=10)
+        client.start(1, array([1, 2, 1]))
+        assert client.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [2]
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "nonsense"], "is no address"),
+        (["--listen", "host:99999"], "is no address"),
+        (["--listen", "unix:/nowhere/at/all.sock"], "no directory"),
+        (["--listen", "unix:{file}"], "not a socket"),
+        (["--listen", "unix:{new}" + "x" * 100], "too long for a Unix socket"),
+        (["--listen", "unix:{new}", "--capacity", "1"], "a ring holds"),
+        (["--listen", "unix:{new}", "--capacity", "many"], "no number of tokens"),
+        ([], "Missing option '--listen'"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(tmp_path, arguments, message):
+    (tmp_path / "file").touch()
+    names = {"file": tmp_path / "file", "new": tmp_path / "new.sock"}
+    code, error = serve_in_vain(*(argument.format(**names) for argument in arguments))
+    assert code == 2
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_help_is_quick_to_load():
+    """The help page imports neither numba nor gRPC."""
+    script = (
+        "import sys; from click.testing import CliRunner; from drafter_service.cli import cli;"
+        "result = CliRunner().invoke(cli, ['--help']); assert result.exit_code == 0, result.output;"
+        "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_every_method_of_the_contract_is_served():
+    methods = {method.name for method in pb.DESCRIPTOR.services_by_name["DrafterService"].methods}
+    assert methods == {"Draft"}
+    assert hasattr(drafter_pb2_grpc.DrafterServiceStub, "__init__")

@@ -1,0 +1,57 @@
+"""Small models made on the spot: real Hugging Face folders with random weights and a vocabulary of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.models.loader import load_model
+
+VOCAB = 300
+TEXT = "def add(left, right):\n    return left + right\n\nclass Pair:\n    pass\n" * 20
+
+
+def make_folder(folder, *, seed=0, max_shard_size="5GB", **shape):
+    """A Llama folder as transformers writes it; `shape` overrides fields of the config."""
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.3,  # logits far enough apart that rounding decides nothing
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**fields, **shape})).eval()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(model_folder):
+    return load_model(model_folder)

@@ -1,0 +1,246 @@
+"""The loop: whatever drafts, in whatever batch, the output is the target's own."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.drafters.build import build_drafter
+from engine.drafters.none import NoDrafter
+from engine.request import FinishReason, Request, SamplingParams
+from ssd.config import DrafterConfig
+from ssd.draft import DraftBatch, Path
+from ssd.errors import UserError
+from tests.engine.conftest import VOCAB, make_folder
+
+CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
+
+
+def requests(count, *, temperature=0.0, max_tokens=40):
+    rng = np.random.default_rng(3)
+    return [
+        Request(
+            rng.integers(1, 60, rng.integers(1, 90)).astype(np.uint32),
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed),
+        )
+        for seed in range(count)
+    ]
+
+
+def outputs(engine, asked):
+    """Outputs of all requests run together, with the books checked after every step."""
+    completions = engine.generate(asked, observe=lambda _: engine.scheduler.check_integrity())
+    assert engine.scheduler.pages.free == engine.scheduler.pages.count
+    return [completion.tokens.tolist() for completion in completions]
+
+
+class ScriptedDrafter(NoDrafter):
+    """Drafts what a function of (sequence id, committed length) says."""
+
+    def __init__(self, script):
+        self.script = script
+        self.lengths = {}
+
+    def start(self, sequence_id, prompt):
+        self.lengths[sequence_id] = len(prompt)
+
+    def draft(self, progress):
+        paths = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            tokens = np.array(self.script(sequence_id, self.lengths[sequence_id]), np.uint32)
+            paths.append(Path(tokens, np.ones(len(tokens), np.float32)))
+        return DraftBatch.of_paths(paths)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """What the target produces by itself, one request at a time."""
+    engine = build_engine(model, CONFIG, NoDrafter())
+    return {
+        temperature: [outputs(engine, [request])[0] for request in requests(12, temperature=temperature)]
+        for temperature in (0.0, 1.0)
+    }
+
+
+def test_greedy_output_is_that_of_transformers(tmp_path):
+    reference = make_folder(tmp_path)
+    from engine.models.loader import load_model
+
+    engine = build_engine(load_model(tmp_path), CONFIG, NoDrafter())
+    for request in requests(4):
+        prompt = torch.from_numpy(request.prompt.astype(np.int64))[None]
+        with torch.inference_mode():
+            expected = reference.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)[0]
+        assert outputs(engine, [request])[0] == expected[prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "ssd"])
+def test_every_drafter_in_a_batch_gives_the_plain_output(model, plain, drafter, temperature):
+    engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), "", warn=pytest.fail))
+    asked = requests(12, temperature=temperature)
+    assert outputs(engine, asked) == plain[temperature]
+    assert outputs(engine, asked) == plain[temperature]  # now with a corpus that knows the answers
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_drafts_change_nothing(model, plain, temperature):
+    rng = np.random.default_rng(0)
+    engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: rng.integers(0, VOCAB, rng.integers(0, 7))))
+    assert outputs(engine, requests(12, temperature=temperature)) == plain[temperature]
+
+
+def scripted_by(asked, answers, *, spoil_every=0):
+    """A script that knows the answers, with every so many tokens spoilt."""
+
+    def script(sequence_id, length):
+        start = length - len(asked[sequence_id].prompt)
+        draft = list(answers[sequence_id][start : start + 6])
+        if spoil_every:
+            draft = [t if (start + i) % spoil_every else (t + 1) % VOCAB for i, t in enumerate(draft)]
+        return draft
+
+    return ScriptedDrafter(script)
+
+
+@pytest.mark.parametrize("spoil_every", [0, 3, 4])
+def test_drafts_that_are_right_up_to_a_point_are_accepted_up_to_it(model, plain, spoil_every):
+    asked = requests(12)
+    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=spoil_every))
+    completions = engine.generate(asked)
+    assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
+    for completion in completions:
+        if spoil_every == 0:
+            assert completion.steps <= -(-len(completion.tokens) // 7)
+            assert completion.accepted == completion.drafted
+        else:
+            assert completion.accepted < completion.drafted
+
+
+@pytest.mark.parametrize("fault", [-1, 1], ids=["one too few", "one too many"])
+def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fault):
+    """The tests above would see a verifier that is off by one: the output differs, or steps are lost."""
+    from engine import core
+
+    exact = core.accepted_length
+    monkeypatch.setattr(
+        core, "accepted_length", lambda draft, chosen: min(len(draft), max(0, exact(draft, chosen) + fault))
+    )
+    asked = requests(12)
+    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=4))
+    completions = engine.generate(asked)
+    if fault > 0:
+        assert [completion.tokens.tolist() for completion in completions] != plain[0.0]
+    else:
+        honest = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=4))
+        monkeypatch.undo()
+        steps = [completion.steps for completion in honest.generate(asked)]
+        assert sum(completion.steps for completion in completions) > sum(steps)
+
+
+def test_drafts_beyond_the_vocabulary_or_the_limit_are_cut(model, plain):
+    engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: [1, VOCAB, 2] + [3] * 50))
+    assert outputs(engine, requests(12)) == plain[0.0]
+
+
+def test_long_prompts_run_in_parts_beside_decoding(model):
+    small = EngineConfig(max_sequences=4, max_step_tokens=32, max_draft=6)
+    rng = np.random.default_rng(5)
+    asked = [
+        Request(rng.integers(1, 60, length).astype(np.uint32), SamplingParams(max_tokens=20))
+        for length in (5, 200, 3, 170)
+    ]
+    together = outputs(build_engine(model, small, NoDrafter()), asked)
+    alone = [outputs(build_engine(model, CONFIG, NoDrafter()), [request])[0] for request in asked]
+    assert together == alone
+
+
+def test_more_requests_than_pages_wait_their_turn(model, plain):
+    engine = build_engine(model, EngineConfig(max_sequences=2, max_step_tokens=64, max_draft=6), NoDrafter())
+    assert outputs(engine, requests(12)) == plain[0.0]
+
+
+def test_outputs_end_at_the_end_token_at_the_limit_and_at_the_window(model):
+    engine = build_engine(model, CONFIG, NoDrafter())
+    window = model.config.max_positions
+    [by_length, by_window] = engine.generate(
+        [
+            Request(np.array([5, 6], np.uint32), SamplingParams(max_tokens=3)),
+            Request(np.full(window - 4, 7, np.uint32), SamplingParams(max_tokens=50)),
+        ]
+    )
+    assert (len(by_length.tokens), by_length.finish_reason) == (3, FinishReason.LENGTH)
+    assert len(by_window.tokens) <= 4
+
+
+@pytest.mark.parametrize("max_draft", [0, 6])
+def test_nothing_follows_an_end_token(model, max_draft):
+    """With any token of the output declared the end, the output stops there, in the middle of a draft too."""
+    from dataclasses import replace
+
+    request = requests(1)[0]
+    [full] = outputs(build_engine(model, CONFIG, NoDrafter()), [request])
+    end = full[len(full) // 2]
+    first = full.index(end)
+    config = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=max_draft)
+    drafter = scripted_by([request], [full])
+    engine = build_engine(model, config, drafter)
+    ending = Engine(
+        replace(model.config, eos_token_ids=(end,)), config, engine._runner, engine.scheduler.pages, drafter
+    )
+    [completion] = ending.generate([request])
+    assert completion.tokens.tolist() == full[: first + 1]
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.accepted <= len(completion.tokens)
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(model):
+    engine = build_engine(model, CONFIG, NoDrafter())
+    prompt = np.array([5, 6, 7], np.uint32)
+    seeds = (1, 1, 2)
+    first, same, other = outputs(
+        engine, [Request(prompt, SamplingParams(max_tokens=20, temperature=1.0, seed=seed)) for seed in seeds]
+    )
+    assert first == same
+    assert first != other
+
+
+BAD_REQUESTS = {
+    "empty": (Request(np.empty(0, np.uint32)), "empty"),
+    "too long": (Request(np.ones(512, np.uint32)), "context window of 512"),
+    "outside the vocabulary": (Request(np.array([1, VOCAB], np.uint32)), "vocabulary ends at 299"),
+}
+
+
+@pytest.mark.parametrize(("request_", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
+def test_requests_that_cannot_run_are_refused_and_disturb_nothing(model, request_, message):
+    engine = build_engine(model, CONFIG, NoDrafter())
+    with pytest.raises(UserError, match=message):
+        engine.add(request_)
+    assert not engine.scheduler.has_work
+
+
+def test_a_request_larger_than_the_cache_is_refused(model):
+    config = EngineConfig(max_sequences=1, max_draft=0, kv_memory_mib=1)
+    engine = build_engine(model, config, NoDrafter())
+    engine.scheduler.pages.count = 2
+    with pytest.raises(UserError, match="KV cache"):
+        engine.add(Request(np.ones(100, np.uint32)))
+
+
+@pytest.mark.parametrize("setting", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}])
+def test_sampling_settings_out_of_range_are_named(setting):
+    with pytest.raises(UserError, match=next(iter(setting))):
+        SamplingParams(**setting)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"max_sequences": 0}, {"page_size": 0}, {"kv_memory_mib": 0}, {"max_draft": -1}, {"max_step_tokens": 9}]
+)
+def test_engine_settings_out_of_range_are_named(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        EngineConfig(**setting)

@@ -1,0 +1,169 @@
+"""The `generate` command, from its arguments to its output."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from engine import cli
+from engine.drafters.build import DRAFTER_NAMES
+from tests.servers import served
+
+PROMPT = "def add(left, right):"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command line in this process; gives exit code, stdout, stderr."""
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["ssd-engine", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", stdin if isinstance(stdin, io.StringIO) else io.StringIO(stdin or ""))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def completions(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prompts_from_arguments(run, model_folder):
+    code, out, err = run("generate", "--model", model_folder, "--max-tokens", 5, PROMPT, "class Pair:")
+    assert code == 0
+    assert out.startswith(PROMPT)
+    assert "class Pair:" in out
+    for word in ("2 outputs", "tokens/s", "tokens per step", "drafted", "accepted"):
+        assert word in err
+
+
+def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tmp_path):
+    base = ("generate", "--model", model_folder, "--max-tokens", 8)
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n\nclass Pair:\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in (PROMPT, "class Pair:")))
+    outputs = []
+    for name, arguments, stdin in (
+        ("args", (PROMPT, "class Pair:"), None),
+        ("text", ("--file", tmp_path / "prompts.txt"), None),
+        ("jsonl", ("--file", tmp_path / "prompts.jsonl"), None),
+    ):
+        assert run(*base, *arguments, "--output", tmp_path / name, stdin=stdin)[0] == 0
+        outputs.append([line["tokens"] for line in completions(tmp_path / name)])
+    assert run(*base, "--output", tmp_path / "stdin", stdin=PROMPT)[0] == 0
+    assert run(*base, "--output", tmp_path / "dash", "--file", "-", stdin=PROMPT)[0] == 0
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert [line["tokens"] for line in completions(tmp_path / "stdin")] == outputs[0][:1]
+    assert [line["tokens"] for line in completions(tmp_path / "dash")] == outputs[0][:1]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address, temperature):
+    outputs = {}
+    for drafter in DRAFTER_NAMES:
+        options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature, "--max-tokens", 40)
+        path = tmp_path / drafter
+        code, _, err = run("generate", "--model", model_folder, *options, "--output", path, PROMPT, PROMPT, "class")
+        assert code == 0, err
+        outputs[drafter] = completions(path)
+    assert all(output == outputs["none"] for output in outputs.values())
+    assert set(outputs) == set(cli.DRAFTERS)
+
+
+def test_token_ids_are_prompts_too(run, model_folder, tmp_path):
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    code, out, _ = run("generate", "--model", model_folder, "--file", tmp_path / "ids.jsonl", "--max-tokens", 3)
+    assert code == 0
+    assert out.startswith("<3 token ids>")
+
+
+BAD_INPUT = {
+    "empty prompt": ((), [""], "prompt 1: the prompt is empty"),
+    "second prompt empty": ((), ["x", ""], "prompt 2: the prompt is empty"),
+    "prompt too long": ((), ["x " * 2000], "context window of 512"),
+    "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
+    "empty file": (("--file", "{tmp}/empty.txt"), [], "holds no prompt"),
+    "file that is no text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
+    "line that is no JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is no JSON object"),
+    "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
+    "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
+    "token that is no id": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
+    "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
+    "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
+    "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is no address"),
+    "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
+    "unwritable output": (("--output", "{tmp}/no/such/folder", "--max-tokens", "1"), ["x"], "cannot write"),
+}
+
+
+@pytest.mark.parametrize(("options", "prompts", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_is_one_line_and_exit_2(run, model_folder, tmp_path, options, prompts, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 300]}\n')
+    (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')
+    options = [option.format(tmp=tmp_path) for option in options]
+    code, out, err = run("generate", "--model", model_folder, *options, *prompts)
+    assert code == 2
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_no_prompt_at_a_terminal(run, model_folder):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    code, _, err = run("generate", "--model", model_folder, stdin=Terminal())
+    assert code == 2
+    assert "no prompt" in err
+
+
+def test_a_sidecar_that_dies_in_mid_run_costs_no_output(run, model_folder, tmp_path, socket_address, monkeypatch):
+    """The service is killed while requests run; each is finished, as without drafts, and a warning comes once."""
+    from engine.core import Engine
+
+    prompts = [f"def f{number}():" for number in range(6)]
+    options = ("--max-tokens", 60, "--max-sequences", 2, *prompts)
+    assert (
+        run("generate", "--model", model_folder, "--drafter", "none", "--output", tmp_path / "plain", *options)[0] == 0
+    )
+    with served("--listen", socket_address, "--capacity", "100k") as process:
+        steps = iter(range(10_000))
+        step = Engine.step
+        lost = threading.Event()
+
+        def step_and_kill(engine):
+            if next(steps) == 10:
+                process.kill()
+                process.wait()
+                engine._drafter._reader.join(30)
+                lost.set()
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", step_and_kill)
+        remote = ("--drafter", "ssd-remote", "--address", socket_address, "--output", tmp_path / "remote")
+        code, _, err = run("generate", "--model", model_folder, *remote, *options)
+    assert code == 0
+    assert lost.is_set()
+    assert err.replace("\n", " ").count("going on without drafts") == 1
+    assert completions(tmp_path / "remote") == completions(tmp_path / "plain")
+
+
+def test_help_is_quick_to_load():
+    """The help page imports neither torch nor numba."""
+    script = (
+        "import sys; from click.testing import CliRunner; from engine.cli import cli;"
+        "result = CliRunner().invoke(cli, ['--help']); assert result.exit_code == 0, result.output;"
+        "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

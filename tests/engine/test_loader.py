@@ -1,0 +1,133 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
+from engine.models.loader import load_config, load_model, save_model
+from engine.models.packed import pack
+from engine.request import Request, SamplingParams
+from ssd.errors import UserError
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.forward import prompt_logits
+
+SHAPES = {
+    "tied, shared key heads": {},
+    "untied": {"tie_word_embeddings": False},
+    "one head a key": {"num_key_value_heads": 4},
+    "heads wider than the model": {"head_dim": 32},
+    "another rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("packed", [False, True])
+def test_logits_equal_those_of_transformers(tmp_path, shape, packed):
+    reference = make_folder(tmp_path, **shape)
+    model = load_model(tmp_path)
+    if packed:
+        pack(model)
+    tokens = torch.randint(0, VOCAB, (200,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = reference(tokens[None]).logits[0]
+    assert (prompt_logits(model, tokens.numpy()) - expected).abs().max() < 1e-4
+
+
+def test_sharded_weights_are_read(tmp_path):
+    reference = make_folder(tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    tokens = torch.arange(50)
+    with torch.inference_mode():
+        expected = reference(tokens[None]).logits[0]
+    assert (prompt_logits(load_model(tmp_path), tokens.numpy()) - expected).abs().max() < 1e-4
+
+
+def test_the_older_spelling_of_rope_is_read(tmp_path):
+    make_folder(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["rope_parameters"]
+    fields["rope_theta"] = 500.0
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_config(tmp_path).rope_theta == 500.0
+
+
+def test_a_saved_model_is_the_same_model(tmp_path, model):
+    save_model(model, tmp_path, dtype=torch.float32)
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    for (name, left), (_, right) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_a_context_as_long_as_the_window_can_be_filled(model):
+    engine = build_engine(model, EngineConfig(), NoDrafter())
+    window = model.config.max_positions
+    prompt = torch.ones(window - 3).numpy().astype("uint32")
+    [completion] = engine.generate([Request(prompt, SamplingParams(max_tokens=100))])
+    assert len(completion.tokens) <= 3
+
+
+def damage(folder, name, text):
+    (folder / name).write_text(text)
+
+
+DAMAGES = {
+    "no folder": (lambda folder: shutil.rmtree(folder), "no model folder"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "config is no JSON": (lambda folder: damage(folder, "config.json", "{"), "cannot be read"),
+    "config is a list": (lambda folder: damage(folder, "config.json", "[]"), "no JSON object"),
+    "another architecture": (
+        lambda folder: edit_config(folder, architectures=["MambaForCausalLM"]),
+        "MambaForCausalLM",
+    ),
+    "no architecture": (lambda folder: edit_config(folder, architectures=None), "none"),
+    "a field is missing": (lambda folder: edit_config(folder, hidden_size=None, remove=True), "hidden_size"),
+    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "wrong type"),
+    "rope scaling": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+        "llama3",
+    ),
+    "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
+    "biases": (lambda folder: edit_config(folder, attention_bias=True), "attention_bias"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+    "weights cut short": (lambda folder: cut(folder / "model.safetensors", 0.5), "cut short"),
+    "weights cut in their header": (lambda folder: cut(folder / "model.safetensors", 0.0001), "cut short"),
+    "weights of another shape": (lambda folder: edit_config(folder, intermediate_size=128), "shape"),
+    "weights of fewer layers": (lambda folder: edit_config(folder, num_hidden_layers=3), "lacks the weights"),
+}
+
+
+def edit_config(folder, *, remove=False, **changes):
+    fields = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        if remove:
+            fields.pop(name)
+        else:
+            fields[name] = value
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def cut(path, share):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize(("harm", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_folder_that_cannot_be_used_is_refused_with_its_reason(tmp_path, model_folder, harm, message):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    harm(folder)
+    with pytest.raises(UserError, match=message) as refusal:
+        load_model(folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    make_folder(tmp_path, max_shard_size="50KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(UserError, match=shard.name):
+        load_model(tmp_path)

@@ -1,0 +1,22 @@
+"""The real server, as its command starts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import contextmanager
+
+SERVE = (sys.executable, "-m", "drafter_service.cli", "serve")
+
+
+@contextmanager
+def served(*arguments):
+    """A running `ssd-drafter serve`; yields its process once it says that it listens."""
+    process = subprocess.Popen([*SERVE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        greeting = process.stdout.readline()
+        assert "listening at" in greeting, process.stderr.read()
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)

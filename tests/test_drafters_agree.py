@@ -1,0 +1,54 @@
+"""One suite for the embedded and the remote drafter: the same calls, the same drafts, the same refusals."""
+
+import numpy as np
+import pytest
+
+from drafter_service.client import DrafterClient
+from ssd import DrafterConfig, SuffixDrafter
+from tests.replay import progress_of, replay_one
+from tests.strategies import array
+
+
+@pytest.fixture(params=["embedded", "remote"])
+def drafter(request, socket_address):
+    if request.param == "embedded":
+        with SuffixDrafter(DrafterConfig(capacity=100_000)) as embedded:
+            yield embedded
+        return
+    request.getfixturevalue("server")
+    client = DrafterClient(socket_address, deadline_s=10)
+    yield client
+    client.close()
+
+
+def test_drafts_from_the_request_itself(drafter):
+    drafter.start(1, array([1, 2, 3, 1, 2]))
+    drafter.start(2, array([9]))
+    drafts = drafter.draft(progress_of({1: [], 2: []}, limit=2))
+    assert drafts.tokens.tolist() == [3, 1]
+    assert drafts.offsets.tolist() == [0, 2, 2]
+    drafts = drafter.draft(progress_of({2: [4, 9], 1: [3]}, limit=1))
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[4], [1]]
+
+
+def test_steps_of_a_text_are_the_same_for_both(drafter):
+    text = np.random.default_rng(4).integers(0, 6, 200).astype(np.uint32)
+    with SuffixDrafter(DrafterConfig(capacity=100_000)) as reference:
+        assert replay_one(drafter, 5, text[:20], text[20:]) == replay_one(reference, 5, text[:20], text[20:])
+
+
+def test_ids_in_use_and_unknown_ones_are_refused(drafter):
+    drafter.start(1, array([1]))
+    with pytest.raises(ValueError, match="sequence 1 was started before"):
+        drafter.start(1, array([1]))
+    with pytest.raises(ValueError, match="sequence 8 was not started"):
+        drafter.draft(progress_of({8: []}, limit=1))
+    with pytest.raises(ValueError, match="sequence 8 was not started"):
+        drafter.finish(8, array([]))
+    drafter.finish(1, array([]))
+    with pytest.raises(ValueError, match="sequence 1 was not started"):
+        drafter.finish(1, array([]))
+
+
+def test_an_empty_batch_has_no_drafts(drafter):
+    assert len(drafter.draft(progress_of({}, limit=1))) == 0
