@@ -87,17 +87,23 @@ def generate(
 )
 @click.option("--requests", type=click.IntRange(min=10), default=300, help="Length of the workload.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
-@click.option("--seed", type=int, default=0, help="Decides prompts, repeats, edits and their order.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="0 is greedy, and this small model then loops a lot.",
+)
+@click.option("--seed", type=int, default=0, help="Decides prompts, repeats, edits, their order, and what is sampled.")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
     help="Hugging Face folder with a prompts.jsonl.  [default: the small model that ships with the package]",
 )
-def demo(out: Path, requests: int, max_tokens: int, seed: int, model: Path | None) -> None:
+def demo(out: Path, requests: int, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
     """Serve a workload without drafts and with a sidecar, and show the difference."""
-    from engine.demo.command import demonstrate
+    from engine.demo.command import DemoOptions, demonstrate
 
-    if not demonstrate(out, requests, max_tokens, seed, model):
+    if not demonstrate(DemoOptions(out, requests, max_tokens, temperature, seed, model)):
         sys.exit(1)
 
 

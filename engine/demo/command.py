@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,36 +18,51 @@ from engine.tokenizer import Tokenizer
 PROMPTS_FILE = "prompts.jsonl"
 
 
-def demonstrate(out: Path, requests: int, max_tokens: int, seed: int, model_folder: Path | None) -> bool:
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line asked for; see its help."""
+
+    out: Path
+    requests: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    model: Path | None
+
+
+def demonstrate(options: DemoOptions) -> bool:
     """Run the workload both ways and report; returns whether all outputs were identical. Raises UserError."""
     console = Console()
-    folder = model_folder or SHIPPED_MODEL
+    folder = options.model or SHIPPED_MODEL
     model = pack(load_model(folder))
     tokenizer = Tokenizer(folder)
-    items = make_workload(read_prompts(folder / PROMPTS_FILE), requests, seed)
+    items = make_workload(read_prompts(folder / PROMPTS_FILE), options.requests, options.seed)
+    sampling = SamplingParams(options.max_tokens, options.temperature, options.seed)
     console.print(
-        f"{requests} requests to [bold]{folder.name}[/], one at a time, at most {max_tokens} new tokens each: "
+        f"{options.requests} requests to [bold]{folder.name}[/], one at a time, "
+        f"at most {options.max_tokens} new tokens each: "
         f"{EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near repeats, the rest new.\n"
         "Each runs without drafts and with a sidecar that starts empty, in turns."
     )
-    measurements, late_steps = run_demo(model, tokenizer, items, SamplingParams(max_tokens=max_tokens), console)
+    measurements, late_steps = run_demo(model, tokenizer, items, sampling, console)
     settings: dict[str, object] = {
         "model": folder.name,
-        "requests": requests,
-        "max_tokens": max_tokens,
-        "seed": seed,
+        "requests": options.requests,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
         "late_steps": late_steps,
     }
-    summary = write_report(measurements, out, settings, console)
-    last = summary.last_tenth
-    console.print(
-        f"last tenth: [bold]{last.speedup:.2f}x[/] tokens/s, {last.tokens_per_step:.2f} tokens per step; "
-        f"{summary.loop_share:.0%} of the output is a loop"
-    )
+    summary = write_report(measurements, options.out, settings, console)
+    for name, part in (("all requests", summary.last_tenth), ("new requests alone", summary.last_tenth_new)):
+        if part is not None:
+            rates = f"[bold]{part.speedup:.2f}x[/] tokens/s, {part.tokens_per_step:.2f} tokens per step"
+            console.print(f"last tenth, {name}: {rates}")
+    console.print(f"output that is a loop: {summary.loop_share:.0%}")
     console.print(
         "outputs: [bold green]identical[/], token by token"
         if summary.identical
         else f"outputs: [bold red]DIFFERENT[/] in requests {', '.join(map(str, summary.differing))}"
     )
-    console.print(f"wrote {out / 'run.json'} and {out / 'run.html'}")
+    console.print(f"wrote {options.out / 'run.json'} and {options.out / 'run.html'}")
     return summary.identical

@@ -53,20 +53,30 @@ def test_one_differing_output_is_reported():
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """Runs a short demonstration; gives its folder, its exit code."""
-    folder = tmp_path_factory.mktemp("demo")
-    make_folder(folder / "model")
+def model_with_prompts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_folder(folder)
     prompts = [{"source": f"a.py:f{n}:1", "prompt": f"def f{n}(left, right):\n    return left\n"} for n in range(10)]
-    (folder / "model" / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    arguments = ("demo", "--model", folder / "model", "--out", folder / "out", "--requests", 20, "--max-tokens", 24)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return folder
+
+
+def run_demo(model, out, *more):
+    """Runs a short demonstration into `out`; gives its exit code."""
+    arguments = ("demo", "--model", model, "--out", out, "--requests", 20, "--max-tokens", 24, *more)
     argv, sys.argv = sys.argv, ["ssd-engine", *map(str, arguments)]
     try:
         with pytest.raises(SystemExit) as ended:
             cli.main()
     finally:
         sys.argv = argv
-    return folder / "out", ended.value.code or 0
+    return ended.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def demo(model_with_prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo") / "out"
+    return out, run_demo(model_with_prompts, out)
 
 
 def test_the_run_is_written_with_every_figure(demo):
@@ -111,3 +121,12 @@ def test_the_page_stands_alone(demo):
     assert checker.circles == 20
     assert not re.search(r"https?://|@import|url\(", page)
     assert "tokens/s" in page
+
+
+def test_sampled_outputs_are_identical_too_and_repeats_differ(model_with_prompts, tmp_path):
+    assert run_demo(model_with_prompts, tmp_path, "--temperature", 0.5) == 0
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["identical"] is True
+    assert run["settings"]["temperature"] == 0.5
+    repeats = [request for request in run["requests"] if request["kind"] == "exact repeat"]
+    assert sum(r["output_tokens"] for r in repeats) < 2 * sum(r["steps"] for r in repeats)
