@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 # Which build of PyTorch: extra arguments for pip, such as an --index-url for CPU-only or CUDA wheels.
 TORCH_PIP_ARGS ?=
-TORCH := torch>=2.11,<2.14
+TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test soak bench lint format protos clean

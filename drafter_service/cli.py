@@ -11,7 +11,7 @@ from ssd.errors import UserError
 SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
 
 
-class TokenCount(click.ParamType[int]):
+class TokenCount(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no argument
     """A number of tokens such as 500k or 16M."""
 
     name = "tokens"
@@ -22,7 +22,7 @@ class TokenCount(click.ParamType[int]):
         scale = SUFFIXES.get(text[-1:], 1)
         try:
             return int(float(text.rstrip("kmg")) * scale)
-        except ValueError:
+        except (ValueError, OverflowError):
             self.fail(f"{value!r} is no number of tokens; write 16000000, 500k or 16M", param, ctx)
 
 
@@ -62,9 +62,13 @@ def serve(
 ) -> None:
     """Serve drafts to engines until interrupted (SIGINT or SIGTERM)."""
     import asyncio
+    import os
+
+    # The library that sorts the corpus would take every core from the engine beside it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     from drafter_service.address import Address
-    from drafter_service.server import serve as serve_drafts
+    from drafter_service.server import DrafterServer, serve_until_signalled
     from ssd.config import DrafterConfig
 
     address = Address.parse(listen)
@@ -76,9 +80,11 @@ def serve(
             min_path_odds=min_path_odds,
             refresh_interval_s=refresh_interval,
         )
-        stats = asyncio.run(serve_drafts(config, address, lambda: _announce(address.text, capacity)))
+        server = DrafterServer(config, address)
     except ValueError as problem:
         raise UserError(str(problem)) from None
+    asyncio.run(serve_until_signalled(server, lambda: _announce(address.text, capacity)))
+    stats = server.stats
     figures = stats.summary()
     click.echo(
         f"stopped: {stats.committed:,} tokens committed, {stats.verified:,} drafted, {stats.accepted:,} accepted, "
@@ -92,7 +98,7 @@ def precompile() -> None:
     import time
 
     began = time.perf_counter()
-    click.echo("compiling the drafter's kernels (a minute at the first time)...")
+    click.echo("compiling the drafter's kernels (some seconds at the first time)...")
     from ssd.drafter import SuffixDrafter
 
     SuffixDrafter().close()

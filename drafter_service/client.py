@@ -1,7 +1,9 @@
 """The client that engines draft through: the same face as the embedded drafter, and never in the engine's way.
 
-A step waits for its drafts until a deadline; without an answer there is no draft for that step. Once the
-service is gone every draft is empty, and the caller is told so once.
+A step waits for its drafts until a deadline; without an answer there is no draft for that step. Until that
+answer has come no step is sent or waited for: what is committed meanwhile is held back and told with the next
+one, so a slow service is not made slower, and one that hangs costs one deadline. Once the service is gone every
+draft is empty, and the caller is told so once.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -19,11 +22,15 @@ from drafter_service.address import Address
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.wire import MAX_MESSAGE_BYTES, WireError, batch_message, pack, read_drafts
-from ssd.draft import DraftBatch, Progress
+from ssd.draft import DraftBatch, Progress, check_outcome, offsets_of
 from ssd.errors import UserError
+from ssd.ring import check_tokens
 
 DEADLINE_S = 0.05
 """Longest wait for the drafts of one step."""
+
+PATIENCE_S = 30.0
+"""A service that is silent for this long is gone, though its connection may stand."""
 
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
@@ -33,11 +40,17 @@ class DrafterClient:
     """A drafter behind a gRPC stream. One thread uses it."""
 
     def __init__(
-        self, address: str, *, deadline_s: float = DEADLINE_S, on_lost: Callable[[str], None] = lambda _: None
+        self,
+        address: str,
+        *,
+        deadline_s: float = DEADLINE_S,
+        patience_s: float = PATIENCE_S,
+        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Connect to a service at `address`. Raises UserError if none answers there.
 
-        `on_lost` is called once, from any thread and with the reason, if the service goes away.
+        `on_lost` is called once, from any thread and with the reason, if the service goes away or leaves steps
+        unanswered for `patience_s` seconds.
         """
         self.address = Address.parse(address).text
         self.lost: str | None = None
@@ -45,11 +58,19 @@ class DrafterClient:
         self.timeouts = 0
         """Steps that went without drafts because the answer came too late."""
         self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self._on_lost = on_lost
         self._closing = False
         self._losing = threading.Lock()
         self._step = 0
-        self._running: set[int] = set()
+        self._awaited = (0, 0)
+        """The last step that wanted drafts, and its number of sequences."""
+        self._late_since: float | None = None
+        """When it was sent, if its answer is overdue."""
+        self._held_back: dict[int, list[np.ndarray]] = {}
+        """By sequence: tokens committed that the service has not been told of."""
+        self._offered: dict[int, int] = {}
+        """The running sequences, each with the tokens of its last draft."""
         self._requests: queue.SimpleQueue[pb.DraftRequest | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[pb.DraftReply | None] = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(
@@ -65,30 +86,49 @@ class DrafterClient:
         self._reader.start()
 
     def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Begin a sequence with its prompt, uint32 [P]. Raises ValueError for an id that is in use."""
-        if sequence_id in self._running:
+        """Begin a sequence with its prompt, uint32 [P]. Raises ValueError for an id in use or a token out of range."""
+        if sequence_id in self._offered:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
-        self._running.add(sequence_id)
+        check_tokens(prompt)
+        self._offered[sequence_id] = 0
         self._send(pb.DraftRequest(starts=[pb.Start(sequence_id=sequence_id, prompt=pack(prompt, "u4"))]))
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Tell what was committed and wait for drafts, at most until the deadline.
 
-        Raises ValueError for a sequence that was not started.
+        Raises ValueError as `Progress.check` does.
         """
-        for sequence_id in progress.sequence_ids.tolist():
-            self._require(sequence_id)
-        self._send(pb.DraftRequest(batch=batch_message(progress)))
-        return self._await_reply(len(progress.sequence_ids))
+        progress.check(self._offered)
+        sequences = len(progress.sequence_ids)
+        if self.lost is None and self._is_behind():
+            self._hold_back(progress)
+            drafts = None
+        else:
+            self._send(pb.DraftRequest(batch=batch_message(self._with_held_back(progress))))
+            self._awaited = (self._step, sequences)
+            sent_at = time.monotonic()
+            drafts = self._receive(self._deadline_s)
+            self._late_since = sent_at if drafts is None else None
+        if drafts is None:
+            self.timeouts += self.lost is None
+            drafts = DraftBatch.empty(sequences)
+        self._offered.update(zip(progress.sequence_ids.tolist(), np.diff(drafts.offsets).tolist(), strict=True))
+        return drafts
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:
-        """End a sequence; `tokens`, uint32 [n], were committed since its last draft.
-
-        Raises ValueError for one not started.
-        """
-        self._require(sequence_id)
-        self._running.remove(sequence_id)
-        finish = pb.Finish(sequence_id=sequence_id, tokens=pack(tokens, "u4"), learn=learn)
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
+        """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
+        check_tokens(tokens)
+        check_outcome(sequence_id, verified, accepted, self._offered)
+        del self._offered[sequence_id]
+        finish = pb.Finish(
+            sequence_id=sequence_id,
+            tokens=pack(np.concatenate([*self._held_back.pop(sequence_id, []), tokens]), "u4"),
+            learn=learn,
+            verified=verified,
+            accepted=accepted,
+        )
         self._send(pb.DraftRequest(finishes=[finish]))
 
     def close(self) -> None:
@@ -118,35 +158,56 @@ class DrafterClient:
             self._channel.close()
             raise UserError(f"the drafter at {self.address} is not serving; it may be shutting down")
 
-    def _require(self, sequence_id: int) -> None:
-        if sequence_id not in self._running:
-            raise ValueError(f"sequence {sequence_id} was not started")
-
     def _send(self, request: pb.DraftRequest) -> None:
         self._step += 1
         if self.lost is None:
             request.step = self._step
             self._requests.put(request)
 
-    def _await_reply(self, sequences: int) -> DraftBatch:
-        until = time.monotonic() + self._deadline_s
+    def _receive(self, wait_s: float) -> DraftBatch | None:
+        """The drafts of the awaited step; None if they do not come in time, or never will."""
+        step, sequences = self._awaited
+        until = time.monotonic() + wait_s
         while self.lost is None:
             try:
                 reply = self._replies.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                self.timeouts += 1
-                break
+                return None
             if reply is None:
                 continue  # The service is lost.
             try:
                 if reply.HasField("error"):
                     raise WireError(reply.error.message)
-                if reply.step == self._step:
+                if reply.step == step:
                     return read_drafts(reply.drafts, sequences)
             except WireError as problem:
                 # One of the two sides is wrong about the contract; requests must not suffer for it.
                 self._lose(f"it and this client disagree: {problem}")
-        return DraftBatch.empty(sequences)
+        return None
+
+    def _is_behind(self) -> bool:
+        """Whether an answer is still overdue; one that has come by now is of no use any more."""
+        if self._late_since is None or self._receive(0.0) is not None:
+            return False
+        silent_s = time.monotonic() - self._late_since
+        if silent_s > self._patience_s:
+            self._lose(f"it has not answered for {silent_s:.0f} s")
+        return True
+
+    def _hold_back(self, progress: Progress) -> None:
+        # Counts are left out: what had been offered before the late step is a detail of statistics.
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
+            self._held_back.setdefault(sequence_id, []).append(committed)
+
+    def _with_held_back(self, progress: Progress) -> Progress:
+        """`progress`, with what was held back of its sequences before it."""
+        if not self._held_back:
+            return progress
+        self._hold_back(progress)
+        runs = [np.concatenate(self._held_back.pop(sequence_id)) for sequence_id in progress.sequence_ids.tolist()]
+        offsets = offsets_of(np.array([len(run) for run in runs]))
+        return replace(progress, tokens=np.concatenate([*runs, np.empty(0, np.uint32)]), offsets=offsets)
 
     def _outgoing(self) -> Iterator[pb.DraftRequest]:
         while (request := self._requests.get()) is not None:

@@ -99,9 +99,8 @@ class DrafterServer:
             session.close()
 
 
-async def serve(config: DrafterConfig, address: Address, ready: Callable[[], None]) -> Stats:
-    """Serve until SIGINT or SIGTERM; `ready` is called once streams are welcome. Returns the counters of its life."""
-    server = DrafterServer(config, address)
+async def serve_until_signalled(server: DrafterServer, ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM; `ready` is called once streams are welcome."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -110,4 +109,3 @@ async def serve(config: DrafterConfig, address: Address, ready: Callable[[], Non
     ready()
     await stopping.wait()
     await server.stop()
-    return server.stats

@@ -30,6 +30,8 @@ class Finish:
     sequence_id: int
     tokens: np.ndarray
     """uint32 [n]."""
+    verified: int
+    accepted: int
     learn: bool
 
 
@@ -39,7 +41,6 @@ class Session:
     def __init__(self, drafter: SuffixDrafter) -> None:
         """`drafter` is the stream's own; it may share its corpus."""
         self._drafter = drafter
-        self._running: set[int] = set()
 
     def answer(self, data: bytes) -> pb.DraftReply:
         """The reply to one serialised DraftRequest; an error, and no effect, for one that is malformed."""
@@ -58,39 +59,56 @@ class Session:
         self._drafter.close()
 
     def _apply(self, request: pb.DraftRequest) -> DraftBatch:
-        running = set(self._running)
-        starts = [_read_start(message, index, running) for index, message in enumerate(request.starts)]
-        finishes = [_read_finish(message, index, running) for index, message in enumerate(request.finishes)]
-        progress = _read_progress(request.batch, running) if request.HasField("batch") else None
+        # What would run, and with how long a draft each, if all of the request were applied.
+        offered = self._drafter.offered()
+        starts = [_read_start(message, index, offered) for index, message in enumerate(request.starts)]
+        finishes = [_read_finish(message, index, offered) for index, message in enumerate(request.finishes)]
+        progress = _read_progress(request.batch, offered) if request.HasField("batch") else None
         # Nothing below can fail.
-        self._running = running
         for start in starts:
             self._drafter.start(start.sequence_id, start.prompt)
         for finish in finishes:
-            self._drafter.finish(finish.sequence_id, finish.tokens, learn=finish.learn)
+            self._drafter.finish(
+                finish.sequence_id,
+                finish.tokens,
+                verified=finish.verified,
+                accepted=finish.accepted,
+                learn=finish.learn,
+            )
         return self._drafter.draft(progress) if progress is not None else DraftBatch.empty(0)
 
 
-def _read_start(message: pb.Start, index: int, running: set[int]) -> Start:
-    if message.sequence_id in running:
+def _read_start(message: pb.Start, index: int, offered: dict[int, int]) -> Start:
+    if message.sequence_id in offered:
         raise WireError(f"starts[{index}].sequence_id {message.sequence_id} is running already")
-    running.add(message.sequence_id)
+    offered[message.sequence_id] = 0
     return Start(message.sequence_id, unpack_tokens(message.prompt, f"starts[{index}].prompt"))
 
 
-def _read_finish(message: pb.Finish, index: int, running: set[int]) -> Finish:
-    if message.sequence_id not in running:
-        raise WireError(f"finishes[{index}].sequence_id {message.sequence_id} was not started on this stream")
-    running.remove(message.sequence_id)
-    return Finish(message.sequence_id, unpack_tokens(message.tokens, f"finishes[{index}].tokens"), message.learn)
+def _read_finish(message: pb.Finish, index: int, offered: dict[int, int]) -> Finish:
+    field = f"finishes[{index}]"
+    if message.sequence_id not in offered:
+        raise WireError(f"{field}.sequence_id {message.sequence_id} was not started on this stream")
+    _check_outcome(field, message.verified, message.accepted, offered.pop(message.sequence_id))
+    tokens = unpack_tokens(message.tokens, f"{field}.tokens")
+    return Finish(message.sequence_id, tokens, message.verified, message.accepted, message.learn)
 
 
-def _read_progress(message: pb.Batch, running: set[int]) -> Progress:
+def _read_progress(message: pb.Batch, offered: dict[int, int]) -> Progress:
     progress = read_batch(message)
-    for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-        if sequence_id not in running:
+    outcomes = zip(progress.sequence_ids.tolist(), progress.verified.tolist(), progress.accepted.tolist(), strict=True)
+    for index, (sequence_id, verified, accepted) in enumerate(outcomes):
+        if sequence_id not in offered:
             raise WireError(f"batch.sequence_ids[{index}] {sequence_id} was not started on this stream")
+        _check_outcome("batch", verified, accepted, offered[sequence_id], f"[{index}]")
     return progress
+
+
+def _check_outcome(owner: str, verified: int, accepted: int, offered: int, element: str = "") -> None:
+    if verified > offered:
+        raise WireError(f"{owner}.verified{element} is {verified}; the sequence's last draft had {offered} tokens")
+    if accepted > verified:
+        raise WireError(f"{owner}.accepted{element} is {accepted}, of {verified} verified")
 
 
 def _refusal(step: int, message: str) -> pb.DraftReply:

@@ -64,8 +64,6 @@ def read_batch(message: pb.Batch) -> Progress:
         name: _of_length(unpack(getattr(message, name), "u4", f"batch.{name}"), sequences, f"batch.{name}")
         for name in ("verified", "accepted", "max_draft")
     }
-    if np.any(counts["accepted"] > counts["verified"]):
-        raise WireError("batch.accepted is larger than batch.verified")
     return Progress(sequence_ids, tokens, offsets, **counts)
 
 

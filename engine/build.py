@@ -18,6 +18,8 @@ from ssd.draft import Drafter
 ASSETS = Path(__file__).parent / "assets"
 SHIPPED_MODEL = ASSETS / "stdlib-7m"
 """The small model that comes with the project."""
+PROMPTS_FILE = "prompts.jsonl"
+"""In its folder: held-out functions to complete."""
 
 
 def build_engine(model: Decoder, config: EngineConfig, drafter: Drafter) -> Engine:

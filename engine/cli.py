@@ -39,6 +39,7 @@ def cli() -> None:
 @click.option("--seed", type=int, default=0, help="The same seed gives the same text, with any drafter.")
 @click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
 @click.option("--max-sequences", type=click.IntRange(min=1), default=16, help="Most prompts running at once.")
+@click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Write completions as JSON lines instead of printing them."
@@ -54,6 +55,7 @@ def generate(
     seed: int,
     max_draft: int,
     max_sequences: int,
+    kv_memory: int,
     threads: int | None,
     output: Path | None,
 ) -> None:
@@ -72,6 +74,7 @@ def generate(
             seed,
             max_draft,
             max_sequences,
+            kv_memory,
             threads,
             output,
         )

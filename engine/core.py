@@ -50,18 +50,22 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Queue a request; returns the id that its completion comes with. Raises UserError for one that cannot run."""
+        sequence = Sequence(self._next_id, request, self.check(request))
+        self.scheduler.add(sequence)
+        self._next_id += 1
+        return sequence.sequence_id
+
+    def check(self, request: Request) -> int:
+        """The length that a request may reach, prompt and output. Raises UserError for one that cannot run."""
         request.check(self.model)
         longest = min(len(request.prompt) + request.sampling.max_tokens, self.model.max_positions)
         pages = self.scheduler.pages
         if pages.pages_for(longest) > pages.count:
             raise UserError(
                 f"prompt and output of up to {longest} tokens do not fit into the KV cache of "
-                f"{pages.count * pages.page_size} tokens; ask for fewer tokens or give the cache more memory"
+                f"{pages.count * pages.page_size} tokens; ask for fewer tokens or give it more memory (--kv-memory)"
             )
-        sequence = Sequence(self._next_id, request, longest)
-        self.scheduler.add(sequence)
-        self._next_id += 1
-        return sequence.sequence_id
+        return longest
 
     def step(self) -> StepReport:
         """Advance every running sequence by at least one token, or by a part of its prompt."""
@@ -154,6 +158,12 @@ class Engine:
         return tokens, FinishReason.LENGTH if len(tokens) == sequence.room else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
-        self._drafter.finish(sequence.sequence_id, sequence.untold, learn=sequence.request.learn)
+        self._drafter.finish(
+            sequence.sequence_id,
+            sequence.untold,
+            verified=sequence.last_verified,
+            accepted=sequence.last_accepted,
+            learn=sequence.request.learn,
+        )
         self.scheduler.remove(sequence)
         return sequence.complete(reason)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from engine.core import Engine, StepReport
 from engine.drafters.build import build_drafter
 from engine.models.loader import load_model
 from engine.models.packed import pack
+from engine.output import CompletionWriter, Prompt
 from engine.request import Completion, Request, SamplingParams
 from engine.tokenizer import Tokenizer
 from ssd.config import DrafterConfig
@@ -40,6 +42,7 @@ class GenerateOptions:
     seed: int
     max_draft: int
     max_sequences: int
+    kv_memory: int
     threads: int | None
     output: Path | None
 
@@ -47,44 +50,38 @@ class GenerateOptions:
 def run_generate(options: GenerateOptions) -> None:
     """Read the prompts, check all of them, complete them, and print. Raises UserError before anything runs."""
     prompts = read_prompts(options)
-    if options.output is not None and not options.output.absolute().parent.is_dir():
-        raise UserError(f"cannot write {options.output}: there is no directory {options.output.parent}")
     if options.threads:
         torch.set_num_threads(options.threads)
     folder = options.model or SHIPPED_MODEL
     model = pack(load_model(folder))
     tokenizer = Tokenizer(folder)
-    sampling = SamplingParams(options.max_tokens, options.temperature, options.seed)
-    requests = [Request(_as_tokens(prompt, tokenizer), sampling) for prompt in prompts]
-    for number, request in enumerate(requests, start=1):
-        try:
-            request.check(model.config)
-        except UserError as problem:
-            raise UserError(f"prompt {number}: {problem}") from None
+    requests = _requests(prompts, tokenizer, options)
     console = Console(stderr=True, highlight=False)
+    config = EngineConfig(
+        max_sequences=options.max_sequences,
+        max_draft=options.max_draft,
+        max_step_tokens=max(2048, options.max_sequences * (1 + options.max_draft)),
+        kv_memory_mib=options.kv_memory,
+    )
     drafter = build_drafter(
         options.drafter,
         DrafterConfig(max_draft=max(1, options.max_draft)),
         options.address,
         warn=lambda text: console.print(f"[yellow]warning:[/] {text}"),
     )
-    config = EngineConfig(
-        max_sequences=options.max_sequences,
-        max_draft=options.max_draft,
-        max_step_tokens=max(2048, options.max_sequences * (1 + options.max_draft)),
-    )
     engine = build_engine(model, config, drafter)
-    began = time.perf_counter()
-    try:
-        completions = _complete(engine, requests, console)
-    finally:
-        engine.close()
-    seconds = time.perf_counter() - began
-    _write(prompts, completions, tokenizer, options.output)
+    with closing(engine):
+        for number, request in enumerate(requests, start=1):
+            with _naming_prompt(number):
+                engine.check(request)
+        with closing(CompletionWriter(prompts, [r.prompt for r in requests], tokenizer, options.output)) as writer:
+            began = time.perf_counter()
+            completions = _complete(engine, requests, writer, console)
+            seconds = time.perf_counter() - began
     _summarise(completions, seconds, options.drafter, console)
 
 
-def read_prompts(options: GenerateOptions) -> list[str | list[int]]:
+def read_prompts(options: GenerateOptions) -> list[Prompt]:
     """Texts or lists of token ids, from arguments, a file, or stdin if nothing else was given."""
     if options.prompts and options.path:
         raise UserError("give prompts either as arguments or with --file, not both")
@@ -93,16 +90,25 @@ def read_prompts(options: GenerateOptions) -> list[str | list[int]]:
     if options.path is None and sys.stdin.isatty():
         raise UserError("no prompt; give one as an argument, with --file, or on stdin")
     from_stdin = options.path is None or str(options.path) == "-"
-    text = sys.stdin.read() if from_stdin else _read_file(options.path or Path("-"))
+    text = _read_stdin() if from_stdin else _read_file(options.path or Path("-"))
+    # Not `splitlines`, for which form feeds and Unicode's separators end lines too.
+    lines = text.removesuffix("\n").split("\n")
     if from_stdin:
-        prompts: list[str | list[int]] = [text]
+        prompts: list[Prompt] = [text]
     elif options.path is not None and options.path.suffix == ".jsonl":
-        prompts = [_prompt_of_line(line, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     else:
-        prompts = [line for line in text.splitlines() if line.strip()]
+        prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"{options.path or 'stdin'} holds no prompt")
     return prompts
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as problem:
+        raise UserError(f"cannot read stdin: {problem}") from None
 
 
 def _read_file(path: Path) -> str:
@@ -112,7 +118,7 @@ def _read_file(path: Path) -> str:
         raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
 
 
-def _prompt_of_line(line: str, number: int) -> str | list[int]:
+def _prompt_of_line(line: str, number: int) -> Prompt:
     try:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError):
@@ -125,12 +131,30 @@ def _prompt_of_line(line: str, number: int) -> str | list[int]:
     return list(prompt)
 
 
-def _as_tokens(prompt: str | list[int], tokenizer: Tokenizer) -> np.ndarray:
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.uint32)
+def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
+    """Each prompt as a request with a seed of its own, so that a prompt given twice is sampled twice."""
+    requests = []
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(options.max_tokens, options.temperature, options.seed + index)
+        with _naming_prompt(index + 1):
+            tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.uint32)
+        requests.append(Request(tokens, sampling))
+    return requests
 
 
-def _complete(engine: Engine, requests: Sequence[Request], console: Console) -> list[Completion]:
-    """Run the requests with a progress bar."""
+@contextmanager
+def _naming_prompt(number: int) -> Iterator[None]:
+    """Says which prompt a UserError is about."""
+    try:
+        yield
+    except UserError as problem:
+        raise UserError(f"prompt {number}: {problem}") from None
+
+
+def _complete(
+    engine: Engine, requests: Sequence[Request], writer: CompletionWriter, console: Console
+) -> list[Completion]:
+    """Run the requests with a progress bar; `engine` is new, so its ids are the requests' indices."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[tokens]} tokens"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("completing", total=len(requests), tokens=0)
@@ -139,36 +163,10 @@ def _complete(engine: Engine, requests: Sequence[Request], console: Console) -> 
         def observe(report: StepReport) -> None:
             nonlocal tokens
             tokens += report.committed
+            writer.take(report.finished)
             progress.update(task, advance=len(report.finished), tokens=tokens)
 
         return engine.generate(requests, observe)
-
-
-def _write(
-    prompts: Sequence[str | list[int]], completions: Sequence[Completion], tokenizer: Tokenizer, output: Path | None
-) -> None:
-    if output is not None:
-        lines = (
-            json.dumps(
-                {
-                    "prompt": prompt,
-                    "completion": tokenizer.decode(completion.tokens),
-                    "tokens": completion.tokens.tolist(),
-                    "finish_reason": completion.finish_reason.value,
-                }
-            )
-            for prompt, completion in zip(prompts, completions, strict=True)
-        )
-        try:
-            output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        except OSError as problem:
-            raise UserError(f"cannot write {output}: {problem.strerror}") from None
-        return
-    for prompt, completion in zip(prompts, completions, strict=True):
-        shown = prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
-        print(f"{shown}{tokenizer.decode(completion.tokens)}")
-        if len(prompts) > 1:
-            print("-" * 40)
 
 
 def _summarise(completions: Sequence[Completion], seconds: float, drafter: str, console: Console) -> None:

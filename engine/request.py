@@ -32,6 +32,8 @@ class SamplingParams:
         """Raises UserError for a setting out of its range."""
         if self.max_tokens < 1:
             raise UserError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise UserError(f"seed must fit into 64 bits, not {self.seed}")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be 0 or more, not {self.temperature}")
 
@@ -73,5 +75,3 @@ class Completion:
     """Draft tokens that the target verified."""
     accepted: int
     """How many of those it kept."""
-    seconds: float
-    """From the request's first step to its last."""

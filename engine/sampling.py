@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+SMALLEST_TEMPERATURE = 1e-5
+"""Anything colder is greedy: float32 logits divided by it could overflow, and no draw would differ."""
+
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -21,7 +24,7 @@ def choose_tokens(logits: Tensor, temperatures: np.ndarray, seeds: np.ndarray, p
     logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
     token to be chosen within its sequence. Returns uint32 [M].
     """
-    drawn = np.flatnonzero(temperatures)
+    drawn = np.flatnonzero(temperatures > SMALLEST_TEMPERATURE)
     if len(drawn):
         rows = torch.from_numpy(drawn).to(logits.device)
         warmth = torch.from_numpy(temperatures[drawn]).to(logits)[:, None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from engine.request import Completion, FinishReason, Request
@@ -37,7 +35,6 @@ class Sequence:
         self._tokens = np.empty(max_length, np.uint32)
         self._tokens[: len(request.prompt)] = request.prompt
         self._length = len(request.prompt)
-        self._began = time.perf_counter()
 
     def __len__(self) -> int:
         """Committed tokens, prompt and output."""
@@ -86,5 +83,4 @@ class Sequence:
             steps=self.steps,
             drafted=self.drafted,
             accepted=self.accepted,
-            seconds=time.perf_counter() - self._began,
         )

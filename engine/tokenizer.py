@@ -26,9 +26,21 @@ class Tokenizer:
             raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a prompt, uint32 [N], with the special tokens that the model's prompts begin with."""
+        """Token ids of a prompt, uint32 [N], with the special tokens that the model's prompts begin with.
+
+        Raises UserError for a text that has no UTF-8 form, such as one made of undecodable bytes.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("the prompt is no valid Unicode text; give it in UTF-8") from None
         return np.array(self._tokenizer.encode(text).ids, dtype=np.uint32)
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of token ids, special tokens left out."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def decode_behind(self, prompt: np.ndarray, tokens: np.ndarray) -> str:
+        """The text that `tokens` add to that of `prompt`; some vocabularies drop a space where a text begins."""
+        head, whole = self.decode(prompt), self.decode(np.concatenate((prompt, tokens)))
+        return whole[len(head) :] if whole.startswith(head) else self.decode(tokens)

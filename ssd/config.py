@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_REFRESH_INTERVAL_S = 86_400
+
 PolicyName = Literal["suffix", "article"]
 
 
@@ -36,7 +38,10 @@ class DrafterConfig:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if not 0 <= self.min_path_odds <= 1:
             raise ValueError(f"min_path_odds is a probability, not {self.min_path_odds}")
-        if not self.refresh_interval_s > 0:
-            raise ValueError(f"refresh_interval_s must be above 0, not {self.refresh_interval_s}")
+        if not 0 < self.refresh_interval_s <= MAX_REFRESH_INTERVAL_S:
+            raise ValueError(
+                f"refresh_interval_s must be above 0 and at most a day ({MAX_REFRESH_INTERVAL_S} s), "
+                f"not {self.refresh_interval_s}"
+            )
         if self.policy not in ("suffix", "article"):
             raise ValueError(f"policy must be 'suffix' or 'article', not {self.policy!r}")

@@ -6,6 +6,7 @@ beside it, at an interval, and swaps one reference. Knows nothing of running req
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ssd.ring import Ring
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,4 +104,8 @@ class Corpus:
 
     def _refresh_until_stopped(self, interval_s: float) -> None:
         while not self._stopping.wait(max(interval_s, self.REST_PER_BUILD * self._build_seconds)):
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception:
+                # The last view still serves; a moment later there may be memory for the next one.
+                logger.exception("building the next view failed; drafts come from the last one")

@@ -6,12 +6,14 @@ Knows nothing of how drafts are found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
+
+from ssd.ring import check_tokens
 
 ROOT = -1
 """Parent of a draft token that follows the context directly."""
@@ -42,6 +44,20 @@ class Progress:
     """uint32 [B]: how many of those it accepted."""
     max_draft: np.ndarray
     """uint32 [B]: how many draft tokens the caller can use now."""
+
+    def check(self, offered: Mapping[int, int]) -> None:
+        """Raises ValueError for a sequence that is not running, stands here twice, or verified what it was not offered.
+
+        `offered`: the tokens of the last draft of each running sequence.
+        """
+        check_tokens(self.tokens)
+        sequence_ids = self.sequence_ids.tolist()
+        if len(set(sequence_ids)) != len(sequence_ids):
+            raise ValueError("a sequence stands in a batch twice")
+        for sequence_id, verified, accepted in zip(
+            sequence_ids, self.verified.tolist(), self.accepted.tolist(), strict=True
+        ):
+            check_outcome(sequence_id, verified, accepted, offered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,21 +137,35 @@ class Drafter(Protocol):
     def draft(self, progress: Progress) -> DraftBatch:
         """Take note of what was committed, and draft what may follow.
 
-        Raises ValueError for a sequence that was not started or a token id that is reserved.
+        Raises ValueError for a sequence that was not started or stands in the batch twice, for more tokens verified
+        than were offered, and for a token id that is reserved.
         """
         ...
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
         """End a sequence. `tokens`, uint32 [n]: what was committed since its last draft.
 
-        What it produced becomes draftable for others if `learn` is set. Raises ValueError for a sequence that
-        was not started.
+        `verified` and `accepted` tell what became of that draft, as in `Progress`. What the sequence produced becomes
+        draftable for others if `learn` is set. Raises ValueError as `draft` does.
         """
         ...
 
     def close(self) -> None:
         """Release threads and connections. Further calls are errors."""
         ...
+
+
+def check_outcome(sequence_id: int, verified: int, accepted: int, offered: Mapping[int, int]) -> None:
+    """Raises ValueError for a sequence that is not running, or counts that its last draft cannot have."""
+    if sequence_id not in offered:
+        raise ValueError(f"sequence {sequence_id} was not started")
+    if not accepted <= verified <= offered[sequence_id]:
+        raise ValueError(
+            f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified} "
+            f"and accepted {accepted}"
+        )
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:

@@ -12,9 +12,9 @@ import numpy as np
 from ssd.article import ArticlePolicy
 from ssd.config import DrafterConfig
 from ssd.corpus import Corpus, View
-from ssd.draft import NO_PATH, DraftBatch, Path, Progress
+from ssd.draft import NO_PATH, DraftBatch, Path, Progress, check_outcome
 from ssd.local import GrowingText
-from ssd.ring import MAX_TOKEN_ID
+from ssd.ring import check_tokens
 from ssd.stats import Stats
 from ssd.suffix import SuffixPolicy
 
@@ -50,7 +50,6 @@ class Running:
     local: GrowingText
     last: Path = NO_PATH
     """The draft it was last offered."""
-    drafted_before: bool = False
 
 
 class SuffixDrafter:
@@ -80,9 +79,9 @@ class SuffixDrafter:
         self._running[sequence_id] = Running(self._policy.open(prompt))
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Take note of what was committed and draft what may follow. Raises ValueError for a sequence not started."""
-        check_tokens(progress.tokens)
-        sequences = [self._find(sequence_id) for sequence_id in progress.sequence_ids.tolist()]
+        """Take note of what was committed and draft what may follow. Raises ValueError as `Progress.check` does."""
+        progress.check(self.offered())
+        sequences = [self._running[sequence_id] for sequence_id in progress.sequence_ids.tolist()]
         view = self.corpus.view
         offsets = progress.offsets.tolist()
         verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
@@ -94,17 +93,21 @@ class SuffixDrafter:
             paths.append(sequence.last)
         return DraftBatch.of_paths(paths)
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:
-        """End a sequence; `tokens`, uint32 [n], were committed since its last draft.
-
-        Raises ValueError for one not started.
-        """
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
+        """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
         check_tokens(tokens)
-        local = self._find(sequence_id).local
-        del self._running[sequence_id]
-        local.extend(tokens)
+        check_outcome(sequence_id, verified, accepted, self.offered())
+        sequence = self._running.pop(sequence_id)
+        self._commit(sequence, tokens, verified, accepted)
         if learn:
+            local = sequence.local
             self.corpus.append(local.tokens[max(0, local.prompt_length - self.config.learned_prompt_tokens) :])
+
+    def offered(self) -> dict[int, int]:
+        """The running sequences, each with the tokens of its last draft."""
+        return {sequence_id: len(sequence.last.tokens) for sequence_id, sequence in self._running.items()}
 
     def close(self) -> None:
         """Forget the running sequences and stop the background refresh of a corpus of its own."""
@@ -120,24 +123,12 @@ class SuffixDrafter:
     ) -> None:
         self.close()
 
-    def _find(self, sequence_id: int) -> Running:
-        if sequence_id not in self._running:
-            raise ValueError(f"sequence {sequence_id} was not started")
-        return self._running[sequence_id]
-
     def _commit(self, sequence: Running, tokens: np.ndarray, verified: int, accepted: int) -> None:
-        if sequence.drafted_before:
+        if len(tokens):
             self.stats.record(sequence.last, len(tokens), verified, accepted)
-        sequence.drafted_before = True
         sequence.local.extend(tokens)
 
     def _draft_one(self, view: View, sequence: Running, limit: int) -> Path:
         if limit <= 0 or sequence.local.size == 0:
             return NO_PATH
         return self._policy.draft(view, sequence.local, limit)
-
-
-def check_tokens(tokens: np.ndarray) -> None:
-    """Raises ValueError for a token id that is reserved."""
-    if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
-        raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}, not {int(tokens.max()):,}")

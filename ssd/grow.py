@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssd.jit import Float, FloatsOut, Int, Tokens, TokensOut, inline, kernel
+from ssd.jit import Bool, Float, FloatsOut, Int, Tokens, TokensOut, inline, kernel
 from ssd.ring import SEPARATOR
 
 DOUBT_AGREED = 1.0
@@ -13,20 +13,26 @@ DOUBT = 2.5
 
 
 @inline
-def most_frequent(text, size, positions, count, ahead):  # type: ignore[no-untyped-def]
+def token_ahead(text, position, ahead, path, goes_on):  # type: ignore[no-untyped-def]
+    """The token `ahead` of `position`; behind the text's end comes `path` if the text goes on, else the separator."""
+    at = position + ahead
+    if at < len(text):
+        return text[at]
+    return path[at - len(text)] if goes_on else SEPARATOR
+
+
+@inline
+def most_frequent(text, positions, count, ahead, path, goes_on):  # type: ignore[no-untyped-def]
     """The commonest token `ahead` of `positions[:count]`, of equals the one with the most recent occurrence.
 
-    Returns (token, occurrences). The separator stands for the end of a request, and the text's end counts as one.
+    Returns (token, occurrences). The separator stands for the end of a request.
     """
     winner, winner_votes, winner_newest = SEPARATOR, 0, 0
     for index in range(count):
-        at = positions[index] + ahead
-        token = text[at] if at < size else SEPARATOR
+        token = token_ahead(text, positions[index], ahead, path, goes_on)
         votes, newest = 0, positions[index]
         for other in range(count):
-            other_at = positions[other] + ahead
-            other_token = text[other_at] if other_at < size else SEPARATOR
-            if other_token == token:
+            if token_ahead(text, positions[other], ahead, path, goes_on) == token:
                 votes += 1
                 newest = max(newest, positions[other])
         if votes > winner_votes or (votes == winner_votes and newest > winner_newest):
@@ -36,18 +42,20 @@ def most_frequent(text, size, positions, count, ahead):  # type: ignore[no-untyp
     return winner, winner_votes
 
 
-@kernel(Tokens, TokensOut, Int, Int, Int, Float, TokensOut, FloatsOut, returns=Int)
-def grow_path(text, positions, count, match_length, limit, min_path_odds, tokens, odds):  # type: ignore[no-untyped-def]
+@kernel(Tokens, TokensOut, Int, Int, Int, Float, Bool, TokensOut, FloatsOut, returns=Int)
+def grow_path(text, positions, count, match_length, limit, min_path_odds, goes_on, tokens, odds):  # type: ignore[no-untyped-def]
     """Grow a path of at most `limit` tokens into `tokens` and `odds`; returns its length.
 
     text: uint32. positions[:count]: sampled occurrences of a match of `match_length` tokens; overwritten.
+    goes_on: whether the draft continues this very text, so that an occurrence near its end continues into the draft
+    itself, as the copies of Ziv and Lempel (1977) do; if not, the text's end is the end of a request.
     A token's odds are its share of the occurrences that agree with the path so far, times m / (m + doubt)
     for m tokens of match and path before it. The path ends where a request most often ended, or before its
     product of odds would fall below `min_path_odds`.
     """
     path_odds = 1.0
     for depth in range(limit):
-        token, votes = most_frequent(text, len(text), positions, count, depth)
+        token, votes = most_frequent(text, positions, count, depth, tokens, goes_on)
         matched = match_length + depth
         doubt = DOUBT_AGREED if 1 < count == votes else DOUBT
         token_odds = votes / count * (matched / (matched + doubt))
@@ -58,8 +66,7 @@ def grow_path(text, positions, count, match_length, limit, min_path_odds, tokens
         odds[depth] = token_odds
         agreeing = 0
         for index in range(count):
-            at = positions[index] + depth
-            if at < len(text) and text[at] == token:
+            if token_ahead(text, positions[index], depth, tokens, goes_on) == token:
                 positions[agreeing] = positions[index]
                 agreeing += 1
         count = agreeing

@@ -8,6 +8,7 @@ writable arrays too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import njit, types
@@ -22,12 +23,36 @@ FloatsOut = types.Array(types.float32, 1, "C")
 """float32 [N], written by the kernel."""
 Int = types.int64
 Float = types.float64
+Bool = types.boolean
 
 
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk."""
     return njit(returns(*signature), nogil=True, cache=True, boundscheck=False)
 
+
+def drop_stale_kernels(package: Path) -> None:
+    """Remove the cached kernels of a package folder if any of its modules changed since they were compiled.
+
+    numba looks only at the module that defines a kernel; what is inlined into it may come from another.
+    """
+    sources = [(path.name, path.stat()) for path in sorted(package.glob("*.py"))]
+    state = "".join(f"{name} {status.st_mtime_ns} {status.st_size}\n" for name, status in sources)
+    cache = package / "__pycache__"
+    stamp = cache / "kernels.stamp"
+    try:
+        if stamp.exists() and stamp.read_text() == state:
+            return
+        for index in cache.glob("*.nbi"):
+            index.unlink(missing_ok=True)
+        cache.mkdir(exist_ok=True)
+        stamp.write_text(state)
+    except OSError:
+        # A folder that cannot be written is an installation, whose modules change together.
+        return
+
+
+drop_stale_kernels(Path(__file__).parent)
 
 inline = njit(nogil=True, cache=True, inline="always")
 """For helpers that are part of the kernels that call them."""

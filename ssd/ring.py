@@ -16,6 +16,12 @@ MAX_CAPACITY = (1 << 29) - 1
 """Tokens; sorting works on four bytes a token with 32-bit positions."""
 
 
+def check_tokens(tokens: np.ndarray) -> None:
+    """Raises ValueError if one of `tokens`, uint32 [N], is the separator's id."""
+    if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
+        raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
+
+
 class Ring:
     """The last `capacity` tokens of finished requests, separators included."""
 
@@ -38,8 +44,7 @@ class Ring:
         """
         if len(tokens) == 0:
             return
-        if tokens.max() > MAX_TOKEN_ID:
-            raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
+        check_tokens(tokens)
         kept = tokens[-(self.capacity - 1) :]
         self._write(kept)
         self._write(np.array([SEPARATOR], np.uint32))

@@ -41,5 +41,6 @@ class SuffixPolicy:
         positions = np.empty(self._config.samples, np.uint32)
         tokens, odds = np.empty(limit, np.uint32), np.empty(limit, np.float32)
         count = sample_positions(order, match.left, match.right, len(positions), positions)
-        size = grow_path(text, positions, count, match.length, limit, self._config.min_path_odds, tokens, odds)
+        goes_on = source is Source.LOCAL
+        size = grow_path(text, positions, count, match.length, limit, self._config.min_path_odds, goes_on, tokens, odds)
         return Path(tokens[:size], odds[:size], source, match.length)

@@ -44,15 +44,16 @@ def longest_match(text: Sequence[int], context: Sequence[int], depth: int) -> tu
 
 
 def grow_path(
-    text: Sequence[int], positions: Sequence[int], match_length: int, limit: int, min_path_odds: float
+    text: Sequence[int], positions: Sequence[int], match_length: int, limit: int, min_path_odds: float, goes_on: bool
 ) -> tuple[list[int], list[float]]:
-    """The most frequent continuation, token by token, with its odds."""
+    """The most frequent continuation, token by token, with its odds; of a text that goes on, into itself."""
     tokens: list[int] = []
     odds: list[float] = []
     path_odds = 1.0
     alive = list(positions)
     while len(tokens) < limit:
-        following = {p: text[p + len(tokens)] if p + len(tokens) < len(text) else SEPARATOR for p in alive}
+        known = [*text, *tokens] if goes_on else text
+        following = {p: known[p + len(tokens)] if p + len(tokens) < len(known) else SEPARATOR for p in alive}
         votes = Counter(following.values())
         newest = {token: max(p for p in alive if following[p] == token) for token in votes}
         winner = max(votes, key=lambda token: (votes[token], newest[token]))

@@ -36,5 +36,5 @@ def replay_one(drafter: Drafter, sequence_id: int, prompt: np.ndarray, output: n
         last = output[done : done + accepted + 1]
         done += len(last)
         steps += 1
-    drafter.finish(sequence_id, last)
+    drafter.finish(sequence_id, last, verified=verified, accepted=accepted)
     return steps

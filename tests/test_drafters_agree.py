@@ -50,5 +50,27 @@ def test_ids_in_use_and_unknown_ones_are_refused(drafter):
         drafter.finish(1, array([]))
 
 
+def test_what_cannot_be_is_refused_and_costs_nothing(drafter):
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        drafter.start(1, array([0xFFFF_FFFF]))
+    drafter.start(1, array([5, 6, 5]))
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        drafter.draft(progress_of({1: [0xFFFF_FFFF]}, limit=1))
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        drafter.finish(1, array([0xFFFF_FFFF]))
+    twice = progress_of({1: [], 2: []}, limit=1)
+    twice.sequence_ids[1] = 1
+    with pytest.raises(ValueError, match="twice"):
+        drafter.draft(twice)
+    with pytest.raises(ValueError, match="was offered 0 tokens; it cannot have verified 1"):
+        drafter.draft(progress_of({1: [6]}, limit=1, verified=1, accepted=1))
+    assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 5]
+    with pytest.raises(ValueError, match="was offered 2 tokens; it cannot have verified 1 and accepted 2"):
+        drafter.finish(1, array([6, 5, 1]), verified=1, accepted=2)
+    drafter.finish(1, array([6, 5, 1]), verified=2, accepted=2)
+    drafter.start(1, array([7, 8, 7]))
+    assert drafter.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [8]
+
+
 def test_an_empty_batch_has_no_drafts(drafter):
     assert len(drafter.draft(progress_of({}, limit=1))) == 0

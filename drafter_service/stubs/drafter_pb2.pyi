@@ -27,14 +27,18 @@ class Start(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("sequence_id", "tokens", "learn")
+    __slots__ = ("sequence_id", "tokens", "learn", "verified", "accepted")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEARN_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     tokens: bytes
     learn: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ...) -> None: ...
+    verified: int
+    accepted: int
+    def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft")

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.build import SHIPPED_MODEL
+from engine.build import PROMPTS_FILE, SHIPPED_MODEL
 from engine.demo.run import run_demo, write_report
 from engine.demo.workload import EXACT_SHARE, NEAR_SHARE, make_workload, read_prompts
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
-
-PROMPTS_FILE = "prompts.jsonl"
+from ssd.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,10 @@ class DemoOptions:
 
 def demonstrate(options: DemoOptions) -> bool:
     """Run the workload both ways and report; returns whether all outputs were identical. Raises UserError."""
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"cannot write to {options.out}: {problem.strerror}") from None
     console = Console()
     folder = options.model or SHIPPED_MODEL
     model = pack(load_model(folder))

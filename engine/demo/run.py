@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,7 @@ from engine.models.decoder import Decoder
 from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
 from ssd.config import DrafterConfig
+from ssd.errors import UserError
 
 STEP_DEADLINE_S = 0.25
 """A stalled machine should show as a slow step, not as a draft that is missing."""
@@ -35,15 +37,14 @@ STEP_DEADLINE_S = 0.25
 def run_demo(
     model: Decoder, tokenizer: Tokenizer, items: Sequence[WorkItem], sampling: SamplingParams, console: Console
 ) -> tuple[list[Measurement], int]:
-    """Run the workload without drafts and with a sidecar from cold; returns the measurements and the late steps."""
+    """Run the workload without drafts and with a sidecar from cold; returns the measurements and the late steps.
+
+    Raises UserError if the sidecar goes away, since the figures would be those of something else.
+    """
     drafter_config = DrafterConfig()
     config = EngineConfig(max_sequences=1)
     with running_sidecar("--capacity", "1M") as address, _progress(console) as progress:
-        client = DrafterClient(
-            address,
-            deadline_s=STEP_DEADLINE_S,
-            on_lost=lambda reason: console.print(f"[yellow]warning:[/] the sidecar went away ({reason})"),
-        )
+        client = DrafterClient(address, deadline_s=STEP_DEADLINE_S)
         plain = build_engine(model, config, NoDrafter())
         drafting = build_engine(model, config, client)
         task = progress.add_task("requests", total=len(items), speed="")
@@ -55,10 +56,12 @@ def run_demo(
             rates = f"{part.plain_tokens_per_s:,.0f} -> {part.drafted_tokens_per_s:,.0f} tokens/s"
             progress.update(task, advance=1, speed=f"{rates}, {part.speedup:.2f}x")
 
-        measurements = measure(
-            items, tokenizer, plain, drafting, sampling, drafter_config.learned_prompt_tokens, observe
-        )
-        drafting.close()
+        with closing(drafting):
+            measurements = measure(
+                items, tokenizer, plain, drafting, sampling, drafter_config.learned_prompt_tokens, observe
+            )
+            if client.lost is not None:
+                raise UserError(f"the sidecar went away in mid-run ({client.lost}); run again")
         return measurements, client.timeouts
 
 
@@ -70,7 +73,6 @@ def write_report(
     versions = _versions()
     console.print(_table(summary))
     last, new = summary.last_tenth, summary.last_tenth_new
-    out.mkdir(parents=True, exist_ok=True)
     document = {
         "identical": summary.identical,
         "differing_requests": summary.differing,

@@ -28,7 +28,8 @@ def running_sidecar(*arguments: str) -> Iterator[str]:
             # Its first line says that it listens.
             if not process.stdout.readline():
                 _, error = process.communicate(timeout=STOP_TIMEOUT_S)
-                raise UserError(f"the sidecar did not start: {error.strip().splitlines()[-1:] or 'no reason given'}")
+                reason = (error.strip().splitlines() or ["it gave no reason"])[-1]
+                raise UserError(f"the sidecar did not start: {reason}")
             yield address
         finally:
             process.terminate()

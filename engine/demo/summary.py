@@ -17,7 +17,7 @@ class Part:
 
     requests: int
     corpus_tokens: int
-    """Remembered at its end."""
+    """Remembered before its last request."""
     output_tokens: int
     tokens_per_step: float
     plain_tokens_per_s: float

@@ -36,7 +36,9 @@ class NgramDrafter:
             paths.append(look_up(text.tokens, limit))
         return DraftBatch.of_paths(paths)
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:  # noqa: ARG002
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
         """End a sequence. Raises ValueError for one that was not started."""
         self._find(sequence_id)
         del self._texts[sequence_id]

@@ -17,7 +17,9 @@ class NoDrafter:
         """No draft for any sequence."""
         return DraftBatch.empty(len(progress.sequence_ids))
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True) -> None:
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
         """Nothing to note."""
 
     def close(self) -> None:

@@ -34,6 +34,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an output."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a shape that no decoder can have."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, not {self.head_dim}")
+        for token in self.eos_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"the end token {token} is outside the vocabulary of {self.vocab_size}")
+
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Read the fields of a `config.json`.
@@ -56,18 +70,18 @@ class ModelConfig:
                 num_layers=int(fields["num_hidden_layers"]),
                 num_heads=num_heads,
                 num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
-                head_dim=int(fields.get("head_dim") or hidden_size // num_heads),
+                head_dim=int(fields.get("head_dim") or hidden_size // max(1, num_heads)),
                 max_positions=int(fields["max_position_embeddings"]),
                 rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
                 rope_theta=_rope_theta(fields),
                 tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
                 bos_token_id=fields.get("bos_token_id"),
-                eos_token_ids=_token_ids(fields.get("eos_token_id")),
+                eos_token_ids=token_ids(fields.get("eos_token_id")),
             )
         except KeyError as missing:
             raise UserError(f"config.json lacks the field {missing}; is the model folder complete?") from None
         except (TypeError, ValueError) as problem:
-            raise UserError(f"config.json holds a field of the wrong type: {problem}") from None
+            raise UserError(f"config.json holds a field that cannot be: {problem}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of a `config.json` that `from_hf` and transformers read back."""
@@ -98,6 +112,9 @@ class ModelConfig:
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Refuse what would load but give other logits than the model's own."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(fields.get(name) or {}, dict):
+            raise UserError(f"config.json holds {name} that is no object")
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type != "default":
@@ -115,7 +132,8 @@ def _rope_theta(fields: Mapping[str, Any]) -> float:
     return float(parameters.get("rope_theta", fields.get("rope_theta", 10_000.0)))
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """The ids of a field that holds none, one or several."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, token_ids
 from engine.models.decoder import Decoder, rope_tables
 from ssd.errors import UserError
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -43,7 +45,15 @@ def load_config(folder: Path) -> ModelConfig:
     """The shape of the model in `folder`. Raises UserError."""
     if not folder.is_dir():
         raise UserError(f"there is no model folder {folder}; give a Hugging Face folder with {CONFIG_FILE}")
-    return ModelConfig.from_hf(_read_json(folder / CONFIG_FILE))
+    config = ModelConfig.from_hf(_read_json(folder / CONFIG_FILE))
+    if not (folder / GENERATION_FILE).exists():
+        return config
+    # Chat models name the token that ends a turn only here.
+    try:
+        more = token_ids(_read_json(folder / GENERATION_FILE).get("eos_token_id"))
+        return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    except (TypeError, ValueError) as problem:
+        raise UserError(f"{folder / GENERATION_FILE} holds a field that cannot be: {problem}") from None
 
 
 def save_model(decoder: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -119,6 +129,8 @@ def _weight_files(folder: Path) -> Iterator[tuple[Path, set[str]]]:
         yield path, set()
         return
     weight_map: Mapping[str, str] = _read_json(index_path).get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index_path} has no weight_map; download or copy it again")
     for file in sorted(set(weight_map.values())):
         path = folder / file
         if not path.exists():

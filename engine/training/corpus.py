@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from engine.tokenizer import TOKENIZER_FILE
 from engine.training.sources import SourceFile, Split, read_files, split, stdlib_root
 from engine.training.vocabulary import encode_texts, train_tokenizer
 
-TOKENIZER_FILE = "tokenizer.json"
 TOKENS_FILE = "tokens.npz"
 FILES_FILE = "files.json"
 

@@ -29,8 +29,6 @@ class FunctionPrompt:
     """File, function and line, such as `json/__init__.py:dumps:183`."""
     prompt: str
     """Ends with the line before the function's first statement."""
-    body: str
-    """The function's own first statements and what follows, to its end."""
 
 
 def function_prompts(files: Sequence[SourceFile], tokenizer: Tokenizer, seed: int = 0) -> list[FunctionPrompt]:
@@ -56,7 +54,7 @@ def _prompts_of(file: SourceFile, tokenizer: Tokenizer) -> Iterator[FunctionProm
         tree = ast.parse(file.text)
     except SyntaxError:
         return
-    lines = file.text.splitlines(keepends=True)
+    lines = [line + "\n" for line in file.text.split("\n")]
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
             continue
@@ -70,7 +68,6 @@ def _prompts_of(file: SourceFile, tokenizer: Tokenizer) -> Iterator[FunctionProm
             yield FunctionPrompt(
                 source=f"{file.path}:{node.name}:{node.lineno}",
                 prompt=prompt,
-                body="".join(lines[cut : node.end_lineno]),
             )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from engine.models.loader import load_model, save_model
+from engine.build import PROMPTS_FILE
+from engine.models.loader import GENERATION_FILE, load_model, save_model
 from engine.tokenizer import TOKENIZER_FILE
 from engine.training.card import score_model, score_ngram, write_card
 from engine.training.corpus import FILES_FILE, TrainingText, held_out_files, prepare
@@ -18,7 +19,8 @@ from engine.training.sources import read_files, stdlib_root
 from engine.training.target import Recipe, Run, resume, train
 from engine.training.vocabulary import END_OF_TEXT, end_of_text
 
-PROMPTS_FILE = "prompts.jsonl"
+LICENCE_FILE = "LICENSE.txt"
+"""The Python licence, which goes with the library's text; CPython puts it beside the library."""
 
 
 def train_target(
@@ -56,7 +58,7 @@ def _write_folder(run: Run, text: TrainingText, work: Path, out: Path) -> None:
     shutil.copy(work / TOKENIZER_FILE, out / TOKENIZER_FILE)
     shutil.copy(work / FILES_FILE, out / FILES_FILE)
     end = end_of_text(text.tokenizer)
-    _write_json(out / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+    _write_json(out / GENERATION_FILE, {"bos_token_id": end, "eos_token_id": end})
     _write_json(
         out / "tokenizer_config.json",
         {
@@ -66,6 +68,9 @@ def _write_folder(run: Run, text: TrainingText, work: Path, out: Path) -> None:
             "model_max_length": run.recipe.max_positions,
         },
     )
+    licence = stdlib_root() / LICENCE_FILE
+    if licence.exists():
+        shutil.copy(licence, out / LICENCE_FILE)
     held_out = held_out_files(read_files(stdlib_root()), text.files["held_out"])
     write_prompts(function_prompts(held_out, text.tokenizer), out / PROMPTS_FILE)
 

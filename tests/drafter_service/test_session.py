@@ -57,6 +57,15 @@ def test_refusals_name_the_field_and_have_no_effect():
     assert refused(ask(session, finishes=[finish(1), finish(1)]), "finishes[1].sequence_id 1")
     assert refused(ask(session, finishes=[finish(1)], batch=batch(1)), "batch.sequence_ids[0] 1 was not started")
     assert refused(ask(session, starts=[start(2)], batch=batch(1, 4)), "batch.sequence_ids[1] 4 was not started")
+    claims = batch(1)
+    claims.verified = pack(array([1]), "u4")
+    assert refused(ask(session, batch=claims), "batch.verified[0] is 1; the sequence's last draft had 0 tokens")
+    claims.verified = pack(array([0xFFFF_FFFF]), "u4")
+    assert refused(ask(session, batch=claims), "batch.verified[0] is 4294967295")
+    claims.verified, claims.accepted = pack(array([0]), "u4"), pack(array([1]), "u4")
+    assert refused(ask(session, batch=claims), "batch.accepted[0] is 1, of 0 verified")
+    ended = pb.Finish(sequence_id=1, verified=1)
+    assert refused(ask(session, finishes=[ended]), "finishes[0].verified is 1; the sequence's last draft had 0 tokens")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
     assert refused(ask(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
     bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")
@@ -76,12 +85,22 @@ def test_any_bytes_are_answered(data):
 def test_a_damaged_request_is_refused_or_answered_and_the_session_lives_on(data):
     session = new_session()
     ask(session, starts=[start(1, 5, 6, 5)])
+    ask(session, batch=batch(1))  # so that there are counts to lie about
     message = bytearray(pb.DraftRequest(step=3, starts=[start(2, 1, 2)], batch=batch(1, 2)).SerializeToString())
     for _ in range(data.draw(st.integers(1, 3))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     session.answer(bytes(message))
     reply = ask(session, starts=[start(77, 5, 6, 5)], batch=batch(77))
     assert read_drafts(reply.drafts, 1).tokens.tolist() == [6, 5]
+
+
+def test_the_last_step_of_a_sequence_counts():
+    drafter = SuffixDrafter(CONFIG, corpus=new_corpus(CONFIG))
+    session = Session(drafter)
+    ask(session, starts=[start(1, 5, 6, 5)], batch=batch(1))
+    ended = pb.Finish(sequence_id=1, tokens=pack(array([6, 5, 8]), "u4"), verified=2, accepted=2)
+    assert ask(session, finishes=[ended]).HasField("drafts")
+    assert (drafter.stats.steps, drafter.stats.committed, drafter.stats.accepted) == (1, 3, 2)
 
 
 def test_streams_share_what_was_learned_and_nothing_else():

@@ -65,7 +65,6 @@ MALFORMED = {
     "offsets beyond the tokens": (changed(offsets=u4(0, 2, 9)), "batch.offsets must rise"),
     "no offsets": (changed(offsets=b""), "batch.offsets has 0 elements"),
     "too many limits": (changed(max_draft=u4(1, 2, 3)), "batch.max_draft has 3 elements, not 2"),
-    "more accepted than verified": (changed(accepted=u4(0, 2)), "batch.accepted is larger than batch.verified"),
 }
 
 

@@ -1,5 +1,7 @@
 """The loop: whatever drafts, in whatever batch, the output is the target's own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -159,29 +161,51 @@ def test_long_prompts_run_in_parts_beside_decoding(model):
     assert together == alone
 
 
-def test_more_requests_than_pages_wait_their_turn(model, plain):
+def test_more_requests_than_sequences_wait_their_turn(model, plain):
     engine = build_engine(model, EngineConfig(max_sequences=2, max_step_tokens=64, max_draft=6), NoDrafter())
     assert outputs(engine, requests(12)) == plain[0.0]
 
 
-def test_outputs_end_at_the_end_token_at_the_limit_and_at_the_window(model):
+def test_more_requests_than_pages_wait_their_turn(model, plain):
     engine = build_engine(model, CONFIG, NoDrafter())
-    window = model.config.max_positions
-    [by_length, by_window] = engine.generate(
-        [
-            Request(np.array([5, 6], np.uint32), SamplingParams(max_tokens=3)),
-            Request(np.full(window - 4, 7, np.uint32), SamplingParams(max_tokens=50)),
-        ]
-    )
-    assert (len(by_length.tokens), by_length.finish_reason) == (3, FinishReason.LENGTH)
-    assert len(by_window.tokens) <= 4
+    pages = engine.scheduler.pages
+    held = pages.take((pages.count - 20) * pages.page_size)
+    running = []
+    completions = engine.generate(requests(12), observe=lambda _: running.append(len(engine.scheduler.running)))
+    assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
+    assert 1 < max(running) < 8
+    pages.give_back(held)
+    assert pages.free == pages.count
+
+
+@pytest.mark.parametrize("max_draft", [0, 6])
+@pytest.mark.parametrize("room", [1, 2, 4, 7])
+def test_outputs_end_at_the_limit_and_at_the_window(model, room, max_draft):
+    """Exactly there, with drafts that reach beyond it too."""
+    endless = replace(model.config, eos_token_ids=())
+    window = endless.max_positions
+    config = replace(CONFIG, max_draft=max_draft)
+
+    def run(asked, drafter):
+        built = build_engine(model, config, drafter)
+        return Engine(endless, config, built._runner, built.scheduler.pages, drafter).generate(asked)
+
+    asked = [
+        Request(np.array([5, 6], np.uint32), SamplingParams(max_tokens=room)),
+        Request(np.full(window - room, 7, np.uint32), SamplingParams(max_tokens=50)),
+    ]
+    expected = [completion.tokens.tolist() for completion in run(asked, NoDrafter())]
+    for drafter in (NoDrafter(), scripted_by(asked, [[*tokens, 1, 2, 3, 4, 5, 6] for tokens in expected])):
+        completions = run(asked, drafter)
+        assert [completion.tokens.tolist() for completion in completions] == expected
+        for completion in completions:
+            assert len(completion.tokens) == room
+            assert completion.finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("max_draft", [0, 6])
 def test_nothing_follows_an_end_token(model, max_draft):
     """With any token of the output declared the end, the output stops there, in the middle of a draft too."""
-    from dataclasses import replace
-
     request = requests(1)[0]
     [full] = outputs(build_engine(model, CONFIG, NoDrafter()), [request])
     end = full[len(full) // 2]
@@ -232,7 +256,9 @@ def test_a_request_larger_than_the_cache_is_refused(model):
         engine.add(Request(np.ones(100, np.uint32)))
 
 
-@pytest.mark.parametrize("setting", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}])
+@pytest.mark.parametrize(
+    "setting", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"seed": 1 << 63}]
+)
 def test_sampling_settings_out_of_range_are_named(setting):
     with pytest.raises(UserError, match=next(iter(setting))):
         SamplingParams(**setting)

@@ -2,15 +2,21 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 import threading
 
 import pytest
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, models
 
+from drafter_service.client import DrafterClient
 from engine import cli
 from engine.drafters.build import DRAFTER_NAMES
+from engine.tokenizer import Tokenizer
 from tests.servers import served
+from tests.strategies import array
 
 PROMPT = "def add(left, right):"
 
@@ -75,6 +81,53 @@ def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server
     assert set(outputs) == set(cli.DRAFTERS)
 
 
+def test_only_newlines_part_the_prompts_of_a_file(run, model_folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a\x0cb\u2028c\nd\n", encoding="utf-8")
+    arguments = ("--file", tmp_path / "prompts.txt", "--output", tmp_path / "out", "--max-tokens", 1)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    assert [line["prompt"] for line in completions(tmp_path / "out")] == ["a\x0cb\u2028c", "d"]
+
+
+def test_a_prompt_given_twice_is_sampled_twice(run, model_folder, tmp_path):
+    arguments = ("--temperature", 1, "--output", tmp_path / "out", "--max-tokens", 30, PROMPT, PROMPT)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    first, second = (line["tokens"] for line in completions(tmp_path / "out"))
+    assert first != second
+
+
+def test_an_interrupted_run_keeps_what_had_finished(run, model_folder, tmp_path, monkeypatch):
+    from engine.core import Engine
+
+    arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1, "--drafter", "none")
+    step, steps = Engine.step, iter(range(1000))
+
+    def step_or_stop(engine):
+        if next(steps) == 12:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", step_or_stop)
+    assert run("generate", "--model", model_folder, *arguments, "a", "b", "c", "d")[0] != 0
+    assert [line["prompt"] for line in completions(tmp_path / "out")] == ["a", "b"]
+
+
+def test_completions_come_in_the_order_of_their_prompts(run, model_folder, tmp_path):
+    prompts = [f"def f{number}():" for number in range(9)]
+    arguments = ("--output", tmp_path / "out", "--max-tokens", 20, "--max-sequences", 3, "--temperature", 1)
+    assert run("generate", "--model", model_folder, *arguments, *prompts)[0] == 0
+    assert [line["prompt"] for line in completions(tmp_path / "out")] == prompts
+
+
+def test_a_completion_keeps_the_space_that_vocabularies_drop_where_a_text_begins(tmp_path):
+    pieces = {"<unk>": 0, "\u2581hello": 1, "\u2581world": 2}
+    hub = HubTokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    hub.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    hub.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(array([2])) == "world"
+    assert tokenizer.decode_behind(array([1]), array([2])) == " world"
+
+
 def test_token_ids_are_prompts_too(run, model_folder, tmp_path):
     (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
     code, out, _ = run("generate", "--model", model_folder, "--file", tmp_path / "ids.jsonl", "--max-tokens", 3)
@@ -97,7 +150,11 @@ BAD_INPUT = {
     "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
     "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is no address"),
     "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
-    "unwritable output": (("--output", "{tmp}/no/such/folder", "--max-tokens", "1"), ["x"], "cannot write"),
+    "output in no folder": (("--output", "{tmp}/no/such/folder"), ["x"], "cannot write"),
+    "output that is a folder": (("--output", "{tmp}"), ["x"], "cannot write"),
+    "bytes that are no text": ((), ["\udcff"], "prompt 1: the prompt is no valid Unicode"),
+    "text that is no Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is no valid Unicode"),
+    "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
 }
 
 
@@ -108,6 +165,7 @@ def test_bad_input_is_one_line_and_exit_2(run, model_folder, tmp_path, options, 
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
     (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 300]}\n')
+    (tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')
     options = [option.format(tmp=tmp_path) for option in options]
     code, out, err = run("generate", "--model", model_folder, *options, *prompts)
@@ -128,33 +186,35 @@ def test_no_prompt_at_a_terminal(run, model_folder):
     assert "no prompt" in err
 
 
-def test_a_sidecar_that_dies_in_mid_run_costs_no_output(run, model_folder, tmp_path, socket_address, monkeypatch):
+@pytest.mark.parametrize("moment", ["between steps", "while an answer is awaited"])
+def test_a_sidecar_that_dies_in_mid_run_costs_no_output(
+    run, model_folder, tmp_path, socket_address, monkeypatch, moment
+):
     """The service is killed while requests run; each is finished, as without drafts, and a warning comes once."""
-    from engine.core import Engine
-
     prompts = [f"def f{number}():" for number in range(6)]
     options = ("--max-tokens", 60, "--max-sequences", 2, *prompts)
-    assert (
-        run("generate", "--model", model_folder, "--drafter", "none", "--output", tmp_path / "plain", *options)[0] == 0
-    )
-    with served("--listen", socket_address, "--capacity", "100k") as process:
-        steps = iter(range(10_000))
-        step = Engine.step
-        lost = threading.Event()
+    plain = ("--drafter", "none", "--output", tmp_path / "plain")
+    assert run("generate", "--model", model_folder, *plain, *options)[0] == 0
+    draft, steps = DrafterClient.draft, iter(range(10_000))
 
-        def step_and_kill(engine):
-            if next(steps) == 10:
+    def draft_and_kill(client, progress):
+        if next(steps) == 10:
+            if moment == "between steps":
                 process.kill()
-                process.wait()
-                engine._drafter._reader.join(30)
-                lost.set()
-            return step(engine)
+                client._reader.join(30)
+            else:
+                # Stopped, it cannot answer; killed, it ends the wait.
+                client._deadline_s = 30
+                process.send_signal(signal.SIGSTOP)
+                threading.Timer(0.2, process.kill).start()
+        return draft(client, progress)
 
-        monkeypatch.setattr(Engine, "step", step_and_kill)
+    monkeypatch.setattr(DrafterClient, "draft", draft_and_kill)
+    with served("--listen", socket_address, "--capacity", "100k") as process:
         remote = ("--drafter", "ssd-remote", "--address", socket_address, "--output", tmp_path / "remote")
         code, _, err = run("generate", "--model", model_folder, *remote, *options)
+    assert next(steps) > 10
     assert code == 0
-    assert lost.is_set()
     assert err.replace("\n", " ").count("going on without drafts") == 1
     assert completions(tmp_path / "remote") == completions(tmp_path / "plain")
 

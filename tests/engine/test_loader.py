@@ -4,12 +4,8 @@ import shutil
 import pytest
 import torch
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
 from engine.models.loader import load_config, load_model, save_model
 from engine.models.packed import pack
-from engine.request import Request, SamplingParams
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import prompt_logits
@@ -54,20 +50,18 @@ def test_the_older_spelling_of_rope_is_read(tmp_path):
     assert load_config(tmp_path).rope_theta == 500.0
 
 
+def test_end_tokens_of_the_generation_config_count_too(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    assert load_config(tmp_path).eos_token_ids == (0, 7)
+
+
 def test_a_saved_model_is_the_same_model(tmp_path, model):
     save_model(model, tmp_path, dtype=torch.float32)
     again = load_model(tmp_path)
     assert again.config == model.config
     for (name, left), (_, right) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(left, right), name
-
-
-def test_a_context_as_long_as_the_window_can_be_filled(model):
-    engine = build_engine(model, EngineConfig(), NoDrafter())
-    window = model.config.max_positions
-    prompt = torch.ones(window - 3).numpy().astype("uint32")
-    [completion] = engine.generate([Request(prompt, SamplingParams(max_tokens=100))])
-    assert len(completion.tokens) <= 3
 
 
 def damage(folder, name, text):
@@ -85,7 +79,22 @@ DAMAGES = {
     ),
     "no architecture": (lambda folder: edit_config(folder, architectures=None), "none"),
     "a field is missing": (lambda folder: edit_config(folder, hidden_size=None, remove=True), "hidden_size"),
-    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "wrong type"),
+    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "cannot be: .*two"),
+    "no heads": (lambda folder: edit_config(folder, num_attention_heads=0), "num_heads must be at least 1"),
+    "heads that cannot share": (lambda folder: edit_config(folder, num_key_value_heads=3), "cannot share 3"),
+    "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
+    "an end token beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
+    "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
+    "an end token that is no number": (lambda folder: edit_config(folder, eos_token_id="</s>"), "cannot be: .*</s>"),
+    "generation's end token that is no number": (
+        lambda folder: damage(folder, "generation_config.json", '{"eos_token_id": "</s>"}'),
+        "generation_config.json .*</s>",
+    ),
+    "rope parameters that are no object": (lambda folder: edit_config(folder, rope_parameters=[1]), "rope_parameters"),
+    "an index without a map": (
+        lambda folder: damage(folder, "model.safetensors.index.json", '{"weight_map": null}'),
+        "no weight_map",
+    ),
     "rope scaling": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
         "llama3",

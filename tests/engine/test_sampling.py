@@ -89,3 +89,9 @@ def test_greedy_and_drawn_rows_share_a_batch():
 def test_mixing_is_splitmix64():
     golden = torch.tensor([-7046029254386353131])
     assert int(mix64(golden)[0]) & (2**64 - 1) == SPLITMIX_OF_ZERO
+
+
+def test_temperatures_that_would_overflow_are_greedy():
+    logits = torch.tensor([[1.0, 5.0, 2.0]])
+    for temperature in (1e-300, 1e-39, 1e-6):
+        assert choose_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]

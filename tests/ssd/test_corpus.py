@@ -76,3 +76,23 @@ def test_readers_race_the_maintainer():
         corpus.append(rng.integers(0, 4, rng.integers(1, 20)).astype(np.uint32))
         assert_whole(corpus.view)
     corpus.close()
+
+
+def test_the_maintainer_outlives_a_build_that_fails(caplog):
+    failed, published = threading.Event(), threading.Event()
+
+    def sort(text):
+        if len(text) and not failed.is_set():
+            failed.set()
+            raise MemoryError
+        if len(text):
+            published.set()
+        return full_order(text)
+
+    corpus = Corpus(100, sort)
+    corpus.append(array([1, 2, 3]))
+    corpus.maintain(0.001)
+    assert published.wait(30)
+    corpus.close()
+    assert failed.is_set()
+    assert "drafts come from the last one" in caplog.text

@@ -8,9 +8,11 @@ from tests import naive
 from tests.strategies import array, requests
 
 
-def grow(text, positions, match_length, limit, min_path_odds):
+def grow(text, positions, match_length, limit, min_path_odds, goes_on=False):
     tokens, odds = np.empty(limit, np.uint32), np.empty(limit, np.float32)
-    size = grow_path(array(text), array(positions), len(positions), match_length, limit, min_path_odds, tokens, odds)
+    size = grow_path(
+        array(text), array(positions), len(positions), match_length, limit, min_path_odds, goes_on, tokens, odds
+    )
     return tokens[:size].tolist(), odds[:size].tolist()
 
 
@@ -22,6 +24,7 @@ def test_growth_follows_the_most_frequent_continuation(written, data):
         data.draw(st.integers(1, 40), "match length"),
         data.draw(st.integers(1, 8), "limit"),
         data.draw(st.sampled_from([0.0, 0.1, 0.5]), "min path odds"),
+        data.draw(st.booleans(), "goes on"),
     )
     tokens, odds = grow(text, positions, *arguments)
     expected_tokens, expected_odds = naive.grow_path(text, positions, *arguments)
@@ -31,6 +34,11 @@ def test_growth_follows_the_most_frequent_continuation(written, data):
 
 def test_of_equally_frequent_tokens_the_most_recent_wins():
     assert grow([1, 5, 1, 6], [1, 3], 4, 1, 0.0)[0] == [6]
+
+
+def test_a_loop_is_drafted_beyond_the_end_of_what_was_seen():
+    assert grow([1, 2, 3, 1], [1], 1, 8, 0.0, goes_on=True)[0] == [2, 3, 1, 2, 3, 1, 2, 3]
+    assert grow([1, 2, 3, 1], [1], 1, 8, 0.0, goes_on=False)[0] == [2, 3, 1]
 
 
 def test_a_draft_ends_where_requests_ended():

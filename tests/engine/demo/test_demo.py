@@ -7,9 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from drafter_service.client import DrafterClient
 from engine import cli
 from engine.demo.measure import Measurement
 from engine.demo.summary import summarise
+from ssd.draft import DraftBatch
 from tests.engine.conftest import make_folder
 
 
@@ -130,3 +132,21 @@ def test_sampled_outputs_are_identical_too_and_repeats_differ(model_with_prompts
     assert run["settings"]["temperature"] == 0.5
     repeats = [request for request in run["requests"] if request["kind"] == "exact repeat"]
     assert sum(r["output_tokens"] for r in repeats) < 2 * sum(r["steps"] for r in repeats)
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(model_with_prompts, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run_demo(model_with_prompts, tmp_path / "file" / "out") == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_a_sidecar_that_dies_is_no_result(model_with_prompts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(DrafterClient, "draft", lambda client, progress: lose(client, progress))
+
+    def lose(client, progress):
+        client._lose("killed")
+        return DraftBatch.empty(len(progress.sequence_ids))
+
+    assert run_demo(model_with_prompts, tmp_path) == 2
+    assert "the sidecar went away in mid-run (killed)" in capsys.readouterr().err
+    assert not (tmp_path / "run.json").exists()

@@ -1,0 +1,82 @@
+"""Completions to where the user wants them, in the order of the prompts, each as soon as its turn has come."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from engine.request import Completion
+from engine.tokenizer import Tokenizer
+from ssd.errors import UserError
+
+Prompt = str | list[int]
+"""Text, or token ids."""
+
+
+class CompletionWriter:
+    """Writes JSON lines to a file as completions come, or plain text to stdout once all have."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], tokens: Sequence[np.ndarray], tokenizer: Tokenizer, path: Path | None
+    ) -> None:
+        """`tokens`: each prompt's, uint32 [P]. Raises UserError if `path` cannot be written."""
+        self._prompts = prompts
+        self._tokens = tokens
+        self._tokenizer = tokenizer
+        self._path = path
+        self._waiting: dict[int, Completion] = {}
+        self._written = 0
+        self._file = _open(path) if path is not None else None
+
+    def take(self, finished: Mapping[int, Completion]) -> None:
+        """Note completions by the index of their prompt, and write those whose turn has come to the file."""
+        self._waiting.update(finished)
+        while self._file is not None and self._written in self._waiting:
+            self._write_line(self._file, self._written, self._waiting.pop(self._written))
+            self._written += 1
+
+    def close(self) -> None:
+        """Write what is left; after an interruption that is whatever had finished."""
+        for index, completion in sorted(self._waiting.items()):
+            if self._file is not None:
+                self._write_line(self._file, index, completion)
+            else:
+                self._print(index, completion)
+        self._waiting.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def _write_line(self, file: TextIO, index: int, completion: Completion) -> None:
+        line = {
+            "prompt": self._prompts[index],
+            "completion": self._text(index, completion),
+            "tokens": completion.tokens.tolist(),
+            "finish_reason": completion.finish_reason.value,
+        }
+        try:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+        except OSError as problem:
+            raise UserError(f"cannot write {self._path}: {problem.strerror}") from None
+
+    def _print(self, index: int, completion: Completion) -> None:
+        prompt = self._prompts[index]
+        shown = prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
+        sys.stdout.write(f"{shown}{self._text(index, completion)}\n")
+        if len(self._prompts) > 1:
+            sys.stdout.write("-" * 40 + "\n")
+
+    def _text(self, index: int, completion: Completion) -> str:
+        return self._tokenizer.decode_behind(self._tokens[index], completion.tokens)
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"cannot write {path}: {problem.strerror}") from None
