@@ -1,0 +1,20 @@
+"""What the README shows works."""
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_example_for_ones_own_engine_runs():
+    [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = {}
+    exec(example, names)
+    assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6]
+
+
+def test_the_commands_that_it_names_exist():
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    targets = set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))
+    assert {"run", "test", "setup"} <= targets
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
