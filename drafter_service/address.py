@@ -35,6 +35,11 @@ class Address:
         """The file of a Unix socket."""
         return Path(self.text.removeprefix("unix:")) if self.text.startswith("unix:") else None
 
+    def at_port(self, port: int) -> Address:
+        """Itself, with the port that the system chose where it left that open (port 0)."""
+        host, _, chosen = self.text.rpartition(":")
+        return Address(f"{host}:{port}") if self.socket_path is None and int(chosen) == 0 else self
+
     def claim(self) -> None:
         """Make sure that nobody else listens at a Unix socket, and clear away what a dead server left.
 

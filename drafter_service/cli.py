@@ -33,7 +33,9 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--listen", required=True, metavar="ADDRESS", help="unix:/path/to/socket or host:port.")
+@click.option(
+    "--listen", required=True, metavar="ADDRESS", help="unix:/path/to/socket or host:port; port 0 takes a free one."
+)
 @click.option(
     "--capacity", type=TokenCount(), default="16M", help="Tokens to remember; the newest overwrite the oldest."
 )
@@ -83,7 +85,7 @@ def serve(
         server = DrafterServer(config, address)
     except ValueError as problem:
         raise UserError(str(problem)) from None
-    asyncio.run(serve_until_signalled(server, lambda: _announce(address.text, capacity)))
+    asyncio.run(serve_until_signalled(server, lambda: _announce(server.address.text, capacity)))
     stats = server.stats
     figures = stats.summary()
     click.echo(

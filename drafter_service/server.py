@@ -36,7 +36,8 @@ class DrafterServer:
         """Raises ValueError for a capacity that a corpus cannot have."""
         self.stats = Stats()
         self._config = config
-        self._address = address
+        self.address = address
+        """With the real port, once it listens."""
         self._corpus = new_corpus(config)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -45,7 +46,7 @@ class DrafterServer:
 
     async def start(self) -> None:
         """Listen. Raises UserError if the address cannot be had."""
-        self._address.claim()
+        self.address.claim()
         server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -61,11 +62,9 @@ class DrafterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         try:
-            server.add_insecure_port(self._address.text)
+            self.address = self.address.at_port(server.add_insecure_port(self.address.text))
         except RuntimeError:
-            raise UserError(
-                f"cannot listen at {self._address.text}: is the port in use, or not yours to use?"
-            ) from None
+            raise UserError(f"cannot listen at {self.address.text}: is the port in use, or not yours to use?") from None
         self._corpus.maintain(self._config.refresh_interval_s)
         await server.start()
         self._server = server

@@ -11,11 +11,11 @@ SERVE = (sys.executable, "-m", "drafter_service.cli", "serve")
 
 @contextmanager
 def served(*arguments):
-    """A running `ssd-drafter serve`; yields its process once it says that it listens."""
+    """A running `ssd-drafter serve`; yields its process, with what it said in `greeting`, once it listens."""
     process = subprocess.Popen([*SERVE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        greeting = process.stdout.readline()
-        assert "listening at" in greeting, process.stderr.read()
+        process.greeting = process.stdout.readline()
+        assert "listening at" in process.greeting, process.stderr.read()
         yield process
     finally:
         process.terminate()

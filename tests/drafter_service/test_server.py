@@ -1,5 +1,6 @@
 """The real server in its own process, over real sockets."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -147,10 +148,9 @@ def test_a_port_in_use_is_refused():
 
 
 def test_a_port_serves_like_a_socket():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with served("--listen", address):
+    with served("--listen", "127.0.0.1:0") as process:
+        address = re.search(r"listening at (127\.0\.0\.1:\d+),", process.greeting)[1]
+        assert not address.endswith(":0")
         client = DrafterClient(address, deadline_s=10)
         client.start(1, array([1, 2, 1]))
         assert client.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [2]
