@@ -131,7 +131,7 @@ def train() -> None:
     help="Compile the step; needs a C++ compiler and is half as fast again.",
 )
 def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
-    """Train the small target on this Python's standard library (some hours on two cores)."""
+    """Train the small target on this Python's standard library (80 minutes on two cores)."""
     from engine.training.command import train_with_progress
 
     train_with_progress(work, out, tokens, compiled)

@@ -78,7 +78,8 @@ training and held-out text, and score the same {len(text.held_out) - ORDER + 1:,
 
 ## Data
 
-The `.py` files that CPython {text.files["python"]} carries in its standard library, tests included, under the PSF licence.
+The `.py` files that CPython {text.files["python"]} carries in its standard library, tests included, under the PSF licence
+(`LICENSE.txt`).
 Left out: generated tables (`encodings`, `pydoc_data`), files of one machine's build, deliberately broken test files, and
 what is not UTF-8. `files.json` lists the {trained_on:,} files that were trained on ({len(text.train):,} tokens) and the {held_out} that
 were held out ({len(text.held_out):,} tokens, {text.held_out_bytes:,} bytes). Files that share a quarter of their telling lines are near-duplicates and
