@@ -40,7 +40,7 @@ def demonstrate(options: DemoOptions) -> bool:
     model = pack(load_model(folder))
     tokenizer = Tokenizer(folder)
     items = make_workload(read_prompts(folder / PROMPTS_FILE), options.requests, options.seed)
-    sampling = SamplingParams(options.max_tokens, options.temperature, options.seed)
+    sampling = SamplingParams(options.max_tokens, options.temperature)
     console.print(
         f"{options.requests} requests to [bold]{folder.name}[/], one at a time, "
         f"at most {options.max_tokens} new tokens each: "
@@ -57,10 +57,10 @@ def demonstrate(options: DemoOptions) -> bool:
         "late_steps": late_steps,
     }
     summary = write_report(measurements, options.out, settings, console)
-    for name, part in (("all requests", summary.last_tenth), ("new requests alone", summary.last_tenth_new)):
+    for name, part in (("requests", summary.last_tenth), ("new ones among them", summary.last_tenth_new)):
         if part is not None:
             rates = f"[bold]{part.speedup:.2f}x[/] tokens/s, {part.tokens_per_step:.2f} tokens per step"
-            console.print(f"last tenth, {name}: {rates}")
+            console.print(f"last tenth, {part.requests} {name}: {rates}")
     console.print(f"output that is a loop: {summary.loop_share:.0%}")
     console.print(
         "outputs: [bold green]identical[/], token by token"

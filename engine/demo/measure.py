@@ -48,17 +48,14 @@ def measure(
     learned_prompt_tokens: int,
     observe: Callable[[Measurement], None],
 ) -> list[Measurement]:
-    """Run every item with both engines, in turns, so that the machine's noise hits both.
-
-    Each request draws with a seed of its own, so that sampled repeats differ as a service's do.
-    """
+    """Run every item with both engines, in turns, so that the machine's noise hits both."""
     warm_up = Request(tokenizer.encode(items[0].prompt), SamplingParams(max_tokens=8), learn=False)
     for engine in (plain, drafting):
         engine.generate([warm_up])
     measurements = []
     corpus_tokens = 0
     for index, item in enumerate(items):
-        request = Request(tokenizer.encode(item.prompt), replace(sampling, seed=sampling.seed + index))
+        request = Request(tokenizer.encode(item.prompt), replace(sampling, seed=item.seed))
         in_turn = (plain, drafting) if index % 2 == 0 else (drafting, plain)
         timed = {engine: _timed(engine, request) for engine in in_turn}
         (expected, plain_s), (completion, drafted_s) = timed[plain], timed[drafting]

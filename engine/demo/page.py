@@ -35,6 +35,7 @@ circle { fill-opacity: .45; } circle.new { fill: var(--new); } circle.near { fil
 .key i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .4em; }
 table { border-collapse: collapse; width: 100%; margin: 1.5rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--rule); } th { color: var(--soft); font-weight: 500; }
+tbody + tbody tr:first-child td { border-top: 2px solid var(--rule); }
 footer { color: var(--soft); font-size: .85rem; margin: 2rem 0; }
 """
 
@@ -60,7 +61,7 @@ def render_page(summary: Summary, measurements: Sequence[Measurement], notes: Ma
 <div class="cards">{"".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for value, name in cards)}</div>
 {_plot(summary.tenths, measurements)}
 <div class="key">{_key()}</div>
-{_table(summary.tenths)}
+{_table(summary)}
 <footer>{foot}</footer>
 </body></html>
 """
@@ -127,12 +128,40 @@ def _key() -> str:
     return "".join([*spans, "<span>a dot is one request; dots at the upper edge are faster still</span>"])
 
 
-def _table(tenths: Sequence[Part]) -> str:
-    heads = ("tenth", "corpus tokens", "tokens per step", "tokens/s without", "tokens/s with", "speed-up", "accepted")
-    rows = (
-        f"<tr><td>{number}</td><td>{part.corpus_tokens:,}</td><td>{part.tokens_per_step:.2f}</td>"
-        f"<td>{part.plain_tokens_per_s:,.0f}</td><td>{part.drafted_tokens_per_s:,.0f}</td>"
-        f"<td>{part.speedup:.2f}x</td><td>{part.acceptance:.0%}</td></tr>"
-        for number, part in enumerate(tenths, start=1)
+COLUMNS = (
+    "",
+    "corpus tokens",
+    "repeats",
+    "tokens per step",
+    "tokens/s without",
+    "tokens/s with",
+    "speed-up",
+    "accepted",
+)
+
+
+def rows(summary: Summary) -> list[list[tuple[str, ...]]]:
+    """The figures as rows of `COLUMNS`: by tenth, by kind of request, and of the whole."""
+    tenths = [(str(number), f"{part.corpus_tokens:,}", *_cells(part)) for number, part in enumerate(summary.tenths, 1)]
+    kinds = [(kind.removesuffix(" repeat"), "", *_cells(part)) for kind, part in summary.kinds.items()]
+    return [tenths, kinds, [("all", "", *_cells(summary.whole))]]
+
+
+def _cells(part: Part) -> tuple[str, ...]:
+    return (
+        f"{part.repeat_share:.0%}",
+        f"{part.tokens_per_step:.2f}",
+        f"{part.plain_tokens_per_s:,.0f}",
+        f"{part.drafted_tokens_per_s:,.0f}",
+        f"{part.speedup:.2f}x",
+        f"{part.acceptance:.0%}",
     )
-    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{''.join(rows)}</table>"
+
+
+def _table(summary: Summary) -> str:
+    heads = "".join(f"<th>{head}</th>" for head in COLUMNS)
+    bodies = "".join(
+        "<tbody>" + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in group) + "</tbody>"
+        for group in rows(summary)
+    )
+    return f"<table><thead><tr>{heads}</tr></thead>{bodies}</table>"

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -19,7 +20,7 @@ from drafter_service.client import DrafterClient
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.demo.measure import Measurement, measure
-from engine.demo.page import render_page
+from engine.demo.page import COLUMNS, render_page, rows
 from engine.demo.sidecar import running_sidecar
 from engine.demo.summary import Part, Summary, summarise
 from engine.demo.workload import WorkItem
@@ -82,6 +83,7 @@ def write_report(
         "tokens_per_step_last_tenth_new": new.tokens_per_step if new else None,
         "loop_share": summary.loop_share,
         "whole": asdict(summary.whole),
+        "kinds": {kind: asdict(part) for kind, part in summary.kinds.items()},
         "tenths": [asdict(part) for part in summary.tenths],
         "settings": settings,
         "versions": versions,
@@ -106,30 +108,13 @@ def _progress(console: Console) -> Progress:
 
 
 def _table(summary: Summary) -> Table:
-    table = Table(title="the workload, by tenths")
-    for head in (
-        "tenth",
-        "corpus tokens",
-        "tokens per step",
-        "tokens/s without",
-        "tokens/s with",
-        "speed-up",
-        "accepted",
-    ):
+    table = Table(title="by tenth of the workload, and by kind of request", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for head in COLUMNS:
         table.add_column(head, justify="right")
-    rows = [(str(number), part) for number, part in enumerate(summary.tenths, start=1)]
-    for name, part in [*rows, ("all", summary.whole)]:
-        if name == "all":
-            table.add_section()
-        table.add_row(
-            name,
-            f"{part.corpus_tokens:,}",
-            f"{part.tokens_per_step:.2f}",
-            f"{part.plain_tokens_per_s:,.0f}",
-            f"{part.drafted_tokens_per_s:,.0f}",
-            f"{part.speedup:.2f}x",
-            f"{part.acceptance:.0%}",
-        )
+    for group in rows(summary):
+        table.add_section()
+        for row in group:
+            table.add_row(*row)
     return table
 
 

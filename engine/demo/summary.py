@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from engine.demo.measure import Measurement
+from engine.demo.workload import KINDS, Kind
 
 PARTS = 10
 
@@ -16,6 +17,8 @@ class Part:
     """Some requests in a row, taken together."""
 
     requests: int
+    repeat_share: float
+    """Share of the requests that repeat an earlier one, exactly or nearly."""
     corpus_tokens: int
     """Remembered before its last request."""
     output_tokens: int
@@ -35,6 +38,7 @@ class Part:
         drafted_s = sum(m.drafted_s for m in measurements)
         return cls(
             requests=len(measurements),
+            repeat_share=sum(m.kind != "new" for m in measurements) / len(measurements),
             corpus_tokens=measurements[-1].corpus_tokens,
             output_tokens=output,
             tokens_per_step=output / sum(m.steps for m in measurements),
@@ -55,6 +59,8 @@ class Summary:
     """Indices of the requests whose outputs differ."""
     tenths: tuple[Part, ...]
     whole: Part
+    kinds: dict[Kind, Part]
+    """The whole workload by kind of request."""
     last_tenth_new: Part | None
     """The new requests of the last tenth alone; None if it has none."""
     loop_share: float
@@ -71,12 +77,16 @@ def summarise(measurements: Sequence[Measurement]) -> Summary:
     count = len(measurements)
     cuts = [round(part * count / PARTS) for part in range(PARTS + 1)]
     tenths = [measurements[start:end] for start, end in pairwise(cuts)]
+    by_kind: dict[Kind, list[Measurement]] = {}
+    for measurement in sorted(measurements, key=lambda m: KINDS.index(m.kind)):
+        by_kind.setdefault(measurement.kind, []).append(measurement)
     new = [m for m in tenths[-1] if m.kind == "new"]
     return Summary(
         identical=all(m.identical for m in measurements),
         differing=tuple(index for index, m in enumerate(measurements) if not m.identical),
         tenths=tuple(Part.of(tenth) for tenth in tenths),
         whole=Part.of(measurements),
+        kinds={kind: Part.of(of_kind) for kind, of_kind in by_kind.items()},
         last_tenth_new=Part.of(new) if new else None,
         loop_share=sum(m.loop_tokens for m in measurements) / sum(m.output_tokens for m in measurements),
     )

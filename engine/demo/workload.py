@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ssd.errors import UserError
 
-Kind = Literal["new", "exact repeat", "near repeat"]
+Kind = Literal["new", "near repeat", "exact repeat"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 EXACT_SHARE = 0.3
 NEAR_SHARE = 0.3
@@ -35,6 +36,8 @@ class WorkItem:
     prompt: str
     source: str
     """Where the prompt came from."""
+    seed: int
+    """What its sampling draws with; a repeat has the seed of what it repeats."""
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
@@ -47,33 +50,38 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 
 
 def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> list[WorkItem]:
-    """`count` requests in a random order: the shares above are repeats, the rest new. A repeat follows what it repeats.
+    """`count` requests in a random order: the shares above are repeats, the rest new.
 
+    What is repeated is drawn by Zipf's law: a few requests recur often, many never. In the shuffled order the first of
+    a kin is the new one, so the longer the workload runs, the more of it has been seen before.
     Raises UserError if there are too few prompts.
     """
     rng = random.Random(seed)
     exact, near = round(EXACT_SHARE * count), round(NEAR_SHARE * count)
-    shares: dict[Kind, int] = {"exact repeat": exact, "near repeat": near, "new": count - exact - near}
-    kinds = [kind for kind, share in shares.items() for _ in range(share)]
-    rng.shuffle(kinds)
-    # There is nothing to repeat before the first new request.
-    first = kinds.index("new")
-    kinds[0], kinds[first] = kinds[first], kinds[0]
-    if kinds.count("new") > len(prompts):
-        raise UserError(f"{count} requests need {kinds.count('new')} prompts; the file has {len(prompts)}")
-    fresh = iter(rng.sample(list(prompts), kinds.count("new")))
-    seen: list[tuple[str, str]] = []
+    new = count - exact - near
+    if new > len(prompts):
+        raise UserError(f"{count} requests need {new} prompts; the file has {len(prompts)}")
+    originals = [
+        WorkItem("new", prompt, source, seed=number)
+        for number, (source, prompt) in enumerate(rng.sample(list(prompts), new))
+    ]
+    shares: dict[Kind, int] = {"exact repeat": exact, "near repeat": near}
+    repeats = [kind for kind, share in shares.items() for _ in range(share)]
+    rng.shuffle(repeats)
+    popularity = [1 / rank for rank in range(1, new + 1)]
+    order = [*range(new), *rng.choices(range(new), popularity, k=len(repeats))]
+    rng.shuffle(order)
+    seen: set[int] = set()
     items = []
-    for kind in kinds:
-        if kind == "new":
-            source, prompt = next(fresh)
-            seen.append((source, prompt))
-        else:
-            source, prompt = rng.choice(seen)
-            if kind == "near repeat":
-                prompt = edit_beginning(prompt, rng)
-        items.append(WorkItem(kind, prompt, source))
+    for number in order:
+        items.append(originals[number] if number not in seen else _repeat(originals[number], repeats.pop(), rng))
+        seen.add(number)
     return items
+
+
+def _repeat(original: WorkItem, kind: Kind, rng: random.Random) -> WorkItem:
+    prompt = edit_beginning(original.prompt, rng) if kind == "near repeat" else original.prompt
+    return replace(original, kind=kind, prompt=prompt)
 
 
 def edit_beginning(prompt: str, rng: random.Random) -> str:

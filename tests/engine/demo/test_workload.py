@@ -30,6 +30,17 @@ def test_shares_are_kept_and_repeats_follow_what_they_repeat(seed):
             assert item.prompt.splitlines()[-1] == seen[item.source].splitlines()[-1]
 
 
+def test_the_longer_it_runs_the_more_was_seen_before():
+    new = np.array([[item.kind == "new" for item in make_workload(PROMPTS, 300, seed)] for seed in range(20)])
+    assert new[:, :30].mean() > 0.7
+    assert 0.1 < new[:, -30:].mean() < 0.4
+
+
+def test_repeats_draw_like_what_they_repeat():
+    items = make_workload(PROMPTS, 300, 0)
+    assert len({(item.source, item.seed) for item in items}) == len({item.seed for item in items}) == 120
+
+
 def test_the_seed_decides():
     assert make_workload(PROMPTS, 50, 1) == make_workload(PROMPTS, 50, 1)
     assert make_workload(PROMPTS, 50, 1) != make_workload(PROMPTS, 50, 2)
