@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ssd.jit import Bool, Float, FloatsOut, Int, Tokens, TokensOut, inline, kernel
 from ssd.ring import SEPARATOR
 
@@ -13,26 +15,31 @@ DOUBT = 2.5
 
 
 @inline
-def token_ahead(text, position, ahead, path, goes_on):  # type: ignore[no-untyped-def]
-    """The token `ahead` of `position`; behind the text's end comes `path` if the text goes on, else the separator."""
-    at = position + ahead
-    if at < len(text):
-        return text[at]
-    return path[at - len(text)] if goes_on else SEPARATOR
+def look_ahead(text, positions, count, depth, path, goes_on, ahead):  # type: ignore[no-untyped-def]
+    """Write the token at `depth` behind each of `positions[:count]` into `ahead`.
+
+    Behind the text's end comes `path` if the text goes on, else the separator.
+    """
+    for index in range(count):
+        at = positions[index] + depth
+        if at < len(text):
+            ahead[index] = text[at]
+        else:
+            ahead[index] = path[at - len(text)] if goes_on else SEPARATOR
 
 
 @inline
-def most_frequent(text, positions, count, ahead, path, goes_on):  # type: ignore[no-untyped-def]
-    """The commonest token `ahead` of `positions[:count]`, of equals the one with the most recent occurrence.
+def most_frequent(ahead, positions, count):  # type: ignore[no-untyped-def]
+    """The commonest of `ahead[:count]`, of equals the one with the most recent position.
 
     Returns (token, occurrences). The separator stands for the end of a request.
     """
     winner, winner_votes, winner_newest = SEPARATOR, 0, 0
     for index in range(count):
-        token = token_ahead(text, positions[index], ahead, path, goes_on)
+        token = ahead[index]
         votes, newest = 0, positions[index]
         for other in range(count):
-            if token_ahead(text, positions[other], ahead, path, goes_on) == token:
+            if ahead[other] == token:
                 votes += 1
                 newest = max(newest, positions[other])
         if votes > winner_votes or (votes == winner_votes and newest > winner_newest):
@@ -53,9 +60,11 @@ def grow_path(text, positions, count, match_length, limit, min_path_odds, goes_o
     for m tokens of match and path before it. The path ends where a request most often ended, or before its
     product of odds would fall below `min_path_odds`.
     """
+    ahead = np.empty(count, np.uint32)  # looked up once a token, since the votes read it count^2 times
     path_odds = 1.0
     for depth in range(limit):
-        token, votes = most_frequent(text, positions, count, depth, tokens, goes_on)
+        look_ahead(text, positions, count, depth, tokens, goes_on, ahead)
+        token, votes = most_frequent(ahead, positions, count)
         matched = match_length + depth
         doubt = DOUBT_AGREED if 1 < count == votes else DOUBT
         token_odds = votes / count * (matched / (matched + doubt))
@@ -66,7 +75,7 @@ def grow_path(text, positions, count, match_length, limit, min_path_odds, goes_o
         odds[depth] = token_odds
         agreeing = 0
         for index in range(count):
-            if token_ahead(text, positions[index], depth, tokens, goes_on) == token:
+            if ahead[index] == token:
                 positions[agreeing] = positions[index]
                 agreeing += 1
         count = agreeing
