@@ -21,7 +21,7 @@ class TokenCount(click.ParamType):  # type: ignore[type-arg]  # older versions o
         text = str(value).lower().replace("_", "").replace(",", "")
         scale = SUFFIXES.get(text[-1:], 1)
         try:
-            return int(float(text.rstrip("kmg")) * scale)
+            return int(float(text.removesuffix(text[-1:] if scale > 1 else "")) * scale)
         except (ValueError, OverflowError):
             self.fail(f"{value!r} is no number of tokens; write 16000000, 500k or 16M", param, ctx)
 

@@ -2,7 +2,8 @@
 
 A step waits for its drafts until a deadline; without an answer there is no draft for that step. Until that
 answer has come no step is sent or waited for: what is committed meanwhile is held back and told with the next
-one, so a slow service is not made slower, and one that hangs costs one deadline. Once the service is gone every
+one, so a slow service is not made slower, one that hangs costs one deadline, and one that is late again and again is
+asked ever more rarely. Once the service is gone every
 draft is empty, and the caller is told so once.
 """
 
@@ -31,6 +32,9 @@ DEADLINE_S = 0.05
 
 PATIENCE_S = 30.0
 """A service that is silent for this long is gone, though its connection may stand."""
+
+MAX_REST_DOUBLINGS = 6
+"""A service that is always late costs one deadline in 64 steps."""
 
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
@@ -67,6 +71,10 @@ class DrafterClient:
         """The last step that wanted drafts, and its number of sequences."""
         self._late_since: float | None = None
         """When it was sent, if its answer is overdue."""
+        self._misses = 0
+        """Steps in a row that were asked for and came too late."""
+        self._rest_steps = 0
+        """Steps before the service is asked again."""
         self._held_back: dict[int, list[np.ndarray]] = {}
         """By sequence: tokens committed that the service has not been told of."""
         self._offered: dict[int, int] = {}
@@ -90,8 +98,9 @@ class DrafterClient:
         if sequence_id in self._offered:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         check_tokens(prompt)
+        start = pb.Start(sequence_id=sequence_id, prompt=pack(prompt, "u4"))
         self._offered[sequence_id] = 0
-        self._send(pb.DraftRequest(starts=[pb.Start(sequence_id=sequence_id, prompt=pack(prompt, "u4"))]))
+        self._send(pb.DraftRequest(starts=[start]))
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Tell what was committed and wait for drafts, at most until the deadline.
@@ -100,7 +109,7 @@ class DrafterClient:
         """
         progress.check(self._offered)
         sequences = len(progress.sequence_ids)
-        if self.lost is None and self._is_behind():
+        if self.lost is None and (self._is_behind() or self._is_resting()):
             self._hold_back(progress)
             drafts = None
         else:
@@ -108,7 +117,7 @@ class DrafterClient:
             self._awaited = (self._step, sequences)
             sent_at = time.monotonic()
             drafts = self._receive(self._deadline_s)
-            self._late_since = sent_at if drafts is None else None
+            self._note_outcome(in_time=drafts is not None, sent_at=sent_at)
         if drafts is None:
             self.timeouts += self.lost is None
             drafts = DraftBatch.empty(sequences)
@@ -121,7 +130,6 @@ class DrafterClient:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
         check_tokens(tokens)
         check_outcome(sequence_id, verified, accepted, self._offered)
-        del self._offered[sequence_id]
         finish = pb.Finish(
             sequence_id=sequence_id,
             tokens=pack(np.concatenate([*self._held_back.pop(sequence_id, []), tokens]), "u4"),
@@ -129,6 +137,7 @@ class DrafterClient:
             verified=verified,
             accepted=accepted,
         )
+        del self._offered[sequence_id]
         self._send(pb.DraftRequest(finishes=[finish]))
 
     def close(self) -> None:
@@ -187,17 +196,33 @@ class DrafterClient:
 
     def _is_behind(self) -> bool:
         """Whether an answer is still overdue; one that has come by now is of no use any more."""
-        if self._late_since is None or self._receive(0.0) is not None:
+        if self._late_since is None:
+            return False
+        if self._receive(0.0) is not None:
+            self._late_since = None
             return False
         silent_s = time.monotonic() - self._late_since
         if silent_s > self._patience_s:
             self._lose(f"it has not answered for {silent_s:.0f} s")
         return True
 
+    def _is_resting(self) -> bool:
+        """Whether a service that was late again and again is left alone in this step."""
+        if self._rest_steps == 0:
+            return False
+        self._rest_steps -= 1
+        return True
+
+    def _note_outcome(self, *, in_time: bool, sent_at: float) -> None:
+        """After each miss in a row let twice as many steps pass before asking again."""
+        self._misses = 0 if in_time else self._misses + 1
+        self._rest_steps = (1 << min(max(0, self._misses - 1), MAX_REST_DOUBLINGS)) - 1
+        self._late_since = None if in_time else sent_at
+
     def _hold_back(self, progress: Progress) -> None:
         # Counts are left out: what had been offered before the late step is a detail of statistics.
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
+            committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]].copy()
             self._held_back.setdefault(sequence_id, []).append(committed)
 
     def _with_held_back(self, progress: Progress) -> Progress:

@@ -68,7 +68,7 @@ class Engine:
         return longest
 
     def step(self) -> StepReport:
-        """Advance every running sequence by at least one token, or by a part of its prompt."""
+        """Advance the running sequences by a token or more, or by a part of a prompt, within a step's tokens."""
         for sequence in self.scheduler.admit():
             self._drafter.start(sequence.sequence_id, sequence.request.prompt)
         sequences = self.scheduler.schedule()
@@ -80,8 +80,14 @@ class Engine:
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
     ) -> list[Completion]:
-        """Run requests and return their completions in the same order; `observe` sees every step."""
-        ids = [self.add(request) for request in requests]
+        """Run requests and return their completions in the same order; `observe` sees every step.
+
+        Raises UserError if one of them cannot run, before any does.
+        """
+        asked = list(requests)
+        for request in asked:
+            self.check(request)
+        ids = [self.add(request) for request in asked]
         completions: dict[int, Completion] = {}
         while self.scheduler.has_work:
             report = self.step()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.build import SHIPPED_MODEL, build_engine
@@ -67,7 +68,7 @@ def run_generate(options: GenerateOptions) -> None:
         options.drafter,
         DrafterConfig(max_draft=max(1, options.max_draft)),
         options.address,
-        warn=lambda text: console.print(f"[yellow]warning:[/] {text}"),
+        warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
     )
     engine = build_engine(model, config, drafter)
     with closing(engine):
@@ -94,13 +95,13 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     # Not `splitlines`, for which form feeds and Unicode's separators end lines too.
     lines = text.removesuffix("\n").split("\n")
     if from_stdin:
-        prompts: list[Prompt] = [text]
+        prompts: list[Prompt] = [text] if text else []
     elif options.path is not None and options.path.suffix == ".jsonl":
         prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     else:
         prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"{options.path or 'stdin'} holds no prompt")
+        raise UserError(f"{'stdin' if from_stdin else options.path} holds no prompt")
     return prompts
 
 
@@ -125,7 +126,7 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
         raise UserError(f"line {number} is no JSON object with a `prompt`") from None
     if isinstance(prompt, str):
         return prompt
-    is_ids = isinstance(prompt, list) and all(isinstance(i, int) and 0 <= i < 1 << 32 for i in prompt)
+    is_ids = isinstance(prompt, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in prompt)
     if not is_ids:
         raise UserError(f"line {number}: `prompt` must be text or a list of token ids")
     return list(prompt)

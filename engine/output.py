@@ -30,31 +30,35 @@ class CompletionWriter:
         self._tokenizer = tokenizer
         self._path = path
         self._waiting: dict[int, Completion] = {}
-        self._written = 0
-        self._file = _open(path) if path is not None else None
+        self._next = 0
+        try:
+            self._file = path.open("w", encoding="utf-8") if path is not None else None
+        except OSError as problem:
+            raise self._refusal(problem) from None
 
     def take(self, finished: Mapping[int, Completion]) -> None:
         """Note completions by the index of their prompt, and write those whose turn has come to the file."""
         self._waiting.update(finished)
-        while self._file is not None and self._written in self._waiting:
-            self._write_line(self._file, self._written, self._waiting.pop(self._written))
-            self._written += 1
+        while self._file is not None and self._next in self._waiting:
+            self._write_line(self._file, self._next)
+            self._next += 1
 
     def close(self) -> None:
         """Write what is left; after an interruption that is whatever had finished."""
-        for index, completion in sorted(self._waiting.items()):
+        for index in sorted(self._waiting):
             if self._file is not None:
-                self._write_line(self._file, index, completion)
+                self._write_line(self._file, index)
             else:
-                self._print(index, completion)
-        self._waiting.clear()
+                self._print(index)
         if self._file is not None:
             self._file.close()
 
-    def _write_line(self, file: TextIO, index: int, completion: Completion) -> None:
+    def _write_line(self, file: TextIO, index: int) -> None:
+        completion = self._waiting[index]
         line = {
+            "index": index,
             "prompt": self._prompts[index],
-            "completion": self._text(index, completion),
+            "completion": self._text(index),
             "tokens": completion.tokens.tolist(),
             "finish_reason": completion.finish_reason.value,
         }
@@ -62,21 +66,21 @@ class CompletionWriter:
             file.write(json.dumps(line) + "\n")
             file.flush()
         except OSError as problem:
-            raise UserError(f"cannot write {self._path}: {problem.strerror}") from None
+            # What could not be written must not be tried again at the end.
+            self._waiting.clear()
+            self._file = None
+            raise self._refusal(problem) from None
+        del self._waiting[index]
 
-    def _print(self, index: int, completion: Completion) -> None:
+    def _print(self, index: int) -> None:
         prompt = self._prompts[index]
         shown = prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
-        sys.stdout.write(f"{shown}{self._text(index, completion)}\n")
+        sys.stdout.write(f"{shown}{self._text(index)}\n")
         if len(self._prompts) > 1:
             sys.stdout.write("-" * 40 + "\n")
 
-    def _text(self, index: int, completion: Completion) -> str:
-        return self._tokenizer.decode_behind(self._tokens[index], completion.tokens)
+    def _text(self, index: int) -> str:
+        return self._tokenizer.decode_behind(self._tokens[index], self._waiting[index].tokens)
 
-
-def _open(path: Path) -> TextIO:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as problem:
-        raise UserError(f"cannot write {path}: {problem.strerror}") from None
+    def _refusal(self, problem: OSError) -> UserError:
+        return UserError(f"cannot write {self._path}: {problem.strerror}")

@@ -161,7 +161,7 @@ def check_outcome(sequence_id: int, verified: int, accepted: int, offered: Mappi
     """Raises ValueError for a sequence that is not running, or counts that its last draft cannot have."""
     if sequence_id not in offered:
         raise ValueError(f"sequence {sequence_id} was not started")
-    if not accepted <= verified <= offered[sequence_id]:
+    if not 0 <= accepted <= verified <= offered[sequence_id]:
         raise ValueError(
             f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified} "
             f"and accepted {accepted}"

@@ -22,7 +22,15 @@ def progress_of(committed: Mapping[int, Sequence[int]], limit: int, verified: in
     )
 
 
-def replay_one(drafter: Drafter, sequence_id: int, prompt: np.ndarray, output: np.ndarray, limit: int = 16) -> int:
+def replay_one(
+    drafter: Drafter,
+    sequence_id: int,
+    prompt: np.ndarray,
+    output: np.ndarray,
+    limit: int = 16,
+    *,
+    learn: bool = True,
+) -> int:
     """Run one request whose greedy output is known; returns the steps that it took."""
     drafter.start(sequence_id, prompt)
     done, steps, verified, accepted = 0, 0, 0, 0
@@ -36,5 +44,5 @@ def replay_one(drafter: Drafter, sequence_id: int, prompt: np.ndarray, output: n
         last = output[done : done + accepted + 1]
         done += len(last)
         steps += 1
-    drafter.finish(sequence_id, last, verified=verified, accepted=accepted)
+    drafter.finish(sequence_id, last, verified=verified, accepted=accepted, learn=learn)
     return steps

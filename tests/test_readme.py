@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from engine.build import SHIPPED_MODEL
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
@@ -11,6 +13,12 @@ def test_the_example_for_ones_own_engine_runs():
     names = {}
     exec(example, names)
     assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6]
+
+
+def test_the_perplexities_are_those_of_the_card():
+    card = (SHIPPED_MODEL / "README.md").read_text()
+    scores = [re.search(rf"\| {name}.*?\| ([\d.]+)", card)[1] for name in ("this model", "interpolated")]
+    assert f"| {', '.join(scores)} |" in README
 
 
 def test_the_commands_that_it_names_exist():

@@ -47,7 +47,8 @@ class DrafterServiceServicer(object):
     """
 
     def Draft(self, request_iterator, context):
-        """One stream per engine, one request per engine step, one reply per request, in order.
+        """One stream per engine. A step of the engine is one request for its whole batch; sequences may begin and end in
+        requests of their own, as soon as they do. One reply per request, in order.
         A request that cannot be understood is answered with an error, has no effect, and the stream goes on.
         Sequences belong to their stream and end with it.
         """

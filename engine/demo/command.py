@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from engine.build import PROMPTS_FILE, SHIPPED_MODEL
-from engine.demo.run import run_demo, write_report
+from engine.demo.run import prepare_report, run_demo, write_report
 from engine.demo.workload import EXACT_SHARE, NEAR_SHARE, make_workload, read_prompts
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
-from ssd.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,7 @@ class DemoOptions:
 
 def demonstrate(options: DemoOptions) -> bool:
     """Run the workload both ways and report; returns whether all outputs were identical. Raises UserError."""
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UserError(f"cannot write to {options.out}: {problem.strerror}") from None
+    prepare_report(options.out)
     console = Console()
     folder = options.model or SHIPPED_MODEL
     model = pack(load_model(folder))
@@ -42,7 +39,7 @@ def demonstrate(options: DemoOptions) -> bool:
     items = make_workload(read_prompts(folder / PROMPTS_FILE), options.requests, options.seed)
     sampling = SamplingParams(options.max_tokens, options.temperature)
     console.print(
-        f"{options.requests} requests to [bold]{folder.name}[/], one at a time, "
+        f"{options.requests} requests to [bold]{escape(folder.name)}[/], one at a time, "
         f"at most {options.max_tokens} new tokens each: "
         f"{EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near repeats, the rest new.\n"
         "Each runs without drafts and with a sidecar that starts empty, in turns."
@@ -67,5 +64,5 @@ def demonstrate(options: DemoOptions) -> bool:
         if summary.identical
         else f"outputs: [bold red]DIFFERENT[/] in requests {', '.join(map(str, summary.differing))}"
     )
-    console.print(f"wrote {options.out / 'run.json'} and {options.out / 'run.html'}")
+    console.print(f"wrote {options.out / 'run.json'} and {options.out / 'run.html'}", markup=False)
     return summary.identical

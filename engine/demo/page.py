@@ -115,7 +115,7 @@ def _plot(tenths: Sequence[Part], measurements: Sequence[Measurement]) -> str:
 
 
 def _round_step(most: float) -> int:
-    """The distance of ticks up to `most`: 1, 2 or 5 times a power of ten, for four to ten ticks."""
+    """The distance of ticks up to `most`: 1, 2 or 5 times a power of ten, for at most five ticks."""
     power = 10 ** math.floor(math.log10(max(10.0, most) / TICKS))
     return next(int(power * factor) for factor in (1, 2, 5, 10) if power * factor * TICKS >= most or factor == 10)
 

@@ -34,6 +34,9 @@ from ssd.errors import UserError
 STEP_DEADLINE_S = 0.25
 """A stalled machine should show as a slow step, not as a draft that is missing."""
 
+SIDECAR_OPTIONS = ("--capacity", "1M")
+JSON_FILE, PAGE_FILE = "run.json", "run.html"
+
 
 def run_demo(
     model: Decoder, tokenizer: Tokenizer, items: Sequence[WorkItem], sampling: SamplingParams, console: Console
@@ -44,7 +47,7 @@ def run_demo(
     """
     drafter_config = DrafterConfig()
     config = EngineConfig(max_sequences=1)
-    with running_sidecar("--capacity", "1M") as address, _progress(console) as progress:
+    with running_sidecar(*SIDECAR_OPTIONS) as address, _progress(console) as progress:
         client = DrafterClient(address, deadline_s=STEP_DEADLINE_S)
         plain = build_engine(model, config, NoDrafter())
         drafting = build_engine(model, config, client)
@@ -56,14 +59,24 @@ def run_demo(
             part = Part.of(recent[-max(10, len(items) // 10) :])
             rates = f"{part.plain_tokens_per_s:,.0f} -> {part.drafted_tokens_per_s:,.0f} tokens/s"
             progress.update(task, advance=1, speed=f"{rates}, {part.speedup:.2f}x")
+            if client.lost is not None:
+                raise UserError(f"the sidecar went away in mid-run ({client.lost}); run again")
 
         with closing(drafting):
             measurements = measure(
                 items, tokenizer, plain, drafting, sampling, drafter_config.learned_prompt_tokens, observe
             )
-            if client.lost is not None:
-                raise UserError(f"the sidecar went away in mid-run ({client.lost}); run again")
         return measurements, client.timeouts
+
+
+def prepare_report(out: Path) -> None:
+    """Make sure that the report can be written, before minutes are spent on it. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in (JSON_FILE, PAGE_FILE):
+            (out / name).open("a").close()
+    except OSError as problem:
+        raise UserError(f"cannot write to {out}: {problem.strerror}") from None
 
 
 def write_report(
@@ -89,9 +102,9 @@ def write_report(
         "versions": versions,
         "requests": [asdict(measurement) for measurement in measurements],
     }
-    (out / "run.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / JSON_FILE).write_text(json.dumps(document, indent=1) + "\n")
     notes = {name: str(value) for name, value in {**settings, **versions}.items()}
-    (out / "run.html").write_text(render_page(summary, measurements, notes), encoding="utf-8")
+    (out / PAGE_FILE).write_text(render_page(summary, measurements, notes), encoding="utf-8")
     return summary
 
 

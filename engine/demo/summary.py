@@ -14,7 +14,7 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Part:
-    """Some requests in a row, taken together."""
+    """Some requests, taken together."""
 
     requests: int
     repeat_share: float

@@ -43,10 +43,13 @@ class WorkItem:
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """(source, prompt) of every line of a prompts file. Raises UserError if it cannot be used."""
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [(line["source"], line["prompt"]) for line in lines]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        prompts = [(line["source"], line["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path} is no file of prompts ({problem}); install the package again") from None
+        raise UserError(f"{path} is no file of prompts ({problem})") from None
+    if not all(isinstance(prompt, str) and prompt.strip() for _, prompt in prompts):
+        raise UserError(f"{path} is no file of prompts (one is empty or no text)")
+    return prompts
 
 
 def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> list[WorkItem]:
@@ -85,7 +88,8 @@ def _repeat(original: WorkItem, kind: Kind, rng: random.Random) -> WorkItem:
 
 
 def edit_beginning(prompt: str, rng: random.Random) -> str:
-    """`prompt` with up to a third of its first lines replaced by another one."""
+    """`prompt` with a new first line, in place of up to a third of its lines or before them."""
     lines = prompt.splitlines(keepends=True)
     dropped = rng.randint(0, len(lines) // 3)
-    return rng.choice(EDITS) + "\n" + "".join(lines[dropped:])
+    edits = [edit for edit in EDITS if edit not in prompt]
+    return rng.choice(edits) + "\n" + "".join(lines[dropped:])

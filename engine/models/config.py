@@ -83,8 +83,8 @@ class ModelConfig:
         except (TypeError, ValueError) as problem:
             raise UserError(f"config.json holds a field that cannot be: {problem}") from None
 
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of a `config.json` that `from_hf` and transformers read back."""
+    def to_hf(self, dtype: str) -> dict[str, Any]:
+        """The fields of a `config.json` that `from_hf` and transformers read back, for weights of a dtype."""
         eos = self.eos_token_ids
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -106,7 +106,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "torch_dtype": "bfloat16",
+            "torch_dtype": dtype,
         }
 
 
@@ -119,6 +119,8 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type != "default":
         raise UserError(f"config.json asks for rope scaling {rope_type!r}; this engine has only the default rope")
+    if fields.get("quantization_config"):
+        raise UserError("config.json describes quantised weights; this engine reads float weights alone")
     if fields.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json asks for the activation {fields['hidden_act']!r}; this engine has only 'silu'")
     for bias in ("attention_bias", "mlp_bias"):

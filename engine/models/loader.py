@@ -6,7 +6,6 @@ Knows how checkpoints name their tensors; the decoder itself does not.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
@@ -67,7 +67,9 @@ def save_model(decoder: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfl
                 raise AssertionError(f"{part} has {tensor.shape[0]} rows, not {rows}")
             tensors[part] = tensor.to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(decoder.config.to_hf(), indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(
+        json.dumps(decoder.config.to_hf(str(dtype).removeprefix("torch.")), indent=2) + "\n"
+    )
 
 
 def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
@@ -99,10 +101,11 @@ def _copy_weights(decoder: Decoder, folder: Path) -> None:
         views = parameter.data.split([rows for _, rows in parts])
         wanted.update((part, view) for (part, _), view in zip(parts, views, strict=True))
     missing = set(wanted)
-    for path, names in _weight_files(folder):
+    for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in names & missing if names else set(file.keys()) & missing:
+                _refuse_unknown(set(file.keys()) - set(wanted), decoder.config, path)
+                for name in set(file.keys()) & missing:
                     _copy(file.get_tensor(name), wanted[name], name, path)
                     missing.remove(name)
         except (SafetensorError, OSError) as problem:
@@ -111,31 +114,41 @@ def _copy_weights(decoder: Decoder, folder: Path) -> None:
         raise UserError(f"{folder} lacks the weights of {sorted(missing)[0]} and {len(missing) - 1} more tensors")
 
 
+def _refuse_unknown(names: set[str], config: ModelConfig, path: Path) -> None:
+    """Refuse weights that would be left out: the logits would be those of another model."""
+    for name in sorted(names):
+        is_table = name.endswith("rotary_emb.inv_freq")
+        is_tied = name == "lm_head.weight" and config.tie_embeddings
+        if not (is_table or is_tied):
+            raise UserError(f"{path} holds {name}, which {CONFIG_FILE} says nothing of; do they belong together?")
+
+
 def _copy(source: Tensor, target: Tensor, name: str, path: Path) -> None:
     if source.shape != target.shape:
         raise UserError(
             f"{name} in {path} has shape {tuple(source.shape)}, but {CONFIG_FILE} describes {tuple(target.shape)}"
         )
+    if source.dtype not in FLOATS:
+        raise UserError(f"{name} in {path} is stored as {source.dtype}; this engine reads float weights alone")
     target.copy_(source)
 
 
-def _weight_files(folder: Path) -> Iterator[tuple[Path, set[str]]]:
-    """The files to read, each with the tensors that its index promises (none: whatever it holds)."""
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: those of the index, or the only one."""
     index_path = folder / INDEX_FILE
     if not index_path.exists():
         path = folder / WEIGHTS_FILE
         if not path.exists():
             raise UserError(f"{folder} has no {WEIGHTS_FILE}; only safetensors weights are read")
-        yield path, set()
-        return
-    weight_map: Mapping[str, str] = _read_json(index_path).get("weight_map", {})
+        return [path]
+    weight_map = _read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index_path} has no weight_map; download or copy it again")
-    for file in sorted(set(weight_map.values())):
-        path = folder / file
+    paths = [folder / file for file in sorted(set(weight_map.values()))]
+    for path in paths:
         if not path.exists():
-            raise UserError(f"{folder} has no {file}, which {INDEX_FILE} names; download or copy it again")
-        yield path, {name for name, home in weight_map.items() if home == file}
+            raise UserError(f"{folder} has no {path.name}, which {INDEX_FILE} names; download or copy it again")
+    return paths
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -53,7 +53,10 @@ def prepare(work: Path, vocab_size: int, say: Callable[[str], None]) -> Training
         )
         # Last, so that its presence says that the others are whole.
         (work / FILES_FILE).write_text(json.dumps(_file_list(sides), indent=1))
-    return load(work)
+    text = load(work)
+    if text.files["python"] != platform.python_version():
+        raise ValueError(f"{work} was made with Python {text.files['python']}; use that, or another work folder")
+    return text
 
 
 def load(work: Path) -> TrainingText:

@@ -248,6 +248,13 @@ def test_requests_that_cannot_run_are_refused_and_disturb_nothing(model, request
     assert not engine.scheduler.has_work
 
 
+def test_one_bad_request_keeps_all_of_its_company_out(model):
+    engine = build_engine(model, CONFIG, NoDrafter())
+    with pytest.raises(UserError, match="empty"):
+        engine.generate([*requests(2), Request(np.empty(0, np.uint32))])
+    assert not engine.scheduler.has_work
+
+
 def test_a_request_larger_than_the_cache_is_refused(model):
     config = EngineConfig(max_sequences=1, max_draft=0, kv_memory_mib=1)
     engine = build_engine(model, config, NoDrafter())

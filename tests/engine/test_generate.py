@@ -14,6 +14,7 @@ from tokenizers import decoders, models
 from drafter_service.client import DrafterClient
 from engine import cli
 from engine.drafters.build import DRAFTER_NAMES
+from engine.output import CompletionWriter
 from engine.tokenizer import Tokenizer
 from tests.servers import served
 from tests.strategies import array
@@ -111,6 +112,20 @@ def test_an_interrupted_run_keeps_what_had_finished(run, model_folder, tmp_path,
     assert [line["prompt"] for line in completions(tmp_path / "out")] == ["a", "b"]
 
 
+def test_an_interruption_while_a_completion_is_written_does_not_lose_it(run, model_folder, tmp_path, monkeypatch):
+    text, interruptions = CompletionWriter._text, iter([KeyboardInterrupt])
+
+    def text_or_stop(writer, index):
+        for interruption in interruptions:
+            raise interruption
+        return text(writer, index)
+
+    monkeypatch.setattr(CompletionWriter, "_text", text_or_stop)
+    arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1)
+    assert run("generate", "--model", model_folder, *arguments, "a", "b")[0] != 0
+    assert [line["index"] for line in completions(tmp_path / "out")] == [0]
+
+
 def test_completions_come_in_the_order_of_their_prompts(run, model_folder, tmp_path):
     prompts = [f"def f{number}():" for number in range(9)]
     arguments = ("--output", tmp_path / "out", "--max-tokens", 20, "--max-sequences", 3, "--temperature", 1)
@@ -154,6 +169,7 @@ BAD_INPUT = {
     "output that is a folder": (("--output", "{tmp}"), ["x"], "cannot write"),
     "bytes that are no text": ((), ["\udcff"], "prompt 1: the prompt is no valid Unicode"),
     "text that is no Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is no valid Unicode"),
+    "disk full": (("--output", "/dev/full", "--max-tokens", "1"), ["x"], "cannot write /dev/full"),
     "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
 }
 

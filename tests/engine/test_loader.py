@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.models.loader import load_config, load_model, save_model
 from engine.models.packed import pack
@@ -48,6 +49,13 @@ def test_the_older_spelling_of_rope_is_read(tmp_path):
     fields["rope_theta"] = 500.0
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert load_config(tmp_path).rope_theta == 500.0
+
+
+def test_a_copy_of_the_tied_head_is_no_harm(tmp_path, model_folder):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    edit_weights(folder, {"lm_head.weight": torch.ones(VOCAB, 64)})
+    assert load_model(folder).config.tie_embeddings
 
 
 def test_end_tokens_of_the_generation_config_count_too(tmp_path):
@@ -105,6 +113,19 @@ DAMAGES = {
     "weights cut short": (lambda folder: cut(folder / "model.safetensors", 0.5), "cut short"),
     "weights cut in their header": (lambda folder: cut(folder / "model.safetensors", 0.0001), "cut short"),
     "weights of another shape": (lambda folder: edit_config(folder, intermediate_size=128), "shape"),
+    "weights of more layers": (lambda folder: edit_config(folder, num_hidden_layers=1), "holds model.layers.1"),
+    "a bias that the config does not name": (
+        lambda folder: edit_weights(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+        "holds model.layers.0.self_attn.q_proj.bias",
+    ),
+    "quantised weights": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
+        "quantised weights",
+    ),
+    "weights that are no floats": (
+        lambda folder: edit_weights(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+        "stored as torch.int8",
+    ),
     "weights of fewer layers": (lambda folder: edit_config(folder, num_hidden_layers=3), "lacks the weights"),
 }
 
@@ -117,6 +138,11 @@ def edit_config(folder, *, remove=False, **changes):
         else:
             fields[name] = value
     (folder / "config.json").write_text(json.dumps(fields))
+
+
+def edit_weights(folder, tensors):
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
 
 
 def cut(path, share):

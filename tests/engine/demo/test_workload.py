@@ -58,7 +58,7 @@ def test_too_few_prompts_and_broken_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="need 40 prompts; the file has 5"):
         make_workload(PROMPTS[:5], 100, 0)
     path = tmp_path / "prompts.jsonl"
-    for text in ("{", "[]", json.dumps({"prompt": "x"})):
+    for text in ("{", "[]", json.dumps({"prompt": "x"}), json.dumps({"prompt": 5, "source": "x"})):
         path.write_text(text + "\n")
         with pytest.raises(UserError, match="no file of prompts"):
             read_prompts(path)
