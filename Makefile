@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test soak bench lint format protos clean
+.PHONY: help setup run test soak bench peers lint format protos clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ soak: $(READY) ## run the randomised tests with many more examples (minutes to h
 bench: $(READY) ## measure drafting and the engine's steps
 	@$(BIN)/python -m benchmarks.drafting
 	@$(BIN)/python -m benchmarks.steps
+
+peers: $(READY) ## install the drafters that benchmarks/replay.py compares with (needs a C++20 compiler)
+	@$(PIP) cmake nanobind==2.9.2 ninja setuptools wheel
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps arctic-inference==0.3.0
 
 lint: $(READY) ## check style and types
 	@$(BIN)/ruff check .

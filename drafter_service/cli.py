@@ -43,24 +43,25 @@ def cli() -> None:
     "--policy",
     type=click.Choice(["suffix", "article"]),
     default="suffix",
-    help="suffix: longest match. article: the plain scheme, as a baseline.",
+    help="suffix: calibrated evidence of all matches. article: the plain scheme, as a baseline.",
 )
-@click.option("--max-draft", type=click.IntRange(1, 1024), default=32, help="Most tokens in one draft.")
+@click.option("--max-draft", type=click.IntRange(1, 64), default=32, help="Most tokens in one draft.")
+@click.option("--shape", type=click.Choice(["path", "tree"]), default="path", help="What the engines can verify.")
 @click.option(
-    "--min-path-odds",
-    type=click.FloatRange(0, 1),
-    default=0.1,
-    help="End a draft before the odds that all of it is accepted fall below this.",
+    "--cost",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.02,
+    help="What verifying one more token costs, as a part of a step, for engines that do not say it themselves.",
 )
 @click.option(
     "--refresh-interval",
     type=click.FloatRange(min=0, min_open=True),
-    default=0.25,
+    default=0.005,
     metavar="SECONDS",
-    help="How often finished requests become draftable; a large corpus takes longer.",
+    help="How long finished requests wait for others before they become draftable together.",
 )
 def serve(
-    listen: str, capacity: int, policy: str, max_draft: int, min_path_odds: float, refresh_interval: float
+    listen: str, capacity: int, policy: str, max_draft: int, shape: str, cost: float, refresh_interval: float
 ) -> None:
     """Serve drafts to engines until interrupted (SIGINT or SIGTERM)."""
     import asyncio
@@ -79,7 +80,8 @@ def serve(
             capacity=capacity,
             policy=policy,  # type: ignore[arg-type]  # one of the choices above
             max_draft=max_draft,
-            min_path_odds=min_path_odds,
+            shape=shape,  # type: ignore[arg-type]  # one of the choices above
+            cost=cost,
             refresh_interval_s=refresh_interval,
         )
         server = DrafterServer(config, address)
@@ -100,7 +102,7 @@ def precompile() -> None:
     import time
 
     began = time.perf_counter()
-    click.echo("compiling the drafter's kernels (some seconds at the first time)...")
+    click.echo("compiling the drafter's kernels (about a minute at the first time)...")
     from ssd.drafter import SuffixDrafter
 
     SuffixDrafter().close()

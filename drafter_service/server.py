@@ -19,8 +19,8 @@ from drafter_service.address import Address
 from drafter_service.session import Session
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import MAX_MESSAGE_BYTES
+from ssd.build import new_corpus, new_drafter
 from ssd.config import DrafterConfig
-from ssd.drafter import SuffixDrafter, new_corpus
 from ssd.errors import UserError
 from ssd.stats import Stats
 
@@ -85,7 +85,7 @@ class DrafterServer:
         self, requests: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DraftReply]:
         stream = cast("asyncio.Task[object]", asyncio.current_task())
-        session = Session(SuffixDrafter(self._config, corpus=self._corpus, stats=self.stats))
+        session = Session(new_drafter(self._config, corpus=self._corpus, stats=self.stats))
         self._streams.add(stream)
         try:
             async for data in requests:

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, drafts_message, read_batch, unpack_tokens
+from ssd.article import ArticleDrafter
 from ssd.draft import DraftBatch, Progress
 from ssd.drafter import SuffixDrafter
 
@@ -38,7 +39,7 @@ class Finish:
 class Session:
     """The sequences of one stream over a corpus that streams share."""
 
-    def __init__(self, drafter: SuffixDrafter) -> None:
+    def __init__(self, drafter: SuffixDrafter | ArticleDrafter) -> None:
         """`drafter` is the stream's own; it may share its corpus."""
         self._drafter = drafter
 

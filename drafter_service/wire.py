@@ -49,6 +49,7 @@ def batch_message(progress: Progress) -> pb.Batch:
         verified=pack(progress.verified, "u4"),
         accepted=pack(progress.accepted, "u4"),
         max_draft=pack(progress.max_draft, "u4"),
+        cost=progress.cost,
     )
 
 
@@ -64,7 +65,10 @@ def read_batch(message: pb.Batch) -> Progress:
         name: _of_length(unpack(getattr(message, name), "u4", f"batch.{name}"), sequences, f"batch.{name}")
         for name in ("verified", "accepted", "max_draft")
     }
-    return Progress(sequence_ids, tokens, offsets, **counts)
+    cost = message.cost if message.HasField("cost") else None
+    if cost is not None and not 0 < cost <= 1:
+        raise WireError(f"batch.cost is {cost}; it is a part of a step, above 0 to 1")
+    return Progress(sequence_ids, tokens, offsets, **counts, cost=cost)
 
 
 def drafts_message(drafts: DraftBatch) -> pb.Drafts:

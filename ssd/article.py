@@ -7,50 +7,199 @@ among the matches count the whole continuations, cut to the draft's length, and 
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 import numpy as np
 from numba import types
+from pydivsufsort import divsufsort
 
 from ssd.config import DrafterConfig
-from ssd.corpus import View
-from ssd.draft import NO_PATH, Path
+from ssd.draft import NO_PATH, DraftBatch, Path, Progress, check_outcome
 from ssd.jit import Int, Tokens, TokensOut, inline, kernel
-from ssd.local import GrowingText
-from ssd.match import sample_positions
-from ssd.order import forward_order
-from ssd.ring import SEPARATOR
+from ssd.ring import SEPARATOR, check_tokens
+from ssd.stats import Stats
 
 LONGEST_PATTERN = 10
 """Tokens looked for first, as in the article."""
+SAMPLES = 32
+"""Matches whose continuations are counted."""
+
+END = np.array([SEPARATOR], np.uint32)
 
 
-class ArticlePolicy:
-    """Decreasing match lengths over a forward suffix array; the most frequent whole continuation."""
+class ArticleCorpus:
+    """The last `capacity` tokens of finished requests and their suffix array, built anew at an interval."""
 
-    def __init__(self, config: DrafterConfig) -> None:
-        self._config = config
+    REST_PER_BUILD = 3.0
+    """The maintainer rests at least this many times as long as it built."""
 
-    def sort(self, text: np.ndarray) -> np.ndarray:
-        """Positions of a corpus text as this policy searches them, uint32."""
-        return forward_order(text)
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._requests: deque[np.ndarray] = deque()
+        self._size = 0
+        self._changed = False
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._maintainer: threading.Thread | None = None
+        self.view = (np.empty(0, np.uint32), np.empty(0, np.uint32))
+        """The text and its suffix array, both uint32."""
 
-    def open(self, prompt: np.ndarray) -> GrowingText:
-        """What is kept for a running request: its tokens, which this scheme does not draft from."""
-        return GrowingText(prompt)
+    @property
+    def tokens(self) -> int:
+        """Tokens remembered, separators included."""
+        return self._size
 
-    def draft(self, view: View, local: GrowingText, limit: int) -> Path:
-        """A path of at most `limit` tokens.
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held."""
+        return 4 * self._size + sum(array.nbytes for array in self.view)
 
-        The scheme has no odds: the first token carries its path's share of the matches.
-        """
-        left, right, length = longest_pattern(view.text, view.order, local.tokens, LONGEST_PATTERN)
-        positions = np.empty(self._config.samples, np.uint32)
-        count = sample_positions(view.order, left, right, len(positions), positions)
-        if count == 0:
+    def append(self, tokens: np.ndarray) -> None:
+        """Remember one request, uint32 [N]. Raises ValueError if an id is the separator's."""
+        check_tokens(tokens)
+        with self._lock:
+            self._requests.append(np.concatenate((tokens[1 - self._capacity :], END)))
+            self._size += len(self._requests[-1])
+            while self._size > self._capacity:
+                self._size -= len(self._requests.popleft())
+            self._changed = True
+
+    def refresh(self) -> float:
+        """Build the suffix array again if anything came; returns how long that took, in seconds."""
+        with self._lock:
+            requests, changed = list(self._requests), self._changed
+            self._changed = False
+        if not changed:
+            return 0.0
+        began = time.perf_counter()
+        text = np.concatenate(requests)
+        self.view = (text, divsufsort(text).astype(np.uint32))
+        return time.perf_counter() - began
+
+    def maintain(self, interval_s: float) -> None:
+        """Refresh at an interval, in a thread of its own."""
+        self._maintainer = threading.Thread(target=self._refresh_until_stopped, args=(interval_s,), daemon=True)
+        self._maintainer.start()
+
+    def close(self) -> None:
+        """Stop the maintainer."""
+        self._stopping.set()
+        if self._maintainer is not None:
+            self._maintainer.join()
+            self._maintainer = None
+
+    def _refresh_until_stopped(self, interval_s: float) -> None:
+        rest = interval_s
+        while not self._stopping.wait(rest):
+            rest = max(interval_s, self.REST_PER_BUILD * self.refresh())
+
+
+@dataclass
+class Running:
+    """A started sequence: its text so far, in a buffer with room to grow."""
+
+    text: np.ndarray
+    size: int
+    prompt_length: int
+    offered: int = 0
+
+    def extend(self, tokens: np.ndarray) -> None:
+        """Append tokens, uint32 [n]."""
+        end = self.size + len(tokens)
+        if end > len(self.text):
+            self.text = np.concatenate((self.text[: self.size], np.empty(end + 256, np.uint32)))
+        self.text[self.size : end] = tokens
+        self.size = end
+
+
+class ArticleDrafter:
+    """Decreasing match lengths over a forward suffix array; the most frequent whole continuation, without odds."""
+
+    def __init__(
+        self, config: DrafterConfig, *, corpus: ArticleCorpus | None = None, stats: Stats | None = None
+    ) -> None:
+        """Without `corpus` the drafter has one of its own, refreshed in the background until `close`."""
+        self.config = config
+        self.stats = stats or Stats()
+        self._owns_corpus = corpus is None
+        self.corpus = corpus or ArticleCorpus(config.capacity)
+        if self._owns_corpus:
+            self.corpus.maintain(config.refresh_interval_s)
+        self._running: dict[int, Running] = {}
+
+    def start(
+        self, sequence_id: int, prompt: np.ndarray, *, session: Hashable = None, request: str | None = None
+    ) -> None:
+        """Begin a sequence, as `SuffixDrafter.start`; sessions and names mean nothing here."""
+        del session, request
+        if sequence_id in self._running:
+            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+        check_tokens(prompt)
+        self._running[sequence_id] = Running(prompt.copy(), len(prompt), len(prompt))
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Take note of what was committed and draft what may follow. Raises ValueError as `Progress.check` does."""
+        progress.check(self.offered())
+        offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
+        verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
+        paths = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            running = self._running[sequence_id]
+            self._commit(
+                running, progress.tokens[offsets[index] : offsets[index + 1]], verified[index], accepted[index]
+            )
+            paths.append(self._path(running, min(limits[index], self.config.max_draft)))
+            running.offered = len(paths[-1].tokens)
+        return DraftBatch.of_paths(paths)
+
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
+        """End a sequence, as `SuffixDrafter.finish`."""
+        check_tokens(tokens)
+        check_outcome(sequence_id, verified, accepted, self.offered())
+        running = self._running.pop(sequence_id)
+        self._commit(running, tokens, verified, accepted)
+        if learn and running.size:
+            lead = max(0, running.prompt_length - self.config.learned_prompt_tokens)
+            self.corpus.append(running.text[lead : running.size].copy())
+
+    def offered(self) -> dict[int, int]:
+        """The running sequences, each with the tokens of its last draft."""
+        return {sequence_id: running.offered for sequence_id, running in self._running.items()}
+
+    def memory_bytes(self) -> int:
+        """Memory of the corpus."""
+        return self.corpus.nbytes
+
+    def close(self) -> None:
+        """Forget the running sequences and stop the background refresh of a corpus of its own."""
+        self._running.clear()
+        if self._owns_corpus:
+            self.corpus.close()
+
+    def _commit(self, running: Running, tokens: np.ndarray, verified: int, accepted: int) -> None:
+        if len(tokens):
+            self.stats.record_path(len(tokens), verified, accepted)
+        running.extend(tokens)
+
+    def _path(self, running: Running, limit: int) -> Path:
+        """A path of at most `limit` tokens. The scheme has no odds: the first token carries its path's share."""
+        text, order = self.corpus.view
+        left, right, length = longest_pattern(text, order, running.text[: running.size], LONGEST_PATTERN)
+        size = right - left
+        count = min(size, SAMPLES)
+        if count == 0 or limit == 0:
             return NO_PATH
-        start, size, votes = commonest_continuation(view.text, positions, count, length, limit)
+        positions = order[left + (2 * np.arange(count) + 1) * size // (2 * count)]
+        start, size, votes = commonest_continuation(text, positions, count, length, limit)
         odds = np.ones(size, np.float32)
         odds[:1] = votes / count
-        return Path(view.text[start : start + size], odds, match_length=length)
+        return Path(text[start : start + size], odds, match_length=length)
 
 
 @inline

@@ -44,6 +44,8 @@ class Progress:
     """uint32 [B]: how many of those it accepted."""
     max_draft: np.ndarray
     """uint32 [B]: how many draft tokens the caller can use now."""
+    cost: float | None = None
+    """What verifying one more token costs now, as a part of a step, above 0 to 1; None: as configured."""
 
     def check(self, offered: Mapping[int, int]) -> None:
         """Raises ValueError for a sequence that is not running, stands here twice, or verified what it was not offered.

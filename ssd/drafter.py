@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
 
 import numpy as np
 
-from ssd.article import ArticlePolicy
-from ssd.config import DrafterConfig
-from ssd.corpus import Corpus, View
-from ssd.draft import NO_PATH, DraftBatch, Path, Progress, check_outcome
-from ssd.local import GrowingText
+from ssd.config import DrafterConfig, check_cost
+from ssd.corpus import Corpus
+from ssd.draft import DraftBatch, Progress, offsets_of
+from ssd.local import LocalIndex
 from ssd.ring import check_tokens
+from ssd.sequences import NODES, OWNER, Sequences
 from ssd.stats import Stats
-from ssd.suffix import SuffixPolicy
+from ssd.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, collect, step
+
+NO_LIMIT = np.zeros(1, np.uint32)
 
 
-class Policy(Protocol):
-    """How a corpus is sorted and drafts are found in it."""
-
-    def sort(self, text: np.ndarray) -> np.ndarray:
-        """Positions of a corpus text, uint32 [N], as this policy searches them, uint32 [M]."""
-        ...
-
-    def open(self, prompt: np.ndarray) -> Any:
-        """What is kept for a running request with this prompt: a `GrowingText` or more."""
-        ...
-
-    def draft(self, view: View, local: Any, limit: int) -> Path:
-        """A path of at most `limit` tokens for what `open` gave."""
-        ...
-
-
-POLICIES: dict[str, Callable[[DrafterConfig], Policy]] = {"suffix": SuffixPolicy, "article": ArticlePolicy}
-
-
-def new_corpus(config: DrafterConfig) -> Corpus:
-    """An empty corpus for drafters of this configuration. Raises ValueError for an impossible capacity."""
-    return Corpus(config.capacity, POLICIES[config.policy](config).sort)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Running:
-    """One started sequence."""
+    """What is kept of a started sequence beside its row in the tables."""
 
-    local: GrowingText
-    last: Path = NO_PATH
-    """The draft it was last offered."""
+    row: int
+    lead: int
+    """How many of the prompt's tokens are not remembered with the output."""
+    session: Hashable
+    request: str | None
 
 
 class SuffixDrafter:
-    """Drafts from everything that was finished, and from each running request itself.
+    """Drafts from everything that was finished, from what runs, and from each running request itself.
 
     One thread at a time may use it. Several drafters can share a corpus, each with its own running sequences.
     """
@@ -64,54 +44,98 @@ class SuffixDrafter:
         """Without `corpus` the drafter has one of its own, refreshed in the background until `close`."""
         self.config = config or DrafterConfig()
         self.stats = stats or Stats()
-        self._policy = POLICIES[self.config.policy](self.config)
         self._owns_corpus = corpus is None
-        self.corpus = corpus or new_corpus(self.config)
+        self.corpus = corpus or Corpus(self.config.capacity, self.config.match_depth)
         if self._owns_corpus:
             self.corpus.maintain(self.config.refresh_interval_s)
+        self._sequences = Sequences(self.config.max_draft)
         self._running: dict[int, Running] = {}
+        self._idle: OrderedDict[Hashable, LocalIndex] = OrderedDict()
 
-    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Begin a sequence with its prompt, uint32 [P]. Raises ValueError for an id in use or a token out of range."""
+    def start(
+        self, sequence_id: int, prompt: np.ndarray, *, session: Hashable = None, request: str | None = None
+    ) -> None:
+        """Begin a sequence with its prompt, uint32 [P].
+
+        session: turns of a conversation that have the same one share an index: only the new part of a prompt costs
+        time. request: a name to forget what it produced by. Raises ValueError for an id in use or a token out of range.
+        """
         if sequence_id in self._running:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         check_tokens(prompt)
-        self._running[sequence_id] = Running(self._policy.open(prompt))
+        local = self._idle.pop(session, None) if session is not None else None
+        if local is None:
+            local = LocalIndex(self.config.match_depth)
+        local.continue_with(prompt)
+        lead = max(0, len(prompt) - self.config.learned_prompt_tokens)
+        row = self._sequences.add(local, self.corpus.begin(prompt[lead:]))
+        self._running[sequence_id] = Running(row, lead, session, request)
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Take note of what was committed and draft what may follow. Raises ValueError as `Progress.check` does."""
-        progress.check(self.offered())
-        sequences = [self._running[sequence_id] for sequence_id in progress.sequence_ids.tolist()]
-        view = self.corpus.view
-        offsets = progress.offsets.tolist()
-        verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
-        paths = []
-        for index, (sequence, limit) in enumerate(zip(sequences, progress.max_draft.tolist(), strict=True)):
-            committed = progress.tokens[offsets[index] : offsets[index + 1]]
-            self._commit(sequence, committed, verified[index], accepted[index])
-            sequence.last = self._draft_one(view, sequence, min(limit, self.config.max_draft))
-            paths.append(sequence.last)
-        return DraftBatch.of_paths(paths)
+        """Take note of what was committed and draft what may follow.
+
+        Raises ValueError for a sequence that is not running or stands in the batch twice, for more tokens verified than
+        were offered, for a token id that is reserved, and for a cost that no token can have.
+        """
+        rows = self._rows_of(progress.sequence_ids.tolist())
+        limits = np.minimum(progress.max_draft, np.uint32(self.config.max_draft))
+        cost = self.config.cost if progress.cost is None else progress.cost
+        self._step(rows, progress, limits, cost)
+        if self.corpus.watches_running and len(progress.tokens):
+            self.corpus.extend(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
+        room = int(limits.sum())
+        drafts = (
+            np.empty(room, np.uint32),
+            np.empty(room, np.int32),
+            np.empty(room, np.float32),
+            np.empty(room, np.uint8),
+            np.empty(len(rows) + 1, np.uint32),
+        )
+        size = collect(self._sequences.tables, rows, drafts)
+        tokens, parents, odds, source, offsets = drafts
+        return DraftBatch(tokens[:size], parents[:size], odds[:size], source[:size], offsets)
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
     ) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
-        check_tokens(tokens)
-        check_outcome(sequence_id, verified, accepted, self.offered())
-        sequence = self._running.pop(sequence_id)
-        self._commit(sequence, tokens, verified, accepted)
+        rows = self._rows_of([sequence_id])
+        progress = Progress(
+            np.array([sequence_id], np.uint64),
+            tokens,
+            offsets_of(np.array([len(tokens)], np.uint32)),
+            np.array([verified], np.uint32),
+            np.array([accepted], np.uint32),
+            NO_LIMIT,
+        )
+        self._step(rows, progress, NO_LIMIT, self.config.cost)
+        running = self._running.pop(sequence_id)
+        owner = int(self._sequences.state[running.row, OWNER])
+        local = self._sequences.remove(running.row)
+        self.corpus.end(owner)
         if learn:
-            local = sequence.local
-            self.corpus.append(local.tokens[max(0, local.prompt_length - self.config.learned_prompt_tokens) :])
+            self.corpus.append(local.tokens[running.lead :].copy(), running.request)
+        if running.session is not None and self.config.idle_sessions:
+            self._idle[running.session] = local
+            while len(self._idle) > self.config.idle_sessions:
+                self._idle.popitem(last=False)
 
     def offered(self) -> dict[int, int]:
         """The running sequences, each with the tokens of its last draft."""
-        return {sequence_id: len(sequence.last.tokens) for sequence_id, sequence in self._running.items()}
+        nodes = self._sequences.state[:, NODES]
+        return {sequence_id: max(0, int(nodes[running.row]) - 1) for sequence_id, running in self._running.items()}
+
+    def memory_bytes(self) -> int:
+        """Memory of the corpus, the running sequences, idle sessions and statistics."""
+        idle = sum(local.nbytes for local in self._idle.values())
+        return self.corpus.nbytes + self._sequences.nbytes + self.stats.nbytes + idle
 
     def close(self) -> None:
         """Forget the running sequences and stop the background refresh of a corpus of its own."""
+        for running in self._running.values():
+            self.corpus.end(int(self._sequences.state[running.row, OWNER]))
         self._running.clear()
+        self._idle.clear()
         if self._owns_corpus:
             self.corpus.close()
 
@@ -123,12 +147,38 @@ class SuffixDrafter:
     ) -> None:
         self.close()
 
-    def _commit(self, sequence: Running, tokens: np.ndarray, verified: int, accepted: int) -> None:
-        if len(tokens):
-            self.stats.record(sequence.last, len(tokens), verified, accepted)
-        sequence.local.extend(tokens)
+    def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
+        try:
+            rows = [self._running[sequence_id].row for sequence_id in sequence_ids]
+        except KeyError as missing:
+            raise ValueError(f"sequence {missing.args[0]} was not started") from None
+        if len(set(rows)) != len(rows):
+            raise ValueError("a sequence stands in a batch twice")
+        return np.array(rows, np.int64)
 
-    def _draft_one(self, view: View, sequence: Running, limit: int) -> Path:
-        if limit <= 0 or sequence.local.size == 0:
-            return NO_PATH
-        return self._policy.draft(view, sequence.local, limit)
+    def _step(self, rows: np.ndarray, progress: Progress, limits: np.ndarray, cost: float) -> None:
+        check_cost(cost)
+        batch = (rows, progress.tokens, progress.offsets, progress.verified, progress.accepted, limits)
+        odds, depth, most = self.corpus.odds, self.config.match_depth, self.config.max_draft
+        is_tree = self.config.shape == "tree"
+        # Held until the kernel has returned: it keeps what the addresses point to.
+        view = self.corpus.view
+        while True:
+            outcome, index = step(
+                self._sequences.tables, batch, view.arrays, odds.arrays, self.stats.arrays, cost, depth, most, is_tree
+            )
+            if outcome == DONE:
+                return
+            if outcome == BAD_TOKEN:
+                check_tokens(progress.tokens)
+            if outcome == BAD_OUTCOME:
+                self._refuse_outcome(progress, index)
+            assert outcome == LACKS_ROOM
+            self._sequences.make_room(int(rows[index]), len(progress.tokens))
+
+    def _refuse_outcome(self, progress: Progress, index: int) -> None:
+        sequence_id = int(progress.sequence_ids[index])
+        raise ValueError(
+            f"sequence {sequence_id} was offered {self.offered()[sequence_id]} tokens; it cannot have verified "
+            f"{progress.verified[index]} and accepted {progress.accepted[index]}"
+        )

@@ -1,82 +1,196 @@
-"""Growing a draft from sampled occurrences: at every token the most frequent continuation, until the odds are poor."""
+"""Growing a draft best-first, until the next node's path odds fall below the price of verifying one more token."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ssd.jit import Bool, Float, FloatsOut, Int, Tokens, TokensOut, inline, kernel
-from ssd.ring import SEPARATOR
+from ssd.assess import assess, new_levels
+from ssd.candidates import count_continuations, keep_best, new_counted
+from ssd.evidence import gather
+from ssd.jit import inline, outline, peek, poke
+from ssd.odds import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
+from ssd.sequences import (
+    AGE,
+    CANDIDATE_MASKS,
+    CANDIDATES,
+    DEPTH,
+    EVIDENCE,
+    FOUND_AGE,
+    FOUND_IN,
+    FOUND_LENGTH,
+    LENGTH,
+    MASKS,
+    MISSES,
+    ODDS,
+    PARENT,
+    PATH_ODDS,
+    RUNS,
+    SOURCE,
+    TOKEN,
+)
 
-DOUBT_AGREED = 1.0
-"""A continuation on which several occurrences agree is right half of the time after a match of this many tokens."""
 
-DOUBT = 2.5
-"""The same for one that was seen once, or that others contradict. Both fitted on six kinds of recorded traffic."""
+class Growing(NamedTuple):
+    """A draft that grows: the tables of `ssd.sequences`, for one sequence."""
+
+    nodes: np.ndarray
+    odds: np.ndarray
+    candidates: np.ndarray
+    chances: np.ndarray
+
+
+class Limits(NamedTuple):
+    """Where a draft ends."""
+
+    price: np.float32
+    """Path odds below which a node does not pay."""
+    tokens: np.int64
+    depth: int
+    is_tree: bool
+    """Whether a node may have several children."""
+
+
+class Open(NamedTuple):
+    """Candidates that may still be added, by falling path odds."""
+
+    parents: np.ndarray
+    kinds: np.ndarray
+    """int64: which candidate of its parent."""
+    odds: np.ndarray
+    """float32 [room, 2]: see ODDS, PATH_ODDS."""
 
 
 @inline
-def look_ahead(text, positions, count, depth, path, goes_on, ahead):  # type: ignore[no-untyped-def]
-    """Write the token at `depth` behind each of `positions[:count]` into `ahead`.
+def write_path(nodes, node, text, size):  # type: ignore[no-untyped-def]
+    """Write the path to a node behind the text: occurrences near the text's end continue into it.
 
-    Behind the text's end comes `path` if the text goes on, else the separator.
+    The copies of Ziv and Lempel (1977) do the same.
     """
-    for index in range(count):
-        at = positions[index] + depth
-        if at < len(text):
-            ahead[index] = text[at]
+    while node > 0:
+        poke(text, size + nodes[node, DEPTH] - 1, np.uint32(nodes[node, TOKEN]))
+        node = nodes[node, PARENT]
+
+
+@outline
+def add_child(growing, parent, child, kind, odds, pointers):  # type: ignore[no-untyped-def]
+    """Make a candidate of `parent` the node `child`: what went on with its token agrees with the path to it."""
+    nodes, candidate = growing.nodes, growing.candidates[parent, kind]
+    depth, token = nodes[parent, DEPTH], np.uint32(candidate[0])
+    node = nodes[child]
+    node[TOKEN], node[PARENT], node[DEPTH] = candidate[0], parent, depth + 1
+    row = candidate[FOUND_IN]
+    # Only a pointer says so: that of the request itself is asked first.
+    source = (
+        row // LEVELS
+        if row >= 0
+        else LOCAL
+        if pointers[LOCAL] != 0 and peek(pointers[LOCAL], depth) == token
+        else GLOBAL
+    )
+    node[SOURCE], node[LENGTH], node[AGE] = source, candidate[FOUND_LENGTH], candidate[FOUND_AGE]
+    growing.odds[child, ODDS], growing.odds[child, PATH_ODDS] = odds[ODDS], odds[PATH_ODDS]
+    for row in range(ROWS):
+        node[MASKS + row] = candidate[CANDIDATE_MASKS + row]
+    for source in range(SOURCES):
+        node[EVIDENCE + source] = nodes[parent, EVIDENCE + source]
+        right = pointers[source] != 0 and peek(pointers[source], depth) == token
+        node[RUNS + source] = nodes[parent, RUNS + source] + 1 if right else 0
+        node[MISSES + source] = nodes[parent, MISSES + source] + (0 if right else 1)
+
+
+@inline
+def _is_lost(node, source):  # type: ignore[no-untyped-def]
+    """Whether none of the samples of a source agrees with the path any more."""
+    lost = True
+    for level in range(LEVELS):
+        lost = lost and node[MASKS + source * LEVELS + level] == 0
+    return lost
+
+
+@outline
+def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
+    """Match again, path included, where a source's samples have all gone another way; returns the next free piece."""
+    for source in range(SOURCES):
+        if not _is_lost(node, source):
+            continue
+        end = size + node[DEPTH]
+        if source == LOCAL:
+            gather(evidence, piece, own, text, end, depth)
         else:
-            ahead[index] = path[at - len(text)] if goes_on else SEPARATOR
+            gather(evidence, piece, shared, text, end, depth)
+        evidence.found_at[piece] = node[DEPTH]
+        node[EVIDENCE + source] = piece
+        for level in range(LEVELS):
+            node[MASKS + source * LEVELS + level] = -1
+        piece += 1
+    return piece
 
 
 @inline
-def most_frequent(ahead, positions, count):  # type: ignore[no-untyped-def]
-    """The commonest of `ahead[:count]`, of equals the one with the most recent position.
+def _offer(waiting, opened, room, parent, kind, odds, path_odds):  # type: ignore[no-untyped-def]
+    """Insert a candidate among those that wait, of which only `room` can still be added; returns how many wait."""
+    place = min(opened, room)
+    while place > 0 and waiting.odds[place - 1, PATH_ODDS] < path_odds:
+        if place < room:
+            waiting.parents[place], waiting.kinds[place] = waiting.parents[place - 1], waiting.kinds[place - 1]
+            waiting.odds[place] = waiting.odds[place - 1]
+        place -= 1
+    if place >= room:
+        return opened
+    waiting.parents[place], waiting.kinds[place] = parent, kind
+    waiting.odds[place, ODDS], waiting.odds[place, PATH_ODDS] = odds, path_odds
+    return min(opened + 1, room)
 
-    Returns (token, occurrences). The separator stands for the end of a request.
+
+@inline
+def _open_children(growing, waiting, opened, room, node, kinds, total, limits):  # type: ignore[no-untyped-def]
+    """Let the children of a node wait that pay; returns how many wait."""
+    if growing.nodes[node, DEPTH] >= limits.depth:
+        return opened
+    for kind in range(kinds):
+        odds = growing.chances[node, kind, FINAL] / total
+        path_odds = growing.odds[node, PATH_ODDS] * odds
+        if path_odds >= limits.price:
+            opened = _offer(waiting, opened, room, node, kind, odds, path_odds)
+    return opened
+
+
+@outline
+def grow(growing, evidence, pointers, own, shared, text, size, depth, limits, cells, weights):  # type: ignore[no-untyped-def]
+    """Grow a draft from a root whose evidence is gathered; returns how many nodes it has, the root included.
+
+    text, size: the sequence's own; a path is written behind it. depth: most tokens that are matched.
     """
-    winner, winner_votes, winner_newest = SEPARATOR, 0, 0
-    for index in range(count):
-        token = ahead[index]
-        votes, newest = 0, positions[index]
-        for other in range(count):
-            if ahead[other] == token:
-                votes += 1
-                newest = max(newest, positions[other])
-        if votes > winner_votes or (votes == winner_votes and newest > winner_newest):
-            winner, winner_votes, winner_newest = token, votes, newest
-        if 2 * winner_votes > count:
-            break
-    return winner, winner_votes
-
-
-@kernel(Tokens, TokensOut, Int, Int, Int, Float, Bool, TokensOut, FloatsOut, returns=Int)
-def grow_path(text, positions, count, match_length, limit, min_path_odds, goes_on, tokens, odds):  # type: ignore[no-untyped-def]
-    """Grow a path of at most `limit` tokens into `tokens` and `odds`; returns its length.
-
-    text: uint32. positions[:count]: sampled occurrences of a match of `match_length` tokens; overwritten.
-    goes_on: whether the draft continues this very text, so that an occurrence near its end continues into the draft
-    itself, as the copies of Ziv and Lempel (1977) do; if not, the text's end is the end of a request.
-    A token's odds are its share of the occurrences that agree with the path so far, times m / (m + doubt)
-    for m tokens of match and path before it. The path ends where a request most often ended, or before its
-    product of odds would fall below `min_path_odds`.
-    """
-    ahead = np.empty(count, np.uint32)  # looked up once a token, since the votes read it count^2 times
-    path_odds = 1.0
-    for depth in range(limit):
-        look_ahead(text, positions, count, depth, tokens, goes_on, ahead)
-        token, votes = most_frequent(ahead, positions, count)
-        matched = match_length + depth
-        doubt = DOUBT_AGREED if 1 < count == votes else DOUBT
-        token_odds = votes / count * (matched / (matched + doubt))
-        path_odds *= token_odds
-        if token == SEPARATOR or path_odds < min_path_odds:
-            return depth
-        tokens[depth] = token
-        odds[depth] = token_odds
-        agreeing = 0
-        for index in range(count):
-            if ahead[index] == token:
-                positions[agreeing] = positions[index]
-                agreeing += 1
-        count = agreeing
-    return limit
+    counted, levels = new_counted(), new_levels()
+    room = limits.tokens + 1
+    waiting = Open(np.empty(room, np.int64), np.empty(room, np.int64), np.empty((room, 2), np.float32))
+    opened, piece, node, count = 0, SOURCES, 0, 1
+    while True:
+        at = np.int64(growing.nodes[node, DEPTH])
+        kinds = keep_best(counted, count_continuations(counted, growing.nodes[node], at, evidence, pointers))
+        growing.nodes[node, CANDIDATES] = kinds
+        total = assess(
+            growing.nodes[node], growing.candidates[node], growing.chances[node], at, peek(text, size + at - 1),
+            evidence, counted, levels, kinds, cells, weights,
+        )  # fmt: skip
+        if count > limits.tokens:
+            return count
+        if not limits.is_tree:
+            opened = 0
+        opened = _open_children(
+            growing, waiting, opened, limits.tokens + 1 - count if limits.is_tree else 1, node, kinds, total, limits
+        )
+        if opened == 0:
+            return count
+        parent, node = waiting.parents[0], count
+        add_child(growing, parent, node, waiting.kinds[0], waiting.odds[0], pointers)
+        opened -= 1
+        for place in range(opened):
+            waiting.parents[place], waiting.kinds[place] = waiting.parents[place + 1], waiting.kinds[place + 1]
+            waiting.odds[place] = waiting.odds[place + 1]
+        write_path(growing.nodes, node, text, size)
+        count += 1
+        if count <= limits.tokens:
+            piece = renew(growing.nodes[node], piece, evidence, own, shared, text, size, depth)

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llvmlite import ir
 from numba import njit, types
+from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,6 +23,14 @@ TokensOut = types.Array(types.uint32, 1, "C")
 """uint32 [N], written by the kernel."""
 FloatsOut = types.Array(types.float32, 1, "C")
 """float32 [N], written by the kernel."""
+Bytes = types.Array(types.uint8, 1, "C")
+"""uint8 [N]."""
+Longs = types.Array(types.int64, 1, "C")
+"""int64 [N]."""
+LongRows = types.Array(types.int64, 2, "C")
+"""int64 [N, columns]."""
+FloatRows = types.Array(types.float32, 2, "C")
+"""float32 [N, columns]."""
 Int = types.int64
 Float = types.float64
 Bool = types.boolean
@@ -55,4 +65,34 @@ def drop_stale_kernels(package: Path) -> None:
 drop_stale_kernels(Path(__file__).parent)
 
 inline = njit(nogil=True, cache=True, inline="always")
-"""For helpers that are part of the kernels that call them."""
+"""For small helpers that become part of the kernels that call them."""
+
+outline = njit(nogil=True, cache=True)
+"""For helpers that stay functions of their own: a call costs some counting of references, a copy costs compile time."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def peek(typingctx: Any, address: Any, index: Any) -> Any:  # noqa: ARG001
+    """The uint32 at `address` + 4 * `index`.
+
+    The texts and orders of many sequences lie in arrays of their own; a table of addresses lets one call of a kernel
+    read them all. The caller keeps the arrays alive for as long as the kernel runs.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        start = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+        return builder.load(builder.gep(start, [arguments[1]]))
+
+    return types.uint32(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def poke(typingctx: Any, address: Any, index: Any, value: Any) -> Any:  # noqa: ARG001
+    """Write the uint32 `value` at `address` + 4 * `index`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        start = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+        builder.store(arguments[2], builder.gep(start, [arguments[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.uint32), generate

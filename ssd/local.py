@@ -1,104 +1,118 @@
-"""The index of one running request over its own prompt and output.
+"""The index of one running request over its own prompt and output, kept over the turns of its session.
 
-The same sorted positions as the corpus has, kept sorted token by token. To insert a position is to
-search for the context before it, so one binary search serves both.
+Two orders: a large one, and one of at most `FRESH_ROOM` positions that new tokens are inserted into one by one and
+that is folded into the large one when it is full. A token costs a few moves in the small order, and its share of a pass
+over the large one.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ssd.jit import Int, Tokens, TokensOut, kernel
-from ssd.match import Match, common_length, key_is_less, longest_match
-from ssd.order import full_order
+from ssd.jit import Int, inline, kernel, peek, poke
+from ssd.order import place_of, sort_positions
+from ssd.ring import SEPARATOR
 
-SORT_FROM = 128
-"""Prompts of at least this many tokens are sorted at once rather than inserted one by one."""
+FRESH_ROOM = 256
+LEAST_ROOM = 1024
+"""Tokens that a new index has room for at least."""
 
 
-class GrowingText:
-    """A request's tokens so far, prompt and output."""
+@inline
+def insert_fresh(text, order, size, position, depth):  # type: ignore[no-untyped-def]
+    """Insert a position into `order[:size]`."""
+    place, _, _ = place_of(text, order, size, text, position, depth)
+    for index in range(size, place, -1):
+        poke(order, index, peek(order, index - 1))
+    poke(order, place, np.uint32(position))
 
-    def __init__(self, prompt: np.ndarray) -> None:
+
+@inline
+def fold_fresh(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
+    """Merge the sorted `fresh[:fresh_size]` into `order[:size]`, in place, from the end. Returns the new size."""
+    end = size
+    for index in range(fresh_size - 1, -1, -1):
+        position = peek(fresh, index)
+        place, _, _ = place_of(text, order, end, text, position, depth)
+        for at in range(end - 1, place - 1, -1):
+            poke(order, at + index + 1, peek(order, at))
+        poke(order, place + index, position)
+        end = place
+    return size + fresh_size
+
+
+@kernel(Int, Int, Int, Int, Int, Int, returns=Int)
+def fold(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
+    """`fold_fresh`, to be called from Python."""
+    return fold_fresh(text, order, size, fresh, fresh_size, depth)
+
+
+class LocalIndex:
+    """A request's tokens so far, prompt and output, and their positions in order. Grows by doubling."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
         self.size = 0
-        self._tokens = np.empty(max(64, 2 * len(prompt)), np.uint32)
-        self.prompt_length = len(prompt)
-        self.extend(prompt)
+        self.sorted_size = 0
+        self.fresh_size = 0
+        self.room = 0
+        self._text = np.full(1, SEPARATOR, np.uint32)
+        self._sorted = np.empty(0, np.uint32)
+        self._fresh = np.empty(FRESH_ROOM, np.uint32)
+        self.reserve(LEAST_ROOM)
 
     @property
     def tokens(self) -> np.ndarray:
         """uint32 [size]."""
-        return self._tokens[: self.size]
-
-    def extend(self, tokens: np.ndarray) -> None:
-        """Append tokens, uint32 [n]."""
-        self._tokens = grown(self._tokens, self.size, self.size + len(tokens))
-        self._tokens[self.size : self.size + len(tokens)] = tokens
-        self.size += len(tokens)
-
-
-class LocalIndex(GrowingText):
-    """A growing text with its positions in order.
-
-    Keys are compared to `depth` tokens; of equal keys the earlier position comes first.
-    """
-
-    def __init__(self, prompt: np.ndarray, depth: int) -> None:
-        self.depth = depth
-        self._order = np.empty(0, np.uint32)
-        self._ordered = 0
-        super().__init__(prompt)
-
-    def extend(self, tokens: np.ndarray) -> None:
-        """Append tokens, uint32 [n], and bring their positions into order."""
-        super().extend(tokens)
-        # The newest position has no continuation yet, so it waits for the next token.
-        usable = max(0, self.size - 1)
-        if self._ordered == 0 and usable >= SORT_FROM:
-            self._order = full_order(self.tokens)
-        else:
-            self._order = grown(self._order, self._ordered, usable)
-            insert_positions(self._tokens, self._order, self._ordered, usable, self.depth)
-        self._ordered = usable
+        return self._text[1 : 1 + self.size]
 
     @property
-    def order(self) -> np.ndarray:
-        """Positions 1 to size - 1 in order, uint32."""
-        return self._order[: self._ordered]
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the text, the large order and the small one."""
+        return self._text.ctypes.data + 4, self._sorted.ctypes.data, self._fresh.ctypes.data
 
-    def match(self) -> Match:
-        """The longest earlier occurrence of the text's own end."""
-        return Match(*longest_match(self._tokens, self._order, self._ordered, self._tokens, self.size, self.depth))
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens in all."""
+        if tokens <= self.room:
+            return
+        self.room = max(tokens, 2 * self.room)
+        text, order = np.empty(self.room + 1, np.uint32), np.empty(self.room, np.uint32)
+        text[: self.size + 1] = self._text[: self.size + 1]
+        order[: self.sorted_size] = self._sorted[: self.sorted_size]
+        self._text, self._sorted = text, order
 
+    def continue_with(self, prompt: np.ndarray) -> None:
+        """Make the prompt, uint32 [P], the text; only what differs from the text so far is indexed."""
+        shared = min(self.size, len(prompt))
+        differs = self.tokens[:shared] != prompt[:shared]
+        shared = int(differs.argmax()) if differs.any() else shared
+        if shared < self.size:
+            self.truncate(shared)
+        self.extend(prompt[shared:])
 
-@kernel(Tokens, TokensOut, Int, Int, Int, returns=Int)
-def insert_positions(text, order, size, until, depth):  # type: ignore[no-untyped-def]
-    """Insert positions size + 1 to `until` of `text` into `order[:size]`, which holds 1 to `size`.
+    def extend(self, tokens: np.ndarray) -> None:
+        """Append many tokens, uint32 [n]: sorted by themselves, then merged."""
+        self.reserve(self.size + len(tokens))
+        self._text[1 + self.size : 1 + self.size + len(tokens)] = tokens
+        # A position needs a token before it and one behind.
+        positions = np.arange(max(1, self.size), self.size + len(tokens), dtype=np.uint32)
+        self.size += len(tokens)
+        if len(positions) == 0:
+            return
+        text, order, _ = self.addresses
+        sort_positions(text, positions.ctypes.data, len(positions), self.depth)
+        self.sorted_size = fold(text, order, self.sorted_size, positions.ctypes.data, len(positions), self.depth)
 
-    Returns the new size.
-    """
-    while size < until:
-        position = size + 1
-        low, high = 0, size
-        low_common, high_common = 0, 0
-        while low < high:
-            middle = (low + high) // 2
-            common = common_length(text, order[middle], text, position, min(low_common, high_common), depth)
-            if common == depth or key_is_less(text, order[middle], text, position, common, depth):
-                low, low_common = middle + 1, common
-            else:
-                high, high_common = middle, common
-        for index in range(size, low, -1):
-            order[index] = order[index - 1]
-        order[low] = position
-        size += 1
-    return size
+    def truncate(self, size: int) -> None:
+        """Forget all tokens but the first `size`."""
+        kept = self._sorted[: self.sorted_size]
+        fresh = self._fresh[: self.fresh_size]
+        kept, fresh = kept[kept < size], fresh[fresh < size]
+        self._sorted[: len(kept)] = kept
+        self._fresh[: len(fresh)] = fresh
+        self.size, self.sorted_size, self.fresh_size = size, len(kept), len(fresh)
 
-
-def grown(array: np.ndarray, used: int, needed: int) -> np.ndarray:
-    """`array` itself if it has room for `needed` entries, else a copy of its first `used` with twice the room."""
-    if needed <= len(array):
-        return array
-    larger = np.empty(max(64, 2 * needed), array.dtype)
-    larger[:used] = array[:used]
-    return larger
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._text.nbytes + self._sorted.nbytes + self._fresh.nbytes

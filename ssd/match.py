@@ -1,54 +1,43 @@
-"""The longest match of a context among sorted positions, by one binary search.
+"""Matches of a context in a source: the longest one by one binary search, shorter ones around it.
 
-The search lands where the context itself would be inserted; the longest match is one of the two
-neighbours of that place, and everything that matches as far lies around it.
+A source is a few tiers, each a text and an order over it, row by row of `tiers`. A search lands where the context
+itself would stand; what matches longest is beside that place, and shorter matches lie around it in falling order.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from ssd.jit import inline, outline, peek
+from ssd.order import common_length, place_of
 
-import numpy as np
-from numba import types
+# Columns of tiers, int64: addresses of a text and an order over it, and the order's size.
+TIER_TEXT, TIER_ORDER, TIER_SIZE = range(3)
 
-from ssd.jit import Int, Tokens, TokensOut, inline, kernel
+# Columns of spans, int64: first and last + 1 of the occurrences so far; tokens that the context has in common with the
+# position before them and with the one behind, 0 once that side is used up.
+FIRST, END, BEFORE, BEHIND = range(4)
+SPAN_COLUMNS = 4
 
-
-class Match(NamedTuple):
-    """Occurrences of the longest match: `order[left:right]`, each preceded by the context's last `length` tokens."""
-
-    left: int
-    right: int
-    length: int
-
-
-@inline
-def common_length(text, position, context, end, start, depth):  # type: ignore[no-untyped-def]
-    """How many tokens before `position` of `text` equal those before `end` of `context`.
-
-    `start` of them are known to; at most `depth` are compared.
-    """
-    limit = min(depth, min(position, end))
-    length = start
-    while length < limit and text[position - 1 - length] == context[end - 1 - length]:
-        length += 1
-    return length
+REACH = 512
+"""How far from the context's own place occurrences are looked for, on either side; 4096 was worth nothing more."""
 
 
-@inline
-def key_is_less(text, position, context, end, length, depth):  # type: ignore[no-untyped-def]
-    """Whether the key of `position` sorts before the context, given that `length` tokens are common."""
-    if length in (depth, end):
-        return False
-    return length == position or text[position - 1 - length] < context[end - 1 - length]
+@outline
+def place_spans(tiers, spans, context, end, depth):  # type: ignore[no-untyped-def]
+    """Find where the last `depth` tokens before `end` of `context` would stand in each tier."""
+    for tier in range(len(tiers)):
+        place, before, behind = place_of(
+            tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE], context, end, depth
+        )
+        spans[tier, FIRST], spans[tier, END] = place, place
+        spans[tier, BEFORE], spans[tier, BEHIND] = before, behind
 
 
-@inline
-def _run_length(text, order, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
+@outline
+def run_beside(text, order, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
     """How many of `available` positions from `order[first]` on, up or down, match `length` tokens without a gap."""
     inside, step = 0, 1
     while inside + step <= available:
-        probe = order[first + direction * (inside + step - 1)]
+        probe = peek(order, first + direction * (inside + step - 1))
         if common_length(text, probe, context, end, 0, length) < length:
             break
         inside += step
@@ -56,49 +45,39 @@ def _run_length(text, order, first, direction, available, context, end, length):
     outside = min(available, inside + step - 1)
     while inside < outside:
         middle = (inside + outside) // 2
-        if common_length(text, order[first + direction * middle], context, end, 0, length) == length:
+        probe = peek(order, first + direction * middle)
+        if common_length(text, probe, context, end, 0, length) == length:
             inside = middle + 1
         else:
             outside = middle
     return inside
 
 
-@kernel(Tokens, Tokens, Int, Tokens, Int, Int, returns=types.UniTuple(Int, 3))
-def longest_match(text, order, size, context, end, depth):  # type: ignore[no-untyped-def]
-    """The occurrences in `order[:size]` of the longest possible run of tokens before `context[end]`.
+@inline
+def _shorter(tier, at, context, end, length):  # type: ignore[no-untyped-def]
+    """What the context has in common with the position at `at` of a tier; 0 if that is out of reach."""
+    if at < 0 or at >= tier[TIER_SIZE]:
+        return 0
+    common = common_length(tier[TIER_TEXT], peek(tier[TIER_ORDER], at), context, end, 0, length)
+    return common if common < length else 0
 
-    text, order, context: uint32. At most `depth` tokens are compared. Returns (left, right, length) as in
-    `Match`; length 0 and an empty range if not even the last token occurs.
-    """
-    # `order` is sorted, so both bounds' common lengths hold for all between them (Manber and Myers, 1993).
-    low, high = 0, size
-    low_common, high_common = 0, 0
-    while low < high:
-        middle = (low + high) // 2
-        common = common_length(text, order[middle], context, end, min(low_common, high_common), depth)
-        if key_is_less(text, order[middle], context, end, common, depth):
-            low, low_common = middle + 1, common
-        else:
-            high, high_common = middle, common
-    # The last comparisons of each bound were with the neighbours of the place found.
-    length = max(low_common, high_common)
+
+@outline
+def widen(tiers, spans, context, end):  # type: ignore[no-untyped-def]
+    """Widen each tier's span to the next shorter match; returns its length, 0 if nothing is left."""
+    length = 0
+    for tier in range(len(tiers)):
+        length = max(length, spans[tier, BEFORE], spans[tier, BEHIND])
     if length == 0:
-        return 0, 0, 0
-    left = low - _run_length(text, order, low - 1, -1, low, context, end, length)
-    right = low + _run_length(text, order, low, 1, size - low, context, end, length)
-    return left, right, length
-
-
-@kernel(Tokens, Int, Int, Int, TokensOut, returns=Int)
-def sample_positions(order, left, right, limit, positions):  # type: ignore[no-untyped-def]
-    """Write at most `limit` of `order[left:right]`, evenly spaced, into `positions`; how many were written."""
-    size = right - left
-    count = min(size, limit)
-    for index in range(count):
-        positions[index] = order[left + (2 * index + 1) * size // (2 * count)]
-    return count
-
-
-def find(text: np.ndarray, order: np.ndarray, context: np.ndarray, end: int, depth: int) -> Match:
-    """`longest_match` over a whole order, as a `Match`."""
-    return Match(*longest_match(text, order, len(order), context, end, depth))
+        return 0
+    for index in range(len(tiers)):
+        tier, span = tiers[index], spans[index]
+        text, order = tier[TIER_TEXT], tier[TIER_ORDER]
+        if span[BEFORE] == length:
+            span[FIRST] -= run_beside(text, order, span[FIRST] - 1, -1, min(span[FIRST], REACH), context, end, length)
+            span[BEFORE] = _shorter(tier, span[FIRST] - 1, context, end, length)
+        if span[BEHIND] == length:
+            available = min(tier[TIER_SIZE] - span[END], REACH)
+            span[END] += run_beside(text, order, span[END], 1, available, context, end, length)
+            span[BEHIND] = _shorter(tier, span[END], context, end, length)
+    return length

@@ -1,19 +1,27 @@
 """The circular buffer of remembered tokens: a hard bound, the newest overwrite the oldest.
 
-Requests are kept apart by a separator, so that no match crosses from one into the next.
+Requests are kept apart by a separator, so that no match crosses from one into the next. A position is the number of
+tokens written before it; position p lies in slot p modulo the size. Each end of the buffer repeats `PAD` slots of
+the other, so a kernel reads that far to both sides of a slot without minding the end.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ssd.memory import Buffer
+
 SEPARATOR = np.uint32(0xFFFF_FFFF)
 """Stands behind every request; no token may have this id."""
 
 MAX_TOKEN_ID = int(SEPARATOR) - 1
 
-MAX_CAPACITY = (1 << 29) - 1
-"""Tokens; sorting works on four bytes a token with 32-bit positions."""
+PAD = 128
+"""Slots repeated at each end: the furthest that a match or a draft reads from a position."""
+
+MIN_CAPACITY = 4096
+MAX_CAPACITY = (1 << 32) - 1 - 2 * PAD
+"""Tokens; slots are 32-bit numbers."""
 
 
 def check_tokens(tokens: np.ndarray) -> None:
@@ -23,42 +31,54 @@ def check_tokens(tokens: np.ndarray) -> None:
 
 
 class Ring:
-    """The last `capacity` tokens of finished requests, separators included."""
+    """`capacity` slots of tokens, separators included, of which those from `oldest` up to `head` are remembered.
+
+    It does not forget by itself: its owner moves `oldest` once nobody reads what lies before it any more.
+    """
 
     def __init__(self, capacity: int) -> None:
-        """Raises ValueError for a capacity outside 2 to `MAX_CAPACITY` tokens."""
-        if not 2 <= capacity <= MAX_CAPACITY:
-            raise ValueError(f"a ring holds 2 to {MAX_CAPACITY:,} tokens, not {capacity:,}")
+        """Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
+        if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
+            raise ValueError(f"a corpus holds {MIN_CAPACITY:,} to {MAX_CAPACITY:,} tokens, not {capacity:,}")
         self.capacity = capacity
-        self.appended = 0
-        """Tokens ever written, separators included; tells whether anything came since."""
-        self._slots = np.empty(capacity, np.uint32)
+        self.head = 0
+        """The next position to be written."""
+        self.oldest = 0
+        """The first position that is remembered."""
+        self._buffer = Buffer(capacity + 2 * PAD)
+        self.slots = self._buffer.array[PAD : PAD + capacity]
+        """uint32 [capacity]."""
+        self.address = self._buffer.address + 4 * PAD
+        """Of slot 0; slots -PAD to capacity + PAD - 1 may be read."""
+        # What stands before the first request ends its keys; it is repeated from the last slots.
+        self._buffer.array[:PAD] = SEPARATOR
+        self._buffer.array[-2 * PAD :] = SEPARATOR
 
     def __len__(self) -> int:
-        return min(self.appended, self.capacity)
+        return self.head - self.oldest
 
-    def append(self, tokens: np.ndarray) -> None:
-        """Remember one request, uint32 [N]; of one that is longer than the ring only the end is kept.
+    @property
+    def free(self) -> int:
+        """Tokens that can be written before something must be forgotten."""
+        return self.capacity - len(self)
 
-        Raises ValueError if an id is the separator's.
-        """
-        if len(tokens) == 0:
-            return
-        check_tokens(tokens)
-        kept = tokens[-(self.capacity - 1) :]
-        self._write(kept)
-        self._write(np.array([SEPARATOR], np.uint32))
+    def write(self, tokens: np.ndarray) -> None:
+        """Append tokens, uint32 [N], N at most `free`."""
+        self.fill(self.head, tokens)
+        self.head += len(tokens)
 
-    def text(self) -> np.ndarray:
-        """A copy of what is remembered, oldest first, uint32 [len(self)]."""
-        if self.appended <= self.capacity:
-            return self._slots[: self.appended].copy()
-        oldest = self.appended % self.capacity
-        return np.concatenate((self._slots[oldest:], self._slots[:oldest]))
-
-    def _write(self, tokens: np.ndarray) -> None:
-        at = self.appended % self.capacity
+    def fill(self, position: int, tokens: np.ndarray) -> None:
+        """Set what stands from `position` on."""
+        at = position % self.capacity
         first = min(len(tokens), self.capacity - at)
-        self._slots[at : at + first] = tokens[:first]
-        self._slots[: len(tokens) - first] = tokens[first:]
-        self.appended += len(tokens)
+        self.slots[at : at + first] = tokens[:first]
+        self.slots[: len(tokens) - first] = tokens[first:]
+        if at < PAD or at + len(tokens) > self.capacity - PAD:
+            self._buffer.array[:PAD] = self.slots[-PAD:]
+            self._buffer.array[-PAD:] = self.slots[:PAD]
+
+    def read(self, position: int, end: int) -> np.ndarray:
+        """A copy of the tokens at positions `position` to `end` - 1, uint32."""
+        at, size = position % self.capacity, end - position
+        first = min(size, self.capacity - at)
+        return np.concatenate((self.slots[at : at + first], self.slots[: size - first]))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 GRPC_EXTRAS = ("grpc_health", "grpc_reflection")
 
 ALLOWED = {
-    "ssd": {"ssd", "numpy", "numba", "pydivsufsort"},
+    "ssd": {"ssd", "numpy", "numba", "llvmlite", "pydivsufsort"},
     "drafter_service": {"drafter_service", "ssd", "click", "numpy", "google.protobuf", "grpc", *GRPC_EXTRAS},
     "engine": {
         "engine",

@@ -41,20 +41,22 @@ class Finish(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft")
+    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft", "cost")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: bytes
     tokens: bytes
     offsets: bytes
     verified: bytes
     accepted: bytes
     max_draft: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ...) -> None: ...
+    cost: float
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ...) -> None: ...
 
 class DraftReply(_message.Message):
     __slots__ = ("step", "drafts", "error")

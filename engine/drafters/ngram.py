@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from ssd.draft import NO_PATH, DraftBatch, Path, Progress, Source
-from ssd.local import GrowingText
 
 LONGEST = 4
 SHORTEST = 2
@@ -19,38 +18,40 @@ class NgramDrafter:
     """Looks up the last 4 tokens, then 3, then 2; the most recent occurrence wins."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, GrowingText] = {}
+        self._texts: dict[int, np.ndarray] = {}
 
     def start(self, sequence_id: int, prompt: np.ndarray) -> None:
         """Begin a sequence. Raises ValueError for an id that is in use."""
         if sequence_id in self._texts:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
-        self._texts[sequence_id] = GrowingText(prompt)
+        self._texts[sequence_id] = prompt
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Drafts from each sequence's own text. Raises ValueError for a sequence that was not started."""
-        texts = [self._find(sequence_id) for sequence_id in progress.sequence_ids.tolist()]
+        sequence_ids = progress.sequence_ids.tolist()
+        for sequence_id in sequence_ids:
+            self._check(sequence_id)
         paths = []
-        for index, (text, limit) in enumerate(zip(texts, progress.max_draft.tolist(), strict=True)):
-            text.extend(progress.tokens[progress.offsets[index] : progress.offsets[index + 1]])
-            paths.append(look_up(text.tokens, limit))
+        for index, (sequence_id, limit) in enumerate(zip(sequence_ids, progress.max_draft.tolist(), strict=True)):
+            committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
+            self._texts[sequence_id] = np.concatenate((self._texts[sequence_id], committed))
+            paths.append(look_up(self._texts[sequence_id], limit))
         return DraftBatch.of_paths(paths)
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
     ) -> None:
         """End a sequence. Raises ValueError for one that was not started."""
-        self._find(sequence_id)
+        self._check(sequence_id)
         del self._texts[sequence_id]
 
     def close(self) -> None:
         """Forget everything."""
         self._texts.clear()
 
-    def _find(self, sequence_id: int) -> GrowingText:
+    def _check(self, sequence_id: int) -> None:
         if sequence_id not in self._texts:
             raise ValueError(f"sequence {sequence_id} was not started")
-        return self._texts[sequence_id]
 
 
 def look_up(text: np.ndarray, limit: int) -> Path:

@@ -1,0 +1,197 @@
+"""How many tokens a step yields with each drafter, on recorded traffic.
+
+    python -m benchmarks.replay --trace TRACE.npz --drafter ssd arctic ngram [--cost 0.005,0.02] [--inflight 1,16]
+
+The recorded output stands in for the target's greedy choice. A step drafts for one sequence, keeps the longest path
+of the draft that the output agrees with, and adds the target's own next token. Draft tokens beyond the output's end
+count as drafted. What is reported:
+
+    S                tokens per step / (1 + cost * drafted per step)
+    ece, ece_all     expected calibration error of the odds of paths, after the first tenth of the output; of all
+    draft_us         of a draft call, per sequence; the project's drafters take in what was committed in that call
+    insert_us        of all other calls, per token of prompt and output
+    bytes_per_token  memory of what is remembered, per token remembered
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.contestants import OWN_DRAFTERS, Entry, Running, own_entries
+from benchmarks.peers import PEERS, missing, peer_entries
+from benchmarks.rounds import replay
+from benchmarks.scores import Row, best_rows, compare, row_of
+from benchmarks.traces import Trace, copy_edit, load_trace
+
+PLAIN_WIDTH = 200
+"""Columns of the tables where the output is no terminal."""
+COLUMNS = (
+    *("inflight", "trace", "cost", "drafter", "setting", "S", "tokens_per_step", "drafted_per_step", "accept_rate"),
+    *("ece", "draft_us_p50", "draft_us_p99", "insert_us_per_token", "bytes_per_token"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Replay every trace with every drafter in every setting."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        traces = [load_trace(path) for path in options.trace] + options.synthetic
+    except ValueError as error:
+        parser.error(str(error))
+    if not traces:
+        parser.error("give --trace, --synthetic or both")
+    if options.max_output_tokens is not None:
+        traces = [trace.first(options.max_output_tokens) for trace in traces]
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    skipped = {name: reason for name in options.drafter if name in PEERS and (reason := missing(name))}
+    for name, reason in skipped.items():
+        console.print(f"skipped {name}: {reason}")
+    entries = [entry for name in options.drafter if name not in skipped for entry in entries_of(name, options)]
+    rows = replay_all(traces, entries, options)
+    comparison = compare(rows)
+    print_best(console, rows)
+    print_comparison(console, comparison)
+    document = json.dumps({"results": rows, "comparison": comparison, "skipped": skipped})
+    if options.json:
+        options.json.write_text(document + "\n")
+    print(document)
+
+
+def entries_of(drafter: str, options: argparse.Namespace) -> list[Entry]:
+    """Every setting of a drafter that the command line asks for."""
+    if drafter in PEERS:
+        return list(peer_entries(drafter, options.k))
+    return list(own_entries(drafter, options.k, options.shape, options.cost))
+
+
+def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argparse.Namespace) -> list[Row]:
+    """All replays, one after the other, with their progress on stderr."""
+    rows: list[Row] = []
+    runs = [(inflight, trace, entry) for inflight in options.inflight for trace in traces for entry in entries]
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=sum(trace.output_tokens for _, trace, _ in runs))
+
+        def advance(sequence: Running) -> None:
+            progress.advance(bar, sequence.done)
+
+        for inflight, trace, entry in runs:
+            progress.update(bar, description=f"{trace.name} x{inflight}: {entry.drafter} {entry.setting}")
+            tally = replay(entry.build(trace), trace, inflight, options.refresh, advance)
+            costs = options.cost if entry.cost is None else [entry.cost]
+            rows += [row_of(trace.name, entry, cost, inflight, tally) for cost in costs]
+    return rows
+
+
+def print_best(console: Console, rows: Sequence[Row]) -> None:
+    """The best setting of each drafter for each trace and cost."""
+    table = Table(title="best setting for each trace and cost")
+    for name in COLUMNS:
+        table.add_column(name.replace("_", " "), no_wrap=name in ("trace", "setting"))
+    for row in sorted(best_rows(rows), key=lambda row: (row["inflight"], row["trace"], row["cost"])):
+        table.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
+    console.print(table)
+
+
+def print_comparison(console: Console, comparison: Sequence[Row]) -> None:
+    """Ours against each of the others."""
+    if not comparison:
+        return
+    who, traces = ("inflight", "cost", "ssd", "against"), comparison[0]["by_trace"]
+    table = Table(*who, *traces, "geometric mean", title="S of ssd / S of the other at its best")
+    for line in comparison:
+        ratios = (*line["by_trace"].values(), line["geometric_mean"])
+        table.add_row(*(str(line[name]) for name in who), *(f"{ratio:.3f}" for ratio in ratios))
+    console.print(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, names = parser.add_argument, (*OWN_DRAFTERS, *PEERS)
+    add("--trace", nargs="+", type=Path, default=[], metavar="PATH", help="recorded traffic, .npz")
+    add(
+        "--synthetic",
+        nargs="+",
+        type=synthetic,
+        default=[],
+        metavar="copy-edit:N",
+        help="copies, each Nth token edited",
+    )
+    add("--drafter", nargs="+", required=True, choices=names, metavar="NAME", help=", ".join(names))
+    add("--k", type=list_of(positive), default=[32], help="most tokens in a draft (32); arctic has a grid of its own")
+    add(
+        "--shape", type=list_of(shape), default=["path", "tree"], help="of ssd's drafts: path, tree or path,tree (both)"
+    )
+    add("--cost", type=list_of(share), default=[0.02], help="of one more token, as a share of a step's cost (0.02)")
+    add("--inflight", type=list_of(positive), default=[1], help="requests that run at once (1)")
+    add(
+        "--refresh",
+        type=refresh,
+        help="live, or index ssd's and article's corpus after every N finished requests (live)",
+    )
+    add("--max-output-tokens", type=positive, metavar="N", help="stop after N output tokens of each trace")
+    add("--json", type=Path, metavar="FILE", help="where to write the last line, too")
+    return parser
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A parser of values with commas between them."""
+
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    return parse
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return number
+
+
+def shape(text: str) -> str:
+    """`path` or `tree`."""
+    if text not in ("path", "tree"):
+        raise argparse.ArgumentTypeError(f"shapes are path and tree, not {text!r}")
+    return text
+
+
+def refresh(text: str) -> int | None:
+    """None for `live`, or a number of requests."""
+    return None if text == "live" else positive(text)
+
+
+def synthetic(text: str) -> Trace:
+    """Traffic that is made up here."""
+    kind, _, every = text.partition(":")
+    if kind != "copy-edit":
+        raise argparse.ArgumentTypeError(f"{text!r} is not copy-edit:N")
+    return copy_edit(positive(every))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Replaying a trace: rounds of one draft for all that run, then verification against the recorded output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from benchmarks.contestants import Contestant, Draft, Running
+from benchmarks.scores import COLD_SHARE, Tally
+from benchmarks.traces import Request, Trace
+
+
+class Arrivals:
+    """Requests in arrival order; a session's next turn waits for its previous one, and others overtake it."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._waiting = list(enumerate(requests))
+
+    def next(self, running: Sequence[Running]) -> Running | None:
+        """The first request whose session is not running; None if there is none now."""
+        busy = {sequence.request.session for sequence in running}
+        for place, (index, request) in enumerate(self._waiting):
+            if request.session not in busy:
+                del self._waiting[place]
+                return Running(index, request)
+        return None
+
+
+class Stopwatch:
+    """Sums the seconds spent in its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def replay(
+    contestant: Contestant,
+    trace: Trace,
+    inflight: int = 1,
+    refresh_every: int | None = None,
+    on_finish: Callable[[Running], None] = lambda _sequence: None,
+) -> Tally:
+    """Run a trace, `inflight` requests at a time.
+
+    `refresh_every`: finished requests between refreshes; None refreshes before every draft.
+    `on_finish` is given each request that ends.
+    """
+    tally, inserting = Tally(), Stopwatch()
+    arrivals = Arrivals(trace.requests)
+    running: list[Running] = []
+    cold_until = COLD_SHARE * trace.output_tokens
+    unrefreshed = 0
+    while True:
+        while len(running) < inflight and (sequence := arrivals.next(running)):
+            with inserting:
+                contestant.start(sequence)
+            tally.prompt_tokens += sequence.request.prompt_length
+            running.append(sequence)
+        if not running:
+            break
+        if refresh_every is None or unrefreshed >= refresh_every:
+            with inserting:
+                contestant.refresh()
+            unrefreshed = 0
+        drafts, seconds = contestant.draft(running)
+        tally.draft_s += [seconds / len(running)] * len(running)
+        is_cold = tally.output_tokens < cold_until
+        for sequence, draft in zip(running, drafts, strict=True):
+            verify(sequence, draft, tally, is_cold)
+            take_in = contestant.finish if sequence.is_finished else contestant.commit
+            with inserting:
+                take_in(sequence)
+        for sequence in running:
+            if sequence.is_finished:
+                unrefreshed += 1
+                on_finish(sequence)
+        running = [sequence for sequence in running if not sequence.is_finished]
+    tally.insert_s, tally.bytes_per_token = inserting.seconds, contestant.bytes_per_token()
+    return tally
+
+
+def verify(sequence: Running, draft: Draft, tally: Tally, is_cold: bool) -> None:
+    """One step of one sequence: accept, commit and count."""
+    agrees, accepted = walk(draft, sequence.output, sequence.done)
+    before = sequence.done
+    sequence.advance(len(agrees), accepted)
+    tally.steps += 1
+    tally.output_tokens += sequence.done - before
+    tally.drafted += len(agrees)
+    tally.accepted += accepted
+    if draft.path_odds is not None:
+        tally.has_odds = True
+        tally.path_odds += draft.path_odds
+        tally.agrees += agrees
+        tally.cold_tokens += len(agrees) if is_cold else 0
+
+
+def walk(draft: Draft, output: Sequence[int], done: int) -> tuple[list[bool], int]:
+    """Which tokens of a draft behind `output[:done]` are the output's, with their whole path; the longest such path."""
+    agrees: list[bool] = []
+    depths: list[int] = []
+    accepted = 0
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        depth = depths[parent] + 1 if parent >= 0 else 1
+        at = done + depth - 1
+        agree = (parent < 0 or agrees[parent]) and at < len(output) and output[at] == token
+        if agree:
+            accepted = max(accepted, depth)
+        depths.append(depth)
+        agrees.append(agree)
+    return agrees, accepted

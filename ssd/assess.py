@@ -1,0 +1,180 @@
+"""The odds of a node's candidates: their evidence looked up in the learned tables and mixed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ssd.jit import inline, outline
+from ssd.odds import (
+    BLEND_INPUT,
+    BLENDS,
+    FINAL,
+    GLOBAL,
+    LEVELS,
+    LOCAL,
+    LOGIT,
+    MIXED,
+    NO_CELL,
+    PAIR_INPUT,
+    ROWS,
+    SET_BUCKET,
+    SET_LENGTHS,
+    SOURCES,
+    TABLE_INPUTS,
+    TOKEN_INPUT,
+    bucket,
+    chance_of,
+    final_cell,
+    logit,
+    match_cell,
+    pair_cell,
+    pointer_cell,
+    token_cell,
+)
+from ssd.ring import SEPARATOR
+from ssd.sequences import CANDIDATE_MASKS, CELLS, EVIDENCE, FOUND_AGE, FOUND_IN, FOUND_LENGTH, MISSES, RUNS, WEIGHT_SET
+
+BLEND_PRIOR = 0.02
+"""Chance of a token that no level has seen."""
+
+
+class Levels(NamedTuple):
+    """What a node's evidence amounts to, row by row (a level of a source)."""
+
+    totals: np.ndarray
+    """int64 [ROWS]: occurrences that agree with the path, estimated from the samples; 0 for a row that says nothing."""
+    lengths: np.ndarray
+    """int64 [ROWS]: tokens that they have in common with the context and the path."""
+    kinds: np.ndarray
+    """int64 [ROWS]: different tokens that they go on with."""
+    longest: np.ndarray
+    """int64 [SOURCES]: the longest match of a source, 0 for none."""
+
+
+@inline
+def new_levels():  # type: ignore[no-untyped-def]
+    """Room for one node."""
+    return Levels(
+        np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(SOURCES, np.int64)
+    )
+
+
+@inline
+def weigh_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore[no-untyped-def]
+    """Find out which rows say something that longer matches do not."""
+    for source in range(SOURCES):
+        piece, before = node[EVIDENCE + source], 0
+        levels.longest[source] = 0
+        for level in range(LEVELS):
+            row = source * LEVELS + level
+            sampled = evidence.counts[piece, level]
+            total = counted.alive[row] * evidence.totals[piece, level] // sampled if sampled > 0 else 0
+            # Occurrences that a longer match has already told of are not counted again.
+            if total <= before:
+                levels.totals[row] = 0
+                continue
+            before = total
+            levels.totals[row] = total
+            levels.lengths[row] = evidence.lengths[piece, level] + depth - evidence.found_at[piece]
+            if levels.longest[source] == 0:
+                levels.longest[source] = levels.lengths[row]
+            different = 0
+            for kind in range(kinds):
+                different += 1 if counted.votes[kind, row] > 0 else 0
+            levels.kinds[row] = max(1, different)
+
+
+@inline
+def _blend(kind, source, counted, levels):  # type: ignore[no-untyped-def]
+    """A source's chance of a token: each longer match corrects the shorter ones (PPM, Cleary and Witten 1984)."""
+    chance = BLEND_PRIOR
+    for level in range(LEVELS - 1, -1, -1):
+        row = source * LEVELS + level
+        if levels.totals[row] > 0:
+            kinds = levels.kinds[row]
+            chance = (counted.votes[kind, row] + kinds * chance) / (counted.alive[row] + kinds)
+    return chance
+
+
+@inline
+def bits_of(number):  # type: ignore[no-untyped-def]
+    """How many bits a number has, 0 for one that is not positive."""
+    bits = 0
+    while number > 0:
+        number >>= 1
+        bits += 1
+    return bits
+
+
+@inline
+def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped-def]
+    """Note the cells that a candidate's matches and pointers point to, and where it was found."""
+    token = counted.tokens[kind]
+    candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
+    for source in range(SOURCES):
+        for level in range(LEVELS):
+            row = source * LEVELS + level
+            cell = NO_CELL
+            if levels.totals[row] > 0:
+                votes = counted.votes[kind, row]
+                is_newest = 1 if counted.newest[row] == token else 0
+                share = votes / counted.alive[row]
+                cell = match_cell(source, level, levels.lengths[row], levels.totals[row], share, is_newest)
+                if votes > 0 and levels.lengths[row] > candidate[FOUND_LENGTH]:
+                    candidate[FOUND_IN], candidate[FOUND_LENGTH] = row, levels.lengths[row]
+                    candidate[FOUND_AGE] = bits_of(counted.youngest[row])
+            candidate[CELLS + row] = cell
+        cell = NO_CELL
+        if counted.said[source] != SEPARATOR:
+            agrees = 1 if counted.said[source] == token else 0
+            cell = pointer_cell(source, node[RUNS + source], node[MISSES + source], agrees)
+        candidate[CELLS + ROWS + source] = cell
+
+
+@inline
+def _mix(candidate, chances, kind, counted, levels, cells, weights, before, depth):  # type: ignore[no-untyped-def]
+    """A candidate's odds: the weighed sum of its inputs' logits, corrected by what such sums came to."""
+    value = np.float32(0.0)
+    for index in range(TOKEN_INPUT):
+        cell = candidate[CELLS + index]
+        if cell != NO_CELL:
+            value += weights[index] * cells[cell, LOGIT]
+    for source in range(SOURCES):
+        blended = np.float32(logit(_blend(kind, source, counted, levels)) if levels.longest[source] > 0 else 0.0)
+        chances[BLENDS + source] = blended
+        value += weights[BLEND_INPUT + source] * blended
+    cell = token_cell(counted.tokens[kind], chance_of(value))
+    candidate[CELLS + TOKEN_INPUT] = cell
+    value += weights[TOKEN_INPUT] * cells[cell, LOGIT]
+    cell = pair_cell(before, counted.tokens[kind], chance_of(value))
+    candidate[CELLS + PAIR_INPUT] = cell
+    value += weights[PAIR_INPUT] * cells[cell, LOGIT]
+    chances[MIXED] = chance_of(value)
+    sources = (1 if levels.longest[LOCAL] > 0 else 0) + (2 if levels.longest[GLOBAL] > 0 else 0)
+    cell, part = final_cell(depth, sources, value)
+    candidate[CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
+    chances[FINAL] = chance_of((1.0 - part) * cells[cell, LOGIT] + part * cells[cell + 1, LOGIT])
+
+
+@outline
+def assess(node, candidates, chances, depth, before, evidence, counted, levels, kinds, cells, weights):  # type: ignore[no-untyped-def]
+    """Write the odds of the first `kinds` tokens after a node, with all that they rest on.
+
+    before: the token at the node. Returns the sum of the odds, at least 1.
+    """
+    weigh_levels(levels, node, depth, evidence, counted, kinds)
+    local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
+    weight_set = local * SET_LENGTHS + shared
+    node[WEIGHT_SET] = weight_set
+    total = np.float32(0.0)
+    for kind in range(kinds):
+        candidate = candidates[kind]
+        candidate[0] = np.int32(counted.tokens[kind])
+        for row in range(ROWS):
+            candidate[CANDIDATE_MASKS + row] = counted.masks[kind, row]
+        _look_up(kind, node, counted, levels, candidate)
+        _mix(candidate, chances[kind], kind, counted, levels, cells, weights[weight_set], before, depth)
+        total += chances[kind, FINAL]
+    return max(np.float32(1.0), total)

@@ -1,0 +1,228 @@
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import peers
+from benchmarks.contestants import OWN_DRAFTERS, Draft, Running, own_entries
+from benchmarks.replay import main
+from benchmarks.rounds import replay, walk
+from benchmarks.scores import best_rows, compare, figures
+from benchmarks.traces import copy_edit, load_trace
+
+COST = 0.05
+
+
+@pytest.fixture
+def trace_path(tmp_path):
+    """12 requests of 3 sessions, made of few phrases, so that each drafter finds something."""
+    rng = np.random.default_rng(0)
+    phrases = rng.integers(0, 100, (6, 8))
+    texts = [phrases[rng.integers(0, 6, 12)].ravel() for _ in range(12)]
+    path = tmp_path / "phrases.npz"
+    np.savez(
+        path,
+        tokens=np.concatenate(texts).astype(np.uint32),
+        prompt_len=np.full(12, 30, np.int32),
+        output_len=np.full(12, 66, np.int32),
+        session=np.array([0, 0, 0, 1, 2, 1, 2, 1, 0, 2, 1, 0], np.int32),
+    )
+    return path
+
+
+def entry_of(drafter, shape="tree"):
+    return next(own_entries(drafter, [8], [shape], [COST]))
+
+
+def paths_of(draft):
+    """Every token's path from the context, as token lists."""
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        path = [token]
+        while parent >= 0:
+            path.insert(0, draft.tokens[parent])
+            parent = draft.parents[parent]
+        yield path
+
+
+def replay_slowly(contestant, trace):
+    """One request after the other, by the definitions."""
+    steps, tokens, drafted, accepted, odds, agrees = 0, 0, 0, 0, [], []
+    for index, request in enumerate(trace.requests):
+        sequence = Running(index, request)
+        contestant.start(sequence)
+        while not sequence.is_finished:
+            contestant.refresh()
+            (draft,), _ = contestant.draft([sequence])
+            left = sequence.output[sequence.done :]
+            right = [path == left[: len(path)] for path in paths_of(draft)]
+            longest = max(
+                (len(path) for path, is_right in zip(paths_of(draft), right, strict=True) if is_right), default=0
+            )
+            if tokens >= trace.output_tokens / 10:
+                odds += draft.path_odds or []
+                agrees += right
+            sequence.advance(len(draft.tokens), longest)
+            (contestant.finish if sequence.is_finished else contestant.commit)(sequence)
+            steps, drafted, accepted = steps + 1, drafted + len(draft.tokens), accepted + longest
+            tokens += min(longest + 1, len(left))
+    bins = [[i for i, p in enumerate(odds) if b <= min(p * 10, 9.999) < b + 1] for b in range(10)]
+    gaps = sum(abs(sum(odds[i] - agrees[i] for i in members)) for members in bins)
+    return {
+        "output_tokens": tokens,
+        "steps": steps,
+        "S": tokens / steps / (1 + COST * drafted / steps),
+        "accept_rate": accepted / drafted if drafted else None,
+        "ece": gaps / len(odds) if odds else None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("drafter", "shape"), [("ssd", "path"), ("ssd", "tree"), ("article", ""), ("ngram", ""), ("none", "")]
+)
+def test_figures_are_those_of_a_slow_replay(trace_path, drafter, shape):
+    trace, entry = load_trace(trace_path), entry_of(drafter, shape)
+    row = figures(replay(entry.build(trace), trace), COST)
+    slow = replay_slowly(entry.build(trace), trace)
+    assert {name: row[name] for name in slow} == pytest.approx(slow, abs=1e-4)
+    assert row["output_tokens"] == trace.output_tokens
+
+
+@pytest.mark.parametrize("drafter", OWN_DRAFTERS)
+@pytest.mark.parametrize("inflight", [1, 4])
+def test_every_replay_commits_the_whole_output(trace_path, drafter, inflight):
+    trace = load_trace(trace_path)
+    tally = replay(entry_of(drafter).build(trace), trace, inflight)
+    assert tally.output_tokens == trace.output_tokens
+    assert len(tally.draft_s) == tally.steps
+    assert (tally.steps == trace.output_tokens) == (drafter == "none")
+
+
+def test_a_repeated_replay_has_the_same_outcome(trace_path):
+    trace, entry = load_trace(trace_path), entry_of("ssd")
+    first, second = (replay(entry.build(trace), trace, 4) for _ in range(2))
+    assert (first.steps, first.drafted, first.path_odds) == (second.steps, second.drafted, second.path_odds)
+
+
+class Recorder:
+    """Drafts nothing, notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def start(self, sequence):
+        self.calls.append(("start", sequence.index))
+
+    def commit(self, sequence):
+        pass
+
+    def finish(self, sequence):
+        self.calls.append(("finish", sequence.index))
+
+    def refresh(self):
+        self.calls.append(("refresh", None))
+
+    def draft(self, running):
+        self.calls.append(("draft", [sequence.index for sequence in running]))
+        return [Draft([], [], None)] * len(running), 0.0
+
+    def bytes_per_token(self):
+        return None
+
+
+def test_a_turn_waits_for_its_sessions_previous_one_and_others_overtake_it(trace_path):
+    recorder, trace = Recorder(), load_trace(trace_path)
+    replay(recorder, trace, inflight=4)
+    # Sessions 0 0 0 1 2 1 2 1 0 2 1 0, all outputs equally long: three sessions run at once, each in its own order.
+    rounds = list(dict.fromkeys(tuple(batch) for name, batch in recorder.calls if name == "draft"))
+    assert rounds == [(0, 3, 4), (1, 5, 6), (2, 7, 9), (8, 10), (11,)]
+
+
+def test_no_more_run_at_once_than_asked_for_and_the_order_is_that_of_arrival(trace_path):
+    recorder, trace = Recorder(), load_trace(trace_path)
+    replay(recorder, trace, inflight=2)
+    assert max(len(batch) for name, batch in recorder.calls if name == "draft") == 2
+    assert [index for name, index in recorder.calls if name == "start"][:6] == [0, 3, 1, 4, 2, 5]
+    one_by_one = Recorder()
+    replay(one_by_one, trace, inflight=1)
+    assert [index for name, index in one_by_one.calls if name == "start"] == list(range(12))
+
+
+def test_refreshes_come_before_each_draft_or_after_so_many_requests(trace_path):
+    trace = load_trace(trace_path)
+    for refresh_every, expected in ((None, trace.output_tokens), (5, 2), (100, 0)):
+        recorder = Recorder()
+        replay(recorder, trace, 1, refresh_every)
+        assert [name for name, _ in recorder.calls].count("refresh") == expected
+
+
+def test_the_longest_agreeing_path_of_a_tree_is_accepted():
+    #       1 ─┬─ 2 ── 3 ── 9
+    #          └─ 5        the output goes on with 1, 2, 3 and ends
+    draft = Draft([1, 5, 2, 7, 3, 9], [-1, 0, 0, -1, 2, 4], None)
+    assert walk(draft, [0, 1, 2, 3], 1) == ([True, False, True, False, True, False], 3)
+
+
+def test_a_trace_is_cut_at_a_number_of_output_tokens(trace_path):
+    trace = load_trace(trace_path).first(100)
+    assert [len(request.output) for request in trace.requests] == [66, 34]
+    assert load_trace(trace_path).first(10**9).output_tokens == 12 * 66
+
+
+def test_copies_differ_from_their_prompts_in_each_nth_token():
+    trace = copy_edit(400)
+    assert trace.output_tokens == 40_000
+    for request in trace.requests:
+        assert np.flatnonzero(request.prompt != request.output).tolist() == list(range(399, 4_000, 400))
+
+
+def test_other_files_are_refused(tmp_path, trace_path, capsys):
+    arrays = dict(np.load(trace_path))
+    np.savez(tmp_path / "short.npz", **(arrays | {"tokens": arrays["tokens"][1:]}))
+    (tmp_path / "text.npz").write_text("no trace")
+    for name in ("absent.npz", "text.npz", "short.npz"):
+        with pytest.raises(SystemExit):
+            main(["--trace", str(tmp_path / name), "--drafter", "none"])
+        assert f"{name} is not a trace" in capsys.readouterr().err
+
+
+def test_the_last_line_is_one_document(trace_path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda package: None)
+    copy = tmp_path / "copy.json"
+    arguments = ["--trace", str(trace_path), "--drafter", *OWN_DRAFTERS, "arctic", "pld", "--cost", "0.005,0.1"]
+    main([*arguments, "--inflight", "1,4", "--max-output-tokens", "300", "--json", str(copy)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "skipped arctic: arctic_inference is not installed (make peers)"
+    assert lines[1].startswith("skipped pld: ")
+    document = json.loads(lines[-1])
+    assert json.loads(copy.read_text()) == document
+    # Two costs and two numbers in flight; ssd as path and as tree.
+    assert len(document["results"]) == 2 * 2 * (2 + 3)
+    for row in document["results"]:
+        assert row["output_tokens"] == 300
+        expected = row["tokens_per_step"] / (1 + row["cost"] * row["drafted_per_step"])
+        assert row["S"] == pytest.approx(expected, abs=1e-3)
+    assert len(document["comparison"]) == 2 * 2 * 2 * 3
+    for line in document["comparison"]:
+        assert line["geometric_mean"] == line["by_trace"]["phrases"]
+
+
+def test_a_comparison_takes_the_others_best_setting_for_each_trace():
+    def row(drafter, setting, trace, s):
+        return {"inflight": 1, "trace": trace, "cost": 0.1, "drafter": drafter, "setting": setting, "S": s}
+
+    rows = [row("ssd", "tree k=8", "a", 4.0), row("ssd", "tree k=8", "b", 9.0)]
+    rows += [row("arctic", "x", "a", 2.0), row("arctic", "y", "a", 1.0)]
+    rows += [row("arctic", "x", "b", 0.5), row("arctic", "y", "b", 1.0)]
+    assert [best["setting"] for best in best_rows(rows)] == ["tree k=8", "tree k=8", "x", "y"]
+    (line,) = compare(rows)
+    assert (line["ssd"], line["against"], line["by_trace"]) == ("tree k=8", "arctic", {"a": 2.0, "b": 9.0})
+    assert line["geometric_mean"] == pytest.approx(18**0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_peers_draft_what_was_seen(peer):
+    if reason := peers.missing(peer):
+        pytest.skip(reason)
+    trace = copy_edit(400).first(200)
+    entry = next(peers.peer_entries(peer, [16]))
+    assert figures(replay(entry.build(trace), trace), COST)["tokens_per_step"] > 4
