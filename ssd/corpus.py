@@ -21,7 +21,7 @@ from ssd.match import TIER_TEXT
 from ssd.merge import Merge, add_sorted
 from ssd.odds import Odds
 from ssd.ring import SEPARATOR, Ring, check_tokens
-from ssd.tier import Order, Tier
+from ssd.tier import Order, Tier, empty_order
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ LEAST_GAP = 1 << 16
 LIVE_BLOCKS = 4096
 
 END = np.array([SEPARATOR], np.uint32)
-NOTHING = Order(np.empty(0, np.uint32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ class Corpus:
         self._ring = Ring(capacity + self._gap)
         self._base = Tier(self._ring.capacity)
         self._recent, self._other_recent = Tier(self._gap), Tier(self._gap)
-        self._frozen: Order = NOTHING
+        self._frozen = empty_order()
         self._merge: Merge | None = None
         self._oldest = 0
         self._live = LiveTier(LIVE_BLOCKS, depth)
@@ -96,6 +95,16 @@ class Corpus:
     def tokens(self) -> int:
         """Tokens remembered, separators included."""
         return len(self._ring)
+
+    @property
+    def shown(self) -> int:
+        """How many tokens of all that were ever appended the newest view shows, separators included."""
+        return int(self._view.arrays[2][2])
+
+    @property
+    def is_merging(self) -> bool:
+        """Whether a merge into the base is under way; each `refresh` does a slice of it."""
+        return self._merge is not None
 
     def append(self, tokens: np.ndarray, request: str | None = None) -> None:
         """Remember one request, uint32 [N], under a name; what the maintainer shows from now on holds it.
@@ -135,6 +144,8 @@ class Corpus:
             self._read_news()
             while self._pending:
                 self._take()
+                # The view that is held here would keep the next merge waiting for itself.
+                self._view = self._show()
             self._live.merge()
             self._step_merge()
             self._view = self._show()
@@ -206,8 +217,8 @@ class Corpus:
     def _step_merge(self) -> None:
         if self._merge is None or not self._merge.step():
             return
-        self._merge, self._frozen = None, NOTHING
-        self._other_recent.replace(NOTHING)
+        self._merge, self._frozen = None, empty_order()
+        self._other_recent.replace(empty_order())
         self._oldest = self._next_oldest
         self._view = self._show()
         self._base.wait_until_unread()

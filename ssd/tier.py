@@ -24,12 +24,17 @@ class Order:
         return len(self.positions)
 
 
+def empty_order() -> Order:
+    """An order of nothing. A new one each time: that nobody reads it any more must be seen."""
+    return Order(np.empty(0, np.uint32))
+
+
 class Tier:
     """The newest order over a text, and the buffer for its successor."""
 
     def __init__(self, room: int) -> None:
         """`room`: most positions that an order may have."""
-        self.order = Order(np.empty(0, np.uint32))
+        self.order = empty_order()
         self._front, self._back = Buffer(room), Buffer(room)
         self._unread = threading.Event()
         self._unread.set()

@@ -1,0 +1,311 @@
+"""How large the index is, how fast it is searched and drafted from, and how soon new text can be drafted.
+
+    python -m benchmarks.index [--tokens 16M] [--contexts 3000]
+
+The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each asked for once; a
+draft is timed as a caller sees it, what was committed since the last one included. Times are of this machine: compare
+within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.text import REQUEST_TOKENS, Writer
+from drafter_service.cli import TokenCount
+from ssd.build import new_corpus
+from ssd.config import DrafterConfig
+from ssd.corpus import Corpus
+from ssd.draft import DraftBatch, Progress, offsets_of
+from ssd.drafter import SuffixDrafter
+from ssd.search import longest_match
+
+PROMPT = 48
+"""Tokens of a request that are its prompt; the rest is its output."""
+FEED_TOKENS_PER_S = 50_000
+FEED_S = 10.0
+BATCH, BATCH_NODES = 64, 8
+
+PATH = DrafterConfig(shape="path")
+TREE = DrafterConfig(shape="tree", max_draft=16, cost=0.005)
+
+
+def resident_bytes() -> int:
+    """Memory that the process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def peak_bytes() -> int:
+    """The most that it had in use since `forget_peak`."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    """Let the peak begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def settle(corpus: Corpus) -> None:
+    """Finish what the index is doing, so that what follows is measured at rest."""
+    while corpus.is_merging:
+        corpus.refresh()
+
+
+def percentiles(seconds: list[float], name: str) -> dict[str, float]:
+    """Median and 99th percentile in microseconds."""
+    p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
+    return {f"{name}_us_p50": round(float(p50), 2), f"{name}_us_p99": round(float(p99), 2)}
+
+
+class Replayed:
+    """Requests that are drafted for and verified against what they really say, all at the same time."""
+
+    def __init__(self, drafter: SuffixDrafter, requests: list[np.ndarray], limit: int) -> None:
+        self._drafter, self._requests, self._limit = drafter, requests, limit
+        self._ids = np.arange(len(requests), dtype=np.uint64)
+        self._done = [PROMPT] * len(requests)
+        self._last = [np.empty(0, np.uint32)] * len(requests)
+        self._verified = np.zeros(len(requests), np.uint32)
+        self._accepted = np.zeros(len(requests), np.uint32)
+        self.drafted, self.committed = 0, 0
+        for sequence_id, request in enumerate(requests):
+            drafter.start(sequence_id, request[:PROMPT])
+
+    def step(self) -> float:
+        """Draft once for all, and verify; returns the seconds that the drafter took."""
+        progress = self._progress(self._limit)
+        began = time.perf_counter()
+        drafts = self._drafter.draft(progress)
+        seconds = time.perf_counter() - began
+        for index in range(len(self._ids)):
+            self._verify(index, drafts)
+        return seconds
+
+    def note(self) -> float:
+        """Tell the drafter what was committed, and ask for nothing; returns the seconds that it took."""
+        progress = self._progress(0)
+        began = time.perf_counter()
+        self._drafter.draft(progress)
+        seconds = time.perf_counter() - began
+        self._last = [np.empty(0, np.uint32)] * len(self._ids)
+        self._verified[:] = self._accepted[:] = 0
+        return seconds
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether every request still has enough to say."""
+        return max(self._done) < REQUEST_TOKENS - self._limit - 1
+
+    def stop(self) -> None:
+        """End the requests; nothing of them is learned."""
+        for sequence_id, last in enumerate(self._last):
+            self._drafter.finish(
+                sequence_id,
+                last,
+                verified=int(self._verified[sequence_id]),
+                accepted=int(self._accepted[sequence_id]),
+                learn=False,
+            )
+
+    def _progress(self, limit: int) -> Progress:
+        return Progress(
+            self._ids,
+            np.concatenate(self._last),
+            offsets_of(np.array([len(last) for last in self._last])),
+            self._verified.copy(),
+            self._accepted.copy(),
+            np.full(len(self._ids), limit, np.uint32),
+        )
+
+    def _verify(self, index: int, drafts: DraftBatch) -> None:
+        first, end = int(drafts.offsets[index]), int(drafts.offsets[index + 1])
+        tokens, parents = drafts.tokens[first:end].tolist(), drafts.parents[first:end].tolist()
+        truth = self._requests[index][self._done[index] :].tolist()
+        node, accepted = -1, 0
+        for position, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if parent == node and token == truth[accepted]:
+                node, accepted = position, accepted + 1
+        self._last[index] = self._requests[index][self._done[index] : self._done[index] + accepted + 1]
+        self._done[index] += accepted + 1
+        self._verified[index], self._accepted[index] = end - first, accepted
+        self.drafted += end - first
+        self.committed += accepted + 1
+
+
+def time_drafts(corpus: Corpus, config: DrafterConfig, requests: list[np.ndarray], contexts: int) -> list[float]:
+    """Seconds of each whole draft for one sequence, request after request."""
+    seconds: list[float] = []
+    drafter = SuffixDrafter(replace(config, capacity=corpus.capacity), corpus=corpus)
+    for request in requests:
+        replayed = Replayed(drafter, [request], config.max_draft)
+        while replayed.goes_on:
+            seconds.append(replayed.step())
+        replayed.stop()
+        if len(seconds) >= contexts:
+            break
+    return seconds
+
+
+def time_batches(corpus: Corpus, requests: list[np.ndarray], rounds: int) -> list[float]:
+    """Seconds of each draft for a batch of BATCH sequences, BATCH_NODES nodes each."""
+    config = DrafterConfig(capacity=corpus.capacity, shape="tree", max_draft=BATCH_NODES, cost=0.005)
+    drafter = SuffixDrafter(config, corpus=corpus)
+    seconds: list[float] = []
+    for first in range(0, len(requests) - BATCH, BATCH):
+        replayed = Replayed(drafter, requests[first : first + BATCH], BATCH_NODES)
+        while replayed.goes_on:
+            seconds.append(replayed.step())
+        replayed.stop()
+        if len(seconds) >= rounds:
+            break
+    return seconds
+
+
+def time_searches(corpus: Corpus, requests: list[np.ndarray]) -> list[float]:
+    """Seconds of each longest-match search, a context from each request."""
+    rng = np.random.default_rng(3)
+    seconds, depth = [], DrafterConfig.match_depth
+    for request, end in zip(requests, rng.integers(32, REQUEST_TOKENS, len(requests)).tolist(), strict=True):
+        context = request[:end]
+        began = time.perf_counter()
+        longest_match(corpus.view, context, depth)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def time_feedback(corpus: Corpus, requests: list[np.ndarray]) -> float:
+    """Microseconds per output token of taking note of what was produced: commit, learn, count."""
+    drafter = SuffixDrafter(replace(TREE, capacity=corpus.capacity), corpus=corpus)
+    seconds, tokens = 0.0, 0
+    for request in requests:
+        replayed = Replayed(drafter, [request], TREE.max_draft)
+        while replayed.goes_on:
+            replayed.step()
+            seconds += replayed.note()
+        tokens += replayed.committed
+        replayed.stop()
+    return seconds / tokens * 1e6
+
+
+def time_merges(corpus: Corpus, writer: Writer) -> dict[str, float]:
+    """Milliseconds until so many new tokens are draftable."""
+    merge_ms = {}
+    for name, tokens in (("1k", 1_000), ("4k", 4_096), ("64k", 65_536), ("1M", 1 << 20)):
+        times = []
+        for _ in range(3 if tokens > 10_000 else 9):
+            for request in writer.take(tokens):
+                corpus.append(request)
+            began = time.perf_counter()
+            corpus.refresh()
+            times.append((time.perf_counter() - began) * 1e3)
+            settle(corpus)
+        merge_ms[name] = round(float(np.median(times)), 2)
+    return merge_ms
+
+
+class Feed(threading.Thread):
+    """Appends requests at a steady rate and notes how long each waited until a view showed it."""
+
+    def __init__(self, corpus: Corpus, requests: list[np.ndarray]) -> None:
+        super().__init__(daemon=True)
+        self._corpus, self._requests = corpus, requests
+        self.waited_s: list[float] = []
+
+    def run(self) -> None:
+        """Feed until the requests are used up and shown."""
+        corpus, interval = self._corpus, REQUEST_TOKENS / FEED_TOKENS_PER_S
+        begin = time.perf_counter()
+        appended = corpus.shown
+        waiting: list[tuple[int, float]] = []
+        for index, request in enumerate(self._requests):
+            appended += len(request) + 1
+            waiting.append((appended, time.perf_counter()))
+            corpus.append(request)
+            while (left := begin + (index + 1) * interval - time.perf_counter()) > 0:
+                waiting = self._note(waiting)
+                time.sleep(min(left, 0.0005))
+        while waiting:
+            waiting = self._note(waiting)
+
+    def _note(self, waiting: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        shown, now = self._corpus.shown, time.perf_counter()
+        self.waited_s += [now - since for until, since in waiting if until <= shown]
+        return [entry for entry in waiting if entry[0] > shown]
+
+
+def time_feed(corpus: Corpus, writer: Writer, contexts: list[np.ndarray]) -> dict[str, float]:
+    """Freshness under a continuous feed, and drafts meanwhile."""
+    corpus.maintain(DrafterConfig.refresh_interval_s)
+    feed = Feed(corpus, writer.take(int(FEED_TOKENS_PER_S * FEED_S)))
+    feed.start()
+    seconds: list[float] = []
+    for first in range(0, len(contexts), 8):
+        seconds += time_drafts(corpus, PATH, contexts[first : first + 8], 1_000_000)
+        if not feed.is_alive():
+            break
+    feed.join()
+    corpus.close()
+    return {
+        "freshness_ms_p99": round(float(np.percentile(feed.waited_s, 99)) * 1e3, 2),
+        "path_us_p99_while_merging": percentiles(seconds, "path")["path_us_p99"],
+    }
+
+
+def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str, object]:
+    """All figures for a corpus of so many tokens."""
+    writer = Writer(seed=1)
+    say(f"writing {tokens:,} tokens")
+    requests = writer.take(tokens)
+    gc.collect()
+    before = resident_bytes()
+    corpus = new_corpus(DrafterConfig(capacity=tokens))
+    assert isinstance(corpus, Corpus)
+    say("building the index")
+    for request in requests:
+        corpus.append(request)
+    began = time.perf_counter()
+    corpus.refresh()
+    result: dict[str, object] = {"tokens": corpus.tokens, "build_s": round(time.perf_counter() - began, 2)}
+    settle(corpus)
+    gc.collect()
+    result["bytes_per_token"] = round((resident_bytes() - before) / corpus.tokens, 2)
+    fresh = Writer(seed=2).take((contexts // 20 + 400) * REQUEST_TOKENS)
+    for name, config in (("path", PATH), ("tree16", TREE)):
+        say(f"drafting: {name}")
+        time_drafts(corpus, config, fresh[:50], 500)
+        result |= percentiles(time_drafts(corpus, config, fresh[50:], contexts), name)
+    say("searching, batches, feedback")
+    result |= percentiles(time_searches(corpus, Writer(seed=4).take(contexts * REQUEST_TOKENS)), "search")
+    batches = time_batches(corpus, Writer(seed=5).take(BATCH * 40 * REQUEST_TOKENS), 200)
+    result["batch64_us_p50"] = percentiles(batches, "batch")["batch_us_p50"]
+    result["feedback_us_per_token"] = round(time_feedback(corpus, Writer(seed=6).take(100 * REQUEST_TOKENS)), 2)
+    say("merging")
+    forget_peak()
+    result["merge_ms"] = time_merges(corpus, writer)
+    result["peak_bytes_per_token_merging"] = round((peak_bytes() - before) / corpus.tokens, 2)
+    say(f"feeding {FEED_TOKENS_PER_S:,} tokens a second for {FEED_S:.0f} s")
+    return result | time_feed(corpus, writer, Writer(seed=7).take(4_000 * REQUEST_TOKENS))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="16M", help="size of the corpus, such as 1M or 16000000")
+    parser.add_argument("--contexts", type=int, default=3000, help="drafts and searches that are timed")
+    options = parser.parse_args()
+    tokens = TokenCount().convert(options.tokens, None, None)
+    print(json.dumps(measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True))))
+
+
+if __name__ == "__main__":
+    main()
