@@ -53,8 +53,7 @@ class Levels(NamedTuple):
     """int64 [SOURCES]: the longest match of a source, 0 for none."""
 
 
-@inline
-def new_levels():  # type: ignore[no-untyped-def]
+def new_levels() -> Levels:
     """Room for one node."""
     return Levels(
         np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(SOURCES, np.int64)

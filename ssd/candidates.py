@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.jit import inline, outline, peek
+from ssd.evidence import SAMPLES
+from ssd.jit import inline, lowest_bit, outline, peek
 from ssd.odds import GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.ring import SEPARATOR
 from ssd.sequences import EVIDENCE, KEPT, MASKS, MISSES
@@ -37,10 +38,11 @@ class Counted(NamedTuple):
     """int64 [ROWS]: its age."""
     said: np.ndarray
     """uint32 [SOURCES]: what the pointers say, the separator for nothing."""
+    scores: np.ndarray
+    """float64 [CONSIDERED]: scratch of `keep_best`."""
 
 
-@outline
-def new_counted():  # type: ignore[no-untyped-def]
+def new_counted() -> Counted:
     """Room for one node."""
     return Counted(
         np.empty(CONSIDERED, np.uint32),
@@ -50,6 +52,7 @@ def new_counted():  # type: ignore[no-untyped-def]
         np.empty(ROWS, np.uint32),
         np.empty(ROWS, np.int64),
         np.empty(SOURCES, np.uint32),
+        np.empty(CONSIDERED, np.float64),
     )
 
 
@@ -85,10 +88,13 @@ def _ask_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-de
 def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
     """Count what the samples in `mask` go on with; returns how many different tokens there are now."""
     alive, ended, youngest, newest = 0, 0, OLDEST, SEPARATOR
-    for index in range(evidence.counts[piece, level]):
+    sampled = evidence.counts[piece, level]
+    if sampled < SAMPLES:
+        mask &= (np.uint32(1) << np.uint32(sampled)) - np.uint32(1)
+    while mask != 0:
+        index = lowest_bit(mask)
         bit = np.uint32(1) << np.uint32(index)
-        if not mask & bit:
-            continue
+        mask &= ~bit
         alive += 1
         token = peek(evidence.addresses[piece, level, index], ahead)
         if evidence.ages[piece, level, index] < youngest:
@@ -134,6 +140,7 @@ def _score(counted, kind):  # type: ignore[no-untyped-def]
 @inline
 def _swap(counted, one, other):  # type: ignore[no-untyped-def]
     counted.tokens[one], counted.tokens[other] = counted.tokens[other], counted.tokens[one]
+    counted.scores[one], counted.scores[other] = counted.scores[other], counted.scores[one]
     for row in range(ROWS):
         counted.votes[one, row], counted.votes[other, row] = counted.votes[other, row], counted.votes[one, row]
         counted.masks[one, row], counted.masks[other, row] = counted.masks[other, row], counted.masks[one, row]
@@ -144,15 +151,13 @@ def keep_best(counted, kinds):  # type: ignore[no-untyped-def]
     """Move the KEPT most promising tokens to the front; returns how many there are."""
     if kinds <= KEPT:
         return kinds
-    scores = np.empty(CONSIDERED, np.float64)
     for kind in range(kinds):
-        scores[kind] = _score(counted, kind)
+        counted.scores[kind] = _score(counted, kind)
     for place in range(KEPT):
         best = place
         for kind in range(place + 1, kinds):
-            if scores[kind] > scores[best]:
+            if counted.scores[kind] > counted.scores[best]:
                 best = kind
         if best != place:
             _swap(counted, place, best)
-            scores[place], scores[best] = scores[best], scores[place]
     return KEPT

@@ -46,6 +46,8 @@ class View:
     of the ring the address, first and last + 1 position remembered, and slots, int64 [4]."""
     orders: tuple[Order, ...]
     """What the addresses point to."""
+    frame: np.ndarray
+    """int64: addresses and lengths of the first two arrays, then the third: what a step is handed."""
 
 
 @dataclass
@@ -237,7 +239,9 @@ class Corpus:
         tiers = np.array([(self._ring.address, order.address, len(order)) for order in orders], np.int64)
         tiers[LIVE, TIER_TEXT] = self._live.address
         ring = np.array([self._ring.address, self._oldest, self._ring.head, self._ring.capacity], np.int64)
-        return View((tiers, self._live.owners, ring), orders)
+        owners = self._live.owners
+        frame = np.array([tiers.ctypes.data, len(tiers), owners.ctypes.data, len(owners), *ring.tolist()], np.int64)
+        return View((tiers, owners, ring), orders, frame)
 
     @property
     def nbytes(self) -> int:

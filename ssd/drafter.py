@@ -12,13 +12,16 @@ import numpy as np
 from ssd.config import DrafterConfig, check_cost
 from ssd.corpus import Corpus
 from ssd.draft import DraftBatch, Progress, offsets_of
+from ssd.frame import Frame
 from ssd.local import LocalIndex
 from ssd.ring import check_tokens
 from ssd.sequences import NODES, OWNER, Sequences
 from ssd.stats import Stats
-from ssd.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, collect, step
+from ssd.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
 
 NO_LIMIT = np.zeros(1, np.uint32)
+
+Drafted = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,10 @@ class SuffixDrafter:
         self.corpus = corpus or Corpus(self.config.capacity, self.config.match_depth)
         if self._owns_corpus:
             self.corpus.maintain(self.config.refresh_interval_s)
+        self._is_tree = self.config.shape == "tree"
         self._sequences = Sequences(self.config.max_draft)
+        self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
+        self._state = self._sequences.state
         self._running: dict[int, Running] = {}
         self._idle: OrderedDict[Hashable, LocalIndex] = OrderedDict()
 
@@ -69,6 +75,9 @@ class SuffixDrafter:
         local.continue_with(prompt)
         lead = max(0, len(prompt) - self.config.learned_prompt_tokens)
         row = self._sequences.add(local, self.corpus.begin(prompt[lead:]))
+        if self._sequences.state is not self._state:
+            self._state = self._sequences.state
+            self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
         self._running[sequence_id] = Running(row, lead, session, request)
 
     def draft(self, progress: Progress) -> DraftBatch:
@@ -78,20 +87,9 @@ class SuffixDrafter:
         were offered, for a token id that is reserved, and for a cost that no token can have.
         """
         rows = self._rows_of(progress.sequence_ids.tolist())
-        limits = np.minimum(progress.max_draft, np.uint32(self.config.max_draft))
-        cost = self.config.cost if progress.cost is None else progress.cost
-        self._step(rows, progress, limits, cost)
+        drafts, size = self._step(rows, progress)
         if self.corpus.watches_running and len(progress.tokens):
             self.corpus.extend(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
-        room = int(limits.sum())
-        drafts = (
-            np.empty(room, np.uint32),
-            np.empty(room, np.int32),
-            np.empty(room, np.float32),
-            np.empty(room, np.uint8),
-            np.empty(len(rows) + 1, np.uint32),
-        )
-        size = collect(self._sequences.tables, rows, drafts)
         tokens, parents, odds, source, offsets = drafts
         return DraftBatch(tokens[:size], parents[:size], odds[:size], source[:size], offsets)
 
@@ -108,7 +106,7 @@ class SuffixDrafter:
             np.array([accepted], np.uint32),
             NO_LIMIT,
         )
-        self._step(rows, progress, NO_LIMIT, self.config.cost)
+        self._step(rows, progress)
         running = self._running.pop(sequence_id)
         owner = int(self._sequences.state[running.row, OWNER])
         local = self._sequences.remove(running.row)
@@ -128,7 +126,7 @@ class SuffixDrafter:
     def memory_bytes(self) -> int:
         """Memory of the corpus, the running sequences, idle sessions and statistics."""
         idle = sum(local.nbytes for local in self._idle.values())
-        return self.corpus.nbytes + self._sequences.nbytes + self.stats.nbytes + idle
+        return self.corpus.nbytes + self._sequences.nbytes + self._frame.nbytes + self.stats.nbytes + idle
 
     def close(self) -> None:
         """Forget the running sequences and stop the background refresh of a corpus of its own."""
@@ -156,25 +154,45 @@ class SuffixDrafter:
             raise ValueError("a sequence stands in a batch twice")
         return np.array(rows, np.int64)
 
-    def _step(self, rows: np.ndarray, progress: Progress, limits: np.ndarray, cost: float) -> None:
+    def _step(self, rows: np.ndarray, progress: Progress) -> tuple[Drafted, int]:
+        """Run the kernel; returns the arrays of a `DraftBatch` and how many tokens it has."""
+        config = self.config
+        cost = config.cost if progress.cost is None else progress.cost
         check_cost(cost)
-        batch = (rows, progress.tokens, progress.offsets, progress.verified, progress.accepted, limits)
-        odds, depth, most = self.corpus.odds, self.config.match_depth, self.config.max_draft
-        is_tree = self.config.shape == "tree"
+        room = len(rows) * config.max_draft
+        drafts = (
+            np.empty(room, np.uint32),
+            np.empty(room, np.int32),
+            np.empty(room, np.float32),
+            np.empty(room, np.uint8),
+            np.empty(len(rows) + 1, np.uint32),
+        )
         # Held until the kernel has returned: it keeps what the addresses point to.
         view = self.corpus.view
         while True:
-            outcome, index = step(
-                self._sequences.tables, batch, view.arrays, odds.arrays, self.stats.arrays, cost, depth, most, is_tree
+            outcome, number = step(
+                self._frame.addresses,
+                view.frame,
+                rows,
+                progress.tokens,
+                progress.offsets,
+                progress.verified,
+                progress.accepted,
+                progress.max_draft,
+                *drafts,
+                cost,
+                config.match_depth,
+                config.max_draft,
+                self._is_tree,
             )
             if outcome == DONE:
-                return
+                return drafts, number
             if outcome == BAD_TOKEN:
                 check_tokens(progress.tokens)
             if outcome == BAD_OUTCOME:
-                self._refuse_outcome(progress, index)
+                self._refuse_outcome(progress, number)
             assert outcome == LACKS_ROOM
-            self._sequences.make_room(int(rows[index]), len(progress.tokens))
+            self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
     def _refuse_outcome(self, progress: Progress, index: int) -> None:
         sequence_id = int(progress.sequence_ids[index])

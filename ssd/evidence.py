@@ -57,8 +57,7 @@ class Evidence(NamedTuple):
     """int64 [pieces, LEVELS, SAMPLES]: tokens that came since; below 0 in the live tier."""
 
 
-@outline
-def new_evidence(pieces):  # type: ignore[no-untyped-def]
+def new_evidence(pieces: int) -> Evidence:
     """Room for so many pieces."""
     return Evidence(
         np.zeros(pieces, np.int64),

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.assess import assess, new_levels
-from ssd.candidates import count_continuations, keep_best, new_counted
+from ssd.assess import assess
+from ssd.candidates import count_continuations, keep_best
 from ssd.evidence import gather
 from ssd.jit import inline, outline, peek, poke
 from ssd.odds import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
@@ -60,6 +60,11 @@ class Open(NamedTuple):
     """int64: which candidate of its parent."""
     odds: np.ndarray
     """float32 [room, 2]: see ODDS, PATH_ODDS."""
+
+
+def new_open(nodes: int) -> Open:
+    """Room for so many."""
+    return Open(np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros((nodes, 2), np.float32))
 
 
 @inline
@@ -158,14 +163,11 @@ def _open_children(growing, waiting, opened, room, node, kinds, total, limits): 
 
 
 @outline
-def grow(growing, evidence, pointers, own, shared, text, size, depth, limits, cells, weights):  # type: ignore[no-untyped-def]
+def grow(growing, evidence, counted, levels, waiting, pointers, own, shared, text, size, depth, limits, cells, weights):  # type: ignore[no-untyped-def]
     """Grow a draft from a root whose evidence is gathered; returns how many nodes it has, the root included.
 
     text, size: the sequence's own; a path is written behind it. depth: most tokens that are matched.
     """
-    counted, levels = new_counted(), new_levels()
-    room = limits.tokens + 1
-    waiting = Open(np.empty(room, np.int64), np.empty(room, np.int64), np.empty((room, 2), np.float32))
     opened, piece, node, count = 0, SOURCES, 0, 1
     while True:
         at = np.int64(growing.nodes[node, DEPTH])

@@ -87,6 +87,26 @@ def peek(typingctx: Any, address: Any, index: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """An address as the pointer that `numba.carray` makes an array of."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lowest_bit(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
+    """The index of the lowest bit that is set in a uint32 other than 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
+
+    return types.int64(types.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def poke(typingctx: Any, address: Any, index: Any, value: Any) -> Any:  # noqa: ARG001
     """Write the uint32 `value` at `address` + 4 * `index`."""
 

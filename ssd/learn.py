@@ -54,10 +54,10 @@ def _child_of(nodes, count, node, token):  # type: ignore[no-untyped-def]
 def learn(growing, count, tokens, first, end, cells, weights, accepted):  # type: ignore[no-untyped-def]
     """Learn at every node of a draft of `count` nodes that `tokens[first:end]`, the target's, lead through.
 
-    accepted, bool [count]: set for those nodes.
+    accepted, uint8 [count]: set for those nodes.
     """
     node = 0
-    accepted[:count] = False
+    accepted[:count] = 0
     for index in range(first, end):
         token = tokens[index]
         for kind in range(growing.nodes[node, CANDIDATES]):
@@ -68,7 +68,7 @@ def learn(growing, count, tokens, first, end, cells, weights, accepted):  # type
         node = _child_of(growing.nodes, count, node, token)
         if node == NOWHERE:
             return
-        accepted[node] = True
+        accepted[node] = 1
 
 
 @outline

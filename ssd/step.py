@@ -5,9 +5,20 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from ssd.evidence import NO_LIVE_TIER, Source, gather_placed, new_evidence
+from ssd.evidence import NO_LIVE_TIER, Source, gather_placed
+from ssd.frame import (
+    longs,
+    open_counted,
+    open_counters,
+    open_evidence,
+    open_levels,
+    open_model,
+    open_own,
+    open_tables,
+    open_waiting,
+)
 from ssd.grow import Growing, Limits, grow
-from ssd.jit import Bool, Float, FloatsOut, Int, LongRows, Longs, Tokens, TokensOut, inline, kernel, outline, poke
+from ssd.jit import Bool, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
 from ssd.learn import keep_pace, learn, record
 from ssd.local import FRESH_ROOM, fold_fresh, insert_fresh
 from ssd.match import SPAN_COLUMNS, place_spans
@@ -36,9 +47,7 @@ from ssd.sequences import (
     TEXT,
     TOKEN,
 )
-from ssd.stats import Counters
 
-LOCAL_TIERS = 2
 GONE = 99
 """Misses of a pointer that is not there."""
 
@@ -47,7 +56,7 @@ DONE, LACKS_ROOM, BAD_OUTCOME, BAD_TOKEN = range(4)
 
 
 @inline
-def check(state, rows, tokens, offsets, verified, accepted, limits):  # type: ignore[no-untyped-def]
+def check(state, rows, tokens, offsets, verified, accepted, limits, max_draft):  # type: ignore[no-untyped-def]
     """What is wrong with a step, and with which sequence of it."""
     for token in tokens:
         if token == SEPARATOR:
@@ -57,7 +66,7 @@ def check(state, rows, tokens, offsets, verified, accepted, limits):  # type: ig
         if accepted[index] > verified[index] or verified[index] > max(0, sequence[NODES] - 1):
             return BAD_OUTCOME, index
         committed = np.int64(offsets[index + 1]) - np.int64(offsets[index])
-        if sequence[SIZE] + committed + limits[index] + 2 > sequence[ROOM]:
+        if sequence[SIZE] + committed + min(np.int64(limits[index]), max_draft) + 2 > sequence[ROOM]:
             return LACKS_ROOM, index
     return DONE, 0
 
@@ -127,99 +136,137 @@ def plant(growing):  # type: ignore[no-untyped-def]
     growing.odds[0, ODDS], growing.odds[0, PATH_ODDS] = 1.0, 1.0
 
 
-_Ints = types.Array(types.int32, 3, "C")
-_Floats = types.Array(types.float32, 3, "C")
-_Tables = types.Tuple([LongRows, _Ints, _Floats, types.Array(types.int32, 4, "C"), types.Array(types.float32, 4, "C")])
-_Batch = types.Tuple([Longs, *[Tokens] * 5])
-_View = types.Tuple([LongRows, Longs, Longs])
-_Model = types.Tuple(
-    [types.Array(types.float32, 2, "C"), types.Array(types.float32, 2, "C"), types.Array(types.float64, 1, "C")]
-)
-_Counters = types.Tuple([Longs, LongRows, LongRows, LongRows, LongRows, types.Array(types.float64, 2, "C")])
-
-
-@kernel(_Tables, _Batch, _View, _Model, _Counters, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
-def step(tables, batch, view, model, counters, cost, depth, max_depth, is_tree):  # type: ignore[no-untyped-def]
-    """Take note of what each sequence of a batch committed, and draft for it.
-
-    tables: of `ssd.sequences`. batch: rows, and tokens, offsets, verified, accepted, max_draft as in `Progress`.
-    view: tiers, owners and ring of a `View`. model: of `Odds`. counters: of `Stats`. cost: of one more verified token,
-    as a part of a step. depth: most tokens matched; max_depth: most tokens in a row drafted.
-    Returns what came of it, and the index of the sequence that it is about. The drafts are left in the tables.
-    """
-    state = tables[0]
-    rows, tokens, offsets, verified, accepted, limits = batch
-    tiers, owners, ring_of_view = view
+@inline
+def take_note(tables, model, counters, rows, tokens, offsets, verified, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
+    """Learn from what each sequence committed, count it, and append it to its text."""
     cells, weights, pace = model
-    counted = Counters(*counters)
-    ring = RingView(ring_of_view[0], ring_of_view[1], ring_of_view[2], ring_of_view[3])
-    problem, at = check(state, rows, tokens, offsets, verified, accepted, limits)
-    if problem != DONE:
-        return problem, at
-    on_path = np.zeros(tables[1].shape[1], np.bool_)
     for index in range(len(rows)):
         row = rows[index]
-        sequence = state[row]
-        growing = Growing(tables[1][row], tables[2][row], tables[3][row], tables[4][row])
+        sequence = tables.state[row]
         first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
         if end > first:
+            growing = Growing(tables.nodes[row], tables.odds[row], tables.candidates[row], tables.chances[row])
             if sequence[NODES] > 0:
                 learn(growing, sequence[NODES], tokens, first, end, cells, weights, on_path)
                 keep_pace(pace, cost, np.int64(verified[index]), end - first)
-            record(counted, growing, on_path, np.int64(verified[index]), end - first)
+            record(counters, growing, on_path, np.int64(verified[index]), end - first)
         for position in range(first, end):
             advance_pointers(sequence, tokens[position], ring)
             commit(sequence, tokens[position], depth)
         sequence[NODES] = 0
+
+
+@inline
+def place_all(state, rows, limits, tiers, depth):  # type: ignore[no-untyped-def]
+    """Search for every sequence's context in the shared tiers; returns the spans, int64 [B, tiers, SPAN_COLUMNS]."""
     spans = np.empty((len(rows), len(tiers), SPAN_COLUMNS), np.int64)
     for index in range(len(rows)):
         sequence = state[rows[index]]
         if limits[index] > 0:
             place_spans(tiers, spans[index], sequence[TEXT], sequence[SIZE], depth)
+    return spans
+
+
+@inline
+def hand_over(nodes, odds, count, at, drafted_tokens, parents, drafted_odds, sources):  # type: ignore[no-untyped-def]
+    """Write a draft of `count` nodes into the arrays of a `DraftBatch` from `at` on; returns where it ends."""
+    for node in range(1, count):
+        drafted_tokens[at] = np.uint32(nodes[node, TOKEN])
+        parents[at] = nodes[node, PARENT] - 1
+        drafted_odds[at] = odds[node, ODDS]
+        sources[at] = nodes[node, SOURCE]
+        at += 1
+    return at
+
+
+@kernel(
+    *[Longs, Longs, Longs],
+    *[Tokens] * 5,
+    *[TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut],
+    *[Float, Int, Int, Bool],
+    returns=types.UniTuple(Int, 2),
+)
+def step(
+    frame,
+    view,
+    rows,
+    tokens,
+    offsets,
+    verified,
+    accepted,
+    limits,
+    drafted_tokens,
+    parents,
+    drafted_odds,
+    sources,
+    drafted_offsets,
+    cost,
+    depth,
+    max_draft,
+    is_tree,
+):  # type: ignore[no-untyped-def]
+    """Take note of what each sequence of a batch committed, and draft for it.
+
+    frame: of `ssd.frame`. view: of a `View`. rows: of the sequences; tokens to limits: as in `Progress`. drafted_tokens
+    to drafted_offsets: as in `DraftBatch`, written. cost: of one more verified token, as a part of a step. depth: most
+    tokens matched; max_draft: most tokens drafted. Returns what came of it, and the index of the sequence that it is
+    about; if DONE, how many tokens were drafted.
+    """
+    tables = open_tables(frame)
+    state = tables.state
+    problem, at = check(state, rows, tokens, offsets, verified, accepted, limits, max_draft)
+    if problem != DONE:
+        return problem, at
+    model = open_model(frame)
+    cells, weights, pace = model
+    own = open_own(frame)
+    ring = RingView(view[4], view[5], view[6], view[7])
+    take_note(tables, model, open_counters(frame), rows, tokens, offsets, verified, ring, cost, depth, own.on_path)
+    tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
+    spans = place_all(state, rows, limits, tiers, depth)
+    evidence, counted, levels, waiting = (
+        open_evidence(frame),
+        open_counted(frame),
+        open_levels(frame),
+        open_waiting(frame),
+    )
     price = np.float32(cost * pace[0] / pace[1])
-    evidence = new_evidence(SOURCES * tables[1].shape[1])
-    own_tiers = np.empty((LOCAL_TIERS, 3), np.int64)
-    own_spans = np.empty((LOCAL_TIERS, SPAN_COLUMNS), np.int64)
-    pointers = np.zeros(SOURCES, np.int64)
     newest = (ring.head - 1) % ring.slots
+    at = 0
     for index in range(len(rows)):
-        row, limit = rows[index], np.int64(limits[index])
+        drafted_offsets[index] = at
+        row, limit = rows[index], min(np.int64(limits[index]), max_draft)
         sequence = state[row]
         text, size = sequence[TEXT], sequence[SIZE]
         if limit == 0 or size == 0:
             continue
-        growing = Growing(tables[1][row], tables[2][row], tables[3][row], tables[4][row])
-        point_to_own(own_tiers, sequence)
-        own = Source(own_tiers, own_spans, NO_LIVE_TIER, owners, 0, size, 0)
+        growing = Growing(tables.nodes[row], tables.odds[row], tables.candidates[row], tables.chances[row])
+        point_to_own(own.tiers, sequence)
+        local = Source(own.tiers, own.spans, NO_LIVE_TIER, owners, 0, size, 0)
         shared = Source(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
-        place_spans(own_tiers, own_spans, text, size, depth)
-        gather_placed(evidence, LOCAL, own, text, size)
+        place_spans(own.tiers, own.spans, text, size, depth)
+        gather_placed(evidence, LOCAL, local, text, size)
         gather_placed(evidence, GLOBAL, shared, text, size)
         plant(growing)
-        set_pointers(sequence, evidence, ring, growing.nodes[0], pointers)
-        limits_here = Limits(price, limit, max_depth, is_tree)
-        sequence[NODES] = grow(growing, evidence, pointers, own, shared, text, size, depth, limits_here, cells, weights)
-    return DONE, 0
-
-
-_Drafts = types.Tuple(
-    [TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut]
-)
-
-
-@kernel(_Tables, Longs, _Drafts, returns=Int)
-def collect(tables, rows, drafts):  # type: ignore[no-untyped-def]
-    """Write the drafts of the sequences `rows` into the arrays of a `DraftBatch`; returns how many tokens."""
-    tokens, parents, odds, sources, offsets = drafts
-    at = 0
-    offsets[0] = 0
-    for index in range(len(rows)):
-        nodes = tables[1][rows[index]]
-        for node in range(1, tables[0][rows[index], NODES]):
-            tokens[at] = np.uint32(nodes[node, TOKEN])
-            parents[at] = nodes[node, PARENT] - 1
-            odds[at] = tables[2][rows[index], node, ODDS]
-            sources[at] = nodes[node, SOURCE]
-            at += 1
-        offsets[index + 1] = at
-    return at
+        set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
+        limits_here = Limits(price, limit, max_draft, is_tree)
+        count = grow(
+            growing,
+            evidence,
+            counted,
+            levels,
+            waiting,
+            own.pointers,
+            local,
+            shared,
+            text,
+            size,
+            depth,
+            limits_here,
+            cells,
+            weights,
+        )
+        sequence[NODES] = count
+        at = hand_over(growing.nodes, growing.odds, count, at, drafted_tokens, parents, drafted_odds, sources)
+    drafted_offsets[len(rows)] = at
+    return DONE, at
