@@ -25,18 +25,19 @@ from ssd.odds import (
     TABLE_INPUTS,
     TOKEN_INPUT,
     bucket,
-    chance_of,
     final_cell,
-    logit,
     match_cell,
+    match_cells,
     pair_cell,
     pointer_cell,
+    quick_chance,
+    quick_logit,
     token_cell,
 )
 from ssd.ring import SEPARATOR
 from ssd.sequences import CANDIDATE_MASKS, CELLS, EVIDENCE, FOUND_AGE, FOUND_IN, FOUND_LENGTH, MISSES, RUNS, WEIGHT_SET
 
-BLEND_PRIOR = 0.02
+BLEND_PRIOR = np.float32(0.02)
 """Chance of a token that no level has seen."""
 
 
@@ -51,13 +52,16 @@ class Levels(NamedTuple):
     """int64 [ROWS]: different tokens that they go on with."""
     longest: np.ndarray
     """int64 [SOURCES]: the longest match of a source, 0 for none."""
+    cells: np.ndarray
+    """int64 [ROWS]: the first cell for matches like these."""
+    per_sample: np.ndarray
+    """float32 [ROWS, 2]: what one sample is of all that are alive, and of those and the kinds together."""
 
 
 def new_levels() -> Levels:
     """Room for one node."""
-    return Levels(
-        np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(SOURCES, np.int64)
-    )
+    counts = (np.zeros(ROWS, np.int64) for _ in range(3))
+    return Levels(*counts, np.zeros(SOURCES, np.int64), np.zeros(ROWS, np.int64), np.zeros((ROWS, 2), np.float32))
 
 
 @inline
@@ -69,7 +73,12 @@ def weigh_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore
         for level in range(LEVELS):
             row = source * LEVELS + level
             sampled = evidence.counts[piece, level]
-            total = counted.alive[row] * evidence.totals[piece, level] // sampled if sampled > 0 else 0
+            if counted.alive[row] == 0:
+                levels.totals[row] = 0
+                continue
+            total = counted.alive[row]
+            if evidence.totals[piece, level] > sampled:
+                total = total * evidence.totals[piece, level] // sampled
             # Occurrences that a longer match has already told of are not counted again.
             if total <= before:
                 levels.totals[row] = 0
@@ -83,6 +92,9 @@ def weigh_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore
             for kind in range(kinds):
                 different += 1 if counted.votes[kind, row] > 0 else 0
             levels.kinds[row] = max(1, different)
+            levels.cells[row] = match_cells(row, levels.lengths[row], total)
+            levels.per_sample[row, 0] = np.float32(1.0) / np.float32(counted.alive[row])
+            levels.per_sample[row, 1] = np.float32(1.0) / np.float32(counted.alive[row] + levels.kinds[row])
 
 
 @inline
@@ -92,8 +104,7 @@ def _blend(kind, source, counted, levels):  # type: ignore[no-untyped-def]
     for level in range(LEVELS - 1, -1, -1):
         row = source * LEVELS + level
         if levels.totals[row] > 0:
-            kinds = levels.kinds[row]
-            chance = (counted.votes[kind, row] + kinds * chance) / (counted.alive[row] + kinds)
+            chance = (counted.votes[kind, row] + levels.kinds[row] * chance) * levels.per_sample[row, 1]
     return chance
 
 
@@ -119,8 +130,7 @@ def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped
             if levels.totals[row] > 0:
                 votes = counted.votes[kind, row]
                 is_newest = 1 if counted.newest[row] == token else 0
-                share = votes / counted.alive[row]
-                cell = match_cell(source, level, levels.lengths[row], levels.totals[row], share, is_newest)
+                cell = match_cell(levels.cells[row], votes * levels.per_sample[row, 0], is_newest)
                 if votes > 0 and levels.lengths[row] > candidate[FOUND_LENGTH]:
                     candidate[FOUND_IN], candidate[FOUND_LENGTH] = row, levels.lengths[row]
                     candidate[FOUND_AGE] = bits_of(counted.youngest[row])
@@ -141,20 +151,22 @@ def _mix(candidate, chances, kind, counted, levels, cells, weights, before, dept
         if cell != NO_CELL:
             value += weights[index] * cells[cell, LOGIT]
     for source in range(SOURCES):
-        blended = np.float32(logit(_blend(kind, source, counted, levels)) if levels.longest[source] > 0 else 0.0)
+        blended = np.float32(0.0)
+        if levels.longest[source] > 0:
+            blended = quick_logit(_blend(kind, source, counted, levels))
         chances[BLENDS + source] = blended
         value += weights[BLEND_INPUT + source] * blended
-    cell = token_cell(counted.tokens[kind], chance_of(value))
+    cell = token_cell(counted.tokens[kind], quick_chance(value))
     candidate[CELLS + TOKEN_INPUT] = cell
     value += weights[TOKEN_INPUT] * cells[cell, LOGIT]
-    cell = pair_cell(before, counted.tokens[kind], chance_of(value))
+    cell = pair_cell(before, counted.tokens[kind], quick_chance(value))
     candidate[CELLS + PAIR_INPUT] = cell
     value += weights[PAIR_INPUT] * cells[cell, LOGIT]
-    chances[MIXED] = chance_of(value)
+    chances[MIXED] = quick_chance(value)
     sources = (1 if levels.longest[LOCAL] > 0 else 0) + (2 if levels.longest[GLOBAL] > 0 else 0)
     cell, part = final_cell(depth, sources, value)
     candidate[CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
-    chances[FINAL] = chance_of((1.0 - part) * cells[cell, LOGIT] + part * cells[cell + 1, LOGIT])
+    chances[FINAL] = quick_chance((1.0 - part) * cells[cell, LOGIT] + part * cells[cell + 1, LOGIT])
 
 
 @outline

@@ -1,8 +1,7 @@
-"""Finished requests and an index over them that queries read without waiting.
+"""Finished requests and what runs, and an index over them that queries read without waiting.
 
-The index has tiers, so that text becomes draftable soon and at a bounded cost: `recent` takes finished requests
-within milliseconds; when it is full it is frozen and merged into `base`, a slice at a time, and what is too old is left
-out in the same pass. Queries read an immutable view of all tiers. Knows nothing of how drafts are chosen.
+Callers leave what they have to say in an inbox; a maintainer thread reads it and brings the index up to date. Knows
+nothing of how drafts are chosen.
 """
 
 from __future__ import annotations
@@ -10,103 +9,73 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
+from ssd.index import Index, MergeTimes, State
 from ssd.live import LiveTier
-from ssd.match import TIER_TEXT
-from ssd.merge import Merge, add_sorted
 from ssd.odds import Odds
-from ssd.ring import SEPARATOR, Ring, check_tokens
-from ssd.tier import Order, Tier, empty_order
+from ssd.requests import Forget, Text, hash_of
+from ssd.ring import check_tokens
+from ssd.view import View
 
 logger = logging.getLogger(__name__)
-
-BASE, FROZEN, RECENT, LIVE = range(4)
-"""Rows of a view's tiers, oldest text first."""
-TIERS = 4
-
-GAP_PART = 16
-"""The ring has this part of the capacity in excess, for text that came since the oldest was last left out."""
-LEAST_GAP = 1 << 16
-LIVE_BLOCKS = 4096
-
-END = np.array([SEPARATOR], np.uint32)
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-    """One state of the index. Whoever holds it keeps what it refers to from being overwritten."""
-
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """As kernels take them: tiers, int64 [TIERS, 3], see `ssd.match`; whose the blocks of the live tier are, int64; and
-    of the ring the address, first and last + 1 position remembered, and slots, int64 [4]."""
-    orders: tuple[Order, ...]
-    """What the addresses point to."""
-    frame: np.ndarray
-    """int64: addresses and lengths of the first two arrays, then the third: what a step is handed."""
-
-
-@dataclass
-class MergeTimes:
-    """What the maintainer has done so far."""
-
-    merges: int = 0
-    """Times that finished requests became draftable."""
-    base_merges: int = 0
-    full_builds: int = 0
-    last_s: float = 0.0
-    longest_s: float = 0.0
 
 
 class Corpus:
     """A ring of finished requests, and the newest view of its index. Any thread may use it."""
 
-    def __init__(self, capacity: int, depth: int) -> None:
-        """`depth`: most context tokens that are matched. Raises ValueError for a capacity that a ring cannot have."""
-        self.capacity, self._depth = capacity, depth
-        self._gap = max(capacity // GAP_PART, LEAST_GAP)
-        self._ring = Ring(capacity + self._gap)
-        self._base = Tier(self._ring.capacity)
-        self._recent, self._other_recent = Tier(self._gap), Tier(self._gap)
-        self._frozen = empty_order()
-        self._merge: Merge | None = None
-        self._oldest = 0
-        self._live = LiveTier(LIVE_BLOCKS, depth)
-        self._pending: deque[np.ndarray] = deque()
+    def __init__(self, capacity: int, depth: int, clock: Callable[[], float] = time.time) -> None:
+        """`depth`: most context tokens that are matched. `clock`: the time in seconds, that requests are dated by.
+
+        Raises ValueError for a capacity that a ring cannot have.
+        """
+        self.capacity, self.depth = capacity, depth
+        self.clock = clock
+        self._index = Index(capacity, depth)
+        self._inbox: deque[Text | Forget] = deque()
+        self._waiting: deque[Text] = deque()
         self._owners = itertools.count()
         self._news: deque[Callable[[LiveTier], None]] = deque()
         self._running = 0
         self.odds = Odds()
-        self.times = MergeTimes()
         self._working = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._maintainer: threading.Thread | None = None
-        self._view = self._show()
 
     @property
     def view(self) -> View:
         """The newest view. Hold it while reading, and not for longer: its memory is written again when it is let go."""
-        return self._view
+        return self._index.view
 
     @property
     def tokens(self) -> int:
         """Tokens remembered, separators included."""
-        return len(self._ring)
+        return len(self._index.ring)
+
+    @property
+    def requests(self) -> int:
+        """Requests that lie in the ring; pieces of very long ones count each."""
+        return len(self._index.log)
 
     @property
     def shown(self) -> int:
         """How many tokens of all that were ever appended the newest view shows, separators included."""
-        return int(self._view.arrays[2][2])
+        return int(self.view.arrays[2][2])
 
     @property
     def is_merging(self) -> bool:
         """Whether a merge into the base is under way; each `refresh` does a slice of it."""
-        return self._merge is not None
+        return self._index.is_merging
+
+    @property
+    def times(self) -> MergeTimes:
+        """What the maintainer has done so far."""
+        return self._index.times
 
     def append(self, tokens: np.ndarray, request: str | None = None) -> None:
         """Remember one request, uint32 [N], under a name; what the maintainer shows from now on holds it.
@@ -115,8 +84,18 @@ class Corpus:
         """
         check_tokens(tokens)
         if len(tokens):
-            self._pending.append(tokens)
-            self._wake.set()
+            self._tell(Text(tokens, hash_of(request), self.clock()))
+
+    def forget(self, request: str) -> None:
+        """Forget what was appended under a name so far; after the next `refresh` no draft or snapshot holds it.
+
+        Snapshots that were saved before keep it: save again.
+        """
+        self._tell(Forget(name=hash_of(request)))
+
+    def forget_older_than(self, age_s: float) -> None:
+        """Forget what was appended more than `age_s` seconds ago, as `forget`."""
+        self._tell(Forget(before=self.clock() - age_s))
 
     @property
     def watches_running(self) -> bool:
@@ -141,16 +120,27 @@ class Corpus:
         self._news.append(lambda live: live.finish(owner))
 
     def refresh(self) -> None:
-        """Make everything that came so far draftable, now."""
+        """Make everything that came so far draftable, and forget what is to be forgotten, now."""
         with self._working:
+            if not (self._news or self._inbox or self._waiting or self._index.is_merging):
+                return
+            began = time.perf_counter()
             self._read_news()
-            while self._pending:
-                self._take()
-                # The view that is held here would keep the next merge waiting for itself.
-                self._view = self._show()
-            self._live.merge()
-            self._step_merge()
-            self._view = self._show()
+            self._read_inbox()
+            self._index.take(self._waiting)
+            self._index.live.merge()
+            self._index.step()
+            self.times.note(time.perf_counter() - began)
+
+    def state(self) -> State:
+        """What finished requests the index holds now. While the state is held, none of it is overwritten."""
+        with self._working:
+            return self._index.state()
+
+    def restore(self, text: np.ndarray, order: np.ndarray, covered: int, rows: np.ndarray) -> None:
+        """Begin with what another corpus held, see `Index.restore`. Only for a corpus that nothing was appended to."""
+        with self._working:
+            self._index.restore(text, order, covered, rows)
 
     def maintain(self, interval_s: float) -> None:
         """Refresh whenever something came, at most once in an interval, in a thread of its own."""
@@ -167,13 +157,22 @@ class Corpus:
             self._maintainer.join()
             self._maintainer = None
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held at rest, the odds included."""
+        return self._index.nbytes + self.odds.nbytes
+
+    def _tell(self, item: Text | Forget) -> None:
+        self._inbox.append(item)
+        self._wake.set()
+
     def _refresh_until_stopped(self, interval_s: float) -> None:
         while not self._stopping.is_set():
             self._wake.wait()
             self._wake.clear()
             try:
                 self.refresh()
-                while self._merge is not None and not self._stopping.is_set():
+                while self.is_merging and not self._stopping.is_set():
                     self.refresh()
             except Exception:
                 # The last view still serves; a moment later there may be memory for the next one.
@@ -182,69 +181,19 @@ class Corpus:
 
     def _read_news(self) -> None:
         for _ in range(len(self._news)):
-            self._news.popleft()(self._live)
+            self._news.popleft()(self._index.live)
 
-    def _take(self) -> None:
-        """Write pending requests into the ring and merge their positions into the recent order."""
-        most = self._gap // 4
-        texts, size = [], 0
-        while self._pending and size + len(self._pending[0]) < most:
-            texts.append(self._pending.popleft())
-            size += len(texts[-1]) + 1
-        if not texts:
-            # A piece of a very long request; the next piece repeats enough of it to be matched across the cut.
-            long = self._pending.popleft()
-            self._pending.appendleft(long[most - 1 - self._depth :])
-            texts, size = [long[: most - 1]], most
-        while self._ring.free < size or len(self._recent.order) + size > self._gap:
-            self._finish_merge()
-        first = self._ring.head
-        for text in texts:
-            self._ring.write(text)
-            self._ring.write(END)
-        add_sorted(self._recent, self._ring, first, self._depth)
-        self.times.merges += 1
-        if self._merge is None and len(self._recent.order) >= self._gap // 4:
-            self._start_merge()
-
-    def _start_merge(self) -> None:
-        self._frozen = self._recent.order
-        self._recent, self._other_recent = self._other_recent, self._recent
-        oldest = max(self._oldest, self._ring.head - self.capacity)
-        # The keys of the oldest positions would read what is to be overwritten.
-        alive_from = oldest + self._depth if oldest > 0 else 0
-        self._merge = Merge(self._base, self._frozen, self._ring, alive_from, self._depth)
-        self._next_oldest = oldest
-
-    def _step_merge(self) -> None:
-        if self._merge is None or not self._merge.step():
-            return
-        self._merge, self._frozen = None, empty_order()
-        self._other_recent.replace(empty_order())
-        self._oldest = self._next_oldest
-        self._view = self._show()
-        self._base.wait_until_unread()
-        self._ring.oldest = self._oldest
-        self._base.release()
-        self.times.base_merges += 1
-
-    def _finish_merge(self) -> None:
-        if self._merge is None:
-            self._start_merge()
-        while self._merge is not None:
-            self._step_merge()
-
-    def _show(self) -> View:
-        orders = (self._base.order, self._frozen, self._recent.order, self._live.tier.order)
-        tiers = np.array([(self._ring.address, order.address, len(order)) for order in orders], np.int64)
-        tiers[LIVE, TIER_TEXT] = self._live.address
-        ring = np.array([self._ring.address, self._oldest, self._ring.head, self._ring.capacity], np.int64)
-        owners = self._live.owners
-        frame = np.array([tiers.ctypes.data, len(tiers), owners.ctypes.data, len(owners), *ring.tolist()], np.int64)
-        return View((tiers, owners, ring), orders, frame)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that is held at rest, the odds included."""
-        written = min(self._ring.head, self._ring.capacity) * 4
-        return written + self._base.nbytes + 2 * self._recent.nbytes + self._live.nbytes + self.odds.nbytes
+    def _read_inbox(self) -> None:
+        """Sort what came into texts that wait to be taken and requests to forget, which go first."""
+        forgets = []
+        for _ in range(len(self._inbox)):
+            item = self._inbox.popleft()
+            if isinstance(item, Text):
+                self._waiting.append(item)
+                continue
+            forgets.append(item)
+            kept = [text for text in self._waiting if not item.covers(text.name, text.time)]
+            self.times.forgotten += len(self._waiting) - len(kept)
+            self._waiting = deque(kept)
+        if forgets:
+            self._index.forget(forgets)

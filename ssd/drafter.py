@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -33,6 +33,18 @@ class Running:
     """How many of the prompt's tokens are not remembered with the output."""
     session: Hashable
     request: str | None
+    holds: frozenset[str | None]
+    """The names of this request and of its session's turns before it."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The index of a session between two turns."""
+
+    local: LocalIndex
+    holds: frozenset[str | None]
+    since: float
+    """By the corpus's clock."""
 
 
 class SuffixDrafter:
@@ -56,7 +68,9 @@ class SuffixDrafter:
         self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
         self._state = self._sequences.state
         self._running: dict[int, Running] = {}
-        self._idle: OrderedDict[Hashable, LocalIndex] = OrderedDict()
+        self._idle: OrderedDict[Hashable, Idle] = OrderedDict()
+        self._not_kept: set[int] = set()
+        """Running sequences whose index holds what was forgotten since they began."""
 
     def start(
         self, sequence_id: int, prompt: np.ndarray, *, session: Hashable = None, request: str | None = None
@@ -69,16 +83,16 @@ class SuffixDrafter:
         if sequence_id in self._running:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         check_tokens(prompt)
-        local = self._idle.pop(session, None) if session is not None else None
-        if local is None:
-            local = LocalIndex(self.config.match_depth)
+        idle = self._idle.pop(session, None) if session is not None else None
+        local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
+        holds = idle.holds if idle is not None else frozenset()
         local.continue_with(prompt)
         lead = max(0, len(prompt) - self.config.learned_prompt_tokens)
         row = self._sequences.add(local, self.corpus.begin(prompt[lead:]))
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
             self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
-        self._running[sequence_id] = Running(row, lead, session, request)
+        self._running[sequence_id] = Running(row, lead, session, request, holds | {request})
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Take note of what was committed and draft what may follow.
@@ -113,10 +127,24 @@ class SuffixDrafter:
         self.corpus.end(owner)
         if learn:
             self.corpus.append(local.tokens[running.lead :].copy(), running.request)
-        if running.session is not None and self.config.idle_sessions:
-            self._idle[running.session] = local
+        is_kept = sequence_id not in self._not_kept
+        self._not_kept.discard(sequence_id)
+        if running.session is not None and self.config.idle_sessions and is_kept:
+            self._idle[running.session] = Idle(local, running.holds, self.corpus.clock())
             while len(self._idle) > self.config.idle_sessions:
                 self._idle.popitem(last=False)
+
+    def forget(self, request: str) -> None:
+        """Forget what finished under a name, see `Corpus.forget`; idle sessions with a turn of that name end."""
+        self.corpus.forget(request)
+        self._end_idle(lambda idle: request in idle.holds)
+        self._not_kept |= {number for number, running in self._running.items() if request in running.holds}
+
+    def forget_older_than(self, age_s: float) -> None:
+        """Forget what finished more than `age_s` seconds ago; sessions that are idle for longer end."""
+        self.corpus.forget_older_than(age_s)
+        before = self.corpus.clock() - age_s
+        self._end_idle(lambda idle: idle.since < before)
 
     def offered(self) -> dict[int, int]:
         """The running sequences, each with the tokens of its last draft."""
@@ -125,7 +153,7 @@ class SuffixDrafter:
 
     def memory_bytes(self) -> int:
         """Memory of the corpus, the running sequences, idle sessions and statistics."""
-        idle = sum(local.nbytes for local in self._idle.values())
+        idle = sum(idle.local.nbytes for idle in self._idle.values())
         return self.corpus.nbytes + self._sequences.nbytes + self._frame.nbytes + self.stats.nbytes + idle
 
     def close(self) -> None:
@@ -133,6 +161,7 @@ class SuffixDrafter:
         for running in self._running.values():
             self.corpus.end(int(self._sequences.state[running.row, OWNER]))
         self._running.clear()
+        self._not_kept.clear()
         self._idle.clear()
         if self._owns_corpus:
             self.corpus.close()
@@ -144,6 +173,10 @@ class SuffixDrafter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _end_idle(self, is_ended: Callable[[Idle], bool]) -> None:
+        for session in [session for session, idle in self._idle.items() if is_ended(idle)]:
+            del self._idle[session]
 
     def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
         try:

@@ -25,7 +25,7 @@ from ssd.stats import AGES, LENGTHS, ODDS_BINS, POSITIONS, Counters, Stats
 LOCAL_TIERS = 2
 
 # Where each part begins.
-TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 10, 16, 22, 30, 34, 37
+TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 10, 16, 22, 30, 36, 39
 
 
 class Tables(NamedTuple):
@@ -177,6 +177,8 @@ def open_levels(frame):  # type: ignore[no-untyped-def]
         longs(frame[LEVELS_AT + 1], (ROWS,)),
         longs(frame[LEVELS_AT + 2], (ROWS,)),
         longs(frame[LEVELS_AT + 3], (SOURCES,)),
+        longs(frame[LEVELS_AT + 4], (ROWS,)),
+        _floats(frame[LEVELS_AT + 5], (ROWS, 2)),
     )
 
 

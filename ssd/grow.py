@@ -31,6 +31,9 @@ from ssd.sequences import (
     TOKEN,
 )
 
+RENEWED = np.float32(2.0)
+"""A node is matched again if its path odds are so many times the price: the others rarely have children that pay."""
+
 
 class Growing(NamedTuple):
     """A draft that grows: the tables of `ssd.sequences`, for one sequence."""
@@ -194,5 +197,5 @@ def grow(growing, evidence, counted, levels, waiting, pointers, own, shared, tex
             waiting.odds[place] = waiting.odds[place + 1]
         write_path(growing.nodes, node, text, size)
         count += 1
-        if count <= limits.tokens:
+        if count <= limits.tokens and growing.odds[node, PATH_ODDS] >= RENEWED * limits.price:
             piece = renew(growing.nodes[node], piece, evidence, own, shared, text, size, depth)

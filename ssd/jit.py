@@ -38,7 +38,7 @@ Bool = types.boolean
 
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk."""
-    return njit(returns(*signature), nogil=True, cache=True, boundscheck=False)
+    return njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy")
 
 
 def drop_stale_kernels(package: Path) -> None:
@@ -64,10 +64,10 @@ def drop_stale_kernels(package: Path) -> None:
 
 drop_stale_kernels(Path(__file__).parent)
 
-inline = njit(nogil=True, cache=True, inline="always")
+inline = njit(nogil=True, cache=True, inline="always", error_model="numpy")
 """For small helpers that become part of the kernels that call them."""
 
-outline = njit(nogil=True, cache=True)
+outline = njit(nogil=True, cache=True, error_model="numpy")
 """For helpers that stay functions of their own: a call costs some counting of references, a copy costs compile time."""
 
 

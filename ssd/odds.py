@@ -101,6 +101,28 @@ def share_bucket(share):  # type: ignore[no-untyped-def]
     return 1 + min(10, int(share * 11.0))
 
 
+# Tables in place of exponentials: a draft computes hundreds.
+_VALUE_RANGE, _VALUE_STEPS = 8.0, 128
+_VALUES = (np.arange(2 * int(_VALUE_RANGE) * _VALUE_STEPS) + 0.5) / _VALUE_STEPS - _VALUE_RANGE
+_CHANCES = (1.0 / (1.0 + np.exp(-_VALUES))).astype(np.float32)
+_CHANCE_STEPS = 4096
+_LOGITS = (np.arange(_CHANCE_STEPS) + 0.5) / _CHANCE_STEPS
+_LOGITS = np.clip(np.log(_LOGITS / (1.0 - _LOGITS)), -6.9, 6.9).astype(np.float32)
+
+
+@inline
+def quick_chance(value):  # type: ignore[no-untyped-def]
+    """The inverse of `logit` from a table, within 0.002."""
+    at = np.int64((value + np.float32(_VALUE_RANGE)) * np.float32(_VALUE_STEPS))
+    return _CHANCES[min(max(at, 0), len(_CHANCES) - 1)]
+
+
+@inline
+def quick_logit(chance):  # type: ignore[no-untyped-def]
+    """`logit` from a table of 4096 chances."""
+    return _LOGITS[min(np.int64(chance * np.float32(_CHANCE_STEPS)), _CHANCE_STEPS - 1)]
+
+
 @inline
 def logit(chance):  # type: ignore[no-untyped-def]
     """ln(p / (1 - p)), bounded."""
@@ -118,11 +140,16 @@ def chance_of(value):  # type: ignore[no-untyped-def]
 
 
 @inline
-def match_cell(source, level, length, count, share, is_newest):  # type: ignore[no-untyped-def]
-    """The cell of evidence from one level of matches."""
-    cell = (source * LEVELS + level) * LENGTH_BUCKETS + bucket(LENGTH_BUCKET, length)
-    cell = cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)
-    return MATCH_CELLS + (cell * SHARE_BUCKETS + share_bucket(share)) * 2 + is_newest
+def match_cells(row, length, count):  # type: ignore[no-untyped-def]
+    """The first of the cells of a level of a source, row = source * LEVELS + level, for a length and count."""
+    cell = row * LENGTH_BUCKETS + bucket(LENGTH_BUCKET, length)
+    return MATCH_CELLS + (cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)) * SHARE_BUCKETS * 2
+
+
+@inline
+def match_cell(cells, share, is_newest):  # type: ignore[no-untyped-def]
+    """Of such cells, the one for a share of the occurrences."""
+    return cells + share_bucket(share) * 2 + is_newest
 
 
 @inline

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from ssd.jit import Int, Longs, inline, kernel, outline, peek, poke
+from ssd.jit import Bytes, Int, Longs, inline, kernel, outline, peek, poke
 from ssd.ring import SEPARATOR
 
 INSERTION_FROM = 16
@@ -180,4 +180,15 @@ def usable_positions(ring, first, size, slots, positions):  # type: ignore[no-un
         if peek(ring, slot - 1) != SEPARATOR:
             poke(positions, count, np.uint32(slot))
             count += 1
+    return count
+
+
+@kernel(Int, Int, Bytes, Int, returns=Int)
+def keep_positions(order, size, marked, kept):  # type: ignore[no-untyped-def]
+    """Copy those of `order[:size]` whose slot is not marked, uint8 [slots], into `kept`; returns how many."""
+    count = 0
+    for index in range(size):
+        position = peek(order, index)
+        poke(kept, count, position)
+        count += 1 if marked[position] == 0 else 0
     return count

@@ -69,16 +69,31 @@ class Ring:
 
     def fill(self, position: int, tokens: np.ndarray) -> None:
         """Set what stands from `position` on."""
-        at = position % self.capacity
-        first = min(len(tokens), self.capacity - at)
-        self.slots[at : at + first] = tokens[:first]
-        self.slots[: len(tokens) - first] = tokens[first:]
-        if at < PAD or at + len(tokens) > self.capacity - PAD:
-            self._buffer.array[:PAD] = self.slots[-PAD:]
-            self._buffer.array[-PAD:] = self.slots[:PAD]
+        before, behind = self.slots_of(position, position + len(tokens))
+        size = before.stop - before.start
+        self.slots[before] = tokens[:size]
+        self.slots[behind] = tokens[size:]
+        self._repeat_ends(before)
+
+    def erase(self, position: int, end: int) -> None:
+        """Put separators in the place of positions `position` to `end` - 1. Nobody may be reading them."""
+        before, behind = self.slots_of(position, end)
+        self.slots[before] = SEPARATOR
+        self.slots[behind] = SEPARATOR
+        self._repeat_ends(before)
+
+    def slots_of(self, position: int, end: int) -> tuple[slice, slice]:
+        """Where positions `position` to `end` - 1 lie: up to the last slot, and on from slot 0."""
+        at, size = position % self.capacity, end - position
+        first = min(size, self.capacity - at)
+        return slice(at, at + first), slice(0, size - first)
 
     def read(self, position: int, end: int) -> np.ndarray:
         """A copy of the tokens at positions `position` to `end` - 1, uint32."""
-        at, size = position % self.capacity, end - position
-        first = min(size, self.capacity - at)
-        return np.concatenate((self.slots[at : at + first], self.slots[: size - first]))
+        before, behind = self.slots_of(position, end)
+        return np.concatenate((self.slots[before], self.slots[behind]))
+
+    def _repeat_ends(self, written: slice) -> None:
+        if written.start < PAD or written.stop > self.capacity - PAD:
+            self._buffer.array[:PAD] = self.slots[-PAD:]
+            self._buffer.array[-PAD:] = self.slots[:PAD]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ssd.corpus import View
 from ssd.jit import Int, LongRows, Tokens, kernel
 from ssd.match import END, FIRST, SPAN_COLUMNS, place_spans, widen
+from ssd.view import View
 
 
 class Match(NamedTuple):

@@ -51,16 +51,16 @@ class Tier:
         self._front, self._back = self._back, self._front
 
     def replace(self, order: Order) -> None:
-        """Make an order that lies elsewhere the newest."""
+        """Make an order that lies elsewhere the newest, which may be read-only."""
         self.wait_until_unread()
         unread = threading.Event()
         self._unread = unread
         self._retired = weakref.ref(self.order, lambda _: unread.set())
         self.order = order
 
-    def wait_until_unread(self) -> None:
-        """Wait until nobody holds the order before the newest one."""
-        self._unread.wait()
+    def wait_until_unread(self, timeout_s: float | None = None) -> bool:
+        """Wait until nobody holds the order before the newest one; returns whether that is so."""
+        return self._unread.wait(timeout_s)
 
     def release(self) -> None:
         """Give back the memory of the next buffer, once nobody reads it."""

@@ -1,0 +1,116 @@
+"""Which request lies where in the ring, under which name and since when: what forgetting goes by.
+
+Names are kept as 64-bit hashes, so a request costs 24 bytes whatever it is called. Knows nothing of orders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+NO_NAME = 0
+
+ROW = np.dtype([("first", np.int64), ("name", np.int64), ("time", np.float64)])
+"""Of a request: its first position, the hash of its name, and when it was appended, in seconds. It ends where the next
+one begins."""
+
+LEAST_ROOM = 1024
+
+
+def hash_of(request: str | None) -> int:
+    """A request's name as the log keeps it; `NO_NAME` for none."""
+    if request is None:
+        return NO_NAME
+    digest = hashlib.blake2b(request.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
+
+
+class Text(NamedTuple):
+    """A finished request on its way into the index."""
+
+    tokens: np.ndarray
+    """uint32 [N]."""
+    name: int
+    """Its hash."""
+    time: float
+    """When it was appended."""
+
+
+@dataclass(frozen=True)
+class Forget:
+    """An order to forget the requests of a name, or those from before a time."""
+
+    name: int = NO_NAME
+    before: float = -math.inf
+
+    def covers(self, name: int, time: float) -> bool:
+        """Whether a request is to be forgotten."""
+        return (name == self.name and name != NO_NAME) or time < self.before
+
+    def among(self, rows: np.ndarray) -> np.ndarray:
+        """Which of the rows are to be forgotten, bool [N]."""
+        named = (rows["name"] == self.name) & (rows["name"] != NO_NAME)
+        return named | (rows["time"] < self.before)
+
+
+class RequestLog:
+    """The requests that lie in the ring, oldest first. Grows by doubling; one thread at a time may use it."""
+
+    def __init__(self) -> None:
+        self._table = np.empty(LEAST_ROOM, ROW)
+        self._start, self._end = 0, 0
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    @property
+    def rows(self) -> np.ndarray:
+        """`ROW` [N]; valid until the next change."""
+        return self._table[self._start : self._end]
+
+    def add(self, first: int, name: int, time: float) -> None:
+        """A request was written from `first` on, behind all others."""
+        if self._end == len(self._table):
+            self._keep(self.rows)
+        self._table[self._end] = (first, name, time)
+        self._end += 1
+
+    def replace(self, rows: np.ndarray) -> None:
+        """Hold these rows instead."""
+        self._keep(rows)
+
+    def drop_before(self, position: int) -> None:
+        """Leave out the requests whose text ends at `position` or before."""
+        begun = int(np.searchsorted(self.rows["first"], position, side="right"))
+        self._start += max(0, begun - 1)
+
+    def take(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
+        """Take out the requests that are to be forgotten.
+
+        head: where the newest one ends. Returns the first and last + 1 position of each, int64 [N, 2].
+        """
+        rows = self.rows
+        taken = np.zeros(len(rows), np.bool_)
+        for forget in forgets:
+            taken |= forget.among(rows)
+        ends = np.append(rows["first"], head)[1:]
+        spans = np.stack((rows["first"], ends), axis=1)[taken]
+        # The request before one that is taken out seems to reach over the separators in its place.
+        if len(spans):
+            self._keep(rows[~taken])
+        return spans
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held."""
+        return self._table.nbytes
+
+    def _keep(self, rows: np.ndarray) -> None:
+        table = np.empty(max(LEAST_ROOM, 2 * len(rows)), ROW)
+        table[: len(rows)] = rows
+        self._table, self._start, self._end = table, 0, len(rows)

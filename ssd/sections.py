@@ -1,0 +1,185 @@
+"""A file of named arrays that is whole or refused: written beside its place, renamed, checksummed, mapped on reading.
+
+A header of one block, then the sections, each on blocks of its own, all little-endian. The header has the magic, the
+version, the file's size, an entry for each section, and in its last four bytes the CRC-32 of what stands before them;
+an entry has the CRC-32 of its section's blocks. Knows nothing of what the arrays are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from ssd.errors import UserError
+
+MAGIC = b"SSDSNAP\n"
+VERSION = 1
+BLOCK = 4096
+CHECKED_AT_ONCE = 1 << 22
+"""Bytes."""
+
+_START = struct.Struct("<8sIIQ")
+"""Magic, version, sections, size of the file."""
+_ENTRY = struct.Struct("<24s8sQQI4x")
+"""Name, dtype, where it begins, bytes, CRC-32."""
+_CRC = struct.Struct("<I")
+_DTYPES = ("<u4", "<i8", "<f4", "<f8")
+MOST_SECTIONS = (BLOCK - _START.size - _CRC.size) // _ENTRY.size
+
+
+class SnapshotError(UserError):
+    """A snapshot cannot be written or used; the message says why and what to do."""
+
+
+class Section(NamedTuple):
+    """An array to be written, in pieces."""
+
+    name: str
+    """At most 24 bytes of ASCII."""
+    dtype: str
+    chunks: Iterable[np.ndarray]
+
+
+class _Entry(NamedTuple):
+    name: bytes
+    dtype: bytes
+    begin: int
+    size: int
+    crc: int
+
+
+def write_sections(path: Path, sections: Iterable[Section]) -> int:
+    """Write a file and put it in its place once it is safe on disk; returns its size in bytes.
+
+    Until then what was at `path` stays as it is. Raises SnapshotError if the system will not write.
+    """
+    try:
+        _remove_leftovers(path)
+        size = _put_in_place(path, sections)
+        _sync_folder(path.parent)
+        return size
+    except OSError as error:
+        problem = error.strerror
+    # Raised out here, without its cause: whoever keeps the error must not keep what was being written.
+    raise SnapshotError(f"{path}: cannot be written: {problem}; free space or save elsewhere")
+
+
+def read_sections(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a file, read-only and mapped into memory, after all checksums were found right.
+
+    Raises SnapshotError for a file that is missing, foreign, of another version, cut off or damaged.
+    """
+    try:
+        data = np.asarray(np.memmap(path, np.uint8, "r"))
+    except OSError as error:
+        raise SnapshotError(f"{path}: cannot be read: {error.strerror}; start without it") from error
+    except ValueError:
+        raise SnapshotError(f"{path}: is empty; remove it and start without it") from None
+    return {entry.name.decode(): _section(path, data, entry) for entry in _entries(path, data)}
+
+
+def _put_in_place(path: Path, sections: Iterable[Section]) -> int:
+    descriptor, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            size = _write(file, sections)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, path)
+    except BaseException:
+        Path(written).unlink(missing_ok=True)
+        raise
+    return size
+
+
+def _write(file: BinaryIO, sections: Iterable[Section]) -> int:
+    file.write(bytes(BLOCK))
+    entries = [_write_section(file, section) for section in sections]
+    assert len(entries) <= MOST_SECTIONS, "the header is full"
+    size = file.tell()
+    header = _START.pack(MAGIC, VERSION, len(entries), size) + b"".join(_ENTRY.pack(*entry) for entry in entries)
+    header = header.ljust(BLOCK - _CRC.size, b"\0")
+    file.seek(0)
+    file.write(header + _CRC.pack(zlib.crc32(header)))
+    return size
+
+
+def _write_section(file: BinaryIO, section: Section) -> _Entry:
+    begin, crc = file.tell(), 0
+    for chunk in section.chunks:
+        # A copy: what is summed must be what is written, even if the array changes meanwhile.
+        data = chunk.astype(section.dtype).tobytes()
+        crc = zlib.crc32(data, crc)
+        file.write(data)
+    size = file.tell() - begin
+    padding = bytes(-size % BLOCK)
+    file.write(padding)
+    return _Entry(section.name.encode(), section.dtype.encode(), begin, size, zlib.crc32(padding, crc))
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left beside a file: they hold no lock on it any more."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with contextlib.suppress(OSError), leftover.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _entries(path: Path, data: np.ndarray) -> list[_Entry]:
+    """The entries of a header, once it was found right."""
+    header = data[:BLOCK].tobytes()
+    if header[: len(MAGIC)] != MAGIC[: len(header)]:
+        raise SnapshotError(f"{path}: is not a snapshot; give the path of one")
+    if len(header) < BLOCK:
+        raise _damaged(path, "is cut off")
+    _, version, count, size = _START.unpack_from(header)
+    if version != VERSION:
+        raise SnapshotError(
+            f"{path}: has format {version}, this version reads {VERSION}; read it with the version that wrote it"
+        )
+    if zlib.crc32(header[: -_CRC.size]) != _CRC.unpack_from(header, BLOCK - _CRC.size)[0]:
+        raise _damaged(path, "its header is damaged")
+    if size != len(data):
+        raise _damaged(path, f"is cut off: {len(data):,} bytes of {size:,}" if len(data) < size else "is too long")
+    if count > MOST_SECTIONS:
+        raise _damaged(path, "its header is damaged")
+    entries = [_ENTRY.unpack_from(header, _START.size + index * _ENTRY.size) for index in range(count)]
+    return [_Entry(name.rstrip(b"\0"), dtype.rstrip(b"\0"), *rest) for name, dtype, *rest in entries]
+
+
+def _section(path: Path, data: np.ndarray, entry: _Entry) -> np.ndarray:
+    end = entry.begin + entry.size + -entry.size % BLOCK
+    dtype = entry.dtype.decode("ascii", "replace")
+    is_sound = entry.name.isascii() and dtype in _DTYPES and entry.begin >= BLOCK and end <= len(data)
+    if not is_sound or entry.begin % BLOCK or entry.size % np.dtype(dtype).itemsize:
+        raise _damaged(path, "its header is damaged")
+    crc = 0
+    for first in range(entry.begin, end, CHECKED_AT_ONCE):
+        crc = zlib.crc32(data[first : min(end, first + CHECKED_AT_ONCE)].data, crc)
+    if crc != entry.crc:
+        raise _damaged(path, f"the section {entry.name.decode()} is damaged")
+    return data[entry.begin : entry.begin + entry.size].view(dtype)
+
+
+def _damaged(path: Path, what: str) -> SnapshotError:
+    return SnapshotError(f"{path}: {what}; remove it and start without it, or use an older snapshot")

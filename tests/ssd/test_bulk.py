@@ -1,0 +1,146 @@
+import threading
+
+import numpy as np
+import pytest
+
+from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus import Corpus
+from ssd.ring import SEPARATOR
+from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
+
+GAP_PART = 1 << 14
+"""A quarter of the least gap: what is taken at once."""
+
+
+def flat(requests):
+    return np.concatenate([np.append(request, SEPARATOR) for request in requests])
+
+
+def test_a_cold_start_is_one_build():
+    corpus, requests = Corpus(200_000, DEPTH), some_requests(500)
+    for request in requests:
+        corpus.append(request)
+    corpus.refresh()
+    assert (corpus.times.full_builds, corpus.times.base_merges) == (1, 0)
+    assert np.array_equal(text_of(corpus), flat(requests))
+    assert_whole(corpus)
+    corpus.close()
+
+
+def test_more_than_fits_keeps_the_newest():
+    corpus, requests = Corpus(50_000, DEPTH), some_requests(1000)
+    for request in requests:
+        corpus.append(request)
+    corpus.refresh()
+    assert np.array_equal(text_of(corpus), flat(requests)[-50_000:])
+    assert_whole(corpus)
+
+
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_a_request_longer_than_the_corpus_leaves_its_end(waiting):
+    corpus = Corpus(20_000, DEPTH)
+    fill(corpus, some_requests(50))
+    long = some_requests(1, seed=1, size=70_000)[0]
+    for request in [*some_requests(waiting), long]:
+        corpus.append(request)
+    corpus.refresh()
+    assert corpus.times.full_builds == 1
+    assert np.array_equal(text_of(corpus), np.append(long[-19_999:], SEPARATOR))
+    assert_whole(corpus)
+
+
+def test_builds_and_merges_take_turns_while_the_ring_goes_round():
+    corpus, rng = Corpus(60_000, DEPTH), np.random.default_rng(0)
+    for turn in range(60):
+        for request in some_requests(int(rng.integers(1, 400)), seed=turn, size=int(rng.integers(1, 200))):
+            corpus.append(request)
+        corpus.refresh()
+        if turn % 5 == 0:
+            settle(corpus)
+        assert_whole(corpus)
+    assert corpus.times.full_builds > 3
+    assert corpus.times.base_merges > 3
+
+
+def test_a_build_drafts_what_merges_draft():
+    requests = some_requests(400, size=90, ids=1_000_000)
+    drafts = []
+    for refresh_each in (False, True):
+        corpus = Corpus(100_000, DEPTH)
+        for request in requests:
+            corpus.append(request)
+            if refresh_each:
+                corpus.refresh()
+        corpus.refresh()
+        settle(corpus)
+        drafter = SuffixDrafter(DrafterConfig(capacity=100_000, match_depth=DEPTH), corpus=corpus)
+        drafts.append(drafts_of(drafter, requests[::7]))
+    assert drafts[0] == drafts[1]
+    assert sum(len(draft[0]) for draft in drafts[0]) > 1000
+
+
+def test_a_refresh_that_did_something_is_timed():
+    corpus = Corpus(20_000, DEPTH)
+    corpus.refresh()
+    assert corpus.times.longest_s == 0
+    fill(corpus, some_requests(1))
+    assert 0 < corpus.times.last_s == corpus.times.longest_s
+    last = corpus.times.last_s
+    corpus.refresh()
+    assert corpus.times.last_s == last
+
+
+def test_a_parked_reader_keeps_its_view_and_only_the_maintainer_waits():
+    corpus, rounds = Corpus(20_000, DEPTH), iter(range(1000))
+    fill(corpus, some_requests(100))
+    settle(corpus)
+    parked = corpus.view
+    orders = [order.positions.copy() for order in parked.orders]
+    oldest, head = int(parked.arrays[2][1]), int(parked.arrays[2][2])
+    ring = corpus.state().ring
+    text = ring.read(oldest, head)
+    blocked_at, done = [], threading.Event()
+
+    def write():
+        # Enough to go round the whole ring, and swap every tier many times.
+        for number in rounds:
+            blocked_at.append(number)
+            fill(corpus, some_requests(10, seed=1000 + number, size=1000))
+            if number == 40:
+                break
+        done.set()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert not done.wait(0.5)
+    # The writer has shown at least one view since, and waits; queries go on.
+    assert corpus.view is not parked
+    drafter = SuffixDrafter(DrafterConfig(capacity=20_000, match_depth=DEPTH), corpus=corpus)
+    assert drafts_of(drafter, some_requests(3))
+    drafter.close()
+    assert not done.is_set()
+    assert np.array_equal(ring.read(oldest, head), text)
+    for order, before in zip(parked.orders, orders, strict=True):
+        assert np.array_equal(order.positions, before)
+    del parked, order
+    assert done.wait(60)
+    writer.join()
+    settle(corpus)
+    assert_whole(corpus)
+    assert not np.array_equal(ring.read(oldest, head), text)
+
+
+def test_held_text_stays_while_newer_text_is_merged():
+    """Who saves a corpus holds its state only: what came since becomes draftable as long as there is room."""
+    corpus = Corpus(100_000, DEPTH)
+    fill(corpus, some_requests(1500))
+    settle(corpus)
+    state = corpus.state()
+    text, order = state.ring.read(state.oldest, state.head), state.base.positions.copy()
+    for number in range(20):
+        before = corpus.shown
+        fill(corpus, some_requests(1, seed=number, size=1000))
+        assert corpus.shown > before
+    assert corpus.is_merging or corpus.times.base_merges > 0
+    assert np.array_equal(state.ring.read(state.oldest, state.head), text)
+    assert np.array_equal(state.base.positions, order)

@@ -1,0 +1,193 @@
+import threading
+
+import numpy as np
+import pytest
+
+from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus import Corpus
+from tests.replay import progress_of
+from tests.ssd.corpora import DEPTH, assert_whole, fill, holds, settle, some_requests
+
+CONFIG = DrafterConfig(capacity=100_000, match_depth=DEPTH)
+SECRET = np.arange(1000, 1060, dtype=np.uint32)
+
+
+class Clock:
+    """Time that stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 1_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+def draft_after(corpus, context):
+    """What a drafter that was not there before drafts behind a context."""
+    drafter = SuffixDrafter(CONFIG, corpus=corpus)
+    drafter.start(1, context)
+    tokens = drafter.draft(progress_of({1: []}, 16)).tokens
+    drafter.close()
+    return tokens.tolist()
+
+
+def assert_forgotten(corpus, run=SECRET):
+    assert not holds(corpus, run[5:15])
+    assert not set(draft_after(corpus, run[:20])) & set(run.tolist())
+    assert_whole(corpus)
+
+
+@pytest.mark.parametrize("before", [0, 5, 300, 1500])
+@pytest.mark.parametrize("behind", [0, 5, 300, 400, 2000])
+def test_a_request_is_forgotten_wherever_it_lies(before, behind):
+    corpus = Corpus(100_000, DEPTH)
+    fill(corpus, some_requests(before))
+    fill(corpus, [SECRET], "mine")
+    assert draft_after(corpus, SECRET[:20])
+    fill(corpus, some_requests(behind), "others")
+    corpus.forget("mine")
+    corpus.refresh()
+    assert_forgotten(corpus)
+    assert corpus.times.forgotten == (0 if behind == 2000 else 1)
+    fill(corpus, some_requests(2000))
+    assert_whole(corpus)
+
+
+def test_what_waits_is_forgotten_but_not_what_comes_after():
+    corpus = Corpus(100_000, DEPTH)
+    corpus.append(SECRET, "mine")
+    corpus.append(SECRET + np.uint32(100), "theirs")
+    corpus.forget("mine")
+    corpus.append(SECRET + np.uint32(200), "mine")
+    corpus.refresh()
+    assert_forgotten(corpus)
+    assert draft_after(corpus, SECRET[:20] + np.uint32(100))
+    assert draft_after(corpus, SECRET[:20] + np.uint32(200))
+    assert corpus.times.forgotten == 1
+
+
+def test_all_pieces_of_a_long_request_are_forgotten():
+    corpus, long = Corpus(2_000_000, DEPTH), np.arange(200_000, dtype=np.uint32)
+    fill(corpus, some_requests(10_000))
+    fill(corpus, [long], "mine")
+    assert corpus.requests > 10_001
+    corpus.forget("mine")
+    corpus.refresh()
+    assert corpus.requests == 10_000
+    for first in range(1000, 200_000, 30_000):
+        assert not holds(corpus, long[first : first + 3])
+    assert_whole(corpus)
+
+
+def test_text_that_is_too_old_to_be_drafted_is_erased_too():
+    corpus = Corpus(30_000, DEPTH)
+    fill(corpus, [SECRET], "mine")
+    fill(corpus, some_requests(600))
+    settle(corpus)
+    assert not draft_after(corpus, SECRET[:20])
+    assert holds(corpus, SECRET)
+    corpus.forget("mine")
+    corpus.refresh()
+    assert not holds(corpus, SECRET[5:10])
+
+
+def test_old_requests_are_forgotten_by_age():
+    clock = Clock()
+    corpus = Corpus(100_000, DEPTH, clock)
+    fill(corpus, [SECRET, *some_requests(200)])
+    clock.now += 60
+    later = SECRET + np.uint32(100)
+    fill(corpus, [later, *some_requests(10)])
+    clock.now += 60
+    corpus.forget_older_than(90)
+    corpus.refresh()
+    assert_forgotten(corpus)
+    assert corpus.requests == 11
+    assert draft_after(corpus, later[:20]) == later[20 : 20 + len(draft_after(corpus, later[:20]))].tolist()
+    corpus.forget_older_than(0)
+    corpus.refresh()
+    assert corpus.requests == 0
+    assert sum(len(order) for order in corpus.view.orders) == 0
+
+
+def test_forgetting_nothing_changes_nothing():
+    corpus = Corpus(100_000, DEPTH)
+    fill(corpus, some_requests(20), "theirs")
+    orders = corpus.view.orders
+    corpus.forget("mine")
+    corpus.forget_older_than(3600)
+    corpus.refresh()
+    assert corpus.view.orders[0] is orders[0]
+    assert corpus.times.forgotten == 0
+
+
+def test_text_stays_until_nobody_reads_it():
+    corpus = Corpus(100_000, DEPTH)
+    fill(corpus, [SECRET, *some_requests(20)], "mine")
+    parked, done = corpus.view, threading.Event()
+    corpus.forget("mine")
+
+    def refresh():
+        corpus.refresh()
+        done.set()
+
+    thread = threading.Thread(target=refresh, daemon=True)
+    thread.start()
+    assert not done.wait(0.3)
+    ring = parked.arrays[2]
+    assert ring[1] == 0
+    # Whoever comes now sees nothing of it, although it still lies there.
+    assert corpus.view is not parked
+    assert not draft_after(corpus, SECRET[:20])
+    del parked
+    assert done.wait(30)
+    assert_forgotten(corpus)
+
+
+def test_a_running_copy_stops_when_its_source_is_forgotten():
+    corpus = Corpus(100_000, DEPTH)
+    fill(corpus, [SECRET], "mine")
+    drafter = SuffixDrafter(CONFIG, corpus=corpus)
+    drafter.start(1, SECRET[:20])
+    assert drafter.draft(progress_of({1: []}, 4)).tokens.tolist() == SECRET[20:24].tolist()
+    corpus.forget("mine")
+    corpus.refresh()
+    # The pointer of the sequence still points to where the text was.
+    assert not drafter.draft(progress_of({1: SECRET[20:22]}, 4)).tokens.tolist()
+
+
+def run_turn(drafter, number, prompt, output, request):
+    drafter.start(number, prompt, session="chat", request=request)
+    drafter.finish(number, output, learn=False)
+
+
+def test_idle_sessions_with_a_turn_of_that_name_end():
+    clock = Clock()
+    drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH, clock))
+    run_turn(drafter, 1, SECRET[:10], SECRET[10:20], "first")
+    run_turn(drafter, 2, SECRET[:30], SECRET[30:40], "second")
+    held = drafter.memory_bytes()
+    drafter.forget("third")
+    assert drafter.memory_bytes() == held
+    drafter.forget("first")
+    assert drafter.memory_bytes() < held
+    # A turn that runs meanwhile ends as ever, but its index is not kept.
+    drafter.start(3, SECRET[:10], session="chat", request="fourth")
+    running = drafter.memory_bytes()
+    drafter.forget("fourth")
+    drafter.finish(3, SECRET[10:20], learn=False)
+    assert drafter.memory_bytes() < running
+    drafter.close()
+
+
+def test_sessions_that_are_idle_for_long_end():
+    clock = Clock()
+    drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH, clock))
+    run_turn(drafter, 1, SECRET[:10], SECRET[10:20], None)
+    held = drafter.memory_bytes()
+    clock.now += 60
+    drafter.forget_older_than(90)
+    assert drafter.memory_bytes() == held
+    drafter.forget_older_than(30)
+    assert drafter.memory_bytes() < held
+    drafter.close()
