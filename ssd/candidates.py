@@ -132,7 +132,7 @@ def _score(counted, kind):  # type: ignore[no-untyped-def]
     """How promising a token is, roughly: its shares, and the word of a pointer."""
     score = 1.0 if counted.tokens[kind] == counted.said[GLOBAL] or counted.tokens[kind] == counted.said[LOCAL] else 0.0
     for row in range(ROWS):
-        if counted.alive[row] > 0:
+        if counted.votes[kind, row] > 0:
             score += counted.votes[kind, row] / counted.alive[row]
     return score
 
@@ -147,15 +147,20 @@ def _swap(counted, one, other):  # type: ignore[no-untyped-def]
 
 
 @outline
-def keep_best(counted, kinds):  # type: ignore[no-untyped-def]
-    """Move the KEPT most promising tokens to the front; returns how many there are."""
-    if kinds <= KEPT:
-        return kinds
+def keep_best(counted, kinds, least):  # type: ignore[no-untyped-def]
+    """Move the KEPT most promising tokens with a score of at least `least` to the front; returns how many there are."""
+    kept = 0
     for kind in range(kinds):
         counted.scores[kind] = _score(counted, kind)
+        if counted.scores[kind] >= least:
+            if kind != kept:
+                _swap(counted, kept, kind)
+            kept += 1
+    if kept <= KEPT:
+        return kept
     for place in range(KEPT):
         best = place
-        for kind in range(place + 1, kinds):
+        for kind in range(place + 1, kept):
             if counted.scores[kind] > counted.scores[best]:
                 best = kind
         if best != place:

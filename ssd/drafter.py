@@ -179,11 +179,12 @@ class SuffixDrafter:
             del self._idle[session]
 
     def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
+        running = self._running
         try:
-            rows = [self._running[sequence_id].row for sequence_id in sequence_ids]
+            rows = [running[sequence_id].row for sequence_id in sequence_ids]
         except KeyError as missing:
             raise ValueError(f"sequence {missing.args[0]} was not started") from None
-        if len(set(rows)) != len(rows):
+        if len(rows) > 1 and len(set(rows)) != len(rows):
             raise ValueError("a sequence stands in a batch twice")
         return np.array(rows, np.int64)
 

@@ -71,7 +71,7 @@ def new_evidence(pieces: int) -> Evidence:
 
 @outline
 def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
-    """Write where up to SAMPLES of the `total` occurrences in a source's spans go on; returns how many. Evenly spaced."""
+    """Write where up to SAMPLES of the `total` occurrences go on, evenly spaced; returns how many."""
     wanted = min(total, SAMPLES)
     written, index, begin = 0, 0, 0
     for tier in range(len(source.tiers)):

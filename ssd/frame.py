@@ -7,6 +7,7 @@ arrays alive; the kernels trust the shapes.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +67,7 @@ class Frame:
         parts = (sequences.tables, odds.arrays, tuple(stats.counters), *scratch)
         self._kept = parts
         tables, *others = [[array.ctypes.data for array in part] for part in parts]
-        addresses = [*tables, len(sequences.state), width, *sum(others, [])]
+        addresses = [*tables, len(sequences.state), width, *itertools.chain.from_iterable(others)]
         self.addresses = np.array(addresses, np.int64)
         """int64."""
         self.nbytes = sum(array.nbytes for part in scratch for array in part)

@@ -31,6 +31,8 @@ from ssd.sequences import (
     TOKEN,
 )
 
+PROMISING = np.float32(0.25)
+"""Tokens whose shares promise less than this part of the price are not considered."""
 RENEWED = np.float32(2.0)
 """A node is matched again if its path odds are so many times the price: the others rarely have children that pay."""
 
@@ -174,7 +176,8 @@ def grow(growing, evidence, counted, levels, waiting, pointers, own, shared, tex
     opened, piece, node, count = 0, SOURCES, 0, 1
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
-        kinds = keep_best(counted, count_continuations(counted, growing.nodes[node], at, evidence, pointers))
+        kinds = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
+        kinds = keep_best(counted, kinds, PROMISING * limits.price / growing.odds[node, PATH_ODDS])
         growing.nodes[node, CANDIDATES] = kinds
         total = assess(
             growing.nodes[node], growing.candidates[node], growing.chances[node], at, peek(text, size + at - 1),

@@ -2,8 +2,9 @@
 
 A candidate's evidence becomes inputs, each the logit of a probability: cells of tables that are looked up by match
 length, count, share and recency, a blend of a source's levels (prediction by partial matching), and cells for
-pointers, for the token itself and for the token after the one before it. A logistic mixture weighs them, with one set of
-weights for each pair of match lengths (Mahoney, "Adaptive weighing of context models for lossless data compression", 2005). After a step every candidate
+pointers, for the token itself and for the token after the one before it. A logistic mixture weighs them, with one set
+of weights for each pair of match lengths (Mahoney, "Adaptive weighing of context models for lossless data
+compression", 2005), and a last table corrects what such mixtures came to. After a step every candidate
 that was considered on the accepted path is a lesson.
 """
 

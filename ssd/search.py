@@ -21,10 +21,10 @@ class Match(NamedTuple):
     """How often; counted up to some hundreds in each part of the index."""
 
 
-@kernel(LongRows, Tokens, Int, Int, returns=types.UniTuple(Int, 2))
-def _search(tiers, context, address, depth):  # type: ignore[no-untyped-def]
+@kernel(LongRows, Tokens, Int, returns=types.UniTuple(Int, 2))
+def _search(tiers, context, depth):  # type: ignore[no-untyped-def]
     spans = np.empty((len(tiers), SPAN_COLUMNS), np.int64)
-    end = len(context)
+    end, address = len(context), context.ctypes.data
     place_spans(tiers, spans, address, end, min(depth, end))
     length = widen(tiers, spans, address, end)
     occurrences = 0
@@ -35,4 +35,4 @@ def _search(tiers, context, address, depth):  # type: ignore[no-untyped-def]
 
 def longest_match(view: View, context: np.ndarray, depth: int) -> Match:
     """How many of the last `depth` tokens of a context, uint32 [N], stand in the corpus in a row, and how often."""
-    return Match(*_search(view.arrays[0], context, context.ctypes.data, depth))
+    return Match(*_search(view.arrays[0], context, depth))
