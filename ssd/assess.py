@@ -60,8 +60,8 @@ class Levels(NamedTuple):
 
 def new_levels() -> Levels:
     """Room for one node."""
-    counts = (np.zeros(ROWS, np.int64) for _ in range(3))
-    return Levels(*counts, np.zeros(SOURCES, np.int64), np.zeros(ROWS, np.int64), np.zeros((ROWS, 2), np.float32))
+    totals, lengths, kinds, cells = (np.zeros(ROWS, np.int64) for _ in range(4))
+    return Levels(totals, lengths, kinds, np.zeros(SOURCES, np.int64), cells, np.zeros((ROWS, 2), np.float32))
 
 
 @inline

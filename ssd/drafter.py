@@ -201,19 +201,22 @@ class SuffixDrafter:
             np.empty(room, np.uint8),
             np.empty(len(rows) + 1, np.uint32),
         )
+        batch = (
+            rows,
+            progress.tokens,
+            progress.offsets,
+            progress.verified,
+            progress.accepted,
+            progress.max_draft,
+        )
         # Held until the kernel has returned: it keeps what the addresses point to.
         view = self.corpus.view
         while True:
             outcome, number = step(
                 self._frame.addresses,
                 view.frame,
-                rows,
-                progress.tokens,
-                progress.offsets,
-                progress.verified,
-                progress.accepted,
-                progress.max_draft,
-                *drafts,
+                batch,
+                drafts,
                 cost,
                 config.match_depth,
                 config.max_draft,

@@ -114,14 +114,14 @@ _LOGITS = np.clip(np.log(_LOGITS / (1.0 - _LOGITS)), -6.9, 6.9).astype(np.float3
 @inline
 def quick_chance(value):  # type: ignore[no-untyped-def]
     """The inverse of `logit` from a table, within 0.002."""
-    at = np.int64((value + np.float32(_VALUE_RANGE)) * np.float32(_VALUE_STEPS))
+    at = int((value + np.float32(_VALUE_RANGE)) * np.float32(_VALUE_STEPS))
     return _CHANCES[min(max(at, 0), len(_CHANCES) - 1)]
 
 
 @inline
 def quick_logit(chance):  # type: ignore[no-untyped-def]
     """`logit` from a table of 4096 chances."""
-    return _LOGITS[min(np.int64(chance * np.float32(_CHANCE_STEPS)), _CHANCE_STEPS - 1)]
+    return _LOGITS[min(int(chance * np.float32(_CHANCE_STEPS)), _CHANCE_STEPS - 1)]
 
 
 @inline

@@ -179,39 +179,23 @@ def hand_over(nodes, odds, count, at, drafted_tokens, parents, drafted_odds, sou
     return at
 
 
-@kernel(
-    *[Longs, Longs, Longs],
-    *[Tokens] * 5,
-    *[TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut],
-    *[Float, Int, Int, Bool],
-    returns=types.UniTuple(Int, 2),
+_Batch = types.Tuple([Longs, *[Tokens] * 5])
+_Drafts = types.Tuple(
+    [TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut]
 )
-def step(
-    frame,
-    view,
-    rows,
-    tokens,
-    offsets,
-    verified,
-    accepted,
-    limits,
-    drafted_tokens,
-    parents,
-    drafted_odds,
-    sources,
-    drafted_offsets,
-    cost,
-    depth,
-    max_draft,
-    is_tree,
-):  # type: ignore[no-untyped-def]
+
+
+@kernel(Longs, Longs, _Batch, _Drafts, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
+def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: ignore[no-untyped-def]
     """Take note of what each sequence of a batch committed, and draft for it.
 
-    frame: of `ssd.frame`. view: of a `View`. rows: of the sequences; tokens to limits: as in `Progress`. drafted_tokens
-    to drafted_offsets: as in `DraftBatch`, written. cost: of one more verified token, as a part of a step. depth: most
-    tokens matched; max_draft: most tokens drafted. Returns what came of it, and the index of the sequence that it is
-    about; if DONE, how many tokens were drafted.
+    frame: of `ssd.frame`. view: of a `View`. batch: rows of the sequences; tokens, offsets, verified, accepted and
+    max_draft as in `Progress`. drafts: tokens, parents, odds, source and offsets as in `DraftBatch`, written. cost: of
+    one more verified token, as a part of a step. depth: most tokens matched; max_draft: most tokens drafted.
+    Returns what came of it, and the index of the sequence that it is about; if DONE, how many tokens were drafted.
     """
+    rows, tokens, offsets, verified, accepted, limits = batch
+    drafted_tokens, parents, drafted_odds, sources, drafted_offsets = drafts
     tables = open_tables(frame)
     state = tables.state
     problem, at = check(state, rows, tokens, offsets, verified, accepted, limits, max_draft)
