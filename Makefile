@@ -42,7 +42,7 @@ soak: $(READY) ## run the randomised tests with many more examples (minutes to h
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest
 
 bench: $(READY) ## measure drafting and the engine's steps
-	@$(BIN)/python -m benchmarks.drafting
+	@$(BIN)/python -m benchmarks.index --tokens 1M
 	@$(BIN)/python -m benchmarks.steps
 
 peers: $(READY) ## install the drafters that benchmarks/replay.py compares with (needs a C++20 compiler)

@@ -8,11 +8,14 @@ from engine.build import SHIPPED_MODEL
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_example_for_ones_own_engine_runs():
-    [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_examples_for_ones_own_engine_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    drafting, keeping = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names = {}
-    exec(example, names)
-    assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6]
+    exec(drafting, names)
+    assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6, 7, 5]
+    exec(keeping, names)
+    assert (tmp_path / "corpus.ssd").exists()
 
 
 def test_the_perplexities_are_those_of_the_card():
