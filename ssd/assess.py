@@ -14,7 +14,6 @@ from ssd.odds import (
     GLOBAL,
     LEVELS,
     LOCAL,
-    LOGIT,
     MIXED,
     NO_CELL,
     PAIR_INPUT,
@@ -143,13 +142,13 @@ def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped
 
 
 @inline
-def _mix(candidate, chances, kind, counted, levels, cells, weights, before, depth):  # type: ignore[no-untyped-def]
+def _mix(candidate, chances, kind, counted, levels, logits, weights, before, depth):  # type: ignore[no-untyped-def]
     """A candidate's odds: the weighed sum of its inputs' logits, corrected by what such sums came to."""
     value = np.float32(0.0)
     for index in range(TOKEN_INPUT):
         cell = candidate[CELLS + index]
         if cell != NO_CELL:
-            value += weights[index] * cells[cell, LOGIT]
+            value += weights[index] * logits[cell]
     for source in range(SOURCES):
         blended = np.float32(0.0)
         if levels.longest[source] > 0:
@@ -158,19 +157,19 @@ def _mix(candidate, chances, kind, counted, levels, cells, weights, before, dept
         value += weights[BLEND_INPUT + source] * blended
     cell = token_cell(counted.tokens[kind], quick_chance(value))
     candidate[CELLS + TOKEN_INPUT] = cell
-    value += weights[TOKEN_INPUT] * cells[cell, LOGIT]
+    value += weights[TOKEN_INPUT] * logits[cell]
     cell = pair_cell(before, counted.tokens[kind], quick_chance(value))
     candidate[CELLS + PAIR_INPUT] = cell
-    value += weights[PAIR_INPUT] * cells[cell, LOGIT]
+    value += weights[PAIR_INPUT] * logits[cell]
     chances[MIXED] = quick_chance(value)
     sources = (1 if levels.longest[LOCAL] > 0 else 0) + (2 if levels.longest[GLOBAL] > 0 else 0)
     cell, part = final_cell(depth, sources, value)
     candidate[CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
-    chances[FINAL] = quick_chance((1.0 - part) * cells[cell, LOGIT] + part * cells[cell + 1, LOGIT])
+    chances[FINAL] = quick_chance((1.0 - part) * logits[cell] + part * logits[cell + 1])
 
 
 @outline
-def assess(node, candidates, chances, depth, before, evidence, counted, levels, kinds, cells, weights):  # type: ignore[no-untyped-def]
+def assess(node, candidates, chances, depth, before, evidence, counted, levels, kinds, logits, weights):  # type: ignore[no-untyped-def]
     """Write the odds of the first `kinds` tokens after a node, with all that they rest on.
 
     before: the token at the node. Returns the sum of the odds, at least 1.
@@ -186,6 +185,6 @@ def assess(node, candidates, chances, depth, before, evidence, counted, levels, 
         for row in range(ROWS):
             candidate[CANDIDATE_MASKS + row] = counted.masks[kind, row]
         _look_up(kind, node, counted, levels, candidate)
-        _mix(candidate, chances[kind], kind, counted, levels, cells, weights[weight_set], before, depth)
+        _mix(candidate, chances[kind], kind, counted, levels, logits, weights[weight_set], before, depth)
         total += chances[kind, FINAL]
     return max(np.float32(1.0), total)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.evidence import SAMPLES
 from ssd.jit import inline, lowest_bit, outline, peek
 from ssd.odds import GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.ring import SEPARATOR
@@ -16,6 +15,7 @@ CONSIDERED = 24
 """Tokens that are counted at a node before the best are kept."""
 DROPPED_MISSES = 5
 """A pointer is dropped after more misses than this."""
+MASK_BITS = 32
 OWN_FIRST = (LOCAL, GLOBAL)
 """Where tokens are equally good, those of the request itself are better: 0.3 %."""
 OLDEST = np.int64(1 << 62)
@@ -89,7 +89,7 @@ def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # t
     """Count what the samples in `mask` go on with; returns how many different tokens there are now."""
     alive, ended, youngest, newest = 0, 0, OLDEST, SEPARATOR
     sampled = evidence.counts[piece, level]
-    if sampled < SAMPLES:
+    if sampled < MASK_BITS:
         mask &= (np.uint32(1) << np.uint32(sampled)) - np.uint32(1)
     while mask != 0:
         index = lowest_bit(mask)

@@ -26,7 +26,7 @@ from ssd.stats import AGES, LENGTHS, ODDS_BINS, POSITIONS, Counters, Stats
 LOCAL_TIERS = 2
 
 # Where each part begins.
-TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 10, 16, 22, 30, 36, 39
+TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 11, 17, 23, 31, 37, 40
 
 
 class Tables(NamedTuple):
@@ -120,11 +120,12 @@ def open_tables(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_model(frame):  # type: ignore[no-untyped-def]
-    """cells, weights and pace of the odds."""
+    """cells, logits, weights and pace of the odds."""
     return (
-        _floats(frame[MODEL], (CELL_COUNT, 3)),
-        _floats(frame[MODEL + 1], (WEIGHT_SETS, INPUTS)),
-        _doubles(frame[MODEL + 2], (2,)),
+        _floats(frame[MODEL], (CELL_COUNT, 2)),
+        _floats(frame[MODEL + 1], (CELL_COUNT,)),
+        _floats(frame[MODEL + 2], (WEIGHT_SETS, INPUTS)),
+        _doubles(frame[MODEL + 3], (2,)),
     )
 
 

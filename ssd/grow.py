@@ -168,11 +168,12 @@ def _open_children(growing, waiting, opened, room, node, kinds, total, limits): 
 
 
 @outline
-def grow(growing, evidence, counted, levels, waiting, pointers, own, shared, text, size, depth, limits, cells, weights):  # type: ignore[no-untyped-def]
+def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, logits, weights):  # type: ignore[no-untyped-def]
     """Grow a draft from a root whose evidence is gathered; returns how many nodes it has, the root included.
 
-    text, size: the sequence's own; a path is written behind it. depth: most tokens that are matched.
+    scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own; a path is written behind it. depth: most tokens that are matched.
     """
+    counted, levels, waiting = scratch
     opened, piece, node, count = 0, SOURCES, 0, 1
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
@@ -181,7 +182,7 @@ def grow(growing, evidence, counted, levels, waiting, pointers, own, shared, tex
         growing.nodes[node, CANDIDATES] = kinds
         total = assess(
             growing.nodes[node], growing.candidates[node], growing.chances[node], at, peek(text, size + at - 1),
-            evidence, counted, levels, kinds, cells, weights,
+            evidence, counted, levels, kinds, logits, weights,
         )  # fmt: skip
         if count > limits.tokens:
             return count

@@ -10,7 +10,6 @@ from ssd.odds import (
     BLENDS,
     FINAL_SEEN_CAP,
     LEARNING_RATE,
-    LOGIT,
     MIXED,
     NO_CELL,
     PRICE_RATE,
@@ -28,15 +27,15 @@ NOWHERE = -1
 
 
 @inline
-def learn_candidate(candidate, chances, happened, cells, weights):  # type: ignore[no-untyped-def]
+def learn_candidate(candidate, chances, happened, cells, logits, weights):  # type: ignore[no-untyped-def]
     """One lesson: whether a candidate is what the target produced, 1.0 or 0.0."""
     step = np.float32(LEARNING_RATE) * (happened - chances[MIXED])
     for index in range(TABLE_INPUTS):
         cell = candidate[CELLS + index]
         if cell != NO_CELL:
-            weights[index] += step * cells[cell, LOGIT]
-            learn_cell(cells, cell, happened, TOKEN_SEEN_CAP if index >= TOKEN_INPUT else SEEN_CAP)
-    learn_cell(cells, candidate[CELLS + TABLE_INPUTS], happened, FINAL_SEEN_CAP)
+            weights[index] += step * logits[cell]
+            learn_cell(cells, logits, cell, happened, TOKEN_SEEN_CAP if index >= TOKEN_INPUT else SEEN_CAP)
+    learn_cell(cells, logits, candidate[CELLS + TABLE_INPUTS], happened, FINAL_SEEN_CAP)
     for source in range(SOURCES):
         weights[BLEND_INPUT + source] += step * chances[BLENDS + source]
 
@@ -51,7 +50,7 @@ def _child_of(nodes, count, node, token):  # type: ignore[no-untyped-def]
 
 
 @outline
-def learn(growing, count, tokens, first, end, cells, weights, accepted):  # type: ignore[no-untyped-def]
+def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):  # type: ignore[no-untyped-def]
     """Learn at every node of a draft of `count` nodes that `tokens[first:end]`, the target's, lead through.
 
     accepted, uint8 [count]: set for those nodes.
@@ -64,7 +63,7 @@ def learn(growing, count, tokens, first, end, cells, weights, accepted):  # type
             candidate = growing.candidates[node, kind]
             happened = np.float32(1.0) if np.uint32(candidate[0]) == token else np.float32(0.0)
             weight_set = weights[growing.nodes[node, WEIGHT_SET]]
-            learn_candidate(candidate, growing.chances[node, kind], happened, cells, weight_set)
+            learn_candidate(candidate, growing.chances[node, kind], happened, cells, logits, weight_set)
         node = _child_of(growing.nodes, count, node, token)
         if node == NOWHERE:
             return

@@ -15,9 +15,9 @@ import math
 import numpy as np
 from numba import types
 
-from ssd.jit import FloatRows, inline, kernel
+from ssd.jit import FloatRows, FloatsOut, inline, kernel
 
-SOURCES, LEVELS = 2, 3
+SOURCES, LEVELS = 2, 2
 ROWS = SOURCES * LEVELS
 GLOBAL, LOCAL = 0, 1
 """As in `ssd.draft.Source`."""
@@ -54,8 +54,8 @@ CHANCE_COLUMNS = FINAL + 1
 SET_LENGTHS = 5
 WEIGHT_SETS = SET_LENGTHS * SET_LENGTHS
 
-# Columns of cells.
-CHANCE, LOGIT, SEEN = range(3)
+# Columns of cells; their logits, which drafts read, lie apart so that more of them fit into a CPU's cache.
+CHANCE, SEEN = range(2)
 
 SEEN_CAP, TOKEN_SEEN_CAP, FINAL_SEEN_CAP = 250.0, 60.0, 500.0
 """A cell follows at least the last so many lessons; both found on recorded traffic, as everything here."""
@@ -186,12 +186,12 @@ def final_cell(depth, matched, value):  # type: ignore[no-untyped-def]
 
 
 @inline
-def learn_cell(cells, cell, happened, cap):  # type: ignore[no-untyped-def]
+def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-def]
     """Move a cell towards what happened, by less the more it has seen."""
     seen = cells[cell, SEEN] + 1.0
     chance = cells[cell, CHANCE] + (happened - cells[cell, CHANCE]) / seen
     cells[cell, CHANCE] = chance
-    cells[cell, LOGIT] = logit(chance)
+    logits[cell] = logit(chance)
     cells[cell, SEEN] = min(seen, cap)
 
 
@@ -220,9 +220,9 @@ def _pointer_prior(index):  # type: ignore[no-untyped-def]
     return right if index % 2 == 1 else 1.0 - right
 
 
-@kernel(FloatRows, returns=types.void)
-def fill_prior(cells):  # type: ignore[no-untyped-def]
-    """Write what all cells begin with, float32 [CELL_COUNT, 3]."""
+@kernel(FloatRows, FloatsOut, returns=types.void)
+def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
+    """Write what all cells begin with, float32 [CELL_COUNT, 2], and their logits, float32 [CELL_COUNT]."""
     for index in range(CELL_COUNT):
         if index < POINTER_CELLS:
             chance = _match_prior(index)
@@ -233,7 +233,7 @@ def fill_prior(cells):  # type: ignore[no-untyped-def]
         else:
             chance = chance_of((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
         cells[index, CHANCE] = chance
-        cells[index, LOGIT] = logit(chance)
+        logits[index] = logit(chance)
         cells[index, SEEN] = START_SEEN if index < FINAL_CELLS else FINAL_START
 
 
@@ -241,16 +241,17 @@ class Odds:
     """The learned tables of one namespace."""
 
     def __init__(self) -> None:
-        self.cells = np.zeros((CELL_COUNT, 3), np.float32)
-        fill_prior(self.cells)
+        self.cells = np.zeros((CELL_COUNT, 2), np.float32)
+        self.logits = np.zeros(CELL_COUNT, np.float32)
+        fill_prior(self.cells, self.logits)
         self.weights = np.tile(np.array(START_WEIGHTS, np.float32), (WEIGHT_SETS, 1))
         self.pace = np.array([START_TOKENS_PER_COST, 1.0])
         """Running means of tokens a step, and of what a step costs; float64 [2]."""
 
-        self.arrays = (self.cells, self.weights, self.pace)
+        self.arrays = (self.cells, self.logits, self.weights, self.pace)
         """As kernels take them."""
 
     @property
     def nbytes(self) -> int:
         """Memory of all tables."""
-        return self.cells.nbytes + self.weights.nbytes + self.pace.nbytes
+        return sum(array.nbytes for array in self.arrays)

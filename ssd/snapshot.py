@@ -146,7 +146,8 @@ def _rows(state: State) -> np.ndarray:
 
 
 def _named(odds: Odds) -> dict[str, np.ndarray]:
-    return {"odds.cells": odds.cells, "odds.weights": odds.weights, "odds.pace": odds.pace}
+    names = ("cells", "logits", "weights", "pace")
+    return {f"odds.{name}": array for name, array in zip(names, odds.arrays, strict=True)}
 
 
 class _UnsoundError(Exception):
@@ -197,13 +198,13 @@ def _checked_odds(sections: Mapping[str, np.ndarray], layout: int) -> list[np.nd
         return None
     for name, own in fresh.items():
         _require(sections[name].size == own.size and sections[name].dtype == own.dtype, "tables of another size")
-    cells, weights, pace = (sections[name].reshape(own.shape) for name, own in fresh.items())
-    chances, logits, seen = cells.T
+    cells, logits, weights, pace = (sections[name].reshape(own.shape) for name, own in fresh.items())
+    chances, seen = cells.T
     _require(((chances >= 0) & (chances <= 1)).all(), "odds that are no chances")
     _require((np.abs(logits) <= MOST_LOGIT).all() and (seen >= 0).all(), "odds out of range")
     _require(np.isfinite(seen).all() and (np.abs(weights) <= MOST_WEIGHT).all(), "weights out of range")
     _require(np.isfinite(pace).all() and (pace > 0).all(), "a pace that cannot be")
-    return [cells, weights, pace]
+    return [cells, logits, weights, pace]
 
 
 def _stats(sections: Mapping[str, np.ndarray], notes: list[str]) -> Stats:

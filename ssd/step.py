@@ -139,7 +139,7 @@ def plant(growing):  # type: ignore[no-untyped-def]
 @inline
 def take_note(tables, model, counters, rows, tokens, offsets, verified, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
     """Learn from what each sequence committed, count it, and append it to its text."""
-    cells, weights, pace = model
+    cells, logits, weights, pace = model
     for index in range(len(rows)):
         row = rows[index]
         sequence = tables.state[row]
@@ -147,7 +147,7 @@ def take_note(tables, model, counters, rows, tokens, offsets, verified, ring, co
         if end > first:
             growing = Growing(tables.nodes[row], tables.odds[row], tables.candidates[row], tables.chances[row])
             if sequence[NODES] > 0:
-                learn(growing, sequence[NODES], tokens, first, end, cells, weights, on_path)
+                learn(growing, sequence[NODES], tokens, first, end, cells, logits, weights, on_path)
                 keep_pace(pace, cost, np.int64(verified[index]), end - first)
             record(counters, growing, on_path, np.int64(verified[index]), end - first)
         for position in range(first, end):
@@ -202,18 +202,13 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
     if problem != DONE:
         return problem, at
     model = open_model(frame)
-    cells, weights, pace = model
+    _, logits, weights, pace = model
     own = open_own(frame)
     ring = RingView(view[4], view[5], view[6], view[7])
     take_note(tables, model, open_counters(frame), rows, tokens, offsets, verified, ring, cost, depth, own.on_path)
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = place_all(state, rows, limits, tiers, depth)
-    evidence, counted, levels, waiting = (
-        open_evidence(frame),
-        open_counted(frame),
-        open_levels(frame),
-        open_waiting(frame),
-    )
+    evidence, scratch = open_evidence(frame), (open_counted(frame), open_levels(frame), open_waiting(frame))
     price = np.float32(cost * pace[0] / pace[1])
     newest = (ring.head - 1) % ring.slots
     at = 0
@@ -237,9 +232,7 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
         count = grow(
             growing,
             evidence,
-            counted,
-            levels,
-            waiting,
+            scratch,
             own.pointers,
             local,
             shared,
@@ -247,7 +240,7 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
             size,
             depth,
             limits_here,
-            cells,
+            logits,
             weights,
         )
         sequence[NODES] = count
