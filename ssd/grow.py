@@ -171,7 +171,8 @@ def _open_children(growing, waiting, opened, room, node, kinds, total, limits): 
 def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, logits, weights):  # type: ignore[no-untyped-def]
     """Grow a draft from a root whose evidence is gathered; returns how many nodes it has, the root included.
 
-    scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own; a path is written behind it. depth: most tokens that are matched.
+    scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own; a path is written behind it.
+    depth: most tokens that are matched.
     """
     counted, levels, waiting = scratch
     opened, piece, node, count = 0, SOURCES, 0, 1

@@ -62,7 +62,7 @@ SEEN_CAP, TOKEN_SEEN_CAP, FINAL_SEEN_CAP = 250.0, 60.0, 500.0
 LEARNING_RATE = 0.005
 START_WEIGHTS = (0.2,) * (SOURCES * LEVELS) + (0.1,) * 4 + (0.4,) * SOURCES
 START_SEEN = 0.5
-FINAL_START = 60.0
+FINAL_START = 40.0
 
 # Prices: the running means behind them, and how fast they follow.
 PRICE_RATE = 0.001
