@@ -9,7 +9,7 @@ import numpy as np
 from ssd.jit import inline, lowest_bit, outline, peek
 from ssd.odds import GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.ring import SEPARATOR
-from ssd.sequences import EVIDENCE, KEPT, MASKS, MISSES
+from ssd.sequences import EVIDENCE, MASKS, MISSES
 
 CONSIDERED = 24
 """Tokens that are counted at a node before the best are kept."""
@@ -147,8 +147,8 @@ def _swap(counted, one, other):  # type: ignore[no-untyped-def]
 
 
 @outline
-def keep_best(counted, kinds, least):  # type: ignore[no-untyped-def]
-    """Move the KEPT most promising tokens with a score of at least `least` to the front; returns how many there are."""
+def keep_best(counted, kinds, least, most):  # type: ignore[no-untyped-def]
+    """Move the `most` most promising tokens with a score of at least `least` to the front; returns how many."""
     kept = 0
     for kind in range(kinds):
         counted.scores[kind] = _score(counted, kind)
@@ -156,13 +156,13 @@ def keep_best(counted, kinds, least):  # type: ignore[no-untyped-def]
             if kind != kept:
                 _swap(counted, kept, kind)
             kept += 1
-    if kept <= KEPT:
+    if kept <= most:
         return kept
-    for place in range(KEPT):
+    for place in range(most):
         best = place
         for kind in range(place + 1, kept):
             if counted.scores[kind] > counted.scores[best]:
                 best = kind
         if best != place:
             _swap(counted, place, best)
-    return KEPT
+    return most

@@ -20,6 +20,8 @@ from ssd.sequences import (
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,
+    KEPT,
+    KEPT_FOR_PATH,
     LENGTH,
     MASKS,
     MISSES,
@@ -175,11 +177,12 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     depth: most tokens that are matched.
     """
     counted, levels, waiting = scratch
-    opened, piece, node, count = 0, SOURCES, 0, 1
+    most = KEPT if limits.is_tree else KEPT_FOR_PATH
+    opened, piece, node, count, written = 0, SOURCES, 0, 1, 0
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         kinds = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
-        kinds = keep_best(counted, kinds, PROMISING * limits.price / growing.odds[node, PATH_ODDS])
+        kinds = keep_best(counted, kinds, PROMISING * limits.price / growing.odds[node, PATH_ODDS], most)
         growing.nodes[node, CANDIDATES] = kinds
         total = assess(
             growing.nodes[node], growing.candidates[node], growing.chances[node], at, peek(text, size + at - 1),
@@ -200,7 +203,11 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         for place in range(opened):
             waiting.parents[place], waiting.kinds[place] = waiting.parents[place + 1], waiting.kinds[place + 1]
             waiting.odds[place] = waiting.odds[place + 1]
-        write_path(growing.nodes, node, text, size)
+        if parent == written:
+            poke(text, size + growing.nodes[parent, DEPTH], np.uint32(growing.nodes[node, TOKEN]))
+        else:
+            write_path(growing.nodes, node, text, size)
+        written = node
         count += 1
         if count <= limits.tokens and growing.odds[node, PATH_ODDS] >= RENEWED * limits.price:
             piece = renew(growing.nodes[node], piece, evidence, own, shared, text, size, depth)

@@ -24,7 +24,7 @@ GLOBAL, LOCAL = 0, 1
 
 LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
 RUN_BUCKETS, MISS_BUCKETS = 11, 4
-TOKEN_BITS, PAIR_BITS = 14, 14
+TOKEN_BITS, PAIR_BITS, TOKEN_SHARES = 14, 14, 4
 """Tokens, and pairs of them, share cells by a hash of so many bits."""
 FINAL_BUCKETS, FINAL_DEPTHS, FINAL_SOURCES = 33, 4, 4
 
@@ -32,8 +32,8 @@ FINAL_BUCKETS, FINAL_DEPTHS, FINAL_SOURCES = 33, 4, 4
 MATCH_CELLS = 0
 POINTER_CELLS = MATCH_CELLS + SOURCES * LEVELS * LENGTH_BUCKETS * COUNT_BUCKETS * SHARE_BUCKETS * 2
 TOKEN_CELLS = POINTER_CELLS + SOURCES * RUN_BUCKETS * MISS_BUCKETS * 2
-PAIR_CELLS = TOKEN_CELLS + (SHARE_BUCKETS << TOKEN_BITS)
-FINAL_CELLS = PAIR_CELLS + (SHARE_BUCKETS << PAIR_BITS)
+PAIR_CELLS = TOKEN_CELLS + (TOKEN_SHARES << TOKEN_BITS)
+FINAL_CELLS = PAIR_CELLS + (TOKEN_SHARES << PAIR_BITS)
 CELL_COUNT = FINAL_CELLS + FINAL_DEPTHS * FINAL_SOURCES * FINAL_BUCKETS
 
 # Inputs of a mixture: cells of matches, pointers, the token and the pair of tokens, then the two blends.
@@ -161,20 +161,26 @@ def pointer_cell(source, run, misses, agrees):  # type: ignore[no-untyped-def]
 
 
 @inline
+def token_share(chance):  # type: ignore[no-untyped-def]
+    """Even parts of the chances."""
+    return min(TOKEN_SHARES - 1, int(chance * TOKEN_SHARES))
+
+
+@inline
 def token_cell(token, chance):  # type: ignore[no-untyped-def]
     """The cell of a token, given its chance without that cell."""
     hashed = ((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - TOKEN_BITS)
-    return TOKEN_CELLS + np.int64(hashed) * SHARE_BUCKETS + share_bucket(chance)
+    return TOKEN_CELLS + np.int64(hashed) * TOKEN_SHARES + token_share(chance)
 
 
 @inline
 def pair_cell(before, token, chance):  # type: ignore[no-untyped-def]
-    """The cell of a token, given its chance without that cell."""
+    """The cell of a token behind the token `before`, given its chance without that cell."""
     hashed = (
         (np.uint64(token) * np.uint64(2654435761) + np.uint64(before) * np.uint64(0x9E3779B1CD))
         * np.uint64(0x9E3779B97F4A7C15)
     ) >> np.uint64(64 - PAIR_BITS)
-    return PAIR_CELLS + np.int64(hashed) * SHARE_BUCKETS + share_bucket(chance)
+    return PAIR_CELLS + np.int64(hashed) * TOKEN_SHARES + token_share(chance)
 
 
 @inline
@@ -229,7 +235,7 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
         elif index < TOKEN_CELLS:
             chance = _pointer_prior(index - POINTER_CELLS)
         elif index < FINAL_CELLS:
-            chance = min(0.98, max(0.02, _part_of((index - TOKEN_CELLS) % SHARE_BUCKETS)))
+            chance = ((index - TOKEN_CELLS) % TOKEN_SHARES + 0.5) / TOKEN_SHARES
         else:
             chance = chance_of((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
         cells[index, CHANCE] = chance

@@ -35,8 +35,8 @@ ODDS, PATH_ODDS = range(2)
 FOUND_IN, FOUND_LENGTH, FOUND_AGE, CELLS = 1, 2, 3, 4
 CANDIDATE_MASKS = CELLS + INPUT_CELLS
 CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
-KEPT = 8
-"""Candidates of a node that odds are computed for."""
+KEPT, KEPT_FOR_PATH = 8, 4
+"""Candidates of a node that odds are computed for: a path takes one of them."""
 
 LEAST_ROWS = 16
 SPARE_TOKENS = 512
