@@ -17,10 +17,10 @@ import numpy as np
 from numba import types
 from pydivsufsort import divsufsort
 
-from ssd.config import DrafterConfig
+from ssd.config import DrafterConfig, check_cost
 from ssd.draft import NO_PATH, DraftBatch, Path, Progress, check_outcome
 from ssd.jit import Int, Tokens, TokensOut, inline, kernel
-from ssd.ring import SEPARATOR, check_tokens
+from ssd.ring import SEPARATOR, check_capacity, check_tokens
 from ssd.stats import Stats
 
 LONGEST_PATTERN = 10
@@ -38,6 +38,8 @@ class ArticleCorpus:
     """The maintainer rests at least this many times as long as it built."""
 
     def __init__(self, capacity: int) -> None:
+        """Raises ValueError for a capacity that no corpus can have."""
+        check_capacity(capacity)
         self._capacity = capacity
         self._requests: deque[np.ndarray] = deque()
         self._size = 0
@@ -144,6 +146,7 @@ class ArticleDrafter:
     def draft(self, progress: Progress) -> DraftBatch:
         """Take note of what was committed and draft what may follow. Raises ValueError as `Progress.check` does."""
         progress.check(self.offered())
+        check_cost(self.config.cost if progress.cost is None else progress.cost)
         offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
         verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
         paths = []

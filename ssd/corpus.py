@@ -106,13 +106,21 @@ class Corpus:
         """A request begins to run behind the tokens `lead`, uint32; returns its number while it runs."""
         owner = next(self._owners)
         self._running += 1
-        self._news.append(lambda live: live.start(owner, lead))
+        own_lead = lead.copy()
+        self._news.append(lambda live: live.start(owner, own_lead))
         return owner
 
     def extend(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Running requests produced tokens: `owners[i]`, int64, `tokens[offsets[i]:offsets[i + 1]]`, uint32."""
-        self._news.append(lambda live: live.extend_all(owners, tokens, offsets))
+        # Copies: the maintainer reads them later, when the caller may have written into its arrays again.
+        own_owners, own_tokens, own_offsets = owners.copy(), tokens.copy(), offsets.copy()
+        self._news.append(lambda live: live.extend_all(own_owners, own_tokens, own_offsets))
         self._wake.set()
+
+    def skip(self, owner: int, lead: np.ndarray) -> None:
+        """A running request produced tokens that were not told; `lead`, uint32: the last of them."""
+        own_lead = lead.copy()
+        self._news.append(lambda live: live.skip(owner, own_lead))
 
     def end(self, owner: int) -> None:
         """A running request has ended."""

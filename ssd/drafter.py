@@ -64,6 +64,7 @@ class SuffixDrafter:
         if self._owns_corpus:
             self.corpus.maintain(self.config.refresh_interval_s)
         self._is_tree = self.config.shape == "tree"
+        self._is_telling = False
         self._sequences = Sequences(self.config.max_draft)
         self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
         self._state = self._sequences.state
@@ -102,8 +103,7 @@ class SuffixDrafter:
         """
         rows = self._rows_of(progress.sequence_ids.tolist())
         drafts, size = self._step(rows, progress)
-        if self.corpus.watches_running and len(progress.tokens):
-            self.corpus.extend(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
+        self._tell(rows, progress)
         tokens, parents, odds, source, offsets = drafts
         return DraftBatch(tokens[:size], parents[:size], odds[:size], source[:size], offsets)
 
@@ -178,6 +178,20 @@ class SuffixDrafter:
         for session in [session for session, idle in self._idle.items() if is_ended(idle)]:
             del self._idle[session]
 
+    def _tell(self, rows: np.ndarray, progress: Progress) -> None:
+        """Let others draft what was committed, if there are others."""
+        if not self.corpus.watches_running:
+            self._is_telling = False
+            return
+        if not self._is_telling:
+            self._is_telling = True
+            committed = dict(zip(rows.tolist(), np.diff(progress.offsets.astype(np.int64)).tolist(), strict=True))
+            for running in self._running.values():
+                tokens = self._sequences.local(running.row).tokens
+                told = tokens[: len(tokens) - committed.get(running.row, 0)]
+                self.corpus.skip(int(self._sequences.state[running.row, OWNER]), told[-self.config.match_depth :])
+        self.corpus.extend(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
+
     def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
         running = self._running
         try:
@@ -209,19 +223,8 @@ class SuffixDrafter:
             progress.accepted,
             progress.max_draft,
         )
-        # Held until the kernel has returned: it keeps what the addresses point to.
-        view = self.corpus.view
         while True:
-            outcome, number = step(
-                self._frame.addresses,
-                view.frame,
-                batch,
-                drafts,
-                cost,
-                config.match_depth,
-                config.max_draft,
-                self._is_tree,
-            )
+            outcome, number = self._run(batch, drafts, cost)
             if outcome == DONE:
                 return drafts, number
             if outcome == BAD_TOKEN:
@@ -230,6 +233,20 @@ class SuffixDrafter:
                 self._refuse_outcome(progress, number)
             assert outcome == LACKS_ROOM
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
+
+    def _run(self, batch: tuple[np.ndarray, ...], drafts: Drafted, cost: float) -> tuple[int, int]:
+        """Call the kernel, on a view that is held for no longer: not by an error that a caller keeps, either."""
+        config, view = self.config, self.corpus.view
+        return step(
+            self._frame.addresses,
+            view.frame,
+            batch,
+            drafts,
+            cost,
+            config.match_depth,
+            config.max_draft,
+            self._is_tree,
+        )
 
     def _refuse_outcome(self, progress: Progress, index: int) -> None:
         sequence_id = int(progress.sequence_ids[index])

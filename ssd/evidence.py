@@ -118,7 +118,9 @@ def gather_placed(evidence, piece, source, context, end):  # type: ignore[no-unt
         if total < GROWTH * before:
             continue
         count = sample(source, total, evidence.addresses[piece, level], evidence.ages[piece, level])
-        if count == 0:
+        # Less what is the sequence's own.
+        total = total * count // min(total, SAMPLES)
+        if count == 0 or total < GROWTH * before:
             continue
         evidence.counts[piece, level] = count
         evidence.lengths[piece, level] = length

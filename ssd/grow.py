@@ -11,6 +11,7 @@ from ssd.candidates import count_continuations, keep_best
 from ssd.evidence import gather
 from ssd.jit import inline, outline, peek, poke
 from ssd.odds import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
+from ssd.ring import SEPARATOR
 from ssd.sequences import (
     AGE,
     CANDIDATE_MASKS,
@@ -20,6 +21,7 @@ from ssd.sequences import (
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,
+    GONE,
     KEPT,
     KEPT_FOR_PATH,
     LENGTH,
@@ -107,9 +109,14 @@ def add_child(growing, parent, child, kind, odds, pointers):  # type: ignore[no-
         node[MASKS + row] = candidate[CANDIDATE_MASKS + row]
     for source in range(SOURCES):
         node[EVIDENCE + source] = nodes[parent, EVIDENCE + source]
-        right = pointers[source] != 0 and peek(pointers[source], depth) == token
-        node[RUNS + source] = nodes[parent, RUNS + source] + 1 if right else 0
-        node[MISSES + source] = nodes[parent, MISSES + source] + (0 if right else 1)
+        node[MISSES + source] = GONE
+        # A pointer that is gone, or comes to the end of its request, leads nowhere.
+        if pointers[source] == 0 or nodes[parent, MISSES + source] >= GONE:
+            continue
+        said = peek(pointers[source], depth)
+        if said != SEPARATOR:
+            node[RUNS + source] = nodes[parent, RUNS + source] + 1 if said == token else 0
+            node[MISSES + source] = nodes[parent, MISSES + source] + (0 if said == token else 1)
 
 
 @inline

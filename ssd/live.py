@@ -50,7 +50,13 @@ class LiveTier:
 
     def start(self, owner: int, lead: np.ndarray) -> None:
         """A request begins; `lead`, uint32: the last tokens of its prompt."""
-        self._growing[owner] = Growing(lead)
+        self._growing[owner] = Growing(lead[-self._depth :])
+
+    def skip(self, owner: int, lead: np.ndarray) -> None:
+        """A request has produced what was not told; `lead`, uint32: the last tokens of that."""
+        growing = self._growing.get(owner)
+        if growing is not None:
+            growing.lead, growing.end = lead[-self._depth :], 0
 
     def extend(self, owner: int, tokens: np.ndarray) -> None:
         """A request produced tokens, uint32 [n]. What finds no room is left out."""
@@ -63,6 +69,8 @@ class LiveTier:
             first = growing.end if self._text.array[growing.end - 1] != SEPARATOR else growing.end + 1
             self._new.append(np.arange(first, growing.end + len(part), dtype=np.uint32))
             growing.end += len(part)
+            if growing.end % BLOCK == 0:
+                growing.lead = self._text.array[growing.end - self._depth : growing.end].copy()
             tokens = tokens[len(part) :]
 
     def extend_all(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
@@ -122,12 +130,12 @@ class LiveTier:
     def _open_block(self, owner: int, growing: Growing) -> bool:
         if not self._free:
             return False
-        if growing.blocks:
-            growing.lead = self._text.array[growing.end - self._depth : growing.end].copy()
         block = self._free.pop()
         start = block * BLOCK
         text = self._text.array[start : start + BLOCK]
         text[:] = SEPARATOR
+        # Whoever reads on from the end of this block must not find an unused one.
+        self._text.array[start + BLOCK] = SEPARATOR
         text[1 : 1 + len(growing.lead)] = growing.lead
         self.owners[block] = owner
         growing.blocks.append(block)

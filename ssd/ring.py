@@ -30,6 +30,12 @@ def check_tokens(tokens: np.ndarray) -> None:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
 
 
+def check_capacity(capacity: int) -> None:
+    """Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
+    if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
+        raise ValueError(f"a corpus holds {MIN_CAPACITY:,} to {MAX_CAPACITY:,} tokens, not {capacity:,}")
+
+
 class Ring:
     """`capacity` slots of tokens, separators included, of which those from `oldest` up to `head` are remembered.
 
@@ -38,8 +44,7 @@ class Ring:
 
     def __init__(self, capacity: int) -> None:
         """Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
-        if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
-            raise ValueError(f"a corpus holds {MIN_CAPACITY:,} to {MAX_CAPACITY:,} tokens, not {capacity:,}")
+        check_capacity(capacity)
         self.capacity = capacity
         self.head = 0
         """The next position to be written."""

@@ -19,6 +19,8 @@ POINTERS = 9
 """Three columns for each source: a position, or NO_POINTER; the tokens that it got right in a row; its misses."""
 STATE_COLUMNS = POINTERS + 6
 NO_POINTER = -1
+GONE = 99
+"""Misses of a pointer that is not there."""
 
 # Columns of nodes, int32.
 TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)

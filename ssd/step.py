@@ -30,6 +30,7 @@ from ssd.sequences import (
     EVIDENCE,
     FRESH,
     FRESH_SIZE,
+    GONE,
     MASKS,
     MISSES,
     NODES,
@@ -47,9 +48,6 @@ from ssd.sequences import (
     TEXT,
     TOKEN,
 )
-
-GONE = 99
-"""Misses of a pointer that is not there."""
 
 DONE, LACKS_ROOM, BAD_OUTCOME, BAD_TOKEN = range(4)
 """What came of a step; all but DONE had no effect."""

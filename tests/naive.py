@@ -2,71 +2,93 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 SEPARATOR = 0xFFFF_FFFF
 
 
-def ring_text(requests: Sequence[Sequence[int]], capacity: int) -> list[int]:
-    """What a ring remembers after `requests`: the newest `capacity` tokens, a separator behind each request."""
-    text: list[int] = []
-    for request in requests:
-        if request:
-            text += [*request[-(capacity - 1) :], SEPARATOR]
-    return text[-capacity:]
+def joined(requests: Sequence[Sequence[int]]) -> list[int]:
+    """Requests in a row, a separator behind each that is not empty."""
+    return [token for request in requests if request for token in (*request, SEPARATOR)]
 
 
-def key(text: Sequence[int], position: int, depth: int | None = None) -> list[int]:
-    """The text before a position, read backwards, to a depth."""
-    return list(reversed(text[:position]))[:depth]
-
-
-def full_order(text: Sequence[int]) -> list[int]:
-    """Positions that have a key and a continuation, by their keys."""
-    usable = [position for position in range(1, len(text)) if text[position - 1] != SEPARATOR]
-    return sorted(usable, key=lambda position: key(text, position))
-
-
-def local_order(text: Sequence[int], depth: int) -> list[int]:
-    """Positions 1 to the last by their keys to a depth, equal ones by age."""
-    return sorted(range(1, len(text)), key=lambda position: (key(text, position, depth), position))
-
-
-def longest_match(text: Sequence[int], context: Sequence[int], depth: int) -> tuple[set[int], int]:
-    """Positions of `text` preceded by the longest possible run of the context's last tokens, and the run's length."""
-    for length in range(min(depth, len(context)), 0, -1):
-        run = list(context[len(context) - length :])
-        found = {position for position in range(length, len(text)) if list(text[position - length : position]) == run}
-        if found:
-            return found, length
-    return set(), 0
-
-
-def grow_path(
-    text: Sequence[int], positions: Sequence[int], match_length: int, limit: int, min_path_odds: float, goes_on: bool
-) -> tuple[list[int], list[float]]:
-    """The most frequent continuation, token by token, with its odds; of a text that goes on, into itself."""
+def key(text: Sequence[int], position: int, depth: int) -> list[int]:
+    """The text before a position, read backwards: to a depth, or up to and with the separator before its request."""
     tokens: list[int] = []
-    odds: list[float] = []
-    path_odds = 1.0
-    alive = list(positions)
-    while len(tokens) < limit:
-        known = [*text, *tokens] if goes_on else text
-        following = {p: known[p + len(tokens)] if p + len(tokens) < len(known) else SEPARATOR for p in alive}
-        votes = Counter(following.values())
-        newest = {token: max(p for p in alive if following[p] == token) for token in votes}
-        winner = max(votes, key=lambda token: (votes[token], newest[token]))
-        agreed = len(alive) > 1 and votes[winner] == len(alive)
-        matched = match_length + len(tokens)
-        token_odds = votes[winner] / len(alive) * matched / (matched + (1.0 if agreed else 2.5))
-        path_odds *= token_odds
-        if winner == SEPARATOR or path_odds < min_path_odds:
+    while len(tokens) < depth and SEPARATOR not in tokens:
+        before = position - 1 - len(tokens)
+        tokens.append(text[before] if before >= 0 else SEPARATOR)
+    return tokens
+
+
+def common_length(text: Sequence[int], position: int, other_text: Sequence[int], other: int, depth: int) -> int:
+    """How many tokens before two positions are the same, read backwards; no separator is the same as another."""
+    pairs = zip(key(text, position, depth), key(other_text, other, depth), strict=False)
+    length = 0
+    for one, another in pairs:
+        if one != another or one == SEPARATOR:
             break
-        tokens.append(winner)
-        odds.append(token_odds)
-        alive = [p for p in alive if following[p] == winner]
-    return tokens, odds
+        length += 1
+    return length
+
+
+def usable_positions(text: Sequence[int]) -> list[int]:
+    """Positions behind a token and before something: where a context can be matched and go on."""
+    return [position for position in range(1, len(text)) if text[position - 1] != SEPARATOR]
+
+
+def place_of(text: Sequence[int], order: Sequence[int], other_text: Sequence[int], other: int, depth: int) -> int:
+    """Where a position of another text belongs in a sorted order: behind all keys that are not greater."""
+    return bisect_right(order, key(other_text, other, depth), key=lambda position: key(text, position, depth))
+
+
+def merged(
+    order: Sequence[int], added: Sequence[int], places: Sequence[int], oldest: int, alive: int, slots: int
+) -> list[int]:
+    """`added` put into `order` at their places, without those outside the `alive` slots from `oldest` on."""
+    everything = [*order]
+    for place, position in reversed(list(zip(places, added, strict=True))):
+        everything.insert(place, position)
+    return [position for position in everything if (position - oldest) % slots < alive]
+
+
+def levels(
+    tiers: Sequence[tuple[Sequence[int], Iterable[int]]],
+    context: Sequence[int],
+    depth: int,
+    *,
+    rounds: int,
+    growth: int,
+    most: int,
+) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Matches of a context in several texts, longest first: (tokens matched, [(text, position)]).
+
+    tiers: a text each, and the positions of it that count. A shorter match is taken only if it has `growth` times the
+    occurrences of the one taken before it; `rounds` lengths are looked at, and `most` taken.
+    """
+    lengths = {
+        (tier, position): common_length(text, position, context, len(context), depth)
+        for tier, (text, positions) in enumerate(tiers)
+        for position in positions
+    }
+    taken: list[tuple[int, list[tuple[int, int]]]] = []
+    for length in sorted({*lengths.values()} - {0}, reverse=True)[:rounds]:
+        found = sorted(place for place, common in lengths.items() if common >= length)
+        if not taken or len(found) >= growth * len(taken[-1][1]):
+            taken.append((length, found))
+    return taken[:most]
+
+
+def transitions(texts: Iterable[Sequence[int]]) -> Mapping[int, set[int]]:
+    """Which tokens follow which, in any of the texts."""
+    following: dict[int, set[int]] = {}
+    for text in texts:
+        for token, successor in itertools.pairwise(text):
+            following.setdefault(int(token), set()).add(int(successor))
+    return following
 
 
 def article_draft(text: Sequence[int], context: Sequence[int], limit: int) -> tuple[list[int], int]:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ssd.draft import Drafter, Progress, offsets_of
+from ssd import DraftBatch, DrafterConfig, SuffixDrafter
+from ssd.corpus import Corpus
+from ssd.draft import ROOT, Drafter, Progress, offsets_of
 
 
-def progress_of(committed: Mapping[int, Sequence[int]], limit: int, verified: int = 0, accepted: int = 0) -> Progress:
+def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> SuffixDrafter:
+    """A drafter that has learned some requests, and learns of others when its corpus is told to refresh."""
+    config = DrafterConfig(**{"capacity": 100_000, **settings})
+    corpus = Corpus(config.capacity, config.match_depth)
+    for request in requests:
+        corpus.append(np.asarray(request, np.uint32))
+    corpus.refresh()
+    return SuffixDrafter(config, corpus=corpus)
+
+
+def progress_of(
+    committed: Mapping[int, Sequence[int]],
+    limit: int,
+    verified: int = 0,
+    accepted: int = 0,
+    cost: float | None = None,
+) -> Progress:
     """A step's progress: tokens committed by sequence id, the same counts and limit for each."""
     runs = [np.asarray(tokens, np.uint32) for tokens in committed.values()]
     return Progress(
@@ -19,7 +37,26 @@ def progress_of(committed: Mapping[int, Sequence[int]], limit: int, verified: in
         verified=np.full(len(runs), verified, np.uint32),
         accepted=np.full(len(runs), accepted, np.uint32),
         max_draft=np.full(len(runs), limit, np.uint32),
+        cost=cost,
     )
+
+
+def accepted_path(drafts: DraftBatch, index: int, output: Sequence[int]) -> list[int]:
+    """The draft tokens of a sequence that lead through what the target produces, by their place in its draft."""
+    own = slice(drafts.offsets[index], drafts.offsets[index + 1])
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(
+            zip(drafts.parents[own].tolist(), drafts.tokens[own].tolist(), strict=True)
+        )
+    }
+    path: list[int] = []
+    for token in output:
+        node = children.get((path[-1] if path else ROOT, int(token)))
+        if node is None:
+            break
+        path.append(node)
+    return path
 
 
 def replay_one(
@@ -36,11 +73,9 @@ def replay_one(
     done, steps, verified, accepted = 0, 0, 0, 0
     last = np.empty(0, np.uint32)
     while done < len(output):
-        drafts = drafter.draft(progress_of({sequence_id: last}, limit, verified, accepted))
-        draft = drafts.tokens_of(0)[: len(output) - done - 1]
-        verified, accepted = len(draft), 0
-        while accepted < verified and draft[accepted] == output[done + accepted]:
-            accepted += 1
+        drafts = drafter.draft(progress_of({sequence_id: last}, min(limit, len(output) - done - 1), verified, accepted))
+        verified = len(drafts.tokens)
+        accepted = len(accepted_path(drafts, 0, output[done:]))
         last = output[done : done + accepted + 1]
         done += len(last)
         steps += 1

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 LARGEST = 0xFFFF_FFFE
 
 ALPHABETS = st.sampled_from([(7,), (0, 1), (0, 1, 2), (3, 255, 256, 65_536, LARGEST), tuple(range(40))])
+
+
+def examples(number: int) -> settings:
+    """So many examples of a test that is slow, and in proportion more where the profile asks for more."""
+    profile = settings.get_profile("project").max_examples
+    return settings(max_examples=max(1, number * settings().max_examples // profile))
 
 
 def tokens(max_size: int = 60, min_size: int = 0) -> st.SearchStrategy[list[int]]:

@@ -5,7 +5,7 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from ssd import DrafterConfig, SuffixDrafter
-from tests.replay import progress_of, replay_one
+from tests.replay import accepted_path, progress_of, replay_one
 from tests.strategies import array
 
 
@@ -29,6 +29,32 @@ def test_drafts_from_the_request_itself(drafter):
     assert drafts.offsets.tolist() == [0, 2, 2]
     drafts = drafter.draft(progress_of({2: [4, 9], 1: [3]}, limit=1))
     assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[4], [1]]
+
+
+def test_drafts_and_their_odds_are_the_same_for_both(drafter):
+    """Three requests at once; they have no token in common, so it does not matter when which is shown to which."""
+    rng = np.random.default_rng(0)
+    texts = {number: (1000 * number + rng.integers(0, 6, 120)).astype(np.uint32) for number in range(3)}
+    with SuffixDrafter(DrafterConfig(capacity=100_000)) as reference:
+        for one in (drafter, reference):
+            for number, text in texts.items():
+                one.start(number, text[:20])
+        committed, done = dict.fromkeys(texts, ()), dict.fromkeys(texts, 20)
+        outcomes = np.zeros((3, 2), np.uint32)
+        drafted = 0
+        for step in range(20):
+            progress = progress_of(committed, limit=6, cost=(None, 0.001, 0.1)[step % 3])
+            progress.verified[:], progress.accepted[:] = outcomes.T
+            drafts, expected = drafter.draft(progress), reference.draft(progress)
+            for name, values in vars(expected).items():
+                assert getattr(drafts, name).tolist() == values.tolist(), name
+            drafted += len(drafts.tokens)
+            for number, text in texts.items():
+                accepted = len(accepted_path(drafts, number, text[done[number] :]))
+                committed[number] = text[done[number] : done[number] + accepted + 1]
+                done[number] += len(committed[number])
+                outcomes[number] = len(drafts.tokens_of(number)), accepted
+        assert drafted > 60
 
 
 def test_steps_of_a_text_are_the_same_for_both(drafter):
@@ -62,6 +88,9 @@ def test_what_cannot_be_is_refused_and_costs_nothing(drafter):
     twice.sequence_ids[1] = 1
     with pytest.raises(ValueError, match="twice"):
         drafter.draft(twice)
+    for cost in (0.0, 1.01, float("nan")):
+        with pytest.raises(ValueError, match="above 0 to 1"):
+            drafter.draft(progress_of({1: []}, limit=1, cost=cost))
     with pytest.raises(ValueError, match="was offered 0 tokens; it cannot have verified 1"):
         drafter.draft(progress_of({1: [6]}, limit=1, verified=1, accepted=1))
     assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 5]

@@ -13,7 +13,7 @@ def test_the_examples_for_ones_own_engine_run(tmp_path, monkeypatch):
     drafting, keeping = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names = {}
     exec(drafting, names)
-    assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6, 7, 5]
+    assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6, 7, 5, 6]
     exec(keeping, names)
     assert (tmp_path / "corpus.ssd").exists()
 

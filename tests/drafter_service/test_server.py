@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
-from ssd.draft import DraftBatch
+from ssd.draft import ROOT, DraftBatch
 from ssd.errors import UserError
 from tests.replay import progress_of, replay_one
 from tests.servers import SERVE, served
@@ -171,11 +171,15 @@ def test_a_port_serves_like_a_socket():
         (["--listen", "unix:/nowhere/at/all.sock"], "no directory"),
         (["--listen", "unix:{file}"], "not a socket"),
         (["--listen", "unix:{new}" + "x" * 100], "too long for a Unix socket"),
-        (["--listen", "unix:{new}", "--capacity", "1"], "a ring holds"),
+        (["--listen", "unix:{new}", "--capacity", "1"], "a corpus holds"),
+        (["--listen", "unix:{new}", "--capacity", "1", "--policy", "article"], "a corpus holds"),
         (["--listen", "unix:{new}", "--capacity", "many"], "no number of tokens"),
         (["--listen", "unix:{new}", "--capacity", "inf"], "no number of tokens"),
         (["--listen", "unix:{new}", "--capacity", "5kk"], "no number of tokens"),
         (["--listen", "unix:{new}", "--refresh-interval", "inf"], "refresh_interval_s"),
+        (["--listen", "unix:{new}", "--cost", "0"], "--cost"),
+        (["--listen", "unix:{new}", "--cost", "nan"], "cost"),
+        (["--listen", "unix:{new}", "--shape", "bush"], "--shape"),
         ([], "Missing option '--listen'"),
     ],
 )
@@ -186,6 +190,26 @@ def test_bad_arguments_are_one_line_and_exit_2(tmp_path, arguments, message):
     assert code == 2
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_service_drafts_as_its_options_say(socket_address):
+    with served("--listen", socket_address, "--shape", "tree", "--cost", "0.0001", "--max-draft", "5"):
+        client = DrafterClient(socket_address, deadline_s=10)
+        client.start(1, array([1, 2, 3, 1, 2, 4, 1, 2]))
+        drafts = client.draft(progress_of({1: []}, limit=9))
+        assert len(drafts.tokens) == 5
+        assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
+        assert len(client.draft(progress_of({1: []}, limit=9, cost=1.0)).tokens) == 0
+        client.close()
+
+
+def test_the_plain_scheme_is_served_too(socket_address):
+    with served("--listen", socket_address, "--policy", "article", "--refresh-interval", "0.01"):
+        client = DrafterClient(socket_address, deadline_s=10)
+        replay_one(client, 0, TEXT[:50], TEXT[50:])
+        sequence_ids = iter(range(1, 10_000))
+        assert_eventually(lambda: replay_one(client, next(sequence_ids), TEXT[:50], TEXT[50:], learn=False) <= 20)
+        client.close()
 
 
 def test_help_is_quick_to_load():

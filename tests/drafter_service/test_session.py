@@ -4,12 +4,13 @@ from hypothesis import strategies as st
 from drafter_service.session import Session
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import batch_message, pack, read_drafts
+from ssd.build import new_corpus
 from ssd.config import DrafterConfig
-from ssd.drafter import SuffixDrafter, new_corpus
+from ssd.drafter import SuffixDrafter
 from tests.replay import progress_of
 from tests.strategies import array
 
-CONFIG = DrafterConfig(capacity=1000)
+CONFIG = DrafterConfig(capacity=10_000)
 INVALID_ARGUMENT = 3
 
 
@@ -29,8 +30,8 @@ def finish(sequence_id, *tokens, learn=True):
     return pb.Finish(sequence_id=sequence_id, tokens=pack(array(list(tokens)), "u4"), learn=learn)
 
 
-def batch(*sequence_ids):
-    return batch_message(progress_of({sequence_id: [] for sequence_id in sequence_ids}, limit=4))
+def batch(*sequence_ids, limit=2, cost=None):
+    return batch_message(progress_of(dict.fromkeys(sequence_ids, ()), limit, cost=cost))
 
 
 def test_a_step_is_answered_with_its_number_and_drafts():
@@ -38,6 +39,16 @@ def test_a_step_is_answered_with_its_number_and_drafts():
     reply = ask(session, step=7, starts=[start(1, 5, 6, 5)], batch=batch(1))
     assert reply.step == 7
     assert read_drafts(reply.drafts, 1).tokens.tolist() == [6, 5]
+
+
+def test_the_engines_cost_is_passed_on():
+    session = new_session()
+    ask(session, starts=[start(1, 1, 2, 3, 4, 5, 6, 1, 2)])
+    sizes = [
+        len(read_drafts(ask(session, batch=batch(1, limit=32, cost=cost)).drafts, 1).tokens)
+        for cost in (0.0001, None, CONFIG.cost, 0.4, 1.0)
+    ]
+    assert sizes[0] > sizes[1] == sizes[2] > sizes[3] >= sizes[4] == 0
 
 
 def refused(reply, message):
@@ -66,6 +77,8 @@ def test_refusals_name_the_field_and_have_no_effect():
     assert refused(ask(session, batch=claims), "batch.accepted[0] is 1, of 0 verified")
     ended = pb.Finish(sequence_id=1, verified=1)
     assert refused(ask(session, finishes=[ended]), "finishes[0].verified is 1; the sequence's last draft had 0 tokens")
+    for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
+        assert refused(ask(session, batch=batch(1, cost=cost)), f"batch.cost is {cost}")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
     assert refused(ask(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
     bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")

@@ -11,7 +11,7 @@ from tests.strategies import LARGEST
 runs = st.lists(st.lists(st.integers(0, LARGEST), max_size=5), max_size=5)
 
 
-def progress(committed):
+def progress(committed, cost=None):
     verified = np.arange(len(committed), dtype=np.uint32)
     return Progress(
         sequence_ids=np.arange(len(committed), dtype=np.uint64) + 2**63,
@@ -20,18 +20,22 @@ def progress(committed):
         verified=verified,
         accepted=verified // 2,
         max_draft=verified + 1,
+        cost=cost,
     )
 
 
 def assert_equal(left, right):
     for name, value in vars(left).items():
+        if not isinstance(value, np.ndarray):
+            assert getattr(right, name) == value, name
+            continue
         assert getattr(right, name).dtype == value.dtype, name
         assert getattr(right, name).tolist() == value.tolist(), name
 
 
-@given(runs)
-def test_progress_survives_the_wire(committed):
-    sent = progress(committed)
+@given(runs, st.none() | st.floats(0, 1, exclude_min=True))
+def test_progress_survives_the_wire(committed, cost):
+    sent = progress(committed, cost)
     assert_equal(sent, read_batch(pb.Batch.FromString(batch_message(sent).SerializeToString())))
 
 
@@ -64,6 +68,11 @@ MALFORMED = {
     "offsets from 1": (changed(offsets=u4(1, 2, 3)), "batch.offsets must rise"),
     "offsets beyond the tokens": (changed(offsets=u4(0, 2, 9)), "batch.offsets must rise"),
     "no offsets": (changed(offsets=b""), "batch.offsets has 0 elements"),
+    "tokens that cost nothing": (changed(cost=0.0), "batch.cost is 0.0; it is a part of a step, above 0 to 1"),
+    "tokens that cost less than nothing": (changed(cost=-0.1), "batch.cost is -0.1"),
+    "tokens that cost more than a step": (changed(cost=1.01), "batch.cost is 1.01"),
+    "a cost that is no number": (changed(cost=float("nan")), "batch.cost is nan"),
+    "an endless cost": (changed(cost=float("inf")), "batch.cost is inf"),
     "too many limits": (changed(max_draft=u4(1, 2, 3)), "batch.max_draft has 3 elements, not 2"),
 }
 

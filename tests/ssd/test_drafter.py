@@ -1,9 +1,13 @@
+"""The face of the package: what callers may rely on."""
+
 import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.draft import ROOT, Source
-from tests.replay import progress_of, replay_one
+from ssd.sequences import LEAST_ROWS
+from tests import naive
+from tests.replay import drafter_of, progress_of, replay_one
 from tests.strategies import array
 
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
@@ -11,13 +15,17 @@ TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
 
 @pytest.fixture
 def drafter():
-    with SuffixDrafter(DrafterConfig(capacity=10_000, refresh_interval_s=1000)) as drafter:
+    with drafter_of() as drafter:
         yield drafter
 
 
-@pytest.mark.parametrize("policy", ["suffix", "article"])
-def test_a_repeated_request_takes_far_fewer_steps(policy):
-    with SuffixDrafter(DrafterConfig(capacity=10_000, policy=policy, refresh_interval_s=1000)) as drafter:
+def draft(drafter, sequence_id, tokens=(), limit=8, **outcome):
+    return drafter.draft(progress_of({sequence_id: tokens}, limit, **outcome)).tokens.tolist()
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_a_repeated_request_takes_far_fewer_steps(shape):
+    with drafter_of(shape=shape) as drafter:
         first = replay_one(drafter, 1, TEXT[:50], TEXT[50:])
         drafter.corpus.refresh()
         second = replay_one(drafter, 2, TEXT[:50], TEXT[50:])
@@ -43,87 +51,266 @@ def test_the_longer_match_wins(drafter):
     assert drafts.source.tolist() == [Source.CORPUS]
 
 
-def test_a_batch_keeps_its_order(drafter):
+def test_a_batch_keeps_its_order_and_each_sequence_its_limit(drafter):
     drafter.start(1, array([1, 2, 1]))
     drafter.start(2, array([8]))
     drafter.start(3, array([5, 6, 5]))
-    drafts = drafter.draft(progress_of({3: [], 2: [], 1: []}, limit=1))
-    assert [drafts.tokens_of(index).tolist() for index in range(3)] == [[6], [], [2]]
+    drafter.start(4, array([7, 4, 7]))
+    progress = progress_of({3: [], 2: [], 1: [], 4: []}, limit=1)
+    progress.max_draft[:] = [2, 5, 1, 0]
+    drafts = drafter.draft(progress)
+    assert [drafts.tokens_of(index).tolist() for index in range(4)] == [[6, 5], [], [2], []]
 
 
-def test_what_was_not_to_be_learned_is_not_drafted(drafter):
-    drafter.start(1, array([1, 2, 3]))
-    drafter.finish(1, array([4, 5]), learn=False)
+def test_a_batch_of_many_sequences_drafts_for_each_its_own(drafter):
+    many = range(200)
+    assert len(many) > 10 * LEAST_ROWS
+    prompts = {number: [1000 + number, 2000 + number] * 3 for number in many}
+    for number, prompt in prompts.items():
+        drafter.start(number, array(prompt))
+        if number == LEAST_ROWS - 1:
+            before = [draft(drafter, number, limit=4) for number in range(LEAST_ROWS)]
+    drafts = drafter.draft(progress_of(dict.fromkeys(many, ()), limit=4))
+    assert [drafts.tokens_of(number).tolist() for number in many] == [prompts[number][:4] for number in many]
+    # What was offered before the tables grew was taken note of.
+    assert before == [prompts[number][:4] for number in range(LEAST_ROWS)]
+    progress = progress_of({number: prompts[number][:3] for number in many}, limit=2, verified=4, accepted=3)
+    drafts = drafter.draft(progress)
+    assert [drafts.tokens_of(number).tolist() for number in many] == [
+        [prompts[number][1], prompts[number][0]] for number in many
+    ]
+    assert drafter.stats.accepted == 3 * len(many)
+    for number in many:
+        drafter.finish(number, array([]))
+    assert drafter.offered() == {}
     drafter.corpus.refresh()
-    assert drafter.corpus.tokens == 0
+    assert drafter.corpus.tokens == len(many) * (6 + 3 + 1)
 
 
-def test_only_the_end_of_a_prompt_is_remembered():
-    config = DrafterConfig(capacity=1000, learned_prompt_tokens=2, refresh_interval_s=1000)
-    with SuffixDrafter(config) as drafter:
-        drafter.start(1, array([1, 2, 3, 4]))
-        drafter.finish(1, array([5, 6]))
-        drafter.corpus.refresh()
-        assert drafter.corpus.view.text.tolist()[:-1] == [3, 4, 5, 6]
+def test_what_was_offered_is_known_after_the_tables_grew(drafter):
+    drafter.start(0, array([1, 2, 1, 2]))
+    assert draft(drafter, 0, limit=3) == [1, 2, 1]
+    for number in range(1, 3 * LEAST_ROWS):
+        drafter.start(number, array([5]))
+    assert drafter.offered()[0] == 3
+    draft(drafter, 0, [1, 2, 3], verified=3, accepted=2)
+    assert (drafter.stats.verified, drafter.stats.accepted) == (3, 2)
 
 
-def test_drafts_respect_both_limits():
-    config = DrafterConfig(capacity=1000, max_draft=3, min_path_odds=0.0, refresh_interval_s=1000)
-    with SuffixDrafter(config) as drafter:
-        drafter.start(1, array([1, 2, 3, 4, 5, 6, 1, 2]))
-        assert len(drafter.draft(progress_of({1: []}, limit=9)).tokens) == 3
-        assert len(drafter.draft(progress_of({1: []}, limit=2)).tokens) == 2
-        assert len(drafter.draft(progress_of({1: []}, limit=0)).tokens) == 0
+def test_rows_of_ended_sequences_are_used_again(drafter):
+    for number in range(10 * LEAST_ROWS):
+        drafter.start(number, array([1, number + 10]))
+        assert draft(drafter, number) == []
+        drafter.finish(number, array([]), learn=False)
+    assert drafter.memory_bytes() < drafter_of().memory_bytes() * 2
 
 
-def test_the_same_requests_give_the_same_drafts():
-    def run():
-        drafts = []
-        with SuffixDrafter(DrafterConfig(capacity=500, refresh_interval_s=1000)) as drafter:
-            rng = np.random.default_rng(1)
-            for sequence_id in range(30):
-                drafter.start(sequence_id, rng.integers(0, 5, 20).astype(np.uint32))
-                drafts.append(drafter.draft(progress_of({sequence_id: []}, limit=8)).tokens.tolist())
-                drafter.finish(sequence_id, rng.integers(0, 5, 20).astype(np.uint32))
-                drafter.corpus.refresh()
-        return drafts
-
-    assert run() == run()
-
-
-def test_counters_add_up(drafter):
-    steps = replay_one(drafter, 1, TEXT[:50], TEXT[50:])
+def test_an_empty_prompt_is_a_beginning_like_any_other(drafter):
+    drafter.start(1, array([]))
+    assert draft(drafter, 1) == []
+    assert draft(drafter, 1, [4, 5, 4], limit=4) == [5, 4, 5, 4]
+    drafter.finish(1, array([5]))
     drafter.corpus.refresh()
-    steps += replay_one(drafter, 2, TEXT[:50], TEXT[50:])
-    stats = drafter.stats
-    assert stats.steps == steps
-    assert stats.committed == 2 * len(TEXT[50:])
-    assert stats.committed == stats.accepted + stats.steps  # each step adds one token to what it accepts
-    assert stats.accepted <= stats.verified
-    assert sum(stats.verified_at) == stats.verified
-    assert sum(stats.accepted_at) == stats.accepted
-    assert sum(tally.drafts for tally in stats.by_match_length.values()) == stats.hits
-    assert stats.by_source[Source.CORPUS].accepted > 200
-    assert stats.summary()["tokens_per_step"] > 1
+    drafter.start(2, array([]))
+    assert draft(drafter, 2, [4, 5], limit=2) == [4, 5]
 
 
 def test_an_empty_batch_is_no_error(drafter):
     assert len(drafter.draft(progress_of({}, limit=4))) == 0
 
 
+def test_what_is_finished_is_draftable_after_a_refresh(drafter):
+    drafter.start(1, array([1, 2, 3]))
+    drafter.draft(progress_of({1: [4, 5]}, limit=0))
+    drafter.finish(1, array([6, 7]))
+    drafter.start(2, array([2, 3]))
+    assert draft(drafter, 2) == []
+    drafter.corpus.refresh()
+    assert draft(drafter, 2) == [4, 5, 6, 7]
+
+
+def test_what_was_not_to_be_learned_is_not_drafted(drafter):
+    drafter.start(1, array([1, 2, 3]))
+    drafter.draft(progress_of({1: [4]}, limit=0))
+    drafter.finish(1, array([5, 6]), learn=False)
+    drafter.corpus.refresh()
+    assert drafter.corpus.tokens == 0
+    drafter.start(2, array([2, 3]))
+    assert draft(drafter, 2) == []
+
+
+def test_only_the_end_of_a_prompt_is_remembered():
+    with drafter_of(learned_prompt_tokens=2) as drafter:
+        drafter.start(1, array([1, 2, 3, 4]))
+        drafter.finish(1, array([5, 6]))
+        drafter.corpus.refresh()
+        assert drafter.corpus.tokens == len([3, 4, 5, 6, naive.SEPARATOR])
+        drafter.start(2, array([1]))
+        assert draft(drafter, 2) == []
+        assert draft(drafter, 2, [2, 3]) == [4, 5, 6]
+
+
+def test_drafts_respect_both_limits():
+    with drafter_of(max_draft=3) as drafter:
+        drafter.start(1, array([1, 2, 3, 4, 5, 6, 1, 2]))
+        for limit, size in ((9, 3), (2, 2), (0, 0), (0xFFFF_FFFF, 3)):
+            assert len(draft(drafter, 1, limit=limit)) == size
+
+
+def test_a_cost_may_be_said_with_each_step(drafter):
+    drafter.start(1, array([1, 2, 3, 4, 5, 6, 1, 2]))
+    configured = draft(drafter, 1, limit=32)
+    assert len(draft(drafter, 1, limit=32, cost=0.0001)) > len(configured)
+    assert draft(drafter, 1, limit=32, cost=0.02) == configured
+    assert draft(drafter, 1, limit=32, cost=1.0) == []
+    assert draft(drafter, 1, limit=32) == configured
+
+
+# Sessions
+
+
+def test_the_next_turn_of_a_session_drafts_as_if_it_were_new(drafter):
+    drafter.start(1, TEXT[:100], session="chat")
+    drafter.draft(progress_of({1: TEXT[100:120]}, limit=4))
+    drafter.finish(1, TEXT[120:130], learn=False)
+    # The turn repeats all of that, then the text begins anew.
+    prompt = np.concatenate((TEXT[:130], TEXT[:20]))
+    drafter.start(2, prompt, session="chat")
+    drafter.start(3, prompt)
+    assert draft(drafter, 2, limit=5) == draft(drafter, 3, limit=5) == TEXT[20:25].tolist()
+
+
+def test_a_turn_that_changes_the_past_drafts_nothing_of_it(drafter):
+    drafter.start(1, array([1, 2, 3, 4, 5, 6]), session="chat")
+    drafter.finish(1, array([7, 8]), learn=False)
+    drafter.start(2, array([1, 2, 9, 4]), session="chat")
+    assert draft(drafter, 2) == []
+    assert draft(drafter, 2, [2], limit=5) == [9, 4, 2, 9, 4]
+
+
+def test_sessions_share_nothing_with_others_and_nothing_while_they_run(drafter):
+    drafter.start(1, array([1, 2, 3]), session="one")
+    drafter.start(2, array([1, 2]), session="one")
+    drafter.start(3, array([1, 2]), session="two")
+    drafter.start(4, array([1, 2]))
+    assert [draft(drafter, number) for number in (2, 3, 4)] == [[], [], []]
+    for number in (1, 2, 3, 4):
+        drafter.finish(number, array([]), learn=False)
+    drafter.start(5, array([1]), session="two")
+    assert draft(drafter, 5) == []
+
+
+def test_as_many_idle_sessions_are_kept_as_configured():
+    with drafter_of(idle_sessions=2) as drafter:
+        without = drafter.memory_bytes()
+        held = []
+        for session in range(4):
+            drafter.start(session, TEXT, session=session)
+            drafter.finish(session, array([]), learn=False)
+            held.append(drafter.memory_bytes() - without)
+        assert 0 < held[0] < held[1] == held[2] == held[3]
+    with drafter_of(idle_sessions=0) as drafter:
+        without = drafter.memory_bytes()
+        drafter.start(1, TEXT, session="chat")
+        drafter.finish(1, array([]), learn=False)
+        assert drafter.memory_bytes() == without
+
+
+# What cannot be
+
+
+def test_ids_in_use_and_unknown_ones_are_refused(drafter):
+    drafter.start(1, array([1]))
+    with pytest.raises(ValueError, match="sequence 1 was started before and not finished"):
+        drafter.start(1, array([1]))
+    with pytest.raises(ValueError, match="sequence 8 was not started"):
+        drafter.draft(progress_of({8: []}, limit=1))
+    with pytest.raises(ValueError, match="sequence 8 was not started"):
+        drafter.finish(8, array([]))
+    drafter.finish(1, array([]))
+    with pytest.raises(ValueError, match="sequence 1 was not started"):
+        drafter.finish(1, array([]))
+
+
+def test_reserved_tokens_are_refused_wherever_they_come(drafter):
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        drafter.start(1, array([naive.SEPARATOR]))
+    drafter.start(1, array([5, 6, 5]))
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        drafter.draft(progress_of({1: [naive.SEPARATOR]}, limit=1))
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        drafter.finish(1, array([naive.SEPARATOR]))
+    assert draft(drafter, 1, limit=1) == [6]
+
+
+def test_a_finish_that_cannot_be_ends_nothing(drafter):
+    drafter.start(1, array([5, 6, 5]))
+    assert draft(drafter, 1, limit=2) == [6, 5]
+    with pytest.raises(ValueError, match="was offered 2 tokens; it cannot have verified 1 and accepted 2"):
+        drafter.finish(1, array([6, 5, 1]), verified=1, accepted=2)
+    assert drafter.stats.steps == 0
+    drafter.finish(1, array([6, 5, 1]), verified=2, accepted=2)
+    assert (drafter.stats.steps, drafter.stats.accepted) == (1, 2)
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_the_last_step_of_a_sequence_counts(drafter, learn):
+    drafter.start(1, array([5, 6, 5]))
+    assert draft(drafter, 1, limit=2) == [6, 5]
+    drafter.finish(1, array([6, 5, 8]), verified=2, accepted=2, learn=learn)
+    stats = drafter.stats
+    assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (1, 3, 2, 2)
+
+
+def test_a_drafter_of_its_own_learns_in_the_background():
+    with SuffixDrafter(DrafterConfig(capacity=10_000)) as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafter.finish(1, array([4, 5]))
+        drafter.corpus.refresh()
+        drafter.start(2, array([2, 3]))
+        assert draft(drafter, 2) == [4, 5]
+    drafter.close()
+
+
+def test_memory_is_accounted_for(drafter):
+    empty = drafter.memory_bytes()
+    drafter.start(1, np.arange(100_000, dtype=np.uint32))
+    running = drafter.memory_bytes()
+    assert running - empty >= 8 * 100_000
+    drafter.finish(1, array([1]), learn=False)
+    assert drafter.memory_bytes() < running
+    replay_one(drafter, 2, TEXT[:50], TEXT[50:])
+    drafter.corpus.refresh()
+    assert drafter.memory_bytes() >= empty + 8 * 250
+
+
 @pytest.mark.parametrize(
     "setting",
     [
         {"max_draft": 0},
-        {"samples": 0},
+        {"max_draft": 65},
         {"match_depth": 0},
+        {"match_depth": 65},
         {"learned_prompt_tokens": -1},
-        {"min_path_odds": 1.5},
+        {"idle_sessions": -1},
+        {"cost": 0.0},
+        {"cost": 1.5},
+        {"cost": float("nan")},
         {"refresh_interval_s": 0},
         {"refresh_interval_s": float("inf")},
+        {"refresh_interval_s": float("nan")},
         {"policy": "best"},
+        {"shape": "bush"},
     ],
+    ids=lambda setting: "{}={}".format(*next(iter(setting.items()))),
 )
 def test_settings_out_of_range_are_named(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         DrafterConfig(**setting)
+
+
+def test_the_largest_settings_work():
+    text = np.tile(TEXT, 2)
+    with drafter_of([TEXT], max_draft=64, match_depth=64, cost=1e-12) as drafter:
+        drafter.start(1, text[:400])
+        assert draft(drafter, 1, limit=64) == text[400:464].tolist()

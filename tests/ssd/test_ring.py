@@ -3,44 +3,93 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.ring import SEPARATOR, Ring
-from tests import naive
-from tests.strategies import LARGEST, array, requests
+from ssd import ring as ring_module
+from ssd.ring import PAD, SEPARATOR, Ring, check_tokens
+from tests.addresses import uint32_at
+from tests.strategies import LARGEST, array, examples
+
+CAPACITY = 300
 
 
-@given(requests(), st.integers(2, 30))
-def test_ring_holds_the_newest_tokens(written, capacity):
-    ring = Ring(capacity)
-    for request in written:
-        ring.append(array(request))
-    expected = naive.ring_text(written, capacity)
-    assert ring.text().tolist() == expected
-    assert len(ring) == len(expected)
+@pytest.fixture(autouse=True, scope="module")
+def small_rings():
+    """Rings of a few hundred slots, so that few tokens go round."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_module, "MIN_CAPACITY", 2 * PAD)
+        yield
 
 
-def test_text_is_a_copy():
-    ring = Ring(4)
-    ring.append(array([1, 2]))
-    before = ring.text()
-    ring.append(array([3, 4]))
-    assert before.tolist() == [1, 2, SEPARATOR]
+def with_pads(ring):
+    """All that a kernel may read: PAD slots before slot 0, the slots, and PAD slots behind."""
+    return uint32_at(ring.address - 4 * PAD, PAD + ring.capacity + PAD).tolist()
 
 
-def test_largest_id_is_kept_and_the_separator_refused():
-    ring = Ring(8)
-    ring.append(array([LARGEST]))
+@given(st.lists(st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)), max_size=12))
+@examples(100)
+def test_each_end_repeats_the_other_whatever_was_written(steps):
+    ring = Ring(CAPACITY)
+    written = []
+    for size, forgotten in steps:
+        ring.oldest = min(ring.head, ring.oldest + forgotten)
+        size = min(size, ring.free)
+        tokens = np.arange(len(written) + 1, len(written) + 1 + size, dtype=np.uint32)
+        ring.write(tokens)
+        written += tokens.tolist()
+        assert ring.head == len(written)
+        assert len(ring) == ring.head - ring.oldest
+        assert ring.free == CAPACITY - len(ring)
+        slots = [SEPARATOR] * CAPACITY
+        for position, token in enumerate(written):
+            slots[position % CAPACITY] = token
+        everything = with_pads(ring)
+        shown = everything[PAD:-PAD]
+        # Slots that were not written yet hold nothing that anybody reads, except for the last ones.
+        assert shown[: len(written)] == slots[: len(written)]
+        assert shown[-PAD:] == slots[-PAD:]
+        assert everything[:PAD] == shown[-PAD:]
+        assert not written or everything[-PAD:] == shown[:PAD]
+        assert ring.read(ring.oldest, ring.head).tolist() == written[ring.oldest :]
+
+
+@given(st.integers(0, 3 * CAPACITY), st.integers(0, CAPACITY))
+@examples(100)
+def test_what_is_changed_in_place_is_changed_in_the_pads_too(position, size):
+    ring = Ring(CAPACITY)
+    for _ in range(4):
+        ring.write(np.full(CAPACITY - 1, 5, np.uint32))
+        ring.oldest = ring.head
+    ring.fill(position, np.full(size, 9, np.uint32))
+    changed = {(position + index) % CAPACITY for index in range(size)}
+    everything = with_pads(ring)
+    shown = everything[PAD:-PAD]
+    assert [token == 9 for token in shown] == [slot in changed for slot in range(CAPACITY)]
+    assert everything[:PAD] == shown[-PAD:]
+    assert everything[-PAD:] == shown[:PAD]
+
+
+def test_what_stands_before_the_first_request_is_a_separator():
+    ring = Ring(CAPACITY)
+    assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
+    ring.write(array([1, 2, 3]))
+    assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
+
+
+def test_what_was_read_is_a_copy():
+    ring = Ring(CAPACITY)
+    ring.write(array([1, 2]))
+    before = ring.read(0, 2)
+    ring.fill(0, array([3, 4]))
+    assert before.tolist() == [1, 2]
+
+
+def test_the_largest_id_is_allowed_and_the_separators_is_not():
+    check_tokens(array([]))
+    check_tokens(array([0, LARGEST]))
     with pytest.raises(ValueError, match=r"4,294,967,294"):
-        ring.append(array([1, int(SEPARATOR)]))
-    assert ring.text().tolist() == [LARGEST, SEPARATOR]
+        check_tokens(array([1, int(SEPARATOR)]))
 
 
-@pytest.mark.parametrize("capacity", [-1, 0, 1, 1 << 29])
+@pytest.mark.parametrize("capacity", [-1, 0, 2 * PAD - 1, 1 << 32])
 def test_impossible_capacities_are_refused(capacity):
-    with pytest.raises(ValueError, match="a ring holds"):
+    with pytest.raises(ValueError, match="a corpus holds"):
         Ring(capacity)
-
-
-def test_appending_nothing_changes_nothing():
-    ring = Ring(4)
-    ring.append(np.empty(0, np.uint32))
-    assert ring.appended == 0

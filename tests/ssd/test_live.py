@@ -1,0 +1,240 @@
+"""What running requests produce is draftable by others, while they run."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.live import BLOCK, LiveTier
+from tests import naive
+from tests.addresses import uint32_at
+from tests.replay import drafter_of, progress_of
+from tests.strategies import ALPHABETS, array, examples
+
+DEPTH = 8
+
+
+def evidence_in(tier):
+    """What a tier says comes after which keys: all of its positions as (key, token), and whether they are sorted."""
+    order = tier.tier.order.positions.tolist()
+    text = uint32_at(tier.address, max(order, default=0) + 1).tolist()
+    keys = [naive.key(text, position, DEPTH) for position in order]
+    assert keys == sorted(keys)
+    return Counter((tuple(key), text[position]) for key, position in zip(keys, order, strict=True))
+
+
+def evidence_of(lead, produced):
+    """The same of what a request produced behind its lead."""
+    text = [naive.SEPARATOR, *lead, *produced]
+    return Counter(
+        (tuple(naive.key(text, position, DEPTH)), text[position])
+        for position in range(1 + len(lead), len(text))
+        if text[position - 1] != naive.SEPARATOR
+    )
+
+
+def histories():
+    """What happens to requests, in order: they start behind a lead, produce, end; and merges."""
+
+    def over(alphabet):
+        runs = lambda size: st.lists(st.sampled_from(alphabet), max_size=size)  # noqa: E731
+        owners = st.integers(0, 5)
+        return st.lists(
+            st.one_of(
+                st.tuples(st.just("start"), owners, runs(2 * DEPTH)),
+                st.tuples(st.just("extend"), owners, runs(12)),
+                st.tuples(
+                    st.just("extend"), owners, st.integers(200, 2 * BLOCK).map(lambda size: [alphabet[0]] * size)
+                ),
+                st.tuples(st.just("finish"), owners, st.none()),
+                st.tuples(st.just("merge"), st.none(), st.none()),
+            ),
+            max_size=40,
+        )
+
+    return ALPHABETS.flatmap(over)
+
+
+def lived(history, blocks):
+    """Live through a history; yields the tier and what runs, by owner (lead, produced), after each merge."""
+    tier, running, number_of, numbers = LiveTier(blocks, DEPTH), {}, {}, iter(range(1000))
+    for event, owner, tokens in [*history, ("merge", None, None)]:
+        if event == "start" and owner not in running:
+            number_of[owner] = next(numbers)
+            running[owner] = (tokens, [])
+            tier.start(number_of[owner], array(tokens))
+        elif event == "extend" and owner in running:
+            running[owner][1].extend(tokens)
+            tier.extend(number_of[owner], array(tokens))
+        elif event == "finish" and owner in running:
+            del running[owner]
+            tier.finish(number_of[owner])
+        elif event == "merge":
+            tier.merge()
+            yield tier, running
+
+
+@given(histories())
+@examples(80)
+def test_what_runs_is_evidence_and_nothing_else_is(history):
+    for tier, running in lived(history, blocks=200):
+        assert evidence_in(tier) == sum((evidence_of(*own) for own in running.values()), Counter())
+
+
+@given(histories(), st.integers(2, 6))
+@examples(80)
+def test_what_finds_no_room_is_left_out_and_nothing_is_made_up(history, blocks):
+    for tier, running in lived(history, blocks):
+        assert evidence_in(tier) <= sum((evidence_of(*own) for own in running.values()), Counter())
+
+
+def test_a_block_is_written_again_only_when_no_order_that_is_read_has_it():
+    tier = LiveTier(blocks=3, depth=DEPTH)
+    tier.start(1, array([1, 2]))
+    tier.extend(1, array([3, 4]))
+    tier.merge()
+    read = evidence_in(tier)
+    tier.start(2, array([5]))
+    tier.start(3, array([6]))
+    tier.extend(2, array([7]))
+    tier.finish(1)
+    tier.extend(3, array([8]))  # no block is free
+    assert evidence_in(tier) == read
+    tier.merge()
+    # The order before this one may still be read; it has the block of the first.
+    tier.start(4, array([9]))
+    tier.extend(4, array([10]))
+    assert uint32_at(tier.address + 4 * BLOCK, 5).tolist() == [naive.SEPARATOR, 1, 2, 3, 4]
+    assert evidence_in(tier) == evidence_of([5], [7])
+    tier.extend(2, array([11]))
+    tier.merge()
+    tier.start(5, array([12]))
+    tier.extend(5, array([13]))
+    tier.merge()
+    assert evidence_in(tier) == evidence_of([5], [7, 11]) + evidence_of([12], [13])
+
+
+def draft(drafter, sequence_id, tokens=(), limit=8):
+    return drafter.draft(progress_of({sequence_id: tokens}, limit, cost=0.001)).tokens.tolist()
+
+
+def test_others_draft_what_a_request_produces_before_it_ends():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafter.start(2, array([3]))
+        assert draft(drafter, 1, [4, 5, 6]) == []
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6]
+        draft(drafter, 1, [7])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2, [4, 5]) == [6, 7]
+
+
+def test_drafters_that_share_a_corpus_draft_from_each_other():
+    with drafter_of() as one:
+        another = type(one)(one.config, corpus=one.corpus)
+        one.start(1, array([1, 2, 3]))
+        another.start(1, array([2, 3]))
+        draft(one, 1, [4, 5])
+        one.corpus.refresh()
+        assert draft(another, 1) == [4, 5]
+        another.close()
+
+
+def test_what_came_before_others_ran_is_no_gap_in_what_they_draft():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        draft(drafter, 1, [4, 5, 6])
+        drafter.start(2, array([2, 3]))
+        draft(drafter, 1, [7, 8])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2)[:1] in ([], [4])
+
+
+@pytest.mark.parametrize("size", [BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 10])
+def test_a_long_output_is_draftable_from_end_to_end_and_no_further(size):
+    output = np.arange(1000, 1000 + size)
+    with drafter_of() as drafter:
+        drafter.start(1, array([500]))
+        drafter.start(2, array([501]))
+        for part in np.array_split(output, 7):
+            draft(drafter, 1, part, limit=0)
+        drafter.corpus.refresh()
+        for at in range(1, size + 1):
+            drafter.start(3, array(output[max(0, at - 3) : at]))
+            drafts = draft(drafter, 3)
+            assert drafts == output[at : at + len(drafts)].tolist()
+            assert drafts or at == size
+            drafter.finish(3, array([]), learn=False)
+
+
+def test_what_has_ended_and_is_not_remembered_is_gone():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafter.start(2, array([2, 3]))
+        draft(drafter, 1, [4, 5, 6])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6]
+        drafter.finish(1, array([]), learn=False)
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == []
+
+
+def test_a_drafter_that_is_closed_leaves_nothing_running():
+    with drafter_of() as drafter:
+        another = type(drafter)(drafter.config, corpus=drafter.corpus)
+        another.start(1, array([1, 2, 3]))
+        drafter.start(2, array([2, 3]))
+        draft(another, 1, [4, 5, 6])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6]
+        another.close()
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.sampled_from(["path", "tree"]))
+@examples(40)
+def test_a_request_is_no_evidence_for_itself_in_the_live_tier(output, shape):
+    def drafts(is_refreshed):
+        with drafter_of([[0, 1, 2, 0, 0]], shape=shape) as drafter:
+            drafter.start(1, array([2, 1, 0]))
+            drafter.start(2, array([100]))
+            drafter.draft(progress_of({1: output}, limit=0))
+            if is_refreshed:
+                drafter.corpus.refresh()
+            drafts = drafter.draft(progress_of({1: []}, limit=16, cost=0.001))
+            return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.odds.tolist()]
+
+    assert drafts(is_refreshed=True) == drafts(is_refreshed=False)
+
+
+@pytest.mark.parametrize("lead", [DEPTH, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 44, 5 * BLOCK])
+def test_as_much_of_a_prompt_as_is_remembered_may_lead(lead):
+    prompt = np.arange(1000, 3000, dtype=np.uint32)
+    with drafter_of(learned_prompt_tokens=lead) as drafter:
+        for sequence_id in (1, 2, 3):
+            drafter.start(sequence_id, prompt + np.uint32(10_000 * sequence_id))
+        drafter.start(4, array([1]))
+        for step in range(2):
+            for sequence_id in (1, 2, 3):
+                draft(drafter, sequence_id, [100 * sequence_id + 2 * step, 100 * sequence_id + 2 * step + 1])
+            drafter.corpus.refresh()
+        for sequence_id in (1, 2, 3):
+            context = prompt[-3:] + 10_000 * sequence_id
+            assert draft(drafter, 4, context, limit=20) == [100 * sequence_id + token for token in range(4)]
+
+
+def test_what_a_step_was_told_of_is_its_own():
+    """The caller may write into its arrays again, whenever the maintainer comes to read what they said."""
+    with drafter_of() as drafter:
+        prompt = array([1, 2, 3])
+        drafter.start(1, prompt)
+        drafter.start(2, array([9]))
+        progress = progress_of({1: [4, 5, 6]}, limit=0)
+        drafter.draft(progress)
+        prompt[:], progress.tokens[:], progress.offsets[:] = 77, 88, 0
+        drafter.corpus.refresh()
+        assert draft(drafter, 2, [2, 3]) == [4, 5, 6]

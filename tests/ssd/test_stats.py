@@ -1,0 +1,93 @@
+"""Counters of what was drafted and of what became of it."""
+
+import numpy as np
+import pytest
+
+from ssd.draft import Source
+from ssd.stats import ACCEPTED, COUNT, KEPT_COUNT, ODDS_BINS, PROMISED, VERIFIED, Stats
+from tests.replay import drafter_of, progress_of, replay_one
+from tests.strategies import array
+
+TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
+
+
+def test_a_new_drafter_has_counted_nothing():
+    stats = Stats()
+    assert stats.steps == stats.committed == stats.hits == stats.verified == stats.accepted == 0
+    assert stats.calibration_error() == 0
+    assert set(stats.summary().values()) == {0}
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_counters_add_up(shape):
+    with drafter_of(shape=shape) as drafter:
+        steps = replay_one(drafter, 1, TEXT[:50], TEXT[50:])
+        drafter.corpus.refresh()
+        steps += replay_one(drafter, 2, TEXT[:50], TEXT[50:])
+        stats = drafter.stats
+        counters = stats.counters
+        assert stats.steps == steps
+        assert stats.committed == 2 * len(TEXT[50:])
+        assert stats.committed == stats.accepted + stats.steps  # each step adds one token to what it accepts
+        assert 200 < stats.accepted <= stats.verified
+        assert 0 < stats.hits <= stats.steps
+        for table in (counters.by_source, counters.by_length, counters.by_position, counters.by_age):
+            assert table[:, VERIFIED].sum() == stats.verified
+            assert table[:, ACCEPTED].sum() == stats.accepted
+            assert (table[:, ACCEPTED] <= table[:, VERIFIED]).all()
+        assert counters.by_source[Source.CORPUS, ACCEPTED] > 200
+        calibration = counters.calibration
+        assert calibration[:, COUNT].sum() == stats.verified
+        assert calibration[:, KEPT_COUNT].sum() == stats.accepted
+        # Each bin holds path odds of its own range.
+        used = np.flatnonzero(calibration[:, COUNT])
+        means = calibration[used, PROMISED] / calibration[used, COUNT]
+        assert (means * ODDS_BINS >= used - 1e-3).all()
+        assert (means * ODDS_BINS <= used + 1 + 1e-3).all()
+        summary = stats.summary()
+        assert summary["tokens_per_step"] == stats.committed / steps
+        assert summary["acceptance"] == stats.accepted / stats.verified
+
+
+def test_each_token_is_counted_by_where_it_was_found():
+    with drafter_of([[1, 2, 3, 4, 5, 6, 7, 8, 9]] * 3, cost=0.001) as drafter:
+        drafter.start(1, array([1, 2, 3, 4]))
+        drafts = drafter.draft(progress_of({1: []}, limit=3))
+        assert drafts.tokens.tolist() == [5, 6, 7]
+        # The target takes two of the three.
+        drafter.draft(progress_of({1: [5, 6, 0]}, limit=0, verified=3, accepted=2))
+        counters = drafter.stats.counters
+        assert counters.by_source[Source.CORPUS].tolist() == [3, 2]
+        assert counters.by_length[4:7].tolist() == [[1, 1], [1, 1], [1, 0]]
+        assert counters.by_position[:4].tolist() == [[1, 1], [1, 1], [1, 0], [0, 0]]
+        # Of 30 tokens, separators included, each lies 3 to 10 behind the newest: 2 to 4 bits.
+        assert counters.by_age[2:5].sum(axis=0).tolist() == [3, 2]
+        assert counters.calibration[:, PROMISED].sum() == pytest.approx(np.cumprod(drafts.odds).sum(), rel=1e-4)
+
+
+def test_what_the_target_did_not_verify_is_not_counted():
+    with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
+        drafter.start(1, array([1, 2]))
+        assert len(drafter.draft(progress_of({1: []}, limit=3)).tokens) == 3
+        drafter.draft(progress_of({1: [3]}, limit=3, verified=1, accepted=1))
+        assert (drafter.stats.verified, drafter.stats.accepted) == (1, 1)
+        drafter.draft(progress_of({1: [4, 5]}, limit=3, verified=0, accepted=0))
+        assert (drafter.stats.steps, drafter.stats.hits, drafter.stats.verified) == (2, 1, 1)
+        # Nothing committed is no step.
+        drafter.draft(progress_of({1: []}, limit=3))
+        assert drafter.stats.steps == 2
+
+
+def test_the_calibration_error_is_what_odds_are_off_on_average():
+    stats = Stats()
+    stats.counters.calibration[3] = (10, 1.75, 1)
+    stats.counters.calibration[18] = (30, 27.75, 30)
+    assert stats.calibration_error() == pytest.approx((0.75 + 2.25) / 40)
+
+
+def test_paths_of_other_drafters_are_counted_by_position():
+    stats = Stats()
+    stats.record_path(committed=3, verified=4, accepted=2)
+    stats.record_path(committed=1, verified=0, accepted=0)
+    assert (stats.steps, stats.committed, stats.hits, stats.verified, stats.accepted) == (2, 4, 1, 4, 2)
+    assert stats.counters.by_position[:5].tolist() == [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]
