@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from pydivsufsort import divsufsort
 
-from ssd.config import DrafterConfig, check_cost
+from ssd.config import DrafterConfig
 from ssd.draft import NO_PATH, DraftBatch, Path, Progress, check_outcome
 from ssd.jit import Int, Tokens, TokensOut, inline, kernel
 from ssd.ring import SEPARATOR, check_capacity, check_tokens
@@ -146,7 +146,6 @@ class ArticleDrafter:
     def draft(self, progress: Progress) -> DraftBatch:
         """Take note of what was committed and draft what may follow. Raises ValueError as `Progress.check` does."""
         progress.check(self.offered())
-        check_cost(self.config.cost if progress.cost is None else progress.cost)
         offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
         verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
         paths = []

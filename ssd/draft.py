@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ssd.config import check_cost
 from ssd.ring import check_tokens
 
 ROOT = -1
@@ -48,11 +49,14 @@ class Progress:
     """What verifying one more token costs now, as a part of a step, above 0 to 1; None: as configured."""
 
     def check(self, offered: Mapping[int, int]) -> None:
-        """Raises ValueError for a sequence that is not running, stands here twice, or verified what it was not offered.
+        """Raises ValueError for a sequence that is not running, stands here twice, or verified what it was not offered,
+        and for a cost that no token can have.
 
         `offered`: the tokens of the last draft of each running sequence.
         """
         check_tokens(self.tokens)
+        if self.cost is not None:
+            check_cost(self.cost)
         sequence_ids = self.sequence_ids.tolist()
         if len(set(sequence_ids)) != len(sequence_ids):
             raise ValueError("a sequence stands in a batch twice")

@@ -19,7 +19,7 @@ from ssd.match import TIER_TEXT
 from ssd.merge import Merge, add_sorted
 from ssd.order import keep_positions, sort_positions, usable_positions
 from ssd.requests import Forget, RequestLog, Text
-from ssd.ring import SEPARATOR, Ring
+from ssd.ring import SEPARATOR, Ring, check_capacity
 from ssd.tier import Order, Tier, empty_order
 from ssd.view import LIVE, View
 
@@ -76,6 +76,7 @@ class Index:
 
     def __init__(self, capacity: int, depth: int) -> None:
         """`depth`: most context tokens that are matched. Raises ValueError for a capacity that a ring cannot have."""
+        check_capacity(capacity)
         self.capacity, self.depth = capacity, depth
         self.gap = max(capacity // GAP_PART, LEAST_GAP)
         self.ring = Ring(capacity + self.gap)
