@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from ssd.errors import UserError
 PROBE_TIMEOUT_S = 1.0
 MAX_SOCKET_PATH_BYTES = 103
 """What every Unix allows, macOS the least."""
+OWNER_ONLY = 0o600
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,33 @@ class Address:
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls("unix:" + str(Path(text.removeprefix("unix:").removeprefix("//")).absolute()))
         host, colon, port = text.rpartition(":")
-        if colon and host and port.isdecimal() and int(port) < 1 << 16:
+        is_one_host = ":" not in host or (host.startswith("[") and host.endswith("]"))
+        if colon and host and is_one_host and port.isascii() and port.isdecimal() and int(port) < 1 << 16:
             return cls(text)
-        raise UserError(f"{text!r} is no address; give unix:/path/to/socket or host:port, such as 127.0.0.1:50051")
+        raise UserError(
+            f"{text!r} is no address; give unix:/path/to/socket or host:port, such as 127.0.0.1:50051 or [::1]:50051"
+        )
 
     @property
     def socket_path(self) -> Path | None:
         """The file of a Unix socket."""
         return Path(self.text.removeprefix("unix:")) if self.text.startswith("unix:") else None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it: a Unix socket, loopback, or the name `localhost`.
+
+        Other names count as open, whatever they resolve to now.
+        """
+        if self.socket_path is not None:
+            return True
+        host = self.text.rpartition(":")[0].strip("[]")
+        if host.lower() == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
 
     def at_port(self, port: int) -> Address:
         """Itself, with the port that the system chose where it left that open (port 0)."""
@@ -61,6 +85,23 @@ class Address:
         if _is_answered(path):
             raise UserError(f"{path} is in use by another server; stop that one or choose another path")
         path.unlink()
+
+    @contextmanager
+    def permissions(self, mode: int) -> Iterator[None]:
+        """A Unix socket that is bound within has this mode afterwards, and was the owner's alone until then.
+
+        The mask that this takes is the whole process's, so files made meanwhile by other threads are the owner's alone.
+        """
+        path = self.socket_path
+        if path is None:
+            yield
+            return
+        previous = os.umask(0o777 & ~OWNER_ONLY)
+        try:
+            yield
+        finally:
+            os.umask(previous)
+        path.chmod(mode)
 
 
 def _is_answered(path: Path) -> bool:

@@ -80,7 +80,7 @@ class DrafterClient:
         self._offered: dict[int, int] = {}
         """The running sequences, each with the tokens of its last draft."""
         self._requests: queue.SimpleQueue[pb.DraftRequest | None] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[pb.DraftReply | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[pb.DraftResponse | None] = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(
             self.address,
             options=[
@@ -238,7 +238,7 @@ class DrafterClient:
         while (request := self._requests.get()) is not None:
             yield request
 
-    def _read(self, stream: Iterator[pb.DraftReply]) -> None:
+    def _read(self, stream: Iterator[pb.DraftResponse]) -> None:
         try:
             for reply in stream:
                 self._replies.put(reply)

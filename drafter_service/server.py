@@ -1,101 +1,156 @@
-"""The gRPC server: one corpus, many streams, health and reflection.
+"""The sidecar: everything that serves, put together, started and stopped.
 
-One event loop serves all streams, which keeps the round trip short; the maintainer of the corpus
-works in a thread of its own.
+One event loop serves all streams, which keeps the round trip short; merging, snapshots and long prompts have threads of
+their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
-from typing import cast
+import time
+from collections.abc import Callable, Collection, Iterable
+from importlib.metadata import version
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from drafter_service.access.control import AccessControl
+from drafter_service.access.listening import listen
 from drafter_service.address import Address
-from drafter_service.session import Session
+from drafter_service.admin import Admin
+from drafter_service.drafting import Drafting
+from drafter_service.facts import ModelIdentity, ServiceFacts
+from drafter_service.housekeeping import Housekeeping
+from drafter_service.learning import Learning
+from drafter_service.namespace import Namespace
+from drafter_service.namespaces import Namespaces
+from drafter_service.passages import passages_of
+from drafter_service.process import resident_bytes
+from drafter_service.replication import Replication
+from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.tracing import interceptors
 from drafter_service.wire import MAX_MESSAGE_BYTES
-from ssd.build import new_corpus, new_drafter
-from ssd.config import DrafterConfig
-from ssd.errors import UserError
-from ssd.stats import Stats
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 GRACE_S = 2.0
-"""How long the last replies may take to leave after the server was told to stop."""
+"""How long the last responses may take to leave after the server was told to stop."""
 
 
 class DrafterServer:
-    """Serves one corpus at one address."""
+    """Serves namespaces at one address."""
 
-    def __init__(self, config: DrafterConfig, address: Address) -> None:
-        """Raises ValueError for a capacity that a corpus cannot have."""
-        self.stats = Stats()
+    def __init__(self, config: ServiceConfig) -> None:
+        """Raises UserError for an address or a file that cannot be used."""
         self._config = config
-        self.address = address
+        self.address = Address.parse(config.listen)
         """With the real port, once it listens."""
-        self._corpus = new_corpus(config)
+        self._started_at = time.time()
+        learning = Learning(config.limits.waiting_tokens)
+        self._replication = Replication(config.log, learning)
+        self.namespaces = Namespaces(config, on_loaded=self._replication.joined, on_leaving=self._replication.left)
+        access = AccessControl(config.access)
+        self._drafting = Drafting(self.namespaces, access, config.limits)
+        self._admin = Admin(
+            self.namespaces,
+            access,
+            self._drafting,
+            learning,
+            self.facts,
+            may_show_passages=config.reports.passages,
+        )
+        self._housekeeping = Housekeeping(self.namespaces, config)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
-        self._streams: set[asyncio.Task[object]] = set()
-        self._stopping = False
+        self.summary = ""
+        """What drafting was worth, in a line; written when it stops."""
 
     async def start(self) -> None:
-        """Listen. Raises UserError if the address cannot be had."""
-        self.address.claim()
+        """Restore what is configured, then listen. Raises UserError if the address cannot be had."""
         server = grpc.aio.server(
+            interceptors=interceptors(self._config.reports.tracing),
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 # Without this two servers share a port and each gets some of the streams.
                 ("grpc.so_reuseport", 0),
-            ]
+            ],
         )
-        handler = grpc.stream_stream_rpc_method_handler(
-            self._draft, response_serializer=pb.DraftReply.SerializeToString
-        )
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Draft": handler})])
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, self._handlers())])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        try:
-            self.address = self.address.at_port(server.add_insecure_port(self.address.text))
-        except RuntimeError:
-            raise UserError(f"cannot listen at {self.address.text}: is the port in use, or not yours to use?") from None
-        self._corpus.maintain(self._config.refresh_interval_s)
+        self.address = listen(server, self.address, self._config.access)
+        await self._replication.start()
+        for name in self._config.namespaces.capacities:
+            async with self.namespaces.use(name, ModelIdentity()):
+                pass
+        self._housekeeping.start()
         await server.start()
         self._server = server
         for service in (SERVICE, ""):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self) -> None:
-        """Say so to those that ask for health, end every stream after the message in hand, release everything."""
-        self._stopping = True
+        """Say so to those that ask for health, end every stream after the message in hand, save, release everything."""
         await self._health.enter_graceful_shutdown()
-        for stream in self._streams:
-            stream.cancel()
+        self._drafting.stop()
         if self._server is not None:
             await self._server.stop(GRACE_S)
-        self._corpus.close()
+        await self._housekeeping.stop()
+        await self._replication.stop()
+        self.summary = _summary(self.namespaces.loaded.values())
+        await self.namespaces.close()
 
-    async def _draft(
-        self, requests: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.DraftReply]:
-        stream = cast("asyncio.Task[object]", asyncio.current_task())
-        session = Session(new_drafter(self._config, corpus=self._corpus, stats=self.stats))
-        self._streams.add(stream)
-        try:
-            async for data in requests:
-                yield session.answer(data)
-        except asyncio.CancelledError:
-            if not self._stopping:
-                raise
-        finally:
-            self._streams.discard(stream)
-            session.close()
+    def facts(self, names: Collection[str] | None = None, with_passages: bool = False) -> ServiceFacts:
+        """What is known of the service, and of all loaded namespaces or the named ones."""
+        chosen = [
+            namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
+        ]
+        return ServiceFacts(
+            version=version("ssd-drafter"),
+            started_at=self._started_at,
+            now=time.time(),
+            memory_bytes=resident_bytes(),
+            namespaces=tuple(
+                namespace.facts(passages_of(namespace) if with_passages else None) for namespace in chosen
+            ),
+            refused=self._drafting.refused,
+            log=self._replication.facts(),
+        )
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        admin = self._admin
+        unary = {
+            "Observe": (admin.observe, pb.ObserveRequest),
+            "Forget": (admin.forget, pb.ForgetRequest),
+            "Report": (admin.report, pb.ReportRequest),
+            "Snapshot": (admin.snapshot, pb.SnapshotRequest),
+            "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
+            "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(method, request.FromString, _serialised)
+            for name, (method, request) in unary.items()
+        }
+        handlers["Warm"] = grpc.stream_stream_rpc_method_handler(admin.warm, pb.WarmRequest.FromString, _serialised)
+        # Requests stay bytes: one that cannot be parsed is answered, and does not end the stream.
+        handlers["Draft"] = grpc.stream_stream_rpc_method_handler(self._drafting.draft, response_serializer=_serialised)
+        return handlers
+
+
+def _summary(namespaces: Iterable[Namespace]) -> str:
+    stats = [namespace.stats for namespace in namespaces]
+    steps, committed = sum(each.steps for each in stats), sum(each.committed for each in stats)
+    return (
+        f"stopped: {committed:,} tokens committed, {sum(each.verified for each in stats):,} drafted, "
+        f"{sum(each.accepted for each in stats):,} accepted, {committed / max(1, steps):.2f} tokens per step"
+    )
+
+
+def _serialised(message: pb.DraftResponse) -> bytes:
+    return message.SerializeToString()
 
 
 async def serve_until_signalled(server: DrafterServer, ready: Callable[[], None]) -> None:

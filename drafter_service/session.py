@@ -1,117 +1,288 @@
-"""One engine's stream: checks a whole request, then applies it, or refuses it without any effect."""
+"""One engine's sequences: checks a whole request, then applies it, or refuses it without any effect."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
 
 import grpc
 import numpy as np
-from google.protobuf.message import DecodeError
 
+from drafter_service.facts import ClientTotals
+from drafter_service.messages import Begin, End, read_begin, read_end, read_steps
+from drafter_service.namespace import Namespace
+from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import WireError, drafts_message, read_batch, unpack_tokens
-from ssd.article import ArticleDrafter
-from ssd.draft import DraftBatch, Progress
-from ssd.drafter import SuffixDrafter
+from drafter_service.wire import WireError, drafts_message, pack, read_batch
+from ssd.draft import DraftBatch, Progress, offsets_of
+from ssd.drafter import Opening
+from ssd.stats import STEPS
+
+LONG_PROMPT = 8192
+"""Tokens from which a prompt is indexed beside the event loop: about 2 ms."""
+
+NO_TOKENS = np.empty(0, np.uint32)
 
 
-@dataclass(frozen=True)
-class Start:
-    """A checked start."""
+@dataclass(eq=False)
+class Indexing:
+    """A sequence whose long prompt is being indexed."""
 
-    sequence_id: int
-    prompt: np.ndarray
-    """uint32 [P]."""
-
-
-@dataclass(frozen=True)
-class Finish:
-    """A checked finish."""
-
-    sequence_id: int
-    tokens: np.ndarray
-    """uint32 [n]."""
-    verified: int
-    accepted: int
-    learn: bool
+    task: asyncio.Task[None]
+    committed: list[np.ndarray] = field(default_factory=list)
+    """What it produced meanwhile."""
+    learns_at_end: bool | None = None
+    """Set once it has ended meanwhile: whether it may be learned."""
 
 
 class Session:
-    """The sequences of one stream over a corpus that streams share."""
+    """The sequences of one client, over the corpus of a namespace. The event loop alone uses it."""
 
-    def __init__(self, drafter: SuffixDrafter | ArticleDrafter) -> None:
-        """`drafter` is the stream's own; it may share its corpus."""
-        self._drafter = drafter
+    def __init__(self, namespace: Namespace, limits: Limits) -> None:
+        self.namespace = namespace
+        self._limits = limits
+        self._may_learn = False
+        self._drafter = namespace.new_drafter()
+        self._indexing: dict[int, Indexing] = {}
+        self._used: dict[int, int] = {}
+        """The sequences, the one that was silent for longest first, each with how many tokens it has."""
+        self._tokens = 0
+        """Their sum."""
+        self._reported = ClientTotals()
 
-    def answer(self, data: bytes) -> pb.DraftReply:
-        """The reply to one serialised DraftRequest; an error, and no effect, for one that is malformed."""
-        request = pb.DraftRequest()
+    @property
+    def max_draft(self) -> int:
+        """The most tokens that a draft ever has."""
+        return self.namespace.config.max_draft
+
+    def sizes(self) -> dict[int, int]:
+        """The sequences that run, each with how many tokens it has, prompt included."""
+        return self._drafter.sizes()
+
+    def answer(self, request: pb.DraftRequest, *, may_learn: bool) -> pb.DraftResponse:
+        """The response to a request; an error, and no effect, for one that cannot be.
+
+        `may_learn`: whether the client has the right to have anything learned.
+        """
+        self._may_learn = may_learn
         try:
-            request.ParseFromString(data)
-        except DecodeError:
-            return _refusal(0, "the message is not a DraftRequest of ssd.drafter.v1")
-        try:
-            return pb.DraftReply(step=request.step, drafts=drafts_message(self._apply(request)))
+            began = time.perf_counter()
+            response = self._apply(request)
+            if request.HasField("batch"):
+                self.namespace.draft_latency.note(time.perf_counter() - began)
+            return response
         except WireError as problem:
-            return _refusal(request.step, str(problem))
+            return refusal(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem))
 
     def close(self) -> None:
         """Drop what is still running; nothing of it is learned."""
-        self._drafter.close()
+        for indexing in self._indexing.values():
+            indexing.task.cancel()
+        self.namespace.release(self._drafter)
 
-    def _apply(self, request: pb.DraftRequest) -> DraftBatch:
-        # What would run, and with how long a draft each, if all of the request were applied.
-        offered = self._drafter.offered()
-        starts = [_read_start(message, index, offered) for index, message in enumerate(request.starts)]
-        finishes = [_read_finish(message, index, offered) for index, message in enumerate(request.finishes)]
-        progress = _read_progress(request.batch, offered) if request.HasField("batch") else None
+    def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
+        known = self._used.keys()
+        begins = [read_begin(message, index) for index, message in enumerate(request.starts)]
+        new = {begin.sequence_id for begin in begins}
+        if len(new) < len(begins) or not new.isdisjoint(known):
+            raise WireError("starts names a sequence that is running already")
+        ends = [read_end(message, index) for index, message in enumerate(request.finishes)]
+        ended = {end.sequence_id for end in ends}
+        if len(ended) < len(ends):
+            raise WireError("finishes names a sequence twice")
+        self._check_ends(ends)
+        self._check_room(begins)
+        batch = None
+        if request.HasField("batch"):
+            batch = read_batch(request.batch)
+            steps = read_steps(request.batch, len(batch.sequence_ids))
+            self._check_batch(batch, new)
         # Nothing below can fail.
-        for start in starts:
-            self._drafter.start(start.sequence_id, start.prompt)
-        for finish in finishes:
-            self._drafter.finish(
-                finish.sequence_id,
-                finish.tokens,
-                verified=finish.verified,
-                accepted=finish.accepted,
-                learn=finish.learn,
+        for begin in begins:
+            self._begin(begin)
+        lost = [end.sequence_id for end in ends if not self._end(end)]
+        if request.HasField("counters"):
+            self._note_counters(request.counters)
+        if batch is None:
+            return pb.DraftResponse(
+                step=request.step, drafts=drafts_message(DraftBatch.empty(0)), lost_ids=_packed_ids(lost)
             )
-        return self._drafter.draft(progress) if progress is not None else DraftBatch.empty(0)
+        drafts, lost_in_batch = self._draft(batch, request.batch.ahead)
+        self._make_room()
+        self.namespace.stats.counters.steps[STEPS] += steps
+        return pb.DraftResponse(
+            step=request.step, drafts=drafts_message(drafts), lost_ids=_packed_ids(lost + lost_in_batch)
+        )
+
+    def _check_ends(self, ends: list[End]) -> None:
+        offered = self._drafter.offered_to([end.sequence_id for end in ends])
+        for index, (end, most) in enumerate(zip(ends, offered.tolist(), strict=True)):
+            if 0 <= most < end.verified:
+                raise WireError(
+                    f"finishes[{index}].verified is {end.verified}; the sequence's last draft had {most} tokens"
+                )
+
+    def _check_room(self, begins: list[Begin]) -> None:
+        """What is being indexed cannot be let go to make room for more."""
+        tokens = sum(len(begin.prompt) + len(begin.committed) for begin in begins)
+        tokens += sum(self._used[sequence_id] for sequence_id in self._indexing)
+        if tokens > self._limits.stream_tokens:
+            raise WireError(f"starts brings {tokens} tokens at once; a stream may have {self._limits.stream_tokens}")
+
+    def _check_batch(self, batch: Progress, new: set[int]) -> None:
+        """Counts must be possible; for sequences that are not known they do not matter."""
+        offered = self._drafter.offered_to(batch.sequence_ids.tolist())
+        wrong = (offered >= 0) & (batch.verified > offered)
+        if new:
+            wrong |= np.isin(batch.sequence_ids, np.array(list(new), np.uint64)) & (batch.verified > 0)
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise WireError(
+                f"batch.verified[{index}] is {batch.verified[index]}; the sequence's last draft had "
+                f"{max(0, int(offered[index]))} tokens"
+            )
+        over = batch.accepted > batch.verified
+        if over.any():
+            index = int(over.argmax())
+            raise WireError(f"batch.accepted[{index}] is {batch.accepted[index]}, of {batch.verified[index]} verified")
+
+    def _begin(self, begin: Begin) -> None:
+        opening = self._drafter.open(
+            begin.prompt,
+            committed=begin.committed,
+            session=begin.session,
+            request=begin.request,
+            learn=begin.learn and self._may_learn,
+        )
+        sequence_id = begin.sequence_id
+        self._used[sequence_id] = 0
+        self._note_tokens(sequence_id, len(opening.text))
+        self._make_room()
+        if len(opening.text) < LONG_PROMPT:
+            self._drafter.begin(sequence_id, opening)
+        else:
+            task = asyncio.get_running_loop().create_task(self._index(sequence_id, opening))
+            self._indexing[sequence_id] = Indexing(task)
+
+    async def _index(self, sequence_id: int, opening: Opening) -> None:
+        try:
+            await asyncio.to_thread(opening.index)
+        except MemoryError:
+            del self._indexing[sequence_id]
+            self._lose(sequence_id)
+            return
+        indexing = self._indexing.pop(sequence_id)
+        self._drafter.begin(sequence_id, opening)
+        committed = np.concatenate([NO_TOKENS, *indexing.committed])
+        if indexing.learns_at_end is None:
+            self._drafter.draft(_told([sequence_id], [committed]))
+        else:
+            self._drafter.finish(sequence_id, committed, learn=indexing.learns_at_end)
+            self._lose(sequence_id)
+
+    def _end(self, end: End) -> bool:
+        """End a sequence; whether it was known."""
+        learn = end.learn and self._may_learn
+        indexing = self._indexing.get(end.sequence_id)
+        if indexing is not None:
+            indexing.committed.append(end.tokens)
+            indexing.learns_at_end = learn
+            return True
+        if end.sequence_id not in self._used:
+            return False
+        self._lose(end.sequence_id)
+        self._drafter.finish(end.sequence_id, end.tokens, verified=end.verified, accepted=end.accepted, learn=learn)
+        self.namespace.stats.counters.steps[STEPS] += end.steps - 1 if len(end.tokens) else 0
+        return True
+
+    def _draft(self, batch: Progress, ahead: int) -> tuple[DraftBatch, list[int]]:
+        """Drafts, and which sequences are not known."""
+        ids = batch.sequence_ids.tolist()
+        used = self._used
+        for sequence_id, committed in zip(ids, np.diff(batch.offsets).tolist(), strict=True):
+            if sequence_id in used:
+                self._note_tokens(sequence_id, committed)
+        limits = np.where(
+            batch.max_draft > 0, np.minimum(batch.max_draft, self.max_draft) + min(ahead, self.max_draft), 0
+        )
+        batch = replace(batch, max_draft=np.minimum(limits, self.max_draft).astype(np.uint32))
+        if all(sequence_id in used for sequence_id in ids) and not self._indexing:
+            return self._drafter.draft(batch), []
+        return self._draft_some(batch, ids)
+
+    def _draft_some(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
+        """Drafts for those of a batch that are known and ready."""
+        lost, ready = [], []
+        for index, sequence_id in enumerate(ids):
+            indexing = self._indexing.get(sequence_id)
+            if indexing is not None:
+                indexing.committed.append(batch.tokens[batch.offsets[index] : batch.offsets[index + 1]].copy())
+            elif sequence_id in self._used:
+                ready.append(index)
+            else:
+                lost.append(sequence_id)
+        return _spread(self._drafter.draft(_part(batch, ready)), ready, len(ids)), lost
+
+    def _note_tokens(self, sequence_id: int, tokens: int) -> None:
+        """A sequence was heard of, and has so many more tokens."""
+        self._used[sequence_id] = self._used.pop(sequence_id) + tokens
+        self._tokens += tokens
+
+    def _lose(self, sequence_id: int) -> None:
+        self._tokens -= self._used.pop(sequence_id)
+
+    def _make_room(self) -> None:
+        """Let sequences go that were silent for longest, until the rest is within the limits."""
+        limits = self._limits
+        for sequence_id in list(self._used):
+            if len(self._used) <= limits.sequences and self._tokens <= limits.stream_tokens:
+                return
+            if sequence_id not in self._indexing:
+                self._lose(sequence_id)
+                self._drafter.finish(sequence_id, NO_TOKENS, learn=False)
+
+    def _note_counters(self, counters: pb.ClientCounters) -> None:
+        """Add what grew since the client last said its totals."""
+        for name, reported in vars(self._reported).items():
+            total = getattr(counters, name)
+            setattr(self.namespace.clients, name, getattr(self.namespace.clients, name) + max(0, total - reported))
+            setattr(self._reported, name, total)
 
 
-def _read_start(message: pb.Start, index: int, offered: dict[int, int]) -> Start:
-    if message.sequence_id in offered:
-        raise WireError(f"starts[{index}].sequence_id {message.sequence_id} is running already")
-    offered[message.sequence_id] = 0
-    return Start(message.sequence_id, unpack_tokens(message.prompt, f"starts[{index}].prompt"))
+def refusal(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
+    """The response to a request that has no effect."""
+    return pb.DraftResponse(step=step, error=pb.Error(code=status.value[0], message=message))
 
 
-def _read_finish(message: pb.Finish, index: int, offered: dict[int, int]) -> Finish:
-    field = f"finishes[{index}]"
-    if message.sequence_id not in offered:
-        raise WireError(f"{field}.sequence_id {message.sequence_id} was not started on this stream")
-    _check_outcome(field, message.verified, message.accepted, offered.pop(message.sequence_id))
-    tokens = unpack_tokens(message.tokens, f"{field}.tokens")
-    return Finish(message.sequence_id, tokens, message.verified, message.accepted, message.learn)
+def _packed_ids(ids: list[int]) -> bytes:
+    return pack(np.array(ids, np.uint64), "u8") if ids else b""
 
 
-def _read_progress(message: pb.Batch, offered: dict[int, int]) -> Progress:
-    progress = read_batch(message)
-    outcomes = zip(progress.sequence_ids.tolist(), progress.verified.tolist(), progress.accepted.tolist(), strict=True)
-    for index, (sequence_id, verified, accepted) in enumerate(outcomes):
-        if sequence_id not in offered:
-            raise WireError(f"batch.sequence_ids[{index}] {sequence_id} was not started on this stream")
-        _check_outcome("batch", verified, accepted, offered[sequence_id], f"[{index}]")
-    return progress
+def _told(ids: list[int], runs: list[np.ndarray]) -> Progress:
+    """A batch that tells what was committed and wants no drafts."""
+    nothing = np.zeros(len(ids), np.uint32)
+    offsets = offsets_of(np.array([len(run) for run in runs], np.uint32))
+    return Progress(np.array(ids, np.uint64), np.concatenate([NO_TOKENS, *runs]), offsets, nothing, nothing, nothing)
 
 
-def _check_outcome(owner: str, verified: int, accepted: int, offered: int, element: str = "") -> None:
-    if verified > offered:
-        raise WireError(f"{owner}.verified{element} is {verified}; the sequence's last draft had {offered} tokens")
-    if accepted > verified:
-        raise WireError(f"{owner}.accepted{element} is {accepted}, of {verified} verified")
+def _part(batch: Progress, indices: list[int]) -> Progress:
+    """Some sequences of a batch."""
+    at = np.array(indices, np.int64)
+    runs = [batch.tokens[batch.offsets[index] : batch.offsets[index + 1]] for index in indices]
+    return Progress(
+        batch.sequence_ids[at],
+        np.concatenate([NO_TOKENS, *runs]),
+        offsets_of(np.array([len(run) for run in runs], np.uint32)),
+        batch.verified[at],
+        batch.accepted[at],
+        batch.max_draft[at],
+        batch.cost,
+    )
 
 
-def _refusal(step: int, message: str) -> pb.DraftReply:
-    code, _ = grpc.StatusCode.INVALID_ARGUMENT.value
-    return pb.DraftReply(step=step, error=pb.Error(code=code, message=message))
+def _spread(drafts: DraftBatch, indices: list[int], sequences: int) -> DraftBatch:
+    """Drafts for some sequences as drafts for all of a batch; the others have none."""
+    lengths = np.zeros(sequences, np.uint32)
+    lengths[indices] = np.diff(drafts.offsets)
+    return replace(drafts, offsets=offsets_of(lengths))

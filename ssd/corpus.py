@@ -41,6 +41,8 @@ class Corpus:
         self._owners = itertools.count()
         self._news: deque[Callable[[LiveTier], None]] = deque()
         self._running = 0
+        self._appended = self._taken = 0
+        self._counting = threading.Lock()
         self.odds = Odds()
         self._working = threading.Lock()
         self._wake = threading.Event()
@@ -62,10 +64,24 @@ class Corpus:
         """Requests that lie in the ring; pieces of very long ones count each."""
         return len(self._index.log)
 
+    def names(self) -> np.ndarray:
+        """The hashes of the names of all requests in the ring, int64 [requests], see `ssd.requests.hash_of`."""
+        return self._index.log.rows["name"].copy()
+
     @property
     def shown(self) -> int:
         """How many tokens of all that were ever appended the newest view shows, separators included."""
         return int(self.view.arrays[2][2])
+
+    @property
+    def appended(self) -> int:
+        """Tokens that were ever appended."""
+        return self._appended
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that were appended and are not in the index yet. Who appends much at once should wait for them."""
+        return self._appended - self._taken
 
     @property
     def is_merging(self) -> bool:
@@ -84,6 +100,8 @@ class Corpus:
         """
         check_tokens(tokens)
         if len(tokens):
+            with self._counting:
+                self._appended += len(tokens)
             self._tell(Text(tokens, hash_of(request), self.clock()))
 
     def forget(self, request: str) -> None:
@@ -102,12 +120,16 @@ class Corpus:
         """Whether what running requests produce is worth telling: somebody else runs who could draft it."""
         return self._running > 1
 
-    def begin(self, lead: np.ndarray) -> int:
-        """A request begins to run behind the tokens `lead`, uint32; returns its number while it runs."""
+    def begin(self, lead: np.ndarray | None) -> int:
+        """A request begins to run behind the tokens `lead`, uint32; returns its number while it runs.
+
+        Without a lead nobody is shown what it produces.
+        """
         owner = next(self._owners)
         self._running += 1
-        own_lead = lead.copy()
-        self._news.append(lambda live: live.start(owner, own_lead))
+        if lead is not None:
+            own_lead = lead.copy()
+            self._news.append(lambda live: live.start(owner, own_lead))
         return owner
 
     def extend(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
@@ -134,8 +156,9 @@ class Corpus:
                 return
             began = time.perf_counter()
             self._read_news()
-            self._read_inbox()
+            left = self._read_inbox()
             self._index.take(self._waiting)
+            self._taken += left
             self._index.live.merge()
             self._index.step()
             self.times.note(time.perf_counter() - began)
@@ -191,13 +214,17 @@ class Corpus:
         for _ in range(len(self._news)):
             self._news.popleft()(self._index.live)
 
-    def _read_inbox(self) -> None:
-        """Sort what came into texts that wait to be taken and requests to forget, which go first."""
-        forgets = []
+    def _read_inbox(self) -> int:
+        """Sort what came into texts that wait to be taken and requests to forget, which go first.
+
+        Returns how many tokens came, those that are forgotten at once included.
+        """
+        forgets, came = [], 0
         for _ in range(len(self._inbox)):
             item = self._inbox.popleft()
             if isinstance(item, Text):
                 self._waiting.append(item)
+                came += len(item.tokens)
                 continue
             forgets.append(item)
             kept = [text for text in self._waiting if not item.covers(text.name, text.time)]
@@ -205,3 +232,4 @@ class Corpus:
             self._waiting = deque(kept)
         if forgets:
             self._index.forget(forgets)
+        return came

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -15,7 +15,7 @@ from ssd.draft import DraftBatch, Progress, offsets_of
 from ssd.frame import Frame
 from ssd.local import LocalIndex
 from ssd.ring import check_tokens
-from ssd.sequences import NODES, OWNER, Sequences
+from ssd.sequences import NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
 from ssd.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
 
@@ -35,6 +35,25 @@ class Running:
     request: str | None
     holds: frozenset[str | None]
     """The names of this request and of its session's turns before it."""
+    learn: bool
+
+
+@dataclass(eq=False)
+class Opening:
+    """A sequence that is about to begin."""
+
+    text: np.ndarray
+    """uint32 [N]: its prompt, and what it has produced already."""
+    local: LocalIndex
+    running: Running
+    """Without its row."""
+    is_indexed: bool = False
+
+    def index(self) -> None:
+        """Index the text, 0.2 us a token, unless that was done before. Any thread may do it."""
+        if not self.is_indexed:
+            self.local.continue_with(self.text)
+            self.is_indexed = True
 
 
 @dataclass(frozen=True)
@@ -54,15 +73,24 @@ class SuffixDrafter:
     """
 
     def __init__(
-        self, config: DrafterConfig | None = None, *, corpus: Corpus | None = None, stats: Stats | None = None
+        self,
+        config: DrafterConfig | None = None,
+        *,
+        corpus: Corpus | None = None,
+        stats: Stats | None = None,
+        remember: Callable[[np.ndarray, str | None], object] | None = None,
     ) -> None:
-        """Without `corpus` the drafter has one of its own, refreshed in the background until `close`."""
+        """Without `corpus` the drafter has one of its own, refreshed in the background until `close`.
+
+        `remember` is told what finished requests produced, and their names, in place of `corpus.append`.
+        """
         self.config = config or DrafterConfig()
         self.stats = stats or Stats()
         self._owns_corpus = corpus is None
         self.corpus = corpus or Corpus(self.config.capacity, self.config.match_depth)
         if self._owns_corpus:
             self.corpus.maintain(self.config.refresh_interval_s)
+        self._remember = remember or self.corpus.append
         self._is_tree = self.config.shape == "tree"
         self._is_telling = False
         self._sequences = Sequences(self.config.max_draft)
@@ -74,26 +102,53 @@ class SuffixDrafter:
         """Running sequences whose index holds what was forgotten since they began."""
 
     def start(
-        self, sequence_id: int, prompt: np.ndarray, *, session: Hashable = None, request: str | None = None
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        committed: np.ndarray | None = None,
+        session: Hashable = None,
+        request: str | None = None,
+        learn: bool = True,
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
-        session: turns of a conversation that have the same one share an index: only the new part of a prompt costs
-        time. request: a name to forget what it produced by. Raises ValueError for an id in use or a token out of range.
+        committed: uint32 [n], what it has produced already elsewhere. session: turns of a conversation that have the
+        same one share an index: only the new part of a prompt costs time. request: a name to forget what it produced
+        by. learn: whether others may ever draft what it produces. Raises ValueError for an id in use or a token out of
+        range.
         """
-        if sequence_id in self._running:
-            raise ValueError(f"sequence {sequence_id} was started before and not finished")
-        check_tokens(prompt)
+        self._check_is_new(sequence_id)
+        self.begin(sequence_id, self.open(prompt, committed=committed, session=session, request=request, learn=learn))
+
+    def open(
+        self,
+        prompt: np.ndarray,
+        *,
+        committed: np.ndarray | None = None,
+        session: Hashable = None,
+        request: str | None = None,
+        learn: bool = True,
+    ) -> Opening:
+        """What `start` takes, checked; for `Opening.index` in another thread if it is long, then `begin`."""
+        text = prompt if committed is None else np.concatenate([prompt, committed])
+        check_tokens(text)
         idle = self._idle.pop(session, None) if session is not None else None
         local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
         holds = idle.holds if idle is not None else frozenset()
-        local.continue_with(prompt)
         lead = max(0, len(prompt) - self.config.learned_prompt_tokens)
-        row = self._sequences.add(local, self.corpus.begin(prompt[lead:]))
+        return Opening(text, local, Running(-1, lead, session, request, holds | {request}, learn))
+
+    def begin(self, sequence_id: int, opening: Opening) -> None:
+        """Begin what was opened. Raises ValueError for an id in use."""
+        self._check_is_new(sequence_id)
+        opening.index()
+        shown = opening.text[opening.running.lead :] if opening.running.learn else None
+        row = self._sequences.add(opening.local, self.corpus.begin(shown))
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
             self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
-        self._running[sequence_id] = Running(row, lead, session, request, holds | {request})
+        self._running[sequence_id] = replace(opening.running, row=row)
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Take note of what was committed and draft what may follow.
@@ -125,8 +180,8 @@ class SuffixDrafter:
         owner = int(self._sequences.state[running.row, OWNER])
         local = self._sequences.remove(running.row)
         self.corpus.end(owner)
-        if learn:
-            self.corpus.append(local.tokens[running.lead :].copy(), running.request)
+        if learn and running.learn:
+            self._remember(local.tokens[running.lead :].copy(), running.request)
         is_kept = sequence_id not in self._not_kept
         self._not_kept.discard(sequence_id)
         if running.session is not None and self.config.idle_sessions and is_kept:
@@ -137,24 +192,53 @@ class SuffixDrafter:
     def forget(self, request: str) -> None:
         """Forget what finished under a name, see `Corpus.forget`; idle sessions with a turn of that name end."""
         self.corpus.forget(request)
-        self._end_idle(lambda idle: request in idle.holds)
-        self._not_kept |= {number for number, running in self._running.items() if request in running.holds}
+        self.end_sessions_with(request)
 
     def forget_older_than(self, age_s: float) -> None:
         """Forget what finished more than `age_s` seconds ago; sessions that are idle for longer end."""
         self.corpus.forget_older_than(age_s)
-        before = self.corpus.clock() - age_s
-        self._end_idle(lambda idle: idle.since < before)
+        self.end_sessions_before(self.corpus.clock() - age_s)
+
+    def end_sessions_with(self, request: str) -> None:
+        """What was forgotten under a name leaves this drafter's own memory: for one that shares its corpus."""
+        self._end_idle(lambda idle: request in idle.holds)
+        self._not_kept |= {number for number, running in self._running.items() if request in running.holds}
+
+    def end_sessions_before(self, time: float) -> None:
+        """Sessions that have been idle since before `time`, by the corpus's clock, end."""
+        self._end_idle(lambda idle: idle.since < time)
 
     def offered(self) -> dict[int, int]:
         """The running sequences, each with the tokens of its last draft."""
         nodes = self._sequences.state[:, NODES]
         return {sequence_id: max(0, int(nodes[running.row]) - 1) for sequence_id, running in self._running.items()}
 
+    @property
+    def running(self) -> int:
+        """How many sequences run."""
+        return len(self._running)
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of the running sequences and idle sessions."""
+        idle = sum(idle.local.nbytes for idle in self._idle.values())
+        return self._sequences.nbytes + self._frame.nbytes + idle
+
     def memory_bytes(self) -> int:
         """Memory of the corpus, the running sequences, idle sessions and statistics."""
-        idle = sum(idle.local.nbytes for idle in self._idle.values())
-        return self.corpus.nbytes + self._sequences.nbytes + self._frame.nbytes + self.stats.nbytes + idle
+        return self.corpus.nbytes + self.stats.nbytes + self.own_bytes
+
+    def offered_to(self, sequence_ids: list[int]) -> np.ndarray:
+        """How many tokens the last draft of each sequence had, int64 [n]; -1 for one that is not running."""
+        running, nodes = self._running, self._sequences.state[:, NODES]
+        rows = [running[sequence_id].row if sequence_id in running else -1 for sequence_id in sequence_ids]
+        at = np.array(rows, np.int64)
+        return np.where(at < 0, -1, np.maximum(0, nodes[at] - 1))
+
+    def sizes(self) -> dict[int, int]:
+        """The running sequences, each with how many tokens it has, prompt included."""
+        sizes = self._sequences.state[:, SIZE]
+        return {sequence_id: int(sizes[running.row]) for sequence_id, running in self._running.items()}
 
     def close(self) -> None:
         """Forget the running sequences and stop the background refresh of a corpus of its own."""
@@ -173,6 +257,10 @@ class SuffixDrafter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_is_new(self, sequence_id: int) -> None:
+        if sequence_id in self._running:
+            raise ValueError(f"sequence {sequence_id} was started before and not finished")
 
     def _end_idle(self, is_ended: Callable[[Idle], bool]) -> None:
         for session in [session for session, idle in self._idle.items() if is_ended(idle)]:

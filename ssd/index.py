@@ -9,7 +9,7 @@ thread may read its newest view. Knows nothing of how drafts are chosen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,10 +50,13 @@ class MergeTimes:
     last_s: float = 0.0
     longest_s: float = 0.0
     """Of the refreshes in which something was done."""
+    heard: Callable[[float], object] = lambda _: None
+    """Told how many seconds each of them took."""
 
     def note(self, seconds: float) -> None:
         """A refresh took so long."""
         self.last_s, self.longest_s = seconds, max(self.longest_s, seconds)
+        self.heard(seconds)
 
 
 @dataclass(frozen=True, eq=False)

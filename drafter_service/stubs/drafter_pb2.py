@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#drafter_service/stubs/drafter.proto\x12\x0essd.drafter.v1\"\x93\x01\n\x0c\x44raftRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x06starts\x18\x02 \x03(\x0b\x32\x15.ssd.drafter.v1.Start\x12(\n\x08\x66inishes\x18\x03 \x03(\x0b\x32\x16.ssd.drafter.v1.Finish\x12$\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x15.ssd.drafter.v1.Batch\",\n\x05Start\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\"`\n\x06\x46inish\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\r\n\x05learn\x18\x03 \x01(\x08\x12\x10\n\x08verified\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\"\x91\x01\n\x05\x42\x61tch\x12\x14\n\x0csequence_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x10\n\x08verified\x18\x04 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x0c\x12\x11\n\tmax_draft\x18\x06 \x01(\x0c\x12\x11\n\x04\x63ost\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x07\n\x05_cost\"w\n\nDraftReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x06\x64rafts\x18\x02 \x01(\x0b\x32\x16.ssd.drafter.v1.DraftsH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.ssd.drafter.v1.ErrorH\x00\x42\t\n\x07outcome\"X\n\x06\x44rafts\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07parents\x18\x02 \x01(\x0c\x12\x0c\n\x04odds\x18\x03 \x01(\x0c\x12\x0e\n\x06source\x18\x04 \x01(\x0c\x12\x0f\n\x07offsets\x18\x05 \x01(\x0c\"&\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2W\n\x0e\x44rafterService\x12\x45\n\x05\x44raft\x12\x1c.ssd.drafter.v1.DraftRequest\x1a\x1a.ssd.drafter.v1.DraftReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#drafter_service/stubs/drafter.proto\x12\x0essd.drafter.v1\"\xeb\x01\n\x0c\x44raftRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x06starts\x18\x02 \x03(\x0b\x32\x15.ssd.drafter.v1.Start\x12(\n\x08\x66inishes\x18\x03 \x03(\x0b\x32\x16.ssd.drafter.v1.Finish\x12$\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x15.ssd.drafter.v1.Batch\x12$\n\x05hello\x18\x05 \x01(\x0b\x32\x15.ssd.drafter.v1.Hello\x12\x30\n\x08\x63ounters\x18\x06 \x01(\x0b\x32\x1e.ssd.drafter.v1.ClientCounters\"\x8e\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x02 \x01(\r\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\x11\n\tclient_id\x18\x04 \x01(\x0c\x12$\n\x05model\x18\x05 \x01(\x0b\x32\x15.ssd.drafter.v1.Model\x12\x11\n\tnamespace\x18\x06 \x01(\t\"R\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\ttokenizer\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\"\x7f\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x0e\n\x06learns\x18\x03 \x01(\x08\x12\x11\n\tmax_draft\x18\x04 \x01(\r\x12\x13\n\x0bresumed_ids\x18\x05 \x01(\x0c\x12\x17\n\x0fresumed_lengths\x18\x06 \x01(\x0c\"u\n\x05Start\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x11\n\tcommitted\x18\x03 \x01(\x0c\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\x0f\n\x07request\x18\x05 \x01(\t\x12\x12\n\nis_private\x18\x06 \x01(\x08\"o\n\x06\x46inish\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\r\n\x05learn\x18\x03 \x01(\x08\x12\x10\n\x08verified\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\r\"\xaf\x01\n\x05\x42\x61tch\x12\x14\n\x0csequence_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x10\n\x08verified\x18\x04 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x0c\x12\x11\n\tmax_draft\x18\x06 \x01(\x0c\x12\x11\n\x04\x63ost\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x61head\x18\x08 \x01(\r\x12\r\n\x05steps\x18\t \x01(\x0c\x42\x07\n\x05_cost\"g\n\x0e\x43lientCounters\x12\x10\n\x08timeouts\x18\x01 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\x04\x12\x0f\n\x07resyncs\x18\x03 \x01(\x04\x12\x12\n\nreconnects\x18\x04 \x01(\x04\x12\r\n\x05\x61head\x18\x05 \x01(\x04\"\xb6\x01\n\rDraftResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x06\x64rafts\x18\x02 \x01(\x0b\x32\x16.ssd.drafter.v1.DraftsH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.ssd.drafter.v1.ErrorH\x00\x12(\n\x07welcome\x18\x04 \x01(\x0b\x32\x17.ssd.drafter.v1.Welcome\x12\x10\n\x08lost_ids\x18\x05 \x01(\x0c\x42\t\n\x07outcome\"X\n\x06\x44rafts\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07parents\x18\x02 \x01(\x0c\x12\x0c\n\x04odds\x18\x03 \x01(\x0c\x12\x0e\n\x06source\x18\x04 \x01(\x0c\x12\x0f\n\x07offsets\x18\x05 \x01(\x0c\"&\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\":\n\x05Texts\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x10\n\x08requests\x18\x03 \x03(\t\"o\n\x0eObserveRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.ssd.drafter.v1.Model\x12$\n\x05texts\x18\x03 \x01(\x0b\x32\x15.ssd.drafter.v1.Texts\"D\n\x0fObserveResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05texts\x18\x02 \x01(\x04\x12\x12\n\nduplicates\x18\x03 \x01(\x04\"l\n\x0bWarmRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.ssd.drafter.v1.Model\x12$\n\x05texts\x18\x03 \x01(\x0b\x32\x15.ssd.drafter.v1.Texts\"Y\n\x0cWarmResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05texts\x18\x02 \x01(\x04\x12\x12\n\nduplicates\x18\x03 \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\"k\n\rForgetRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\x07request\x18\x02 \x01(\tH\x00\x12\x16\n\x0colder_than_s\x18\x03 \x01(\x01H\x00\x12\x14\n\neverything\x18\x04 \x01(\x08H\x00\x42\x06\n\x04what\"(\n\x0e\x46orgetResponse\x12\x16\n\x0esnapshot_saved\x18\x01 \x01(\x08\"4\n\rReportRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x10\n\x08passages\x18\x02 \x01(\x08\"\x1e\n\x0eReportResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"$\n\x0fSnapshotRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\"@\n\x10SnapshotResponse\x12,\n\x05saved\x18\x01 \x03(\x0b\x32\x1d.ssd.drafter.v1.SavedSnapshot\"B\n\rSavedSnapshot\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x17\n\x15ListNamespacesRequest\"G\n\x16ListNamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.ssd.drafter.v1.Namespace\"\xab\x01\n\tNamespace\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.ssd.drafter.v1.Model\x12\x11\n\tis_loaded\x18\x03 \x01(\x08\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\x05 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07streams\x18\x07 \x01(\r\x12\x0e\n\x06idle_s\x18\x08 \x01(\x01\")\n\x14\x44ropNamespaceRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\"\x17\n\x15\x44ropNamespaceResponse2\x8d\x05\n\x0e\x44rafterService\x12H\n\x05\x44raft\x12\x1c.ssd.drafter.v1.DraftRequest\x1a\x1d.ssd.drafter.v1.DraftResponse(\x01\x30\x01\x12J\n\x07Observe\x12\x1e.ssd.drafter.v1.ObserveRequest\x1a\x1f.ssd.drafter.v1.ObserveResponse\x12\x45\n\x04Warm\x12\x1b.ssd.drafter.v1.WarmRequest\x1a\x1c.ssd.drafter.v1.WarmResponse(\x01\x30\x01\x12G\n\x06\x46orget\x12\x1d.ssd.drafter.v1.ForgetRequest\x1a\x1e.ssd.drafter.v1.ForgetResponse\x12G\n\x06Report\x12\x1d.ssd.drafter.v1.ReportRequest\x1a\x1e.ssd.drafter.v1.ReportResponse\x12M\n\x08Snapshot\x12\x1f.ssd.drafter.v1.SnapshotRequest\x1a .ssd.drafter.v1.SnapshotResponse\x12_\n\x0eListNamespaces\x12%.ssd.drafter.v1.ListNamespacesRequest\x1a&.ssd.drafter.v1.ListNamespacesResponse\x12\\\n\rDropNamespace\x12$.ssd.drafter.v1.DropNamespaceRequest\x1a%.ssd.drafter.v1.DropNamespaceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,19 +32,61 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'drafter_service.stubs.draft
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTREQUEST']._serialized_start=56
-  _globals['_DRAFTREQUEST']._serialized_end=203
-  _globals['_START']._serialized_start=205
-  _globals['_START']._serialized_end=249
-  _globals['_FINISH']._serialized_start=251
-  _globals['_FINISH']._serialized_end=347
-  _globals['_BATCH']._serialized_start=350
-  _globals['_BATCH']._serialized_end=495
-  _globals['_DRAFTREPLY']._serialized_start=497
-  _globals['_DRAFTREPLY']._serialized_end=616
-  _globals['_DRAFTS']._serialized_start=618
-  _globals['_DRAFTS']._serialized_end=706
-  _globals['_ERROR']._serialized_start=708
-  _globals['_ERROR']._serialized_end=746
-  _globals['_DRAFTERSERVICE']._serialized_start=748
-  _globals['_DRAFTERSERVICE']._serialized_end=835
+  _globals['_DRAFTREQUEST']._serialized_end=291
+  _globals['_HELLO']._serialized_start=294
+  _globals['_HELLO']._serialized_end=436
+  _globals['_MODEL']._serialized_start=438
+  _globals['_MODEL']._serialized_end=520
+  _globals['_WELCOME']._serialized_start=522
+  _globals['_WELCOME']._serialized_end=649
+  _globals['_START']._serialized_start=651
+  _globals['_START']._serialized_end=768
+  _globals['_FINISH']._serialized_start=770
+  _globals['_FINISH']._serialized_end=881
+  _globals['_BATCH']._serialized_start=884
+  _globals['_BATCH']._serialized_end=1059
+  _globals['_CLIENTCOUNTERS']._serialized_start=1061
+  _globals['_CLIENTCOUNTERS']._serialized_end=1164
+  _globals['_DRAFTRESPONSE']._serialized_start=1167
+  _globals['_DRAFTRESPONSE']._serialized_end=1349
+  _globals['_DRAFTS']._serialized_start=1351
+  _globals['_DRAFTS']._serialized_end=1439
+  _globals['_ERROR']._serialized_start=1441
+  _globals['_ERROR']._serialized_end=1479
+  _globals['_TEXTS']._serialized_start=1481
+  _globals['_TEXTS']._serialized_end=1539
+  _globals['_OBSERVEREQUEST']._serialized_start=1541
+  _globals['_OBSERVEREQUEST']._serialized_end=1652
+  _globals['_OBSERVERESPONSE']._serialized_start=1654
+  _globals['_OBSERVERESPONSE']._serialized_end=1722
+  _globals['_WARMREQUEST']._serialized_start=1724
+  _globals['_WARMREQUEST']._serialized_end=1832
+  _globals['_WARMRESPONSE']._serialized_start=1834
+  _globals['_WARMRESPONSE']._serialized_end=1923
+  _globals['_FORGETREQUEST']._serialized_start=1925
+  _globals['_FORGETREQUEST']._serialized_end=2032
+  _globals['_FORGETRESPONSE']._serialized_start=2034
+  _globals['_FORGETRESPONSE']._serialized_end=2074
+  _globals['_REPORTREQUEST']._serialized_start=2076
+  _globals['_REPORTREQUEST']._serialized_end=2128
+  _globals['_REPORTRESPONSE']._serialized_start=2130
+  _globals['_REPORTRESPONSE']._serialized_end=2160
+  _globals['_SNAPSHOTREQUEST']._serialized_start=2162
+  _globals['_SNAPSHOTREQUEST']._serialized_end=2198
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=2200
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=2264
+  _globals['_SAVEDSNAPSHOT']._serialized_start=2266
+  _globals['_SAVEDSNAPSHOT']._serialized_end=2332
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=2334
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=2357
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=2359
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=2430
+  _globals['_NAMESPACE']._serialized_start=2433
+  _globals['_NAMESPACE']._serialized_end=2604
+  _globals['_DROPNAMESPACEREQUEST']._serialized_start=2606
+  _globals['_DROPNAMESPACEREQUEST']._serialized_end=2647
+  _globals['_DROPNAMESPACERESPONSE']._serialized_start=2649
+  _globals['_DROPNAMESPACERESPONSE']._serialized_end=2672
+  _globals['_DRAFTERSERVICE']._serialized_start=2675
+  _globals['_DRAFTERSERVICE']._serialized_end=3328
 # @@protoc_insertion_point(module_scope)

@@ -7,41 +7,99 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("step", "starts", "finishes", "batch")
+    __slots__ = ("step", "starts", "finishes", "batch", "hello", "counters")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHES_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     starts: _containers.RepeatedCompositeFieldContainer[Start]
     finishes: _containers.RepeatedCompositeFieldContainer[Finish]
     batch: Batch
-    def __init__(self, step: _Optional[int] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ...) -> None: ...
+    hello: Hello
+    counters: ClientCounters
+    def __init__(self, step: _Optional[int] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "oldest_protocol", "client", "client_id", "model", "namespace")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    oldest_protocol: int
+    client: str
+    client_id: bytes
+    model: Model
+    namespace: str
+    def __init__(self, protocol: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., client: _Optional[str] = ..., client_id: _Optional[bytes] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "tokenizer", "adapter", "vocabulary_size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tokenizer: str
+    adapter: str
+    vocabulary_size: int
+    def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocabulary_size: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol", "namespace", "learns", "max_draft", "resumed_ids", "resumed_lengths")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    LEARNS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    namespace: str
+    learns: bool
+    max_draft: int
+    resumed_ids: bytes
+    resumed_lengths: bytes
+    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., learns: bool = ..., max_draft: _Optional[int] = ..., resumed_ids: _Optional[bytes] = ..., resumed_lengths: _Optional[bytes] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "prompt")
+    __slots__ = ("sequence_id", "prompt", "committed", "session", "request", "is_private")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    IS_PRIVATE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     prompt: bytes
-    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
+    committed: bytes
+    session: str
+    request: str
+    is_private: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session: _Optional[str] = ..., request: _Optional[str] = ..., is_private: bool = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("sequence_id", "tokens", "learn", "verified", "accepted")
+    __slots__ = ("sequence_id", "tokens", "learn", "verified", "accepted", "steps")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEARN_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     tokens: bytes
     learn: bool
     verified: int
     accepted: int
-    def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
+    steps: int
+    def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft", "cost")
+    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft", "cost", "ahead", "steps")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +107,8 @@ class Batch(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: bytes
     tokens: bytes
     offsets: bytes
@@ -56,17 +116,37 @@ class Batch(_message.Message):
     accepted: bytes
     max_draft: bytes
     cost: float
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ...) -> None: ...
+    ahead: int
+    steps: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., ahead: _Optional[int] = ..., steps: _Optional[bytes] = ...) -> None: ...
 
-class DraftReply(_message.Message):
-    __slots__ = ("step", "drafts", "error")
+class ClientCounters(_message.Message):
+    __slots__ = ("timeouts", "dropped", "resyncs", "reconnects", "ahead")
+    TIMEOUTS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    RESYNCS_FIELD_NUMBER: _ClassVar[int]
+    RECONNECTS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    timeouts: int
+    dropped: int
+    resyncs: int
+    reconnects: int
+    ahead: int
+    def __init__(self, timeouts: _Optional[int] = ..., dropped: _Optional[int] = ..., resyncs: _Optional[int] = ..., reconnects: _Optional[int] = ..., ahead: _Optional[int] = ...) -> None: ...
+
+class DraftResponse(_message.Message):
+    __slots__ = ("step", "drafts", "error", "welcome", "lost_ids")
     STEP_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    LOST_IDS_FIELD_NUMBER: _ClassVar[int]
     step: int
     drafts: Drafts
     error: Error
-    def __init__(self, step: _Optional[int] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    welcome: Welcome
+    lost_ids: bytes
+    def __init__(self, step: _Optional[int] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lost_ids: _Optional[bytes] = ...) -> None: ...
 
 class Drafts(_message.Message):
     __slots__ = ("tokens", "parents", "odds", "source", "offsets")
@@ -89,3 +169,149 @@ class Error(_message.Message):
     code: int
     message: str
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Texts(_message.Message):
+    __slots__ = ("tokens", "offsets", "requests")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    offsets: bytes
+    requests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., requests: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ObserveRequest(_message.Message):
+    __slots__ = ("namespace", "model", "texts")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    model: Model
+    texts: Texts
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., texts: _Optional[_Union[Texts, _Mapping]] = ...) -> None: ...
+
+class ObserveResponse(_message.Message):
+    __slots__ = ("tokens", "texts", "duplicates")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    texts: int
+    duplicates: int
+    def __init__(self, tokens: _Optional[int] = ..., texts: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...
+
+class WarmRequest(_message.Message):
+    __slots__ = ("namespace", "model", "texts")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    model: Model
+    texts: Texts
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., texts: _Optional[_Union[Texts, _Mapping]] = ...) -> None: ...
+
+class WarmResponse(_message.Message):
+    __slots__ = ("tokens", "texts", "duplicates", "waiting_tokens")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    texts: int
+    duplicates: int
+    waiting_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., texts: _Optional[int] = ..., duplicates: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+
+class ForgetRequest(_message.Message):
+    __slots__ = ("namespace", "request", "older_than_s", "everything")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    OLDER_THAN_S_FIELD_NUMBER: _ClassVar[int]
+    EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    request: str
+    older_than_s: float
+    everything: bool
+    def __init__(self, namespace: _Optional[str] = ..., request: _Optional[str] = ..., older_than_s: _Optional[float] = ..., everything: bool = ...) -> None: ...
+
+class ForgetResponse(_message.Message):
+    __slots__ = ("snapshot_saved",)
+    SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    snapshot_saved: bool
+    def __init__(self, snapshot_saved: bool = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("namespace", "passages")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PASSAGES_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    passages: bool
+    def __init__(self, namespace: _Optional[str] = ..., passages: bool = ...) -> None: ...
+
+class ReportResponse(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("namespace",)
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    def __init__(self, namespace: _Optional[str] = ...) -> None: ...
+
+class SnapshotResponse(_message.Message):
+    __slots__ = ("saved",)
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    saved: _containers.RepeatedCompositeFieldContainer[SavedSnapshot]
+    def __init__(self, saved: _Optional[_Iterable[_Union[SavedSnapshot, _Mapping]]] = ...) -> None: ...
+
+class SavedSnapshot(_message.Message):
+    __slots__ = ("namespace", "bytes", "seconds")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    bytes: int
+    seconds: float
+    def __init__(self, namespace: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNamespacesResponse(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[Namespace]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ...) -> None: ...
+
+class Namespace(_message.Message):
+    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    IS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: Model
+    is_loaded: bool
+    tokens: int
+    capacity: int
+    memory_bytes: int
+    streams: int
+    idle_s: float
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+
+class DropNamespaceRequest(_message.Message):
+    __slots__ = ("namespace",)
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    def __init__(self, namespace: _Optional[str] = ...) -> None: ...
+
+class DropNamespaceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DrafterServiceStub(object):
-    """Drafts for the sequences of many engines.
+    """Drafts for the sequences of many engines, and what keeps them good.
     """
 
     def __init__(self, channel):
@@ -38,19 +38,105 @@ class DrafterServiceStub(object):
         self.Draft = channel.stream_stream(
                 '/ssd.drafter.v1.DrafterService/Draft',
                 request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftRequest.SerializeToString,
-                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftReply.FromString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftResponse.FromString,
+                _registered_method=True)
+        self.Observe = channel.unary_unary(
+                '/ssd.drafter.v1.DrafterService/Observe',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveResponse.FromString,
+                _registered_method=True)
+        self.Warm = channel.stream_stream(
+                '/ssd.drafter.v1.DrafterService/Warm',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmResponse.FromString,
+                _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/ssd.drafter.v1.DrafterService/Forget',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ForgetResponse.FromString,
+                _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/ssd.drafter.v1.DrafterService/Report',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ReportRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ReportResponse.FromString,
+                _registered_method=True)
+        self.Snapshot = channel.unary_unary(
+                '/ssd.drafter.v1.DrafterService/Snapshot',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.SnapshotResponse.FromString,
+                _registered_method=True)
+        self.ListNamespaces = channel.unary_unary(
+                '/ssd.drafter.v1.DrafterService/ListNamespaces',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ListNamespacesRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ListNamespacesResponse.FromString,
+                _registered_method=True)
+        self.DropNamespace = channel.unary_unary(
+                '/ssd.drafter.v1.DrafterService/DropNamespace',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.DropNamespaceRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.DropNamespaceResponse.FromString,
                 _registered_method=True)
 
 
 class DrafterServiceServicer(object):
-    """Drafts for the sequences of many engines.
+    """Drafts for the sequences of many engines, and what keeps them good.
     """
 
     def Draft(self, request_iterator, context):
         """One stream per engine. A step of the engine is one request for its whole batch; sequences may begin and end in
-        requests of their own, as soon as they do. One reply per request, in order.
+        requests of their own, as soon as they do. One response per request, in order.
         A request that cannot be understood is answered with an error, has no effect, and the stream goes on.
-        Sequences belong to their stream and end with it.
+        When a stream breaks its sequences are kept for a grace time, for a stream with the same client_id to go on with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Observe(self, request, context):
+        """Learns from finished text that was not served through Draft. Answers when the text was taken, which may take
+        a while when much is to be learned at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warm(self, request_iterator, context):
+        """Learns from a stream of finished texts. One response per request, in order, with what was learned so far.
+        A client keeps few requests unanswered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Forget(self, request, context):
+        """Forgets: once answered, no draft and no later snapshot holds what was named. Snapshots are saved again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Report(self, request, context):
+        """What drafting was worth so far, as the JSON document that docs/report.schema.json describes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """Saves namespaces to the snapshot folder now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNamespaces(self, request, context):
+        """All namespaces that the caller may administer, those on disk included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropNamespace(self, request, context):
+        """Forgets a namespace whole: its corpus, odds, statistics and snapshot. Its streams end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -62,7 +148,42 @@ def add_DrafterServiceServicer_to_server(servicer, server):
             'Draft': grpc.stream_stream_rpc_method_handler(
                     servicer.Draft,
                     request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftRequest.FromString,
-                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftReply.SerializeToString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftResponse.SerializeToString,
+            ),
+            'Observe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Observe,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveResponse.SerializeToString,
+            ),
+            'Warm': grpc.stream_stream_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmResponse.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ForgetRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ForgetResponse.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ReportRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ReportResponse.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.SnapshotRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaces,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ListNamespacesRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'DropNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropNamespace,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.DropNamespaceRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.DropNamespaceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -73,7 +194,7 @@ def add_DrafterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterService(object):
-    """Drafts for the sequences of many engines.
+    """Drafts for the sequences of many engines, and what keeps them good.
     """
 
     @staticmethod
@@ -92,7 +213,196 @@ class DrafterService(object):
             target,
             '/ssd.drafter.v1.DrafterService/Draft',
             drafter__service_dot_stubs_dot_drafter__pb2.DraftRequest.SerializeToString,
-            drafter__service_dot_stubs_dot_drafter__pb2.DraftReply.FromString,
+            drafter__service_dot_stubs_dot_drafter__pb2.DraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Observe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ssd.drafter.v1.DrafterService/Observe',
+            drafter__service_dot_stubs_dot_drafter__pb2.ObserveRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.ObserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ssd.drafter.v1.DrafterService/Warm',
+            drafter__service_dot_stubs_dot_drafter__pb2.WarmRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ssd.drafter.v1.DrafterService/Forget',
+            drafter__service_dot_stubs_dot_drafter__pb2.ForgetRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.ForgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ssd.drafter.v1.DrafterService/Report',
+            drafter__service_dot_stubs_dot_drafter__pb2.ReportRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ssd.drafter.v1.DrafterService/Snapshot',
+            drafter__service_dot_stubs_dot_drafter__pb2.SnapshotRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ssd.drafter.v1.DrafterService/ListNamespaces',
+            drafter__service_dot_stubs_dot_drafter__pb2.ListNamespacesRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ssd.drafter.v1.DrafterService/DropNamespace',
+            drafter__service_dot_stubs_dot_drafter__pb2.DropNamespaceRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.DropNamespaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

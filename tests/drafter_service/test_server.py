@@ -68,7 +68,7 @@ def test_a_malformed_message_is_refused_and_the_stream_lives_on(server, socket_a
         pb.DraftRequest(step=3, starts=[pb.Start(sequence_id=1)]).SerializeToString(),
     ]
     with grpc.insecure_channel(socket_address) as channel:
-        raw = channel.stream_stream(f"/{SERVICE}/Draft", response_deserializer=pb.DraftReply.FromString)
+        raw = channel.stream_stream(f"/{SERVICE}/Draft", response_deserializer=pb.DraftResponse.FromString)
         garbage, wrong, right = raw(iter(messages), timeout=10, wait_for_ready=True)
     assert garbage.error.code == wrong.error.code == INVALID_ARGUMENT
     assert "not a DraftRequest" in garbage.error.message

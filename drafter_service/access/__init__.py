@@ -1,0 +1,1 @@
+"""Who may connect to the sidecar, and what they may do there."""

@@ -1,0 +1,1 @@
+"""The commands of `ssd-drafter`, a file each or a few."""

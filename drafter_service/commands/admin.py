@@ -1,0 +1,102 @@
+"""Commands that speak to a running service: health, namespaces, forget, snapshot, drop."""
+
+from __future__ import annotations
+
+import click
+
+from drafter_service.commands.connection import Link, connection_options
+
+HEALTH_TIMEOUT_S = 3.0
+
+
+@click.command()
+@connection_options
+def health(link: Link) -> None:
+    """Say whether the service serves; exit code 0 if so. For probes."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from ssd.errors import UserError
+
+    connector = link.connector()
+    with connector.open() as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S, metadata=connector.metadata()
+            )
+        except grpc.RpcError as error:
+            raise UserError(link.told(error)) from None
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise UserError(f"the drafter at {link.server} is not serving; it may be starting or shutting down")
+    click.echo("serving")
+
+
+@click.command()
+@connection_options
+def namespaces(link: Link) -> None:
+    """List the namespaces, those on disk included."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from drafter_service.stubs import drafter_pb2 as pb
+
+    with link.stub() as (stub, metadata):
+        found = stub.ListNamespaces(pb.ListNamespacesRequest(), metadata=metadata).namespaces
+    table = Table("namespace", "model", box=None, header_style="bold")
+    for name in ("tokens", "capacity", "memory", "streams", "idle"):
+        table.add_column(name, justify="right")
+    for row in found:
+        loaded = (f"{row.tokens:,}", f"{row.capacity:,}", f"{row.memory_bytes / 1e6:,.0f} MB", f"{row.streams}")
+        idle = f"{row.idle_s:,.0f} s" if row.is_loaded else "on disk"
+        table.add_row(row.name, row.model.name, *(loaded if row.is_loaded else ("", f"{row.capacity:,}", "", "")), idle)
+    Console().print(table if found else "no namespaces yet")
+
+
+@click.command()
+@click.argument("namespace")
+@click.option("--request", help="Forget what was learned under this name.")
+@click.option("--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget what was learned before.")
+@click.option("--everything", is_flag=True, help="Forget all of it; odds and statistics stay.")
+@connection_options
+def forget(namespace: str, request: str | None, older_than: float | None, everything: bool, link: Link) -> None:
+    """Take text out of a namespace, and out of its snapshot."""
+    from drafter_service.stubs import drafter_pb2 as pb
+    from ssd.errors import UserError
+
+    if (request is not None) + (older_than is not None) + everything != 1:
+        raise UserError("say one of --request, --older-than and --everything")
+    message = pb.ForgetRequest(namespace=namespace)
+    if request is not None:
+        message.request = request
+    elif older_than is not None:
+        message.older_than_s = older_than
+    else:
+        message.everything = True
+    with link.stub() as (stub, metadata):
+        answer = stub.Forget(message, metadata=metadata)
+    click.echo("forgotten" + (", and the snapshot saved again" if answer.snapshot_saved else ""))
+
+
+@click.command()
+@click.option("--namespace", default="", help="Only this one.")
+@connection_options
+def snapshot(namespace: str, link: Link) -> None:
+    """Save the namespaces to the service's snapshot folder now."""
+    from drafter_service.stubs import drafter_pb2 as pb
+
+    with link.stub() as (stub, metadata):
+        for saved in stub.Snapshot(pb.SnapshotRequest(namespace=namespace), metadata=metadata).saved:
+            click.echo(f"{saved.namespace}: {saved.bytes / 1e6:,.1f} MB in {saved.seconds:.2f} s")
+
+
+@click.command()
+@click.argument("namespace")
+@click.confirmation_option(prompt="All that it has learned will be gone, its snapshot included. Go on?")
+@connection_options
+def drop(namespace: str, link: Link) -> None:
+    """Forget a namespace whole: corpus, odds, statistics and snapshot."""
+    from drafter_service.stubs import drafter_pb2 as pb
+
+    with link.stub() as (stub, metadata):
+        stub.DropNamespace(pb.DropNamespaceRequest(namespace=namespace), metadata=metadata)
+    click.echo(f"dropped {namespace}")

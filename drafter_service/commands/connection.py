@@ -1,0 +1,90 @@
+"""How commands reach a running service: its address, and what they present there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
+"""Where `ssd-drafter serve` listens unless told otherwise."""
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command --server and the files that it presents, as one argument `link`."""
+
+    @functools.wraps(command)
+    def with_link(
+        *args: Any,
+        server: str,
+        ca: Path | None,
+        certificate: Path | None,
+        key: Path | None,
+        token_file: Path | None,
+        **options: Any,
+    ) -> Any:
+        return command(*args, link=Link(server, ca, certificate, key, token_file), **options)
+
+    for option in (
+        click.option("--token-file", type=_FILE, help="A file that holds a bearer token."),
+        click.option("--key", type=_FILE, help="The private key of --certificate."),
+        click.option("--certificate", type=_FILE, help="The caller's own certificate, for mutual TLS."),
+        click.option("--ca", type=_FILE, help="The CAs of the service's certificate; switches TLS on."),
+        click.option("--server", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Where the service listens."),
+    ):
+        with_link = option(with_link)
+    return with_link
+
+
+class Link:
+    """A way to a service, not yet walked."""
+
+    def __init__(
+        self, server: str, ca: Path | None, certificate: Path | None, key: Path | None, token: Path | None
+    ) -> None:
+        self.server = server
+        self._files = ca, certificate, key, token
+
+    def connector(self) -> Any:
+        """The `Connector` for the address and files. Raises UserError for files that cannot be used."""
+        from drafter_service.access.client import ClientAccess, Connector
+        from drafter_service.address import Address
+        from ssd.errors import UserError
+
+        ca, certificate, key, token = self._files
+        try:
+            access = ClientAccess(ca=ca, certificate=certificate, key=key, token=token)
+        except ValueError as problem:
+            raise UserError(f"--{problem}") from None
+        return Connector(Address.parse(self.server), access)
+
+    @contextmanager
+    def stub(self) -> Iterator[tuple[Any, Any]]:
+        """A stub of the service and the metadata of its calls; what goes wrong is a UserError."""
+        import grpc
+
+        from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+        from drafter_service.wire import MAX_MESSAGE_BYTES
+        from ssd.errors import UserError
+
+        connector = self.connector()
+        sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
+        with connector.open(sizes) as channel:
+            try:
+                yield DrafterServiceStub(channel), connector.metadata()
+            except grpc.RpcError as error:
+                raise UserError(self.told(error)) from None
+
+    def told(self, error: Any) -> str:
+        """What went wrong, for a person."""
+        import grpc
+
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            return f"no drafter answers at {self.server}; start one with: ssd-drafter serve --listen {self.server}"
+        return f"the drafter at {self.server} refused: {error.details() or error.code().name}"

@@ -1,0 +1,91 @@
+"""`ssd-drafter serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from drafter_service.commands.connection import DEFAULT_ADDRESS
+from drafter_service.settings.quantity import Quantity
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+FLAGS = {
+    "listen": "listen",
+    "capacity": "drafting.capacity",
+    "max_draft": "drafting.max_draft",
+    "shape": "drafting.shape",
+    "cost": "drafting.cost",
+    "refresh_interval": "drafting.refresh_interval_s",
+    "budget": "namespaces.budget",
+    "snapshot_folder": "snapshots.folder",
+    "snapshot_interval": "snapshots.interval_s",
+    "log": "log.url",
+    "metrics": "reports.metrics",
+    "certificate": "access.certificate",
+    "key": "access.key",
+    "client_ca": "access.client_ca",
+    "callers": "access.callers",
+    "allow_plaintext": "access.allow_plaintext",
+    "socket_mode": "access.socket_mode",
+    "passages": "reports.passages",
+    "log_level": "reports.log_level",
+    "log_format": "reports.log_format",
+}
+"""Flags and the settings they stand for; a flag that is not given is None."""
+
+
+@click.command()
+@click.option("--config", type=_FILE, help="TOML file with settings; flags and SSD_DRAFTER_... override it.")
+@click.option("--listen", metavar="ADDRESS", help=f"unix:/path or host:port.  [default: {DEFAULT_ADDRESS}]")
+@click.option("--capacity", type=Quantity(), help="Tokens a namespace remembers.  [default: 16M]")
+@click.option("--max-draft", type=int, help="Most tokens in one draft, up to 64.  [default: 32]")
+@click.option("--shape", type=click.Choice(["path", "tree"]), help="What the engines can verify.  [default: path]")
+@click.option(
+    "--cost", type=float, help="Of one more verified token, as a part of a step, for engines that do not say."
+)
+@click.option("--refresh-interval", type=float, metavar="SECONDS", help="Finished requests are merged so often.")
+@click.option("--budget", type=Quantity(), help="Bytes for all namespaces in memory.  [default: 4G]")
+@click.option("--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Where namespaces are kept.")
+@click.option("--snapshot-interval", type=float, metavar="SECONDS", help="How often they are saved.  [default: 300]")
+@click.option("--log", metavar="URL", help="redis://... of a log that several sidecars share.")
+@click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds the metrics.")
+@click.option("--certificate", type=_FILE, help="The service's certificate; switches TLS on.")
+@click.option("--key", type=_FILE, help="Its private key.")
+@click.option("--client-ca", type=_FILE, help="CAs of the callers' certificates; without one nobody connects then.")
+@click.option("--callers", type=_FILE, help="TOML file that says who may do what (ssd-drafter token).")
+@click.option("--allow-plaintext", is_flag=True, default=None, help="Listen on a network without TLS.")
+@click.option("--socket-mode", metavar="OCTAL", help="Permissions of a Unix socket.  [default: 0600]")
+@click.option("--passages", is_flag=True, default=None, help="Let administrators see the text that drafts came from.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]")
+@click.option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any other setting, such as limits.grace_s=3."
+)
+@click.option("--print-config", is_flag=True, help="Print all settings as TOML and exit.")
+def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **flags: Any) -> None:
+    """Serve drafts to engines until interrupted (SIGINT or SIGTERM)."""
+    import asyncio
+
+    from drafter_service.settings.load import load_settings, read_assignments, to_toml
+
+    given = {FLAGS[name]: value for name, value in flags.items() if value is not None}
+    tree = load_settings(config, read_assignments(settings) | given)
+    if print_config:
+        click.echo(to_toml(tree), nl=False)
+        return
+    from drafter_service.logs import configure_logs
+    from drafter_service.server import DrafterServer, serve_until_signalled
+
+    configure_logs(tree.reports.log_format, tree.reports.log_level)
+    server = DrafterServer(tree)
+
+    def announce() -> None:
+        click.echo(
+            f"drafter listening at {server.address.text}, remembering up to {tree.drafting.capacity:,} tokens a namespace"
+        )
+
+    asyncio.run(serve_until_signalled(server, announce))
+    click.echo(server.summary)

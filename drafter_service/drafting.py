@@ -1,0 +1,172 @@
+"""The Draft stream: who is there, then one response for each request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import cast
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from drafter_service.access.control import AccessControl, Visit
+from drafter_service.access.rights import Right
+from drafter_service.facts import ModelIdentity
+from drafter_service.identity import default_namespace
+from drafter_service.messages import pack_resumed, read_model
+from drafter_service.namespace import IdentityError
+from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
+from drafter_service.session import Session, refusal
+from drafter_service.sessions import Orphans
+from drafter_service.settings.tree import Limits
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.wire import WireError
+
+logger = structlog.get_logger(__name__)
+
+PROTOCOL = 2
+OLDEST_PROTOCOL = 1
+"""Clients of protocol 1 say no hello."""
+DEFAULT_NAMESPACE = "default"
+CLIENT_ID_BYTES = 16
+
+REFUSALS = {
+    NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
+    WireError: grpc.StatusCode.INVALID_ARGUMENT,
+    IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
+    BudgetError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+"""What ends a stream or a call, with which status."""
+
+
+class VersionError(ValueError):
+    """Client and service have no protocol in common."""
+
+
+class Drafting:
+    """All Draft streams of a service. The event loop alone uses it."""
+
+    def __init__(self, namespaces: Namespaces, access: AccessControl, limits: Limits) -> None:
+        self._namespaces = namespaces
+        self._access = access
+        self._limits = limits
+        self.orphans = Orphans(limits.grace_s)
+        self.streams: set[asyncio.Task[object]] = set()
+        self.refused = 0
+        """Streams and requests."""
+        self._stopping = False
+
+    async def draft(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DraftResponse]:
+        """One engine's stream."""
+        if len(self.streams) >= self._limits.streams:
+            self.refused += 1
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {self._limits.streams} streams already"
+            )
+        stream = cast("asyncio.Task[object]", asyncio.current_task())
+        self.streams.add(stream)
+        try:
+            async with self._access.admit(context) as visit:
+                async for response in self._serve(requests, visit, stream):
+                    yield response
+        except (*REFUSALS, VersionError) as refused:
+            self.refused += 1
+            logger.warning("stream refused", reason=str(refused))
+            await context.abort(REFUSALS.get(type(refused), grpc.StatusCode.FAILED_PRECONDITION), str(refused))
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+        finally:
+            self.streams.discard(stream)
+
+    def stop(self) -> None:
+        """End every stream after the message in hand."""
+        self._stopping = True
+        for stream in self.streams:
+            stream.cancel()
+        self.orphans.drop_all()
+
+    async def _serve(
+        self, requests: AsyncIterator[bytes], visit: Visit, stream: asyncio.Task[object]
+    ) -> AsyncIterator[pb.DraftResponse]:
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        request = _parsed(first)
+        hello = request.hello if request is not None and request.HasField("hello") else pb.Hello(protocol=1)
+        model, name = _read_hello(hello)
+        visit.require(Right.READ, name)
+        async with AsyncExitStack() as stack:
+            namespace = await stack.enter_async_context(self._namespaces.use(name, model))
+            owner, client_id = visit.caller.name, hello.client_id
+            session = self.orphans.adopt(owner, client_id, name)
+            if session is None:
+                session = Session(namespace, self._limits)
+            namespace.streams.add(stream)
+            try:
+                welcome = _welcome(session, name, visit) if hello.protocol >= PROTOCOL else None
+                yield self._answer(session, request, visit, welcome)
+                async for data in requests:
+                    yield self._answer(session, _parsed(data), visit)
+            finally:
+                namespace.streams.discard(stream)
+                self.orphans.keep(owner, client_id, session)
+
+    def _answer(
+        self, session: Session, request: pb.DraftRequest | None, visit: Visit, welcome: pb.Welcome | None = None
+    ) -> pb.DraftResponse:
+        """The response to a request. Raises AccessDeniedError once the caller's rights are gone."""
+        name = session.namespace.name
+        visit.require(Right.READ, name)
+        if request is None:
+            message = "the message is not a DraftRequest of ssd.drafter.v1"
+            response = refusal(0, grpc.StatusCode.INVALID_ARGUMENT, message)
+        else:
+            response = session.answer(request, may_learn=visit.caller.may(Right.LEARN, name))
+        if welcome is not None:
+            response.welcome.CopyFrom(welcome)
+        self.refused += response.HasField("error")
+        return response
+
+
+def _parsed(data: bytes) -> pb.DraftRequest | None:
+    request = pb.DraftRequest()
+    try:
+        request.ParseFromString(data)
+    except DecodeError:
+        return None
+    return request
+
+
+def _read_hello(hello: pb.Hello) -> tuple[ModelIdentity, str]:
+    """What is served, and the namespace's name. Raises VersionError and WireError."""
+    if hello.oldest_protocol > PROTOCOL:
+        raise VersionError(
+            f"the client speaks protocol {hello.oldest_protocol} or later, this service {OLDEST_PROTOCOL} to "
+            f"{PROTOCOL}; upgrade the service first"
+        )
+    if hello.protocol < OLDEST_PROTOCOL:
+        raise VersionError("hello.protocol is missing")
+    if len(hello.client_id) not in (0, CLIENT_ID_BYTES):
+        raise WireError(f"hello.client_id has {len(hello.client_id)} bytes, not {CLIENT_ID_BYTES}")
+    model = read_model(hello.model)
+    if hello.protocol < PROTOCOL:
+        return model, DEFAULT_NAMESPACE
+    return model, hello.namespace or default_namespace(model)
+
+
+def _welcome(session: Session, name: str, visit: Visit) -> pb.Welcome:
+    """Before the first request has any effect."""
+    ids, lengths = pack_resumed(session.sizes())
+    return pb.Welcome(
+        protocol=PROTOCOL,
+        namespace=name,
+        learns=visit.caller.may(Right.LEARN, name),
+        max_draft=session.max_draft,
+        resumed_ids=ids,
+        resumed_lengths=lengths,
+    )

@@ -1,0 +1,209 @@
+"""An isolated corpus, with all that was learned and counted in it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+
+from drafter_service.facts import ClientTotals, CorpusFacts, ModelIdentity, NamespaceFacts, Passage
+from drafter_service.history import History, Sample
+from drafter_service.latency import Latency
+from ssd.config import DrafterConfig
+from ssd.corpus import Corpus
+from ssd.drafter import SuffixDrafter
+from ssd.requests import hash_of
+from ssd.stats import Stats
+
+MOST_NAMES = 1 << 17
+"""Names of learned requests that are remembered to learn none twice; 16 MB at most."""
+
+
+class IdentityError(ValueError):
+    """A client serves another model than the namespace was made for."""
+
+
+class Namespace:
+    """One corpus, its odds, its counters and those who draft from it. The event loop alone uses it."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelIdentity,
+        config: DrafterConfig,
+        corpus: Corpus,
+        *,
+        stats: Stats | None = None,
+        history: History | None = None,
+    ) -> None:
+        """`corpus` is refreshed in the background from now on, until `close`."""
+        self.name = name
+        self.model = model
+        self.config = config
+        self.corpus = corpus
+        self.stats = stats or Stats()
+        self.history = history or History()
+        self.clients = ClientTotals()
+        self.draft_latency = Latency()
+        self.merge_latency = Latency()
+        self.duplicates = 0
+        self.drafters: set[SuffixDrafter] = set()
+        self.streams: set[asyncio.Task[object]] = set()
+        self.holds = 0
+        """How many calls use it now."""
+        self.last_used = time.monotonic()
+        self.log_position: str | None = None
+        """How far the shared log was read."""
+        self.on_learned: Callable[[np.ndarray, str | None], None] = lambda _tokens, _request: None
+        """Told of all that is learned here first, for the shared log."""
+        self._learned = dict.fromkeys(corpus.names().tolist())
+        self._saved_at = self._total
+        corpus.times.heard = self.merge_latency.note
+        corpus.maintain(config.refresh_interval_s)
+
+    def adopt(self, model: ModelIdentity) -> None:
+        """A client says what it serves. Raises IdentityError if token ids would mean something else."""
+        own = self.model
+        if own.tokenizer and model.tokenizer and own.tokenizer != model.tokenizer:
+            raise IdentityError(f"namespace {self.name!r} belongs to another tokenizer; choose another namespace")
+        if own.vocabulary_size and model.vocabulary_size and own.vocabulary_size != model.vocabulary_size:
+            raise IdentityError(
+                f"namespace {self.name!r} has a vocabulary of {own.vocabulary_size} tokens, not "
+                f"{model.vocabulary_size}; choose another namespace"
+            )
+        self.model = ModelIdentity(
+            own.name or model.name,
+            own.tokenizer or model.tokenizer,
+            own.adapter or model.adapter,
+            own.vocabulary_size or model.vocabulary_size,
+        )
+        self.last_used = time.monotonic()
+
+    def new_drafter(self) -> SuffixDrafter:
+        """A drafter for one stream."""
+        drafter = SuffixDrafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
+        self.drafters.add(drafter)
+        return drafter
+
+    def release(self, drafter: SuffixDrafter) -> None:
+        """The stream of a drafter has ended for good."""
+        self.drafters.discard(drafter)
+        drafter.close()
+
+    def learn(self, tokens: np.ndarray, request: str | None, *, is_from_log: bool = False) -> bool:
+        """Remember a finished text, uint32 [n], unless one of its name was learned before; whether it was not."""
+        if request is not None:
+            name = hash_of(request)
+            if name in self._learned:
+                self.duplicates += 1
+                return False
+            self._learned[name] = None
+            if len(self._learned) > MOST_NAMES:
+                for oldest in list(islice(self._learned, MOST_NAMES // 8)):
+                    del self._learned[oldest]
+        self.corpus.append(tokens, request)
+        if not is_from_log:
+            self.on_learned(tokens, request)
+        return True
+
+    def forget(self, request: str) -> None:
+        """Forget what was learned under a name; it is gone once the corpus is refreshed."""
+        self._learned.pop(hash_of(request), None)
+        self.corpus.forget(request)
+        for drafter in self.drafters:
+            drafter.end_sessions_with(request)
+
+    def forget_before(self, moment: float) -> None:
+        """Forget what was learned before a time, in seconds since 1970, as `forget`."""
+        self.corpus.forget_older_than(self.corpus.clock() - moment)
+        for drafter in self.drafters:
+            drafter.end_sessions_before(moment)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run now."""
+        return sum(drafter.running for drafter in self.drafters)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody drafts from it."""
+        return not self.drafters and not self.holds
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether there is anything to save."""
+        return self._saved_at != self._total
+
+    def note_saved(self, total: tuple[int, int]) -> None:
+        """A snapshot holds what there was when `_total` was `total`."""
+        self._saved_at = total
+
+    @property
+    def total(self) -> tuple[int, int]:
+        """Grows with all that a snapshot would hold."""
+        return self._total
+
+    @property
+    def memory_bytes(self) -> int:
+        """Held by the corpus, the odds and the running sequences."""
+        return self.corpus.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
+
+    def note_sample(self, now: float) -> None:
+        """Write the totals into the history."""
+        stats = self.stats
+        self.history.note(
+            Sample(
+                time=now,
+                steps=stats.steps,
+                committed=stats.committed,
+                hits=stats.hits,
+                drafted=stats.verified,
+                accepted=stats.accepted,
+                corpus_tokens=self.corpus.tokens,
+                appended_tokens=self.corpus.appended,
+                memory_bytes=self.memory_bytes,
+                timeouts=self.clients.timeouts,
+            )
+        )
+
+    def facts(self, passages: tuple[Passage, ...] | None = None) -> NamespaceFacts:
+        """What reports and metrics say of it."""
+        corpus, times = self.corpus, self.corpus.times
+        return NamespaceFacts(
+            name=self.name,
+            model=self.model,
+            stats=self.stats,
+            history=self.history,
+            corpus=CorpusFacts(
+                capacity=corpus.capacity,
+                tokens=corpus.tokens,
+                requests=corpus.requests,
+                appended_tokens=corpus.appended,
+                waiting_tokens=corpus.waiting,
+                merges=times.merges,
+                base_merges=times.base_merges,
+                full_builds=times.full_builds,
+                forgotten=times.forgotten,
+            ),
+            memory_bytes=self.memory_bytes,
+            streams=len(self.streams),
+            sequences=self.sequences,
+            draft_latency=self.draft_latency,
+            merge_latency=self.merge_latency,
+            clients=self.clients,
+            duplicates=self.duplicates,
+            passages=passages,
+        )
+
+    def close(self) -> None:
+        """Stop the background refresh."""
+        for drafter in list(self.drafters):
+            self.release(drafter)
+        self.corpus.close()
+
+    @property
+    def _total(self) -> tuple[int, int]:
+        return self.corpus.appended + self.corpus.times.forgotten, self.stats.steps

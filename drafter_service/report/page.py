@@ -1,0 +1,127 @@
+"""A report as one HTML page that loads nothing: figures first, then plots, each with its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from drafter_service.report import curves, units
+from drafter_service.report.panels import Figure, panels, written
+from drafter_service.report.schema import Drafting, NamespaceReport, Report
+from drafter_service.report.verdict import by_saving, log_facts, remarks, saving, service_facts, service_remarks, worth
+
+MOST_IN_FULL = 12
+"""A namespace in full is 0.1 to 0.2 MB of page; those that save least are rows of the table only."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Nothing is loaded and no script runs, whatever a name or passage holds."""
+
+
+def render_page(report: Report) -> str:
+    """The whole page."""
+    namespaces = by_saving(report)
+    title = "What drafting is worth"
+    style = files("drafter_service.report").joinpath("style.css").read_text(encoding="utf-8")
+    body = _one(namespaces[0]) if len(namespaces) == 1 else _many(report, namespaces)
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">
+<title>{title}</title><style>{style}</style></head>
+<body>
+<header><h1>{title}</h1>{_lead(report, namespaces)}{_remarks(service_remarks(report))}</header>
+<main>{body}</main>
+<footer>{_foot(report)}</footer>
+</body></html>
+"""
+
+
+def _lead(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
+    if not namespaces:
+        return '<p class="lead">Nothing yet: nobody has drafted or learned anything here.</p>'
+    who = namespaces[0].name if len(namespaces) == 1 else f"Drafting from {len(namespaces)} namespaces"
+    return (
+        f'<p class="lead">{escape(who)} {escape(saving(report.total))}</p>'
+        f'<p class="soft">{escape(worth(report.total))}</p>'
+    )
+
+
+def _foot(report: Report) -> str:
+    taken = units.moment(report.taken_at)
+    if report.service is None:
+        return f"From a snapshot of {taken}. What only a running service knows is left out."
+    facts = [taken, *service_facts(report.service), *log_facts(report.service.log)]
+    return escape(" · ".join(facts))
+
+
+def _one(namespace: NamespaceReport) -> str:
+    return _remarks(remarks(namespace)) + _cards(namespace.drafting, namespace) + panels(namespace)
+
+
+def _many(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
+    if not namespaces:
+        return ""
+    parts = [_cards(report.total, None), _overview(namespaces)]
+    for index, namespace in enumerate(namespaces[:MOST_IN_FULL]):
+        is_open = " open" if index == 0 else ""
+        sentence = f"<p class='soft'>{escape(saving(namespace.drafting))}</p>"
+        parts.append(
+            f'<details class="whole"{is_open}><summary><h2>{escape(namespace.name)}</h2>{sentence}</summary>'
+            f"{_one(namespace)}</details>"
+        )
+    if len(namespaces) > MOST_IN_FULL:
+        rest = len(namespaces) - MOST_IN_FULL
+        parts.append(f"<section><p class='soft'>{rest} more in the table; --namespace shows one in full.</p></section>")
+    return "".join(parts)
+
+
+def _remarks(sentences: Iterable[str]) -> str:
+    return "".join(f'<p class="remark" role="note">{escape(sentence)}</p>' for sentence in sentences)
+
+
+def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
+    """The figures that people ask for first, with those of late below."""
+    late = None if namespace is None or namespace.recent is None else namespace.recent
+    of_late = None if late is None else late.drafting
+    when = "" if late is None else f"last {units.duration(late.seconds)}"
+    shown = [
+        ("tokens per step", "tokens_per_step", units.ratio, "1 is plain decoding"),
+        ("steps saved", "saved_share", units.share, "of the target's steps"),
+        ("hit rate", "hit_rate", units.share, "of steps had a draft"),
+        ("accepted", "acceptance", units.share, "of draft tokens"),
+        ("output tokens", "committed", units.count, f"in {units.count(drafting.steps)} steps"),
+    ]
+    cards = []
+    for index, (name, field, unit, hint) in enumerate(shown):
+        below = hint
+        if of_late is not None and field != "committed":
+            below = f"{hint}; {when}: {unit(getattr(of_late, field))}"
+        figure = written(Figure(getattr(drafting, field), unit))
+        cards.append(
+            f'<div class="card{"" if index else " first"}"><span>{name}</span><b>{figure}</b><p>{escape(below)}</p></div>'
+        )
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _overview(namespaces: Sequence[NamespaceReport]) -> str:
+    heads = (
+        "<th>namespace</th><th>tokens per step</th><th class='minor'>over time</th><th>saved</th>"
+        "<th class='minor'>hit rate</th><th class='minor'>accepted</th><th class='minor'>output tokens</th>"
+        "<th class='minor'>remembered</th>"
+    )
+    rows = []
+    for one in namespaces:
+        drafting, curve = one.drafting, [period.tokens_per_step for period in one.over_time or []]
+        cells = [
+            ("name", escape(one.name)),
+            ("", written(Figure(drafting.tokens_per_step, units.ratio))),
+            ("minor", curves.spark(curve)),
+            ("", written(Figure(drafting.saved_share, units.share))),
+            ("minor", written(Figure(drafting.hit_rate, units.share))),
+            ("minor", written(Figure(drafting.acceptance, units.share))),
+            ("minor", written(Figure(drafting.committed, units.count))),
+            ("minor", written(Figure(one.corpus.tokens, units.count))),
+        ]
+        rows.append("<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells) + "</tr>")
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<section><h2>Namespaces</h2><div class="scroll tall">{table}</div></section>'

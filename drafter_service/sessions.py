@@ -1,0 +1,43 @@
+"""Sessions of clients whose stream has broken, kept for a grace time so that they can go on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from drafter_service.session import Session
+
+
+class Orphans:
+    """Sessions without a stream, by client. The event loop alone uses it."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._kept: dict[tuple[str, bytes, str], tuple[Session, asyncio.TimerHandle]] = {}
+
+    def keep(self, owner: str, client_id: bytes, session: Session) -> None:
+        """Keep a session for the grace time, then drop it; at once if the client has no id to come back with."""
+        if not client_id or self._grace_s == 0:
+            session.close()
+            return
+        key = (owner, client_id, session.namespace.name)
+        self._drop(key)
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self._drop, key)
+        self._kept[key] = session, timer
+
+    def adopt(self, owner: str, client_id: bytes, namespace: str) -> Session | None:
+        """The session of a client that has come back; only the caller who left it gets it."""
+        session, timer = self._kept.pop((owner, client_id, namespace), (None, None))
+        if timer is not None:
+            timer.cancel()
+        return session
+
+    def drop_all(self, namespace: str | None = None) -> None:
+        """Drop the sessions of a namespace, or of all."""
+        for key in [key for key in self._kept if namespace in (None, key[2])]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[str, bytes, str]) -> None:
+        session, timer = self._kept.pop(key, (None, None))
+        if session is not None and timer is not None:
+            timer.cancel()
+            session.close()

@@ -1,0 +1,1 @@
+"""Settings of the sidecar: what there is, and where it is read from."""

@@ -1,0 +1,114 @@
+"""Every setting of the sidecar, as one tree. Numbers that someone chose say why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from drafter_service.access.config import AccessConfig
+from ssd.config import DrafterConfig
+from ssd.ring import check_capacity
+
+Positive = Annotated[int, Ge(1)]
+Seconds = Annotated[float, Gt(0)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one service takes on, so that nobody can fill its memory."""
+
+    streams: Positive = 1024
+    """Streams at a time; more are refused."""
+    sequences: Positive = 4096
+    """Running sequences of a stream; the ones that were silent for longest are let go and asked for again."""
+    stream_tokens: Positive = 32_000_000
+    """Tokens of a stream's running sequences, prompts included; as above."""
+    waiting_tokens: Positive = 2_000_000
+    """Learned, but not draftable yet: whoever wants more learned waits. About two seconds of merging."""
+    grace_s: Annotated[float, Ge(0)] = 10.0
+    """How long the sequences of a broken stream are kept for the engine to come back."""
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Where namespaces survive the process."""
+
+    folder: Path | None = None
+    """Each namespace has a folder of its own in it. Without it everything is forgotten when the service stops."""
+    interval_s: Seconds = 300.0
+    """How often a namespace that learned something is saved, beside when the service stops."""
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """Which isolated corpora there are."""
+
+    budget: Positive = 4_000_000_000
+    """Bytes over all loaded namespaces. A namespace counts with what its capacity can cost at most."""
+    create: bool = True
+    """Whether a name that nobody used before makes a namespace; otherwise only those in `capacities`."""
+    idle_s: Seconds = 3600.0
+    """A namespace without streams that was not used for so long is saved and leaves memory, if it can be saved."""
+    capacities: Mapping[str, Positive] = field(default_factory=dict)
+    """Tokens remembered, for namespaces that differ from `drafting.capacity`; they are made at the start."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """The log of finished requests that several sidecars share."""
+
+    url: str | None = None
+    """redis://HOST:PORT/DB or rediss://; without it the service runs alone."""
+    most_tokens: Positive = 32_000_000
+    """Tokens kept in the log of a namespace; a new replica cannot catch up with more than these."""
+    queue_tokens: Positive = 4_000_000
+    """Tokens that wait for the log while it is away; the oldest are dropped beyond that."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What the service tells about itself."""
+
+    metrics: str | None = None
+    """HOST:PORT of the Prometheus endpoint."""
+    sample_s: Seconds = 10.0
+    """How often the counters are sampled for figures over time."""
+    passages: bool = False
+    """Whether administrators may ask for the texts that drafts came from: they are users' text."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    tracing: bool = False
+    """Traces through OpenTelemetry, which reads its own environment variables."""
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """The whole service."""
+
+    listen: str = "unix:/tmp/ssd-drafter.sock"
+    """unix:/path/to/socket or host:port; port 0 takes a free one."""
+    drafting: DrafterConfig = field(default_factory=DrafterConfig)
+    namespaces: Namespaces = field(default_factory=Namespaces)
+    limits: Limits = field(default_factory=Limits)
+    access: AccessConfig = field(default_factory=AccessConfig)
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    log: Log = field(default_factory=Log)
+    reports: Reports = field(default_factory=Reports)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that contradict one another."""
+        if self.drafting.policy != "suffix":
+            raise ValueError("drafting.policy must be 'suffix': the article's scheme is a baseline for benchmarks")
+        for key, capacity in (("drafting.capacity", self.drafting.capacity), *_keyed(self.namespaces.capacities)):
+            try:
+                check_capacity(capacity)
+            except ValueError as problem:
+                raise ValueError(f"{key}: {problem}") from None
+
+
+def _keyed(capacities: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(f"namespaces.capacities.{name}", capacity) for name, capacity in capacities.items()]

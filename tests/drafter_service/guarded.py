@@ -1,0 +1,111 @@
+"""A small service behind access control, and calls to it, for the tests of access."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+
+from drafter_service.access.client import ClientAccess, Connector
+from drafter_service.access.config import AccessConfig
+from drafter_service.access.control import AccessControl
+from drafter_service.access.listening import listen
+from drafter_service.access.rights import Right
+from drafter_service.address import Address
+
+TIMEOUT_S = 10
+RIGHTS = {"Read": Right.READ, "Learn": Right.LEARN, "Admin": Right.ADMIN}
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Guarded:
+    """The running service: one method a right, each answered with the caller's name."""
+
+    def __init__(self, config, address, clock):
+        self.control = AccessControl(config, clock=clock)
+        self.clock = clock
+        self.config = config
+        self.address = Address.parse(address)
+        self.looked_up = []
+        """Namespaces that a call got as far as to look up."""
+
+    async def call(self, namespace="any", right="Read", access=ClientAccess(), metadata=None):  # noqa: B008  # frozen
+        """The answer to one call over a connection of its own. Raises AioRpcError."""
+        connector = Connector(self.address, access)
+        async with connector.open_aio() as channel:
+            method = channel.unary_unary(f"/test.Guarded/{right}")
+            given = connector.metadata() if metadata is None else metadata
+            return (await method(namespace.encode(), metadata=given, timeout=TIMEOUT_S)).decode()
+
+    async def refusal(self, *args, **kwargs):
+        """The status code and the details that a call ends with."""
+        try:
+            caller = await self.call(*args, **kwargs)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details()
+        raise AssertionError(f"answered as {caller}")
+
+    async def is_connected(self, access):
+        """Whether TLS and a call succeed; any failure but that of the connection is raised."""
+        try:
+            await self.call(access=access)
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+        return True
+
+    def handlers(self):
+        unary = {name: grpc.unary_unary_rpc_method_handler(self._method(right)) for name, right in RIGHTS.items()}
+        stream = grpc.stream_stream_rpc_method_handler(self._stream)
+        return grpc.method_handlers_generic_handler("test.Guarded", {**unary, "Stream": stream})
+
+    def _method(self, right):
+        async def answer(request, context):
+            async with self.control.admit(context) as visit:
+                visit.require(right, request.decode())
+                self.looked_up.append(request.decode())
+                return visit.caller.name.encode()
+
+        return answer
+
+    async def _stream(self, requests, context):
+        async with self.control.admit(context) as visit:
+            async for request in requests:
+                visit.require(Right.READ, request.decode())
+                yield visit.caller.name.encode()
+
+
+@asynccontextmanager
+async def guarded(config=AccessConfig(), address="127.0.0.1:0", clock=None):  # noqa: B008  # frozen
+    """The service, listening as `config` says; its files are checked whenever `clock` has moved a second."""
+    service = Guarded(config, address, clock or Clock())
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([service.handlers()])
+    service.address = listen(server, service.address, config)
+    await server.start()
+    try:
+        yield service
+    finally:
+        await server.stop(0)
+
+
+def run(test):
+    """A test that is a coroutine."""
+
+    def runs(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    runs.__wrapped__ = test  # pytest takes the fixtures' names from it.
+    runs.__name__ = test.__name__
+    return runs

@@ -1,0 +1,66 @@
+"""A real Redis, as small as it gets: a free port, a folder of its own, nothing kept unless asked for."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+START_TIMEOUT_S = 20.0
+
+
+class RedisServer:
+    """A redis-server that can be killed and started again, with what it has on disk, if anything."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self._folder, self._arguments = folder, arguments
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Returns once it accepts connections."""
+        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder)]
+        self._process = subprocess.Popen(
+            [*command, "--save", "", *self._arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        said = []
+        for line in self._process.stdout:
+            said.append(line)
+            if b"Ready to accept connections" in line:
+                return
+        raise AssertionError(b"".join(said).decode())
+
+    def kill(self) -> None:
+        """As kill -9 does."""
+        self._process.kill()
+        self._process.wait(timeout=START_TIMEOUT_S)
+        self._process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running_redis(*arguments: str):
+    """A running redis-server. Skips the test, and says so, where none is installed."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("NOT TESTED: redis-server is not installed; run: apt-get install redis-server")
+    with tempfile.TemporaryDirectory(prefix="ssd-redis-") as folder:
+        server = RedisServer(Path(folder), *arguments)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
