@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.text import REQUEST_TOKENS, Writer
-from drafter_service.cli import TokenCount
+from drafter_service.settings.quantity import Quantity
 from ssd.build import new_corpus
 from ssd.config import DrafterConfig
 from ssd.corpus import Corpus
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="16M", help="size of the corpus, such as 1M or 16000000")
     parser.add_argument("--contexts", type=int, default=3000, help="drafts and searches that are timed")
     options = parser.parse_args()
-    tokens = TokenCount().convert(options.tokens, None, None)
+    tokens = Quantity().convert(options.tokens, None, None)
     print(json.dumps(measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True))))
 
 

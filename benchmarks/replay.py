@@ -31,6 +31,7 @@ from benchmarks.peers import PEERS, missing, peer_entries
 from benchmarks.rounds import replay
 from benchmarks.scores import Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
+from ssd.config import MAX_DRAFT, check_cost
 
 PLAIN_WIDTH = 200
 """Columns of the tables where the output is no terminal."""
@@ -130,7 +131,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="copies, each Nth token edited",
     )
     add("--drafter", nargs="+", required=True, choices=names, metavar="NAME", help=", ".join(names))
-    add("--k", type=list_of(positive), default=[32], help="most tokens in a draft (32); arctic has a grid of its own")
+    add(
+        "--k",
+        type=list_of(draft_size),
+        default=[32],
+        help=f"most tokens in a draft, at most {MAX_DRAFT} (32); arctic has a grid of its own",
+    )
     add(
         "--shape", type=list_of(shape), default=["path", "tree"], help="of ssd's drafts: path, tree or path,tree (both)"
     )
@@ -162,15 +168,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def draft_size(text: str) -> int:
+    """A number of tokens that a draft may have."""
+    if positive(text) > MAX_DRAFT:
+        raise argparse.ArgumentTypeError(f"a draft has at most {MAX_DRAFT} tokens, not {text}")
+    return int(text)
+
+
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """A cost that a token can have."""
     try:
-        number = float(text)
+        cost = float(text)
+        check_cost(cost)
     except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
-    return number
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0, up to 1") from None
+    return cost
 
 
 def shape(text: str) -> str:

@@ -6,10 +6,14 @@ order, int32 `prompt_len`, `output_len` and `session` (turns of one conversation
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
+
+from ssd.ring import MAX_TOKEN_ID
 
 VOCABULARY = 50_000
 SOURCE_TOKENS = 4_000
@@ -62,24 +66,41 @@ class Trace:
 def load_trace(path: Path) -> Trace:
     """Read a trace. Raises ValueError for a file that is none."""
     try:
-        with np.load(path) as arrays:
-            tokens, prompts, outputs, sessions = (
-                arrays[name] for name in ("tokens", "prompt_len", "output_len", "session")
-            )
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        tokens, prompts, outputs, sessions = _arrays(path)
+        requests = _requests(tokens, prompts, outputs, sessions)
+    except (OSError, EOFError, KeyError, TypeError, ValueError, BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not a trace: {error}") from error
-    ends = np.cumsum(prompts.astype(np.int64) + outputs)
+    if not requests:
+        raise ValueError(f"{path} is not a trace: it has no output")
+    return Trace(path.stem, requests)
+
+
+def _arrays(path: Path) -> list[np.ndarray]:
+    names = ("tokens", "prompt_len", "output_len", "session")
+    with np.load(path) as file:
+        arrays = [file[name] for name in names]
+    for name, array in zip(names, arrays, strict=True):
+        if array.dtype.kind not in "iu" or array.ndim != 1 or (name != "session" and (array < 0).any()):
+            raise ValueError(f"{name} is no row of whole numbers from 0 on")
+    return arrays
+
+
+def _requests(tokens: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, sessions: np.ndarray) -> list[Request]:
+    if not len(prompts) == len(outputs) == len(sessions):
+        raise ValueError("prompt_len, output_len and session are not equally long")
+    ends = np.cumsum(prompts.astype(np.int64) + outputs.astype(np.int64))
     if len(ends) == 0 or ends[-1] != len(tokens):
-        raise ValueError(f"{path} is not a trace: its lengths do not add up to its {len(tokens):,} tokens")
+        raise ValueError(f"its lengths do not add up to its {len(tokens):,} tokens")
+    if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
+        raise ValueError(f"it has the token id {int(tokens.max()):,}; the largest possible is {MAX_TOKEN_ID:,}")
     tokens = tokens.astype(np.uint32)
-    requests = [
+    return [
         Request(tokens[end - prompt - output : end], prompt, session)
         for end, prompt, output, session in zip(
             ends.tolist(), prompts.tolist(), outputs.tolist(), sessions.tolist(), strict=True
         )
         if output > 0
     ]
-    return Trace(path.stem, requests)
 
 
 def copy_edit(every: int) -> Trace:

@@ -6,13 +6,15 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from drafter_service.access.control import AccessControl, Visit
 from drafter_service.access.rights import Right
 from drafter_service.drafting import REFUSALS, Drafting
-from drafter_service.facts import ServiceFacts
+from drafter_service.facts import ModelIdentity, ServiceFacts
 from drafter_service.identity import default_namespace
 from drafter_service.learning import Learned, Learning
 from drafter_service.messages import read_model
@@ -45,7 +47,7 @@ class Admin:
 
     async def observe(self, request: pb.ObserveRequest, context: grpc.aio.ServicerContext) -> pb.ObserveResponse:
         """Learn from finished text."""
-        async with _Call(self._access, context) as visit:
+        async with _call(self._access, context) as visit:
             model = read_model(request.model)
             name = request.namespace or default_namespace(model)
             visit.require(Right.LEARN, name)
@@ -54,27 +56,28 @@ class Admin:
                 return pb.ObserveResponse(tokens=learned.tokens, texts=learned.texts, duplicates=learned.duplicates)
 
     async def warm(
-        self, requests: AsyncIterator[pb.WarmRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WarmResponse]:
         """Learn from a stream of finished texts."""
-        async with _Call(self._access, context) as visit:
-            first = await anext(aiter(requests), None)
-            if first is None:
+        async with _call(self._access, context) as visit:
+            data = await anext(aiter(requests), None)
+            if data is None:
                 return
+            first = _read_warm(data)
             model = read_model(first.model)
             name = first.namespace or default_namespace(model)
             visit.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
                 total = await self._learning.learn(namespace, first.texts)
                 yield _warm_response(total, namespace.corpus.waiting)
-                async for request in requests:
+                async for data in requests:
                     visit.require(Right.LEARN, name)
-                    total += await self._learning.learn(namespace, request.texts)
+                    total += await self._learning.learn(namespace, _read_warm(data).texts)
                     yield _warm_response(total, namespace.corpus.waiting)
 
     async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
         """Forget, wait until it is forgotten, and save the namespace again."""
-        async with _Call(self._access, context) as visit:
+        async with _call(self._access, context) as visit:
             visit.require(Right.ADMIN, request.namespace)
             what = request.WhichOneof("what")
             if what is None:
@@ -82,21 +85,25 @@ class Admin:
             if what == "older_than_s" and not 0 <= request.older_than_s < math.inf:
                 raise WireError(f"older_than_s is {request.older_than_s}; it is an age in seconds, 0 or more")
             self._check_exists(request.namespace)
-            async with self._namespaces.use(request.namespace, read_model(pb.Model())) as namespace:
+            async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
                 if what == "request":
                     await self._learning.forget(namespace, request.request)
                 else:
-                    age_s = request.older_than_s if what == "older_than_s" else 0.0
-                    await self._learning.forget_before(namespace, time.time() - age_s)
-                if self._namespaces.store is not None:
+                    # Not until now: the clock may have been ahead when something was learned.
+                    moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
+                    await self._learning.forget_before(namespace, moment)
+                store = self._namespaces.store
+                if store is not None:
                     await self._namespaces.save(namespace)
-                return pb.ForgetResponse(snapshot_saved=self._namespaces.store is not None)
+                    # Nobody can tell what is in there.
+                    store.remove_aside(namespace.name)
+                return pb.ForgetResponse(snapshot_saved=store is not None)
 
     async def report(self, request: pb.ReportRequest, context: grpc.aio.ServicerContext) -> pb.ReportResponse:
         """What drafting was worth."""
         from drafter_service.report.build import build_report
 
-        async with _Call(self._access, context) as visit:
+        async with _call(self._access, context) as visit:
             right = Right.READ | Right.ADMIN if request.passages else Right.READ
             if request.passages and not self._may_show_passages:
                 raise WireError("this service does not show passages; they are users' text (reports.passages)")
@@ -106,19 +113,20 @@ class Admin:
 
     async def snapshot(self, request: pb.SnapshotRequest, context: grpc.aio.ServicerContext) -> pb.SnapshotResponse:
         """Save namespaces now."""
-        async with _Call(self._access, context) as visit:
+        async with _call(self._access, context) as visit:
             names = self._chosen(visit, request.namespace, Right.ADMIN)
-            chosen = [namespace for name, namespace in self._namespaces.loaded.items() if name in names]
-            saved = [await self._namespaces.save(namespace) for namespace in chosen]
-            return pb.SnapshotResponse(
-                saved=[pb.SavedSnapshot(namespace=name, bytes=size, seconds=taken) for name, size, taken in saved]
-            )
+            response = pb.SnapshotResponse()
+            for name in sorted(names & self._namespaces.loaded.keys()):
+                async with self._namespaces.use(name, ModelIdentity()) as namespace:
+                    _, size, taken = await self._namespaces.save(namespace)
+                    response.saved.add(namespace=name, bytes=size, seconds=taken)
+            return response
 
     async def list_namespaces(
         self, _request: pb.ListNamespacesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListNamespacesResponse:
         """The namespaces that the caller may read."""
-        async with _Call(self._access, context) as visit:
+        async with _call(self._access, context) as visit:
             names = self._chosen(visit, "", Right.READ)
             return pb.ListNamespacesResponse(namespaces=[self._described(name) for name in sorted(names)])
 
@@ -126,10 +134,12 @@ class Admin:
         self, request: pb.DropNamespaceRequest, context: grpc.aio.ServicerContext
     ) -> pb.DropNamespaceResponse:
         """Forget a namespace whole."""
-        async with _Call(self._access, context) as visit:
+        async with _call(self._access, context) as visit:
             visit.require(Right.ADMIN, request.namespace)
             self._check_exists(request.namespace)
-            self._drafting.orphans.drop_all(request.namespace)
+            # Loaded first, so that the shared log is told.
+            async with self._namespaces.use(request.namespace, ModelIdentity()):
+                self._drafting.orphans.drop_all(request.namespace)
             await self._namespaces.drop(request.namespace)
             return pb.DropNamespaceResponse()
 
@@ -164,23 +174,23 @@ class Admin:
         return message
 
 
-class _Call:
-    """A unary call: who makes it, and the right status for what it is refused."""
+@asynccontextmanager
+async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> AsyncIterator[Visit]:
+    """A call: who makes it, and the right status for what it is refused."""
+    async with access.admit(context) as visit:
+        try:
+            yield visit
+        except SnapshotError as problem:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
+        except tuple(REFUSALS) as refused:
+            await context.abort(REFUSALS[type(refused)], str(refused))
 
-    def __init__(self, access: AccessControl, context: grpc.aio.ServicerContext) -> None:
-        self._admitted = access.admit(context)
-        self._context = context
 
-    async def __aenter__(self) -> Visit:
-        return await self._admitted.__aenter__()
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SnapshotError):
-            await self._context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        for refusal, code in REFUSALS.items():
-            if isinstance(error, refusal):
-                await self._context.abort(code, str(error))
-        await self._admitted.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+def _read_warm(data: bytes) -> pb.WarmRequest:
+    try:
+        return pb.WarmRequest.FromString(data)
+    except DecodeError:
+        raise WireError("the message is not a WarmRequest") from None
 
 
 def _warm_response(total: Learned, waiting: int) -> pb.WarmResponse:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from typing import cast
 
 import grpc
@@ -15,8 +15,8 @@ from drafter_service.access.control import AccessControl, Visit
 from drafter_service.access.rights import Right
 from drafter_service.facts import ModelIdentity
 from drafter_service.identity import default_namespace
-from drafter_service.messages import pack_resumed, read_model
-from drafter_service.namespace import IdentityError
+from drafter_service.messages import MOST_FIELDS, has_few_fields, pack_resumed, read_model
+from drafter_service.namespace import ClosedError, IdentityError
 from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
 from drafter_service.session import Session, refusal
 from drafter_service.sessions import Orphans
@@ -37,6 +37,7 @@ REFUSALS = {
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
     BudgetError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ClosedError: grpc.StatusCode.ABORTED,
 }
 """What ends a stream or a call, with which status."""
 
@@ -52,7 +53,7 @@ class Drafting:
         self._namespaces = namespaces
         self._access = access
         self._limits = limits
-        self.orphans = Orphans(limits.grace_s)
+        self.orphans = Orphans(limits.grace_s, limits.streams)
         self.streams: set[asyncio.Task[object]] = set()
         self.refused = 0
         """Streams and requests."""
@@ -70,8 +71,8 @@ class Drafting:
         stream = cast("asyncio.Task[object]", asyncio.current_task())
         self.streams.add(stream)
         try:
-            async with self._access.admit(context) as visit:
-                async for response in self._serve(requests, visit, stream):
+            async with self._access.admit(context) as visit, aclosing(self._serve(requests, visit, stream)) as served:
+                async for response in served:
                     yield response
         except (*REFUSALS, VersionError) as refused:
             self.refused += 1
@@ -88,11 +89,10 @@ class Drafting:
         self._stopping = True
         for stream in self.streams:
             stream.cancel()
-        self.orphans.drop_all()
 
     async def _serve(
         self, requests: AsyncIterator[bytes], visit: Visit, stream: asyncio.Task[object]
-    ) -> AsyncIterator[pb.DraftResponse]:
+    ) -> AsyncGenerator[pb.DraftResponse, None]:
         first = await anext(aiter(requests), None)
         if first is None:
             return
@@ -103,37 +103,48 @@ class Drafting:
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model))
             owner, client_id = visit.caller.name, hello.client_id
-            session = self.orphans.adopt(owner, client_id, name)
+            session = self.orphans.adopt(owner, client_id, namespace)
             if session is None:
                 session = Session(namespace, self._limits)
             namespace.streams.add(stream)
             try:
                 welcome = _welcome(session, name, visit) if hello.protocol >= PROTOCOL else None
-                yield self._answer(session, request, visit, welcome)
+                response = self._answer(session, request, visit, is_first=True)
+                if welcome is not None:
+                    response.welcome.CopyFrom(welcome)
+                yield response
                 async for data in requests:
                     yield self._answer(session, _parsed(data), visit)
+            except asyncio.CancelledError:
+                if namespace.is_closed:
+                    raise ClosedError(f"namespace {name!r} was dropped") from None
+                raise
             finally:
                 namespace.streams.discard(stream)
                 self.orphans.keep(owner, client_id, session)
 
     def _answer(
-        self, session: Session, request: pb.DraftRequest | None, visit: Visit, welcome: pb.Welcome | None = None
+        self, session: Session, request: pb.DraftRequest | None, visit: Visit, *, is_first: bool = False
     ) -> pb.DraftResponse:
         """The response to a request. Raises AccessDeniedError once the caller's rights are gone."""
         name = session.namespace.name
         visit.require(Right.READ, name)
         if request is None:
-            message = "the message is not a DraftRequest of ssd.drafter.v1"
+            message = f"the message is not a DraftRequest of ssd.drafter.v1 with at most {MOST_FIELDS} sequences"
             response = refusal(0, grpc.StatusCode.INVALID_ARGUMENT, message)
+        elif request.HasField("hello") and not is_first:
+            message = "hello belongs into the first request of a stream, and into no other"
+            response = refusal(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
         else:
             response = session.answer(request, may_learn=visit.caller.may(Right.LEARN, name))
-        if welcome is not None:
-            response.welcome.CopyFrom(welcome)
         self.refused += response.HasField("error")
         return response
 
 
 def _parsed(data: bytes) -> pb.DraftRequest | None:
+    # Empty sequences take fifty times their bytes once they are parsed.
+    if not has_few_fields(data, MOST_FIELDS):
+        return None
     request = pb.DraftRequest()
     try:
         request.ParseFromString(data)

@@ -101,9 +101,15 @@ class LogFacts:
     consumed_tokens: int = 0
     duplicates: int = 0
     dropped_tokens: int = 0
+    """That waited for the log for too long."""
+    malformed: int = 0
+    """Entries that were skipped."""
+    gaps: int = 0
+    """Times that entries may have been missed: trimmed before they were read, or lost with Redis."""
     errors: int = 0
     is_connected: bool = False
     lag_entries: int = 0
+    """An estimate."""
     lag_s: float = 0.0
 
 

@@ -31,8 +31,9 @@ class History:
 
     def note(self, sample: Sample) -> None:
         """Add a sample; once there are too many, every other one of the older half goes."""
-        if self.samples and sample.time <= self.samples[-1].time:
-            return  # The clock was set back; the next samples catch up.
+        # When the clock was set back, what lies in the future now was dated wrongly.
+        while self.samples and self.samples[-1].time >= sample.time:
+            self.samples.pop()
         self.samples.append(sample)
         if len(self.samples) > MOST_SAMPLES:
             half = MOST_SAMPLES // 2

@@ -29,7 +29,7 @@ class Latency:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """A duration in seconds that `share` of all do not exceed, as the upper bound of its bin; 0 if there is none."""
+        """A duration in seconds that `share` of all do not exceed, the upper bound of its bin; 0 if there is none."""
         return quantile(zip((*BOUNDS_S, self.longest_s), self.counts, strict=True), share, self.longest_s)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from drafter_service.messages import read_texts
-from drafter_service.namespace import Namespace
+from drafter_service.namespace import ClosedError, Namespace
 from drafter_service.stubs import drafter_pb2 as pb
 
 PAUSE_S = 0.005
@@ -35,15 +35,18 @@ class Learning:
         self._most_waiting = most_waiting
 
     async def learn(self, namespace: Namespace, message: pb.Texts, *, is_from_log: bool = False) -> Learned:
-        """Learn finished texts once there is room. Raises WireError, with no effect, for a message that cannot be."""
+        """Learn finished texts once there is room.
+
+        Raises WireError, with no effect, for a message that cannot be, and ClosedError.
+        """
         texts = read_texts(message, namespace.model.vocabulary_size)
         tokens = learned = 0
         for index, name in enumerate(texts.names):
             if index % AT_ONCE == 0:
+                await asyncio.sleep(0)
                 await self.wait_for_room(namespace)
             text = texts.text(index)
-            # A copy: a view would keep the whole message in memory.
-            if namespace.learn(text.copy(), name, is_from_log=is_from_log):
+            if namespace.learn(text, name, is_from_log=is_from_log):
                 tokens, learned = tokens + len(text), learned + 1
         return Learned(tokens, learned, len(texts) - learned)
 
@@ -58,6 +61,9 @@ class Learning:
         await asyncio.to_thread(namespace.corpus.refresh)
 
     async def wait_for_room(self, namespace: Namespace) -> None:
-        """Returns once less than the most that may wait does."""
-        while namespace.corpus.waiting > self._most_waiting:
+        """Returns once less than the most that may wait does. Raises ClosedError."""
+        while not namespace.is_closed:
+            if namespace.corpus.waiting <= self._most_waiting:
+                return
             await asyncio.sleep(PAUSE_S)
+        raise ClosedError(f"namespace {namespace.name!r} was dropped")

@@ -13,6 +13,11 @@ from drafter_service.wire import WireError, pack, unpack, unpack_tokens
 MOST_NAME_BYTES = 512
 """Of names of sessions and requests, and of what a model is called."""
 MOST_STEPS = 1 << 20
+MOST_FIELDS = 1 << 16
+"""Of a request, each sequence that begins or ends being one; and sequences of a batch."""
+_NUMBER, _TEXT = 0, 2
+_FIXED = {1: 8, 5: 4}
+"""Wire types of Protocol Buffers: numbers, fields with a length, and those of so many bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,20 @@ class Texts:
     def text(self, index: int) -> np.ndarray:
         """uint32 [n]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+def has_few_fields(data: bytes, most: int) -> bool:
+    """Whether a message has at most so many fields, those within fields not counted; a damaged one may seem to."""
+    at = fields = 0
+    while at < len(data) and fields <= most:
+        kind = data[at] & 7
+        _, at = _varint(data, at)
+        at += _FIXED.get(kind, 0)
+        if kind in (_NUMBER, _TEXT):
+            value, at = _varint(data, at)
+            at += value if kind == _TEXT else 0
+        fields += 1
+    return fields <= most
 
 
 def read_begin(message: pb.Start, index: int) -> Begin:
@@ -109,8 +128,8 @@ def read_model(message: pb.Model) -> ModelIdentity:
 def read_texts(message: pb.Texts, vocabulary_size: int) -> Texts:
     """Raises WireError for arrays that do not fit together, and for token ids that the vocabulary does not have."""
     tokens = unpack_tokens(message.tokens, "texts.tokens")
-    offsets = unpack(message.offsets, "u4", "texts.offsets")
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(offsets[1:] < offsets[:-1]):
+    offsets = unpack(message.offsets or bytes(4), "u4", "texts.offsets")
+    if offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(offsets[1:] < offsets[:-1]):
         raise WireError(f"texts.offsets must rise from 0 to the {len(tokens)} elements of texts.tokens")
     texts = len(offsets) - 1
     if message.requests and len(message.requests) != texts:
@@ -131,3 +150,15 @@ def _name(text: str, field: str) -> str | None:
     if len(text) > MOST_NAME_BYTES:
         raise WireError(f"{field} has {len(text)} characters; at most {MOST_NAME_BYTES} are possible")
     return text or None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of Protocol Buffers, and where it ends."""
+    value = shift = 0
+    for byte in data[at : at + 10]:
+        value |= (byte & 127) << shift
+        shift += 7
+        at += 1
+        if byte < 128:
+            break
+    return value, at

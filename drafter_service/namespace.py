@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -12,6 +13,7 @@ import numpy as np
 from drafter_service.facts import ClientTotals, CorpusFacts, ModelIdentity, NamespaceFacts, Passage
 from drafter_service.history import History, Sample
 from drafter_service.latency import Latency
+from drafter_service.log.events import Event, Finished, Forgotten, ForgottenBefore
 from ssd.config import DrafterConfig
 from ssd.corpus import Corpus
 from ssd.drafter import SuffixDrafter
@@ -24,6 +26,10 @@ MOST_NAMES = 1 << 17
 
 class IdentityError(ValueError):
     """A client serves another model than the namespace was made for."""
+
+
+class ClosedError(RuntimeError):
+    """The namespace has left memory, with all that was told to it since."""
 
 
 class Namespace:
@@ -39,7 +45,7 @@ class Namespace:
         stats: Stats | None = None,
         history: History | None = None,
     ) -> None:
-        """`corpus` is refreshed in the background from now on, until `close`."""
+        """`corpus` is refreshed in the background from now on, until it is closed."""
         self.name = name
         self.model = model
         self.config = config
@@ -54,12 +60,17 @@ class Namespace:
         self.streams: set[asyncio.Task[object]] = set()
         self.holds = 0
         """How many calls use it now."""
+        self.is_closed = False
+        """Whether it has left memory."""
         self.last_used = time.monotonic()
-        self.log_position: str | None = None
-        """How far the shared log was read."""
-        self.on_learned: Callable[[np.ndarray, str | None], None] = lambda _tokens, _request: None
-        """Told of all that is learned here first, for the shared log."""
-        self._learned = dict.fromkeys(corpus.names().tolist())
+        self.restored_position: str | None = None
+        """How far the shared log had been read when the snapshot was saved that this began with."""
+        self.log_position: Callable[[], str | None] = lambda: self.restored_position
+        """How far it has been read."""
+        self.publish: Callable[[Event], None] = lambda _: None
+        """Tells the shared log what happens here first."""
+        self._learned = corpus.named()
+        """Hashes of names, with when they were learned."""
         self._saved_at = self._total
         corpus.times.heard = self.merge_latency.note
         corpus.maintain(config.refresh_interval_s)
@@ -100,24 +111,34 @@ class Namespace:
             if name in self._learned:
                 self.duplicates += 1
                 return False
-            self._learned[name] = None
+            self._learned[name] = self.corpus.clock()
             if len(self._learned) > MOST_NAMES:
                 for oldest in list(islice(self._learned, MOST_NAMES // 8)):
                     del self._learned[oldest]
         self.corpus.append(tokens, request)
         if not is_from_log:
-            self.on_learned(tokens, request)
+            # The log needs a name to tell a text that comes twice from two that are alike.
+            self.publish(Finished(request or secrets.token_hex(8), tokens, time.time()))
         return True
 
-    def forget(self, request: str) -> None:
-        """Forget what was learned under a name; it is gone once the corpus is refreshed."""
+    def learned_names(self) -> list[int]:
+        """Hashes of the names that were learned lately, the newest last."""
+        return list(self._learned)
+
+    def forget(self, request: str, *, is_from_log: bool = False) -> None:
+        """Forget what was produced under a name, what still runs included; it is gone once the corpus is refreshed."""
+        if not is_from_log:
+            self.publish(Forgotten(request, time.time()))
         self._learned.pop(hash_of(request), None)
         self.corpus.forget(request)
         for drafter in self.drafters:
-            drafter.end_sessions_with(request)
+            drafter.forget_own(request)
 
-    def forget_before(self, moment: float) -> None:
+    def forget_before(self, moment: float, *, is_from_log: bool = False) -> None:
         """Forget what was learned before a time, in seconds since 1970, as `forget`."""
+        if not is_from_log:
+            self.publish(ForgottenBefore(min(moment, self.corpus.clock())))
+        self._learned = {name: time for name, time in self._learned.items() if time >= moment}
         self.corpus.forget_older_than(self.corpus.clock() - moment)
         for drafter in self.drafters:
             drafter.end_sessions_before(moment)
@@ -199,10 +220,10 @@ class Namespace:
         )
 
     def close(self) -> None:
-        """Stop the background refresh."""
+        """End what runs in it. Its corpus is to be closed then, by a thread that may wait."""
+        self.is_closed = True
         for drafter in list(self.drafters):
             self.release(drafter)
-        self.corpus.close()
 
     @property
     def _total(self) -> tuple[int, int]:

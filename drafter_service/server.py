@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from importlib.metadata import version
+from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -25,7 +27,7 @@ from drafter_service.facts import ModelIdentity, ServiceFacts
 from drafter_service.housekeeping import Housekeeping
 from drafter_service.learning import Learning
 from drafter_service.namespace import Namespace
-from drafter_service.namespaces import Namespaces
+from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
 from drafter_service.passages import passages_of
 from drafter_service.process import resident_bytes
 from drafter_service.replication import Replication
@@ -33,7 +35,9 @@ from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.tracing import interceptors
 from drafter_service.wire import MAX_MESSAGE_BYTES
+from ssd.errors import UserError
 
+PACKAGE = pb.DESCRIPTOR.package
 SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 GRACE_S = 2.0
 """How long the last responses may take to leave after the server was told to stop."""
@@ -82,10 +86,12 @@ class DrafterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         self.address = listen(server, self.address, self._config.access)
-        await self._replication.start()
         for name in self._config.namespaces.capacities:
-            async with self.namespaces.use(name, ModelIdentity()):
-                pass
+            try:
+                async with self.namespaces.use(name, ModelIdentity()):
+                    pass
+            except (NamespaceError, BudgetError) as problem:
+                raise UserError(f"namespaces.capacities: {problem}") from None
         self._housekeeping.start()
         await server.start()
         self._server = server
@@ -99,9 +105,9 @@ class DrafterServer:
         if self._server is not None:
             await self._server.stop(GRACE_S)
         await self._housekeeping.stop()
-        await self._replication.stop()
         self.summary = _summary(self.namespaces.loaded.values())
         await self.namespaces.close()
+        await self._replication.stop()
 
     def facts(self, names: Collection[str] | None = None, with_passages: bool = False) -> ServiceFacts:
         """What is known of the service, and of all loaded namespaces or the named ones."""
@@ -130,13 +136,13 @@ class DrafterServer:
             "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
             "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
         }
+        # Requests stay bytes for gRPC, which would call it the service's fault if one cannot be parsed.
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(method, request.FromString, _serialised)
+            name: grpc.unary_unary_rpc_method_handler(_of_bytes(method, request), response_serializer=_serialised)
             for name, (method, request) in unary.items()
         }
-        handlers["Warm"] = grpc.stream_stream_rpc_method_handler(admin.warm, pb.WarmRequest.FromString, _serialised)
-        # Requests stay bytes: one that cannot be parsed is answered, and does not end the stream.
-        handlers["Draft"] = grpc.stream_stream_rpc_method_handler(self._drafting.draft, response_serializer=_serialised)
+        for name, stream in (("Draft", self._drafting.draft), ("Warm", admin.warm)):
+            handlers[name] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialised)
         return handlers
 
 
@@ -147,6 +153,19 @@ def _summary(namespaces: Iterable[Namespace]) -> str:
         f"stopped: {committed:,} tokens committed, {sum(each.verified for each in stats):,} drafted, "
         f"{sum(each.accepted for each in stats):,} accepted, {committed / max(1, steps):.2f} tokens per step"
     )
+
+
+def _of_bytes(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], kind: Any) -> Callable[..., Any]:
+    """A method that takes a message of a kind as one that takes its bytes."""
+
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            request = kind.FromString(data)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a {kind.__name__} of {PACKAGE}")
+        return await method(request, context)
+
+    return call
 
 
 def _serialised(message: pb.DraftResponse) -> bytes:

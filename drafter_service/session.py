@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from drafter_service.facts import ClientTotals
-from drafter_service.messages import Begin, End, read_begin, read_end, read_steps
+from drafter_service.messages import MOST_FIELDS, Begin, End, read_begin, read_end, read_steps
 from drafter_service.namespace import Namespace
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
@@ -25,15 +25,14 @@ LONG_PROMPT = 8192
 NO_TOKENS = np.empty(0, np.uint32)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Indexing:
     """A sequence whose long prompt is being indexed."""
 
     task: asyncio.Task[None]
+    opening: Opening
     committed: list[np.ndarray] = field(default_factory=list)
     """What it produced meanwhile."""
-    learns_at_end: bool | None = None
-    """Set once it has ended meanwhile: whether it may be learned."""
 
 
 class Session:
@@ -49,7 +48,8 @@ class Session:
         """The sequences, the one that was silent for longest first, each with how many tokens it has."""
         self._tokens = 0
         """Their sum."""
-        self._reported = ClientTotals()
+        self._reported: ClientTotals | None = None
+        """The totals that the client last said."""
 
     @property
     def max_draft(self) -> int:
@@ -58,7 +58,7 @@ class Session:
 
     def sizes(self) -> dict[int, int]:
         """The sequences that run, each with how many tokens it has, prompt included."""
-        return self._drafter.sizes()
+        return dict(self._used)
 
     def answer(self, request: pb.DraftRequest, *, may_learn: bool) -> pb.DraftResponse:
         """The response to a request; an error, and no effect, for one that cannot be.
@@ -83,6 +83,9 @@ class Session:
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         known = self._used.keys()
+        in_batch = len(request.batch.sequence_ids) // 8
+        if in_batch > MOST_FIELDS:
+            raise WireError(f"batch.sequence_ids has {in_batch} elements; at most {MOST_FIELDS} are possible")
         begins = [read_begin(message, index) for index, message in enumerate(request.starts)]
         new = {begin.sequence_id for begin in begins}
         if len(new) < len(begins) or not new.isdisjoint(known):
@@ -91,7 +94,7 @@ class Session:
         ended = {end.sequence_id for end in ends}
         if len(ended) < len(ends):
             raise WireError("finishes names a sequence twice")
-        self._check_ends(ends)
+        self._check_ends(ends, new)
         self._check_room(begins)
         batch = None
         if request.HasField("batch"):
@@ -115,12 +118,14 @@ class Session:
             step=request.step, drafts=drafts_message(drafts), lost_ids=_packed_ids(lost + lost_in_batch)
         )
 
-    def _check_ends(self, ends: list[End]) -> None:
+    def _check_ends(self, ends: list[End], new: set[int]) -> None:
+        """Counts must be possible; for sequences that are not known they do not matter."""
         offered = self._drafter.offered_to([end.sequence_id for end in ends])
         for index, (end, most) in enumerate(zip(ends, offered.tolist(), strict=True)):
-            if 0 <= most < end.verified:
+            is_known = most >= 0 or end.sequence_id in new
+            if is_known and end.verified > max(0, most):
                 raise WireError(
-                    f"finishes[{index}].verified is {end.verified}; the sequence's last draft had {most} tokens"
+                    f"finishes[{index}].verified is {end.verified}; the sequence's last draft had {max(0, most)} tokens"
                 )
 
     def _check_room(self, begins: list[Begin]) -> None:
@@ -163,7 +168,7 @@ class Session:
             self._drafter.begin(sequence_id, opening)
         else:
             task = asyncio.get_running_loop().create_task(self._index(sequence_id, opening))
-            self._indexing[sequence_id] = Indexing(task)
+            self._indexing[sequence_id] = Indexing(task, opening)
 
     async def _index(self, sequence_id: int, opening: Opening) -> None:
         try:
@@ -174,27 +179,31 @@ class Session:
             return
         indexing = self._indexing.pop(sequence_id)
         self._drafter.begin(sequence_id, opening)
-        committed = np.concatenate([NO_TOKENS, *indexing.committed])
-        if indexing.learns_at_end is None:
-            self._drafter.draft(_told([sequence_id], [committed]))
-        else:
-            self._drafter.finish(sequence_id, committed, learn=indexing.learns_at_end)
-            self._lose(sequence_id)
+        self._drafter.draft(_told([sequence_id], [np.concatenate([NO_TOKENS, *indexing.committed])]))
 
     def _end(self, end: End) -> bool:
         """End a sequence; whether it was known."""
-        learn = end.learn and self._may_learn
-        indexing = self._indexing.get(end.sequence_id)
-        if indexing is not None:
-            indexing.committed.append(end.tokens)
-            indexing.learns_at_end = learn
-            return True
         if end.sequence_id not in self._used:
             return False
         self._lose(end.sequence_id)
+        learn = end.learn and self._may_learn
+        indexing = self._indexing.pop(end.sequence_id, None)
+        if indexing is not None:
+            indexing.task.cancel()
+            self._end_unindexed(indexing, end, learn)
+            return True
         self._drafter.finish(end.sequence_id, end.tokens, verified=end.verified, accepted=end.accepted, learn=learn)
         self.namespace.stats.counters.steps[STEPS] += end.steps - 1 if len(end.tokens) else 0
         return True
+
+    def _end_unindexed(self, indexing: Indexing, end: End, learn: bool) -> None:
+        """End a sequence whose index is of no use any more."""
+        running = indexing.opening.running
+        committed = np.concatenate([*indexing.committed, end.tokens])
+        if len(committed):
+            self.namespace.stats.record_path(len(committed), 0, 0)
+        if learn and running.learn:
+            self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request)
 
     def _draft(self, batch: Progress, ahead: int) -> tuple[DraftBatch, list[int]]:
         """Drafts, and which sequences are not known."""
@@ -235,19 +244,25 @@ class Session:
     def _make_room(self) -> None:
         """Let sequences go that were silent for longest, until the rest is within the limits."""
         limits = self._limits
-        for sequence_id in list(self._used):
+        if len(self._used) <= limits.sequences and self._tokens <= limits.stream_tokens:
+            return
+        for sequence_id in [sequence_id for sequence_id in self._used if sequence_id not in self._indexing]:
+            self._lose(sequence_id)
+            self._drafter.finish(sequence_id, NO_TOKENS, learn=False)
             if len(self._used) <= limits.sequences and self._tokens <= limits.stream_tokens:
                 return
-            if sequence_id not in self._indexing:
-                self._lose(sequence_id)
-                self._drafter.finish(sequence_id, NO_TOKENS, learn=False)
 
     def _note_counters(self, counters: pb.ClientCounters) -> None:
         """Add what grew since the client last said its totals."""
-        for name, reported in vars(self._reported).items():
-            total = getattr(counters, name)
-            setattr(self.namespace.clients, name, getattr(self.namespace.clients, name) + max(0, total - reported))
-            setattr(self._reported, name, total)
+        totals = ClientTotals(**{name: getattr(counters, name) for name in vars(self.namespace.clients)})
+        reported = self._reported
+        if reported is None:
+            # A client that has come back told most of it before, to a session that is gone.
+            reported = replace(totals, reconnects=totals.reconnects - 1) if totals.reconnects else ClientTotals()
+        for name, total in vars(totals).items():
+            grown = max(0, total - getattr(reported, name))
+            setattr(self.namespace.clients, name, getattr(self.namespace.clients, name) + grown)
+        self._reported = totals
 
 
 def refusal(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:

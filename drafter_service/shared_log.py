@@ -104,6 +104,7 @@ class NamespaceLog:
     async def close(self) -> None:
         """Publish what waits, if that is possible soon, and stop."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.flush(), FLUSH_S)
+            async with asyncio.timeout(FLUSH_S):
+                await self.flush()
         self._writing.cancel()
         await asyncio.wait([self._writing])

@@ -18,6 +18,7 @@ from ssd.errors import UserError
 
 CORPUS = "corpus.ssd"
 DESCRIPTION = "namespace.json"
+ASIDE = "corpus.refused"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
 """What a namespace may be called: it is a folder's name, too."""
 
@@ -58,7 +59,11 @@ class Store:
 
     def names(self) -> list[str]:
         """The namespaces that lie here."""
-        return sorted(path.parent.name for path in self.folder.glob(f"*/{DESCRIPTION}"))
+        return sorted({path.parent.name for file in (CORPUS, DESCRIPTION) for path in self.folder.glob(f"*/{file}")})
+
+    def has(self, name: str) -> bool:
+        """Whether a namespace lies here."""
+        return any((self.folder / name / file).exists() for file in (CORPUS, DESCRIPTION))
 
     def corpus_path(self, name: str) -> Path:
         """Where the snapshot of a namespace's corpus lies, or will."""
@@ -91,8 +96,11 @@ class Store:
 
     def set_aside(self, name: str) -> Path:
         """Move a corpus that cannot be used out of the way, for someone to look at; returns where it lies now."""
-        path = self.corpus_path(name)
-        return path.replace(path.with_suffix(".refused"))
+        return self.corpus_path(name).replace(self.folder / name / ASIDE)
+
+    def remove_aside(self, name: str) -> None:
+        """Remove what was set aside, if anything was. Raises OSError if it stays."""
+        (self.folder / name / ASIDE).unlink(missing_ok=True)
 
     def delete(self, name: str) -> None:
         """Remove a namespace. Raises OSError if something of it stays."""

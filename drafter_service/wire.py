@@ -96,7 +96,7 @@ def read_drafts(message: pb.Drafts, sequences: int) -> DraftBatch:
 def _read_offsets(data: bytes, sequences: int, elements: int, owner: str) -> np.ndarray:
     field = f"{owner}.offsets"
     offsets = _of_length(unpack(data, "u4", field), sequences + 1, field)
-    if offsets[0] != 0 or offsets[-1] != elements or np.any(offsets[1:] < offsets[:-1]):
+    if offsets[0] != 0 or offsets[-1] != elements or np.count_nonzero(offsets[1:] < offsets[:-1]):
         raise WireError(f"{field} must rise from 0 to the {elements} elements of {owner}.tokens")
     return offsets
 

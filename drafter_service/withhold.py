@@ -64,8 +64,8 @@ def withhold(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDic
     kept: EventDict = {key: _allowed(key, value) for key, value in event.items()}
     kept["event"] = _allowed("event", message)
     if problem is not None:
-        kept["exception"] = _told(problem)
-        kept["traceback"] = _places(problem)
+        kept["raised"] = _told(problem)
+        kept["raised_at"] = _places(problem)
     if record is not None:
         kept["_record"], kept["_from_structlog"] = record, is_ours
     return kept

@@ -69,6 +69,7 @@ def run_generate(options: GenerateOptions) -> None:
         DrafterConfig(max_draft=max(1, options.max_draft)),
         options.address,
         warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
+        model=folder,
     )
     engine = build_engine(model, config, drafter)
     with closing(engine):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.jit import inline, outline
+from ssd.jit import bit_length, inline, outline, prefetch
 from ssd.odds import (
     BLEND_INPUT,
     BLENDS,
@@ -27,11 +27,12 @@ from ssd.odds import (
     final_cell,
     match_cell,
     match_cells,
-    pair_cell,
+    pair_cells,
     pointer_cell,
     quick_chance,
     quick_logit,
-    token_cell,
+    token_cells,
+    token_share,
 )
 from ssd.ring import SEPARATOR
 from ssd.sequences import CANDIDATE_MASKS, CELLS, EVIDENCE, FOUND_AGE, FOUND_IN, FOUND_LENGTH, MISSES, RUNS, WEIGHT_SET
@@ -54,13 +55,13 @@ class Levels(NamedTuple):
     cells: np.ndarray
     """int64 [ROWS]: the first cell for matches like these."""
     per_sample: np.ndarray
-    """float32 [ROWS, 2]: what one sample is of all that are alive, and of those and the kinds together."""
+    """float32 [ROWS]: what one sample is of all that are alive and the kinds together."""
 
 
 def new_levels() -> Levels:
     """Room for one node."""
     totals, lengths, kinds, cells = (np.zeros(ROWS, np.int64) for _ in range(4))
-    return Levels(totals, lengths, kinds, np.zeros(SOURCES, np.int64), cells, np.zeros((ROWS, 2), np.float32))
+    return Levels(totals, lengths, kinds, np.zeros(SOURCES, np.int64), cells, np.zeros(ROWS, np.float32))
 
 
 @inline
@@ -92,8 +93,7 @@ def weigh_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore
                 different += 1 if counted.votes[kind, row] > 0 else 0
             levels.kinds[row] = max(1, different)
             levels.cells[row] = match_cells(row, levels.lengths[row], total)
-            levels.per_sample[row, 0] = np.float32(1.0) / np.float32(counted.alive[row])
-            levels.per_sample[row, 1] = np.float32(1.0) / np.float32(counted.alive[row] + levels.kinds[row])
+            levels.per_sample[row] = np.float32(1.0) / np.float32(counted.alive[row] + levels.kinds[row])
 
 
 @inline
@@ -103,18 +103,17 @@ def _blend(kind, source, counted, levels):  # type: ignore[no-untyped-def]
     for level in range(LEVELS - 1, -1, -1):
         row = source * LEVELS + level
         if levels.totals[row] > 0:
-            chance = (counted.votes[kind, row] + levels.kinds[row] * chance) * levels.per_sample[row, 1]
+            chance = (counted.votes[kind, row] + levels.kinds[row] * chance) * levels.per_sample[row]
     return chance
 
 
 @inline
-def bits_of(number):  # type: ignore[no-untyped-def]
-    """How many bits a number has, 0 for one that is not positive."""
-    bits = 0
-    while number > 0:
-        number >>= 1
-        bits += 1
-    return bits
+def fetch_cells(counted, kinds, before, logits):  # type: ignore[no-untyped-def]
+    """Have the cells of tokens and pairs on their way: these tables are too large to stay near."""
+    start = logits.ctypes.data
+    for kind in range(kinds):
+        prefetch(start + 4 * token_cells(counted.tokens[kind]))
+        prefetch(start + 4 * pair_cells(before, counted.tokens[kind]))
 
 
 @inline
@@ -129,10 +128,10 @@ def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped
             if levels.totals[row] > 0:
                 votes = counted.votes[kind, row]
                 is_newest = 1 if counted.newest[row] == token else 0
-                cell = match_cell(levels.cells[row], votes * levels.per_sample[row, 0], is_newest)
+                cell = match_cell(levels.cells[row], votes, counted.alive[row], is_newest)
                 if votes > 0 and levels.lengths[row] > candidate[FOUND_LENGTH]:
                     candidate[FOUND_IN], candidate[FOUND_LENGTH] = row, levels.lengths[row]
-                    candidate[FOUND_AGE] = bits_of(counted.youngest[row])
+                    candidate[FOUND_AGE] = bit_length(max(0, counted.youngest[row]))
             candidate[CELLS + row] = cell
         cell = NO_CELL
         if counted.said[source] != SEPARATOR:
@@ -155,10 +154,10 @@ def _mix(candidate, chances, kind, counted, levels, logits, weights, before, dep
             blended = quick_logit(_blend(kind, source, counted, levels))
         chances[BLENDS + source] = blended
         value += weights[BLEND_INPUT + source] * blended
-    cell = token_cell(counted.tokens[kind], quick_chance(value))
+    cell = token_cells(counted.tokens[kind]) + token_share(quick_chance(value))
     candidate[CELLS + TOKEN_INPUT] = cell
     value += weights[TOKEN_INPUT] * logits[cell]
-    cell = pair_cell(before, counted.tokens[kind], quick_chance(value))
+    cell = pair_cells(before, counted.tokens[kind]) + token_share(quick_chance(value))
     candidate[CELLS + PAIR_INPUT] = cell
     value += weights[PAIR_INPUT] * logits[cell]
     chances[MIXED] = quick_chance(value)
@@ -174,6 +173,7 @@ def assess(node, candidates, chances, depth, before, evidence, counted, levels, 
 
     before: the token at the node. Returns the sum of the odds, at least 1.
     """
+    fetch_cells(counted, kinds, before, logits)
     weigh_levels(levels, node, depth, evidence, counted, kinds)
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
     weight_set = local * SET_LENGTHS + shared

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.jit import inline, lowest_bit, outline, peek
-from ssd.odds import GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
+from ssd.jit import count_bits, equal_words, inline, lowest_bit, outline, peek
+from ssd.odds import GLOBAL, LEVELS, LOCAL, ROWS, SAMPLES, SOURCES
 from ssd.ring import SEPARATOR
 from ssd.sequences import EVIDENCE, MASKS, MISSES
 
@@ -15,7 +15,6 @@ CONSIDERED = 24
 """Tokens that are counted at a node before the best are kept."""
 DROPPED_MISSES = 5
 """A pointer is dropped after more misses than this."""
-MASK_BITS = 32
 OWN_FIRST = (LOCAL, GLOBAL)
 """Where tokens are equally good, those of the request itself are better: 0.3 %."""
 OLDEST = np.int64(1 << 62)
@@ -40,6 +39,8 @@ class Counted(NamedTuple):
     """uint32 [SOURCES]: what the pointers say, the separator for nothing."""
     scores: np.ndarray
     """float64 [CONSIDERED]: scratch of `keep_best`."""
+    following: np.ndarray
+    """uint32 [SAMPLES]: scratch of `count_continuations`, what each sample of a row goes on with."""
 
 
 def new_counted() -> Counted:
@@ -53,6 +54,7 @@ def new_counted() -> Counted:
         np.empty(ROWS, np.int64),
         np.empty(SOURCES, np.uint32),
         np.empty(CONSIDERED, np.float64),
+        np.empty(SAMPLES, np.uint32),
     )
 
 
@@ -85,30 +87,40 @@ def _ask_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-de
 
 
 @inline
-def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
-    """Count what the samples in `mask` go on with; returns how many different tokens there are now."""
-    alive, ended, youngest, newest = 0, 0, OLDEST, SEPARATOR
-    sampled = evidence.counts[piece, level]
-    if sampled < MASK_BITS:
-        mask &= (np.uint32(1) << np.uint32(sampled)) - np.uint32(1)
+def _read_on(counted, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
+    """Read what each sample in `mask` goes on with, and note the newest of them."""
+    youngest, newest = OLDEST, SEPARATOR
     while mask != 0:
         index = lowest_bit(mask)
-        bit = np.uint32(1) << np.uint32(index)
-        mask &= ~bit
-        alive += 1
+        mask &= mask - np.uint32(1)
         token = peek(evidence.addresses[piece, level, index], ahead)
+        counted.following[index] = token
         if evidence.ages[piece, level, index] < youngest:
             youngest, newest = evidence.ages[piece, level, index], token
+    counted.youngest[row], counted.newest[row] = youngest, newest
+
+
+@inline
+def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
+    """Count what the samples in `mask` go on with; returns how many different tokens there are now."""
+    sampled = evidence.counts[piece, level]
+    if sampled < SAMPLES:
+        mask &= (np.uint32(1) << np.uint32(sampled)) - np.uint32(1)
+    alive, ended = count_bits(mask), 0
+    counted.alive[row] = alive
+    _read_on(counted, row, evidence, piece, level, mask, ahead)
+    while mask != 0:
+        token = counted.following[lowest_bit(mask)]
+        alike = mask & equal_words(counted.following.ctypes.data, token)
+        mask &= ~alike
+        votes = count_bits(alike)
         if token == SEPARATOR:
-            ended += 1
+            ended = votes
             continue
         kind = _kind_of(counted, kinds, token)
-        if kind == CONSIDERED:
-            continue
-        kinds = max(kinds, kind + 1)
-        counted.votes[kind, row] += 1
-        counted.masks[kind, row] |= np.int32(bit)
-    counted.alive[row], counted.youngest[row], counted.newest[row] = alive, youngest, newest
+        if kind < CONSIDERED:
+            kinds = max(kinds, kind + 1)
+            counted.votes[kind, row], counted.masks[kind, row] = votes, np.int32(alike)
     return kinds, 2 * ended > alive
 
 
@@ -132,8 +144,7 @@ def _score(counted, kind):  # type: ignore[no-untyped-def]
     """How promising a token is, roughly: its shares, and the word of a pointer."""
     score = 1.0 if counted.tokens[kind] == counted.said[GLOBAL] or counted.tokens[kind] == counted.said[LOCAL] else 0.0
     for row in range(ROWS):
-        if counted.votes[kind, row] > 0:
-            score += counted.votes[kind, row] / counted.alive[row]
+        score += counted.votes[kind, row] / max(1, counted.alive[row])
     return score
 
 

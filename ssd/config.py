@@ -34,6 +34,8 @@ class DrafterConfig:
     """How many of a prompt's last tokens are remembered with its output; all of them cost 1 % on recorded traffic."""
     idle_sessions: int = 256
     """Sessions between two turns whose index is kept for the next one."""
+    idle_tokens: int = 4_000_000
+    """Tokens of all those sessions together; 8 to 24 bytes each. The longest idle leave first."""
     refresh_interval_s: float = 0.005
     """How long finished requests wait for others before they are merged into the index together."""
 
@@ -44,6 +46,7 @@ class DrafterConfig:
             ("match_depth", 1, MAX_MATCH_DEPTH),
             ("learned_prompt_tokens", 0, 1 << 20),
             ("idle_sessions", 0, 1 << 20),
+            ("idle_tokens", 0, 1 << 32),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")

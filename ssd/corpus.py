@@ -41,7 +41,7 @@ class Corpus:
         self._owners = itertools.count()
         self._news: deque[Callable[[LiveTier], None]] = deque()
         self._running = 0
-        self._appended = self._taken = 0
+        self._appended = self._taken = self._coming = 0
         self._counting = threading.Lock()
         self.odds = Odds()
         self._working = threading.Lock()
@@ -67,6 +67,11 @@ class Corpus:
     def names(self) -> np.ndarray:
         """The hashes of the names of all requests in the ring, int64 [requests], see `ssd.requests.hash_of`."""
         return self._index.log.rows["name"].copy()
+
+    def named(self) -> dict[int, float]:
+        """The same hashes, each with when a request of that name came last."""
+        rows = self._index.log.rows
+        return dict(zip(rows["name"].tolist(), rows["time"].tolist(), strict=True))
 
     @property
     def shown(self) -> int:
@@ -94,26 +99,26 @@ class Corpus:
         return self._index.times
 
     def append(self, tokens: np.ndarray, request: str | None = None) -> None:
-        """Remember one request, uint32 [N], under a name; what the maintainer shows from now on holds it.
+        """Remember a copy of one request, uint32 [N], under a name; what the maintainer shows from now on holds it.
 
-        Raises ValueError if an id is the separator's.
+        Raises ValueError for another dtype or shape, or if an id is the separator's.
         """
         check_tokens(tokens)
         if len(tokens):
             with self._counting:
                 self._appended += len(tokens)
-            self._tell(Text(tokens, hash_of(request), self.clock()))
+            self._put(Text(tokens.copy(), hash_of(request), self.clock()))
 
     def forget(self, request: str) -> None:
         """Forget what was appended under a name so far; after the next `refresh` no draft or snapshot holds it.
 
-        Snapshots that were saved before keep it: save again.
+        Snapshots that were saved before keep it: save again. What still runs is for its drafter to forget.
         """
-        self._tell(Forget(name=hash_of(request)))
+        self._put(Forget(name=hash_of(request)))
 
     def forget_older_than(self, age_s: float) -> None:
         """Forget what was appended more than `age_s` seconds ago, as `forget`."""
-        self._tell(Forget(before=self.clock() - age_s))
+        self._put(Forget(before=self.clock() - age_s))
 
     @property
     def watches_running(self) -> bool:
@@ -126,28 +131,33 @@ class Corpus:
         Without a lead nobody is shown what it produces.
         """
         owner = next(self._owners)
-        self._running += 1
+        with self._counting:
+            self._running += 1
         if lead is not None:
             own_lead = lead.copy()
-            self._news.append(lambda live: live.start(owner, own_lead))
+            self._tell(lambda live: live.start(owner, own_lead))
         return owner
 
     def extend(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Running requests produced tokens: `owners[i]`, int64, `tokens[offsets[i]:offsets[i + 1]]`, uint32."""
         # Copies: the maintainer reads them later, when the caller may have written into its arrays again.
         own_owners, own_tokens, own_offsets = owners.copy(), tokens.copy(), offsets.copy()
-        self._news.append(lambda live: live.extend_all(own_owners, own_tokens, own_offsets))
-        self._wake.set()
+        self._tell(lambda live: live.extend_all(own_owners, own_tokens, own_offsets))
 
     def skip(self, owner: int, lead: np.ndarray) -> None:
         """A running request produced tokens that were not told; `lead`, uint32: the last of them."""
         own_lead = lead.copy()
-        self._news.append(lambda live: live.skip(owner, own_lead))
+        self._tell(lambda live: live.skip(owner, own_lead))
+
+    def hide(self, owner: int) -> None:
+        """From the next `refresh` on nobody is shown any more what a request produced, though it runs on."""
+        self._tell(lambda live: live.finish(owner))
 
     def end(self, owner: int) -> None:
         """A running request has ended."""
-        self._running -= 1
-        self._news.append(lambda live: live.finish(owner))
+        with self._counting:
+            self._running -= 1
+        self.hide(owner)
 
     def refresh(self) -> None:
         """Make everything that came so far draftable, and forget what is to be forgotten, now."""
@@ -156,9 +166,10 @@ class Corpus:
                 return
             began = time.perf_counter()
             self._read_news()
-            left = self._read_inbox()
+            # Kept where it outlives a merge that fails.
+            self._coming += self._read_inbox()
             self._index.take(self._waiting)
-            self._taken += left
+            self._taken, self._coming = self._taken + self._coming, 0
             self._index.live.merge()
             self._index.step()
             self.times.note(time.perf_counter() - began)
@@ -174,7 +185,8 @@ class Corpus:
             self._index.restore(text, order, covered, rows)
 
     def maintain(self, interval_s: float) -> None:
-        """Refresh whenever something came, at most once in an interval, in a thread of its own."""
+        """Refresh whenever something came, at most once in an interval, in a thread of its own, until `close`."""
+        self._stopping.clear()
         self._maintainer = threading.Thread(
             target=self._refresh_until_stopped, args=(interval_s,), name="ssd-maintainer", daemon=True
         )
@@ -193,8 +205,13 @@ class Corpus:
         """Memory that is held at rest, the odds included."""
         return self._index.nbytes + self.odds.nbytes
 
-    def _tell(self, item: Text | Forget) -> None:
+    def _put(self, item: Text | Forget) -> None:
         self._inbox.append(item)
+        self._wake.set()
+
+    def _tell(self, news: Callable[[LiveTier], None]) -> None:
+        # Even what waits for more is read soon: nothing may pile up.
+        self._news.append(news)
         self._wake.set()
 
     def _refresh_until_stopped(self, interval_s: float) -> None:

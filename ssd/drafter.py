@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
+from weakref import WeakSet
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ssd.config import DrafterConfig, check_cost
 from ssd.corpus import Corpus
 from ssd.draft import DraftBatch, Progress, offsets_of
 from ssd.frame import Frame
+from ssd.idle import Idle, IdleSessions
 from ssd.local import LocalIndex
 from ssd.ring import check_tokens
 from ssd.sequences import NODES, OWNER, SIZE, Sequences
@@ -24,18 +25,24 @@ NO_LIMIT = np.zeros(1, np.uint32)
 Drafted = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Running:
-    """What is kept of a started sequence beside its row in the tables."""
+    """What is kept of a sequence beside its row in the tables."""
 
-    row: int
     lead: int
     """How many of the prompt's tokens are not remembered with the output."""
+    told: int
+    """How many tokens it had when others were last told of it, or when it began."""
     session: Hashable
     request: str | None
     holds: frozenset[str | None]
     """The names of this request and of its session's turns before it."""
     learn: bool
+    """Whether others may draft what it produces; no more once its name was forgotten."""
+    is_kept: bool = True
+    """Whether the session's next turn may have its index."""
+    row: int = -1
+    """None before it begins."""
 
 
 @dataclass(eq=False)
@@ -46,7 +53,6 @@ class Opening:
     """uint32 [N]: its prompt, and what it has produced already."""
     local: LocalIndex
     running: Running
-    """Without its row."""
     is_indexed: bool = False
 
     def index(self) -> None:
@@ -54,16 +60,6 @@ class Opening:
         if not self.is_indexed:
             self.local.continue_with(self.text)
             self.is_indexed = True
-
-
-@dataclass(frozen=True)
-class Idle:
-    """The index of a session between two turns."""
-
-    local: LocalIndex
-    holds: frozenset[str | None]
-    since: float
-    """By the corpus's clock."""
 
 
 class SuffixDrafter:
@@ -82,9 +78,15 @@ class SuffixDrafter:
     ) -> None:
         """Without `corpus` the drafter has one of its own, refreshed in the background until `close`.
 
-        `remember` is told what finished requests produced, and their names, in place of `corpus.append`.
+        `remember` is told what finished requests produced, and their names, in place of `corpus.append`; like that it
+        copies the tokens. Raises ValueError for a corpus of another match depth.
         """
         self.config = config or DrafterConfig()
+        if corpus is not None and corpus.depth != self.config.match_depth:
+            raise ValueError(
+                f"the corpus was made for a match depth of {corpus.depth}, not {self.config.match_depth}; "
+                "make it with new_corpus(config)"
+            )
         self.stats = stats or Stats()
         self._owns_corpus = corpus is None
         self.corpus = corpus or Corpus(self.config.capacity, self.config.match_depth)
@@ -97,9 +99,9 @@ class SuffixDrafter:
         self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
         self._state = self._sequences.state
         self._running: dict[int, Running] = {}
-        self._idle: OrderedDict[Hashable, Idle] = OrderedDict()
-        self._not_kept: set[int] = set()
-        """Running sequences whose index holds what was forgotten since they began."""
+        self._opened: WeakSet[Running] = WeakSet()
+        """What runs, and what is about to."""
+        self._idle = IdleSessions(self.config.idle_sessions, self.config.idle_tokens)
 
     def start(
         self,
@@ -114,9 +116,9 @@ class SuffixDrafter:
         """Begin a sequence with its prompt, uint32 [P].
 
         committed: uint32 [n], what it has produced already elsewhere. session: turns of a conversation that have the
-        same one share an index: only the new part of a prompt costs time. request: a name to forget what it produced
-        by. learn: whether others may ever draft what it produces. Raises ValueError for an id in use or a token out of
-        range.
+        same one share an index: only the new part of a prompt costs time, and is remembered. request: a name to forget
+        what it produced by. learn: whether others may ever draft what it produces. Raises ValueError for an id in use
+        and for tokens as `Corpus.append`.
         """
         self._check_is_new(sequence_id)
         self.begin(sequence_id, self.open(prompt, committed=committed, session=session, request=request, learn=learn))
@@ -133,29 +135,35 @@ class SuffixDrafter:
         """What `start` takes, checked; for `Opening.index` in another thread if it is long, then `begin`."""
         text = prompt if committed is None else np.concatenate([prompt, committed])
         check_tokens(text)
-        idle = self._idle.pop(session, None) if session is not None else None
+        idle = self._idle.take(session) if session is not None else None
         local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
         holds = idle.holds if idle is not None else frozenset()
-        lead = max(0, len(prompt) - self.config.learned_prompt_tokens)
-        return Opening(text, local, Running(-1, lead, session, request, holds | {request}, learn))
+        # What earlier turns held was remembered under their names, and must be forgotten with them.
+        lead = max(0, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
+        running = Running(lead, len(text), session, request, holds | {request}, learn)
+        self._opened.add(running)
+        return Opening(text, local, running)
 
     def begin(self, sequence_id: int, opening: Opening) -> None:
         """Begin what was opened. Raises ValueError for an id in use."""
         self._check_is_new(sequence_id)
         opening.index()
-        shown = opening.text[opening.running.lead :] if opening.running.learn else None
-        row = self._sequences.add(opening.local, self.corpus.begin(shown))
+        running = opening.running
+        shown = opening.text[running.lead :] if running.learn else None
+        running.row = self._sequences.add(opening.local, self.corpus.begin(shown))
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
             self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
-        self._running[sequence_id] = replace(opening.running, row=row)
+        self._running[sequence_id] = running
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Take note of what was committed and draft what may follow.
 
         Raises ValueError for a sequence that is not running or stands in the batch twice, for more tokens verified than
-        were offered, for a token id that is reserved, and for a cost that no token can have.
+        were offered, for a token id that is reserved, for arrays as `Progress.check_arrays`, and for a cost that no
+        token can have.
         """
+        progress.check_arrays()
         rows = self._rows_of(progress.sequence_ids.tolist())
         drafts, size = self._step(rows, progress)
         self._tell(rows, progress)
@@ -175,38 +183,47 @@ class SuffixDrafter:
             np.array([accepted], np.uint32),
             NO_LIMIT,
         )
+        progress.check_arrays()
         self._step(rows, progress)
         running = self._running.pop(sequence_id)
-        owner = int(self._sequences.state[running.row, OWNER])
+        self._opened.discard(running)
+        self.corpus.end(self._owner_of(running))
         local = self._sequences.remove(running.row)
-        self.corpus.end(owner)
         if learn and running.learn:
-            self._remember(local.tokens[running.lead :].copy(), running.request)
-        is_kept = sequence_id not in self._not_kept
-        self._not_kept.discard(sequence_id)
-        if running.session is not None and self.config.idle_sessions and is_kept:
-            self._idle[running.session] = Idle(local, running.holds, self.corpus.clock())
-            while len(self._idle) > self.config.idle_sessions:
-                self._idle.popitem(last=False)
+            self._remember(local.tokens[running.lead :], running.request)
+        if running.session is not None and running.is_kept:
+            self._idle.keep(running.session, Idle(local, running.holds, self.corpus.clock()))
 
     def forget(self, request: str) -> None:
-        """Forget what finished under a name, see `Corpus.forget`; idle sessions with a turn of that name end."""
+        """Forget what was produced under a name, see `Corpus.forget`, and what this drafter has of it itself.
+
+        Tell other drafters that share the corpus: `forget_own`.
+        """
         self.corpus.forget(request)
-        self.end_sessions_with(request)
+        self.forget_own(request)
 
     def forget_older_than(self, age_s: float) -> None:
         """Forget what finished more than `age_s` seconds ago; sessions that are idle for longer end."""
         self.corpus.forget_older_than(age_s)
         self.end_sessions_before(self.corpus.clock() - age_s)
 
-    def end_sessions_with(self, request: str) -> None:
-        """What was forgotten under a name leaves this drafter's own memory: for one that shares its corpus."""
-        self._end_idle(lambda idle: request in idle.holds)
-        self._not_kept |= {number for number, running in self._running.items() if request in running.holds}
+    def forget_own(self, request: str) -> None:
+        """Forget what was produced under a name and is not in the corpus.
+
+        What runs under it runs on, but after the next refresh nobody is shown what it produces, and it is not learned.
+        Idle sessions with a turn of that name end.
+        """
+        self._idle.end(lambda idle: request in idle.holds)
+        for running in self._opened:
+            running.is_kept &= request not in running.holds
+            if running.request == request:
+                running.learn = False
+                if running.row >= 0:
+                    self.corpus.hide(self._owner_of(running))
 
     def end_sessions_before(self, time: float) -> None:
         """Sessions that have been idle since before `time`, by the corpus's clock, end."""
-        self._end_idle(lambda idle: idle.since < time)
+        self._idle.end(lambda idle: idle.since < time)
 
     def offered(self) -> dict[int, int]:
         """The running sequences, each with the tokens of its last draft."""
@@ -221,8 +238,7 @@ class SuffixDrafter:
     @property
     def own_bytes(self) -> int:
         """Memory of the running sequences and idle sessions."""
-        idle = sum(idle.local.nbytes for idle in self._idle.values())
-        return self._sequences.nbytes + self._frame.nbytes + idle
+        return self._sequences.nbytes + self._frame.nbytes + self._idle.nbytes
 
     def memory_bytes(self) -> int:
         """Memory of the corpus, the running sequences, idle sessions and statistics."""
@@ -243,10 +259,10 @@ class SuffixDrafter:
     def close(self) -> None:
         """Forget the running sequences and stop the background refresh of a corpus of its own."""
         for running in self._running.values():
-            self.corpus.end(int(self._sequences.state[running.row, OWNER]))
+            self.corpus.end(self._owner_of(running))
         self._running.clear()
-        self._not_kept.clear()
-        self._idle.clear()
+        self._opened.clear()
+        self._idle.end(lambda _: True)
         if self._owns_corpus:
             self.corpus.close()
 
@@ -262,23 +278,35 @@ class SuffixDrafter:
         if sequence_id in self._running:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
 
-    def _end_idle(self, is_ended: Callable[[Idle], bool]) -> None:
-        for session in [session for session, idle in self._idle.items() if is_ended(idle)]:
-            del self._idle[session]
+    def _owner_of(self, running: Running) -> int:
+        """Who it is in the live tier."""
+        return int(self._sequences.state[running.row, OWNER])
 
     def _tell(self, rows: np.ndarray, progress: Progress) -> None:
         """Let others draft what was committed, if there are others."""
-        if not self.corpus.watches_running:
-            self._is_telling = False
-            return
-        if not self._is_telling:
-            self._is_telling = True
-            committed = dict(zip(rows.tolist(), np.diff(progress.offsets.astype(np.int64)).tolist(), strict=True))
-            for running in self._running.values():
-                tokens = self._sequences.local(running.row).tokens
-                told = tokens[: len(tokens) - committed.get(running.row, 0)]
-                self.corpus.skip(int(self._sequences.state[running.row, OWNER]), told[-self.config.match_depth :])
-        self.corpus.extend(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
+        watches = self.corpus.watches_running
+        if watches != self._is_telling:
+            self._is_telling = watches
+            self._note_told(rows, progress)
+        if watches:
+            self.corpus.extend(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
+
+    def _note_told(self, rows: np.ndarray, progress: Progress) -> None:
+        """Others have come, and hear what they missed; or the last of them has left."""
+        committed = dict(zip(rows.tolist(), np.diff(progress.offsets.astype(np.int64)).tolist(), strict=True))
+        depth = self.config.match_depth
+        for running in self._running.values():
+            tokens = self._sequences.local(running.row).tokens
+            tokens = tokens[: len(tokens) - committed.get(running.row, 0)]
+            missed, running.told = tokens[running.told :], len(tokens)
+            if not self._is_telling or len(missed) == 0:
+                continue
+            if len(missed) > depth:
+                self.corpus.skip(self._owner_of(running), tokens[-depth:])
+            else:
+                # No longer than the tokens that would lead in what comes behind a gap.
+                owner = np.array([self._owner_of(running)], np.int64)
+                self.corpus.extend(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
 
     def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
         running = self._running

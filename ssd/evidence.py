@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.jit import inline, outline, peek
+from ssd.jit import inline, outline, peek, prefetch
 from ssd.match import END, FIRST, TIER_ORDER, TIER_TEXT, place_spans, widen
-from ssd.odds import LEVELS
+from ssd.odds import LEVELS, SAMPLES
 
-SAMPLES = 32
-"""Occurrences that stand for all of a match, a bit of a mask each; more were worth less than 0.5 %."""
 GROWTH = 2
 """A shorter match is evidence of its own if it has at least so many times the occurrences."""
 ROUNDS = 6
@@ -77,7 +75,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
     for tier in range(len(source.tiers)):
         first, size = source.spans[tier, FIRST], source.spans[tier, END] - source.spans[tier, FIRST]
         while index < wanted:
-            at = (2 * index + 1) * total // (2 * wanted) - begin
+            at = (index if total <= SAMPLES else (2 * index + 1) * total // (2 * SAMPLES)) - begin
             if at >= size:
                 break
             index += 1
@@ -90,6 +88,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
                 age = source.newest - position
                 ages[written] = age + source.slots if age < 0 else age
             addresses[written] = source.tiers[tier, TIER_TEXT] + 4 * position
+            prefetch(addresses[written])
             written += 1
         begin += size
     return written

@@ -15,18 +15,18 @@ from numba import carray
 
 from ssd.assess import Levels, new_levels
 from ssd.candidates import CONSIDERED, Counted, new_counted
-from ssd.evidence import SAMPLES, Evidence, new_evidence
+from ssd.evidence import Evidence, new_evidence
 from ssd.grow import Open, new_open
 from ssd.jit import inline, pointer_to
 from ssd.match import SPAN_COLUMNS
-from ssd.odds import CELL_COUNT, CHANCE_COLUMNS, INPUTS, LEVELS, ROWS, SOURCES, WEIGHT_SETS, Odds
+from ssd.odds import CELL_COUNT, CHANCE_COLUMNS, INPUTS, LEVELS, ROWS, SAMPLES, SOURCES, WEIGHT_SETS, Odds
 from ssd.sequences import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
 from ssd.stats import AGES, LENGTHS, ODDS_BINS, POSITIONS, Counters, Stats
 
 LOCAL_TIERS = 2
 
 # Where each part begins.
-TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 11, 17, 23, 31, 37, 40
+TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 11, 17, 23, 32, 38, 41
 
 
 class Tables(NamedTuple):
@@ -168,6 +168,7 @@ def open_counted(frame):  # type: ignore[no-untyped-def]
         longs(frame[COUNTED_AT + 5], (ROWS,)),
         _words(frame[COUNTED_AT + 6], (SOURCES,)),
         _doubles(frame[COUNTED_AT + 7], (CONSIDERED,)),
+        _words(frame[COUNTED_AT + 8], (SAMPLES,)),
     )
 
 
@@ -180,7 +181,7 @@ def open_levels(frame):  # type: ignore[no-untyped-def]
         longs(frame[LEVELS_AT + 2], (ROWS,)),
         longs(frame[LEVELS_AT + 3], (SOURCES,)),
         longs(frame[LEVELS_AT + 4], (ROWS,)),
-        _floats(frame[LEVELS_AT + 5], (ROWS, 2)),
+        _floats(frame[LEVELS_AT + 5], (ROWS,)),
     )
 
 

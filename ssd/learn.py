@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.jit import inline, outline
+from ssd.jit import inline, outline, prefetch
 from ssd.odds import (
     BLEND_INPUT,
     BLENDS,
@@ -49,6 +49,16 @@ def _child_of(nodes, count, node, token):  # type: ignore[no-untyped-def]
     return NOWHERE
 
 
+@inline
+def fetch_lessons(growing, node, cells, logits):  # type: ignore[no-untyped-def]
+    """Have the cells of tokens and pairs on their way that learn at a node: 8 bytes each, and 4 for their logits."""
+    for kind in range(growing.nodes[node, CANDIDATES]):
+        for index in range(TOKEN_INPUT, TABLE_INPUTS):
+            cell = np.int64(growing.candidates[node, kind, CELLS + index])
+            prefetch(cells.ctypes.data + 8 * cell)
+            prefetch(logits.ctypes.data + 4 * cell)
+
+
 @outline
 def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):  # type: ignore[no-untyped-def]
     """Learn at every node of a draft of `count` nodes that `tokens[first:end]`, the target's, lead through.
@@ -59,6 +69,7 @@ def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):
     accepted[:count] = 0
     for index in range(first, end):
         token = tokens[index]
+        fetch_lessons(growing, node, cells, logits)
         for kind in range(growing.nodes[node, CANDIDATES]):
             candidate = growing.candidates[node, kind]
             happened = np.float32(1.0) if np.uint32(candidate[0]) == token else np.float32(0.0)

@@ -1,7 +1,7 @@
 """What running requests have produced so far, draftable by others before they finish.
 
-The text lies in blocks of a fixed size, each led by a separator and the last tokens before it. A request's blocks are
-freed when it finishes, and written again once no query can still read them.
+The text lies in blocks of a fixed size, each led by a separator and the last tokens before it, and so is text behind a
+gap within a block. A request's blocks are freed when it finishes, and written again once no query can still read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Growing:
     """A running request's blocks."""
 
     lead: np.ndarray
-    """uint32: the tokens before its next block."""
+    """uint32: the tokens before its next block, where it has none that has room."""
     blocks: list[int] = field(default_factory=list)
     end: int = 0
     """Where its next token goes; 0: into a new block."""
@@ -55,14 +55,21 @@ class LiveTier:
     def skip(self, owner: int, lead: np.ndarray) -> None:
         """A request has produced what was not told; `lead`, uint32: the last tokens of that."""
         growing = self._growing.get(owner)
-        if growing is not None:
-            growing.lead, growing.end = lead[-self._depth :], 0
+        if growing is None:
+            return
+        growing.lead = lead[-self._depth :]
+        room = -growing.end % BLOCK
+        if room > 1 + len(growing.lead):
+            self._lead_in(growing)
+        else:
+            growing.end = 0
 
     def extend(self, owner: int, tokens: np.ndarray) -> None:
         """A request produced tokens, uint32 [n]. What finds no room is left out."""
         growing = self._growing.get(owner)
         while growing is not None and len(tokens):
             if growing.end % BLOCK == 0 and not self._open_block(owner, growing):
+                growing.lead = np.concatenate((growing.lead, tokens))[-self._depth :]
                 return
             part = tokens[: BLOCK - growing.end % BLOCK]
             self._text.array[growing.end : growing.end + len(part)] = part
@@ -88,10 +95,11 @@ class LiveTier:
     def merge(self) -> bool:
         """Bring the order up to date; returns whether it changed."""
         if not self._new and not self._freed:
+            if self._left_out and self.tier.wait_until_unread(0):
+                self._free_left_out()
             return False
         buffer = self.tier.next_buffer()
-        # Nobody reads the blocks any more that the newest order left out.
-        self._free += self._left_out
+        self._free_left_out()
         self._left_out, self._freed = self._freed, []
         kept = self.tier.order.positions
         if self._left_out:
@@ -132,12 +140,21 @@ class LiveTier:
             return False
         block = self._free.pop()
         start = block * BLOCK
-        text = self._text.array[start : start + BLOCK]
-        text[:] = SEPARATOR
         # Whoever reads on from the end of this block must not find an unused one.
-        self._text.array[start + BLOCK] = SEPARATOR
-        text[1 : 1 + len(growing.lead)] = growing.lead
+        self._text.array[start : start + BLOCK + 1] = SEPARATOR
         self.owners[block] = owner
         growing.blocks.append(block)
-        growing.end = start + 1 + len(growing.lead)
+        growing.end = start
+        self._lead_in(growing)
         return True
+
+    def _lead_in(self, growing: Growing) -> None:
+        """Leave a separator where a request's text goes on, and write the tokens before it."""
+        first = growing.end + 1
+        growing.end = first + len(growing.lead)
+        self._text.array[first : growing.end] = growing.lead
+
+    def _free_left_out(self) -> None:
+        """Nobody reads the blocks any more that the newest order left out."""
+        self._free += self._left_out
+        self._left_out = []

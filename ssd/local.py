@@ -16,6 +16,8 @@ from ssd.ring import SEPARATOR
 FRESH_ROOM = 256
 LEAST_ROOM = 1024
 """Tokens that a new index has room for at least."""
+ROOM_KEPT = 3
+"""Times the tokens of a text that its index may have room for: growing alone leaves twice, and what a draft needs."""
 
 
 @inline
@@ -73,19 +75,23 @@ class LocalIndex:
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens in all."""
-        if tokens <= self.room:
-            return
-        self.room = max(tokens, 2 * self.room)
-        text, order = np.empty(self.room + 1, np.uint32), np.empty(self.room, np.uint32)
-        text[: self.size + 1] = self._text[: self.size + 1]
-        order[: self.sorted_size] = self._sorted[: self.sorted_size]
-        self._text, self._sorted = text, order
+        if tokens > self.room:
+            self._move(max(tokens, 2 * self.room))
+
+    def give_back(self) -> None:
+        """Give back the memory of a text that was far longer than it is now."""
+        if self.room > ROOM_KEPT * max(self.size, LEAST_ROOM):
+            self._move(max(self.size, LEAST_ROOM))
+
+    def shared_with(self, prompt: np.ndarray) -> int:
+        """How many tokens the text and a prompt, uint32 [P], begin with alike."""
+        shared = min(self.size, len(prompt))
+        differs = self.tokens[:shared] != prompt[:shared]
+        return int(differs.argmax()) if differs.any() else shared
 
     def continue_with(self, prompt: np.ndarray) -> None:
         """Make the prompt, uint32 [P], the text; only what differs from the text so far is indexed."""
-        shared = min(self.size, len(prompt))
-        differs = self.tokens[:shared] != prompt[:shared]
-        shared = int(differs.argmax()) if differs.any() else shared
+        shared = self.shared_with(prompt)
         if shared < self.size:
             self.truncate(shared)
         self.extend(prompt[shared:])
@@ -116,3 +122,10 @@ class LocalIndex:
     def nbytes(self) -> int:
         """Memory held."""
         return self._text.nbytes + self._sorted.nbytes + self._fresh.nbytes
+
+    def _move(self, room: int) -> None:
+        self.room = room
+        text, order = np.empty(self.room + 1, np.uint32), np.empty(self.room, np.uint32)
+        text[: self.size + 1] = self._text[: self.size + 1]
+        order[: self.sorted_size] = self._sorted[: self.sorted_size]
+        self._text, self._sorted = text, order

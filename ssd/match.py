@@ -6,8 +6,10 @@ itself would stand; what matches longest is beside that place, and shorter match
 
 from __future__ import annotations
 
-from ssd.jit import inline, outline, peek
-from ssd.order import common_length, place_of
+import numpy as np
+
+from ssd.jit import inline, outline, peek, prefetch
+from ssd.order import common_length, key_is_less, place_of
 
 # Columns of tiers, int64: addresses of a text and an order over it, and the order's size.
 TIER_TEXT, TIER_ORDER, TIER_SIZE = range(3)
@@ -30,6 +32,52 @@ def place_spans(tiers, spans, context, end, depth):  # type: ignore[no-untyped-d
         )
         spans[tier, FIRST], spans[tier, END] = place, place
         spans[tier, BEFORE], spans[tier, BEHIND] = before, behind
+
+
+@inline
+def _begin(tier, span, end):  # type: ignore[no-untyped-def]
+    """Let the context stand anywhere in a tier; nowhere if there is none."""
+    span[FIRST], span[END] = 0, tier[TIER_SIZE] if end > 0 else 0
+    span[BEFORE], span[BEHIND] = 0, 0
+
+
+@inline
+def _narrow(tier, span, context, end, depth):  # type: ignore[no-untyped-def]
+    """Halve the part of a tier where the context may stand, as `place_of` does."""
+    text, middle = tier[TIER_TEXT], (span[FIRST] + span[END]) // 2
+    position = np.int64(peek(tier[TIER_ORDER], middle))
+    common = common_length(text, position, context, end, min(span[BEFORE], span[BEHIND]), depth)
+    if key_is_less(context, end, text, position, common, depth):
+        span[END], span[BEHIND] = middle, common
+    else:
+        span[FIRST], span[BEFORE] = middle + 1, common
+
+
+@outline
+def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
+    """`place_spans` for many contexts side by side: what one of them needs is fetched while the others go on.
+
+    spans: int64 [B, tiers, SPAN_COLUMNS]. contexts: int64 [B, 2], addresses and ends; nothing is found for an end of 0.
+    """
+    for number in range(len(tiers)):
+        tier = tiers[number]
+        for index in range(len(contexts)):
+            _begin(tier, spans[index, number], contexts[index, 1])
+        left = tier[TIER_SIZE]
+        while left > 0:
+            for index in range(len(contexts)):
+                span = spans[index, number]
+                if span[FIRST] < span[END]:
+                    middle = (span[FIRST] + span[END]) // 2
+                    prefetch(tier[TIER_TEXT] + 4 * (np.int64(peek(tier[TIER_ORDER], middle)) - 1))
+                    # The next middle is one of two.
+                    prefetch(tier[TIER_ORDER] + 4 * ((span[FIRST] + middle) // 2))
+                    prefetch(tier[TIER_ORDER] + 4 * ((middle + 1 + span[END]) // 2))
+            for index in range(len(contexts)):
+                span = spans[index, number]
+                if span[FIRST] < span[END]:
+                    _narrow(tier, span, contexts[index, 0], contexts[index, 1], depth)
+            left //= 2
 
 
 @outline

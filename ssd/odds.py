@@ -19,6 +19,8 @@ from ssd.jit import FloatRows, FloatsOut, inline, kernel
 
 SOURCES, LEVELS = 2, 2
 ROWS = SOURCES * LEVELS
+SAMPLES = 32
+"""Occurrences that stand for all of a match, a bit of a mask each; more were worth less than 0.5 %."""
 GLOBAL, LOCAL = 0, 1
 """As in `ssd.draft.Source`."""
 
@@ -92,14 +94,15 @@ def bucket(table, number):  # type: ignore[no-untyped-def]
     return table[min(number, 64)]
 
 
-@inline
-def share_bucket(share):  # type: ignore[no-untyped-def]
-    """0 for none, 12 for all, the rest evenly between."""
-    if share <= 0.0:
-        return 0
-    if share >= 1.0:
-        return 12
-    return 1 + min(10, int(share * 11.0))
+def _share_buckets() -> np.ndarray:
+    """Of `votes` among `alive` samples, in row and column: 0 for none, 12 for all, the rest evenly between."""
+    votes, alive = np.ogrid[: SAMPLES + 1, : SAMPLES + 1]
+    share = votes * (np.float32(1.0) / np.maximum(alive, 1).astype(np.float32)).astype(np.float64)
+    middle = 1 + np.minimum(SHARE_BUCKETS - 3, (share * (SHARE_BUCKETS - 2)).astype(np.int32))
+    return np.where(votes == 0, 0, np.where(share >= 1.0, SHARE_BUCKETS - 1, middle)).astype(np.int8)
+
+
+SHARE_BUCKET = _share_buckets()
 
 
 # Tables in place of exponentials: a draft computes hundreds.
@@ -148,9 +151,9 @@ def match_cells(row, length, count):  # type: ignore[no-untyped-def]
 
 
 @inline
-def match_cell(cells, share, is_newest):  # type: ignore[no-untyped-def]
-    """Of such cells, the one for a share of the occurrences."""
-    return cells + share_bucket(share) * 2 + is_newest
+def match_cell(cells, votes, alive, is_newest):  # type: ignore[no-untyped-def]
+    """Of such cells, the one for `votes` of `alive` samples."""
+    return cells + SHARE_BUCKET[votes, alive] * 2 + is_newest
 
 
 @inline
@@ -167,20 +170,20 @@ def token_share(chance):  # type: ignore[no-untyped-def]
 
 
 @inline
-def token_cell(token, chance):  # type: ignore[no-untyped-def]
-    """The cell of a token, given its chance without that cell."""
+def token_cells(token):  # type: ignore[no-untyped-def]
+    """The first of a token's cells: the one for the least chance."""
     hashed = ((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - TOKEN_BITS)
-    return TOKEN_CELLS + np.int64(hashed) * TOKEN_SHARES + token_share(chance)
+    return TOKEN_CELLS + np.int64(hashed) * TOKEN_SHARES
 
 
 @inline
-def pair_cell(before, token, chance):  # type: ignore[no-untyped-def]
-    """The cell of a token behind the token `before`, given its chance without that cell."""
+def pair_cells(before, token):  # type: ignore[no-untyped-def]
+    """The first of the cells of a token behind the token `before`."""
     hashed = (
         (np.uint64(token) * np.uint64(2654435761) + np.uint64(before) * np.uint64(0x9E3779B1CD))
         * np.uint64(0x9E3779B97F4A7C15)
     ) >> np.uint64(64 - PAIR_BITS)
-    return PAIR_CELLS + np.int64(hashed) * TOKEN_SHARES + token_share(chance)
+    return PAIR_CELLS + np.int64(hashed) * TOKEN_SHARES
 
 
 @inline

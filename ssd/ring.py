@@ -25,7 +25,9 @@ MAX_CAPACITY = (1 << 32) - 1 - 2 * PAD
 
 
 def check_tokens(tokens: np.ndarray) -> None:
-    """Raises ValueError if one of `tokens`, uint32 [N], is the separator's id."""
+    """Raises ValueError unless `tokens` is uint32 [N] and none of them is the separator's id."""
+    if tokens.dtype != np.uint32 or tokens.ndim != 1:
+        raise ValueError(f"token ids must be a row of uint32, not {tokens.dtype} {list(tokens.shape)}")
     if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
 

@@ -89,18 +89,30 @@ def read_sections(path: Path) -> dict[str, np.ndarray]:
 
 
 def _put_in_place(path: Path, sections: Iterable[Section]) -> int:
-    descriptor, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    written, file = _new_part(path)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with file:
             size = _write(file, sections)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(written, path)
+            # While the lock is held: who clears leftovers away would take an unlocked part for one.
+            os.replace(written, path)
     except BaseException:
-        Path(written).unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
         raise
     return size
+
+
+def _new_part(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside `path`, locked."""
+    while True:
+        descriptor, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        file = os.fdopen(descriptor, "wb")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        # Before the lock it may have been cleared away as a leftover.
+        if os.fstat(descriptor).st_nlink:
+            return Path(written), file
+        file.close()
 
 
 def _write(file: BinaryIO, sections: Iterable[Section]) -> int:
@@ -129,7 +141,7 @@ def _write_section(file: BinaryIO, section: Section) -> _Entry:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left beside a file: they hold no lock on it any more."""
+    """Remove what killed processes left beside a file: they hold no lock on it any more, as who writes one does."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

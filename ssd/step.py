@@ -21,7 +21,7 @@ from ssd.grow import Growing, Limits, grow
 from ssd.jit import Bool, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
 from ssd.learn import keep_pace, learn, record
 from ssd.local import FRESH_ROOM, fold_fresh, insert_fresh
-from ssd.match import SPAN_COLUMNS, place_spans
+from ssd.match import SPAN_COLUMNS, place_all, place_spans
 from ssd.odds import GLOBAL, LOCAL, ROWS, SOURCES
 from ssd.pointers import MISSED, PLACE, RUN, RingView, address_of, advance_pointers, move_pointer
 from ssd.ring import SEPARATOR
@@ -155,13 +155,14 @@ def take_note(tables, model, counters, rows, tokens, offsets, verified, ring, co
 
 
 @inline
-def place_all(state, rows, limits, tiers, depth):  # type: ignore[no-untyped-def]
+def search_shared(state, rows, limits, tiers, depth):  # type: ignore[no-untyped-def]
     """Search for every sequence's context in the shared tiers; returns the spans, int64 [B, tiers, SPAN_COLUMNS]."""
     spans = np.empty((len(rows), len(tiers), SPAN_COLUMNS), np.int64)
+    contexts = np.empty((len(rows), 2), np.int64)
     for index in range(len(rows)):
         sequence = state[rows[index]]
-        if limits[index] > 0:
-            place_spans(tiers, spans[index], sequence[TEXT], sequence[SIZE], depth)
+        contexts[index, 0], contexts[index, 1] = sequence[TEXT], sequence[SIZE] if limits[index] > 0 else 0
+    place_all(tiers, spans, contexts, depth)
     return spans
 
 
@@ -205,7 +206,7 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
     ring = RingView(view[4], view[5], view[6], view[7])
     take_note(tables, model, open_counters(frame), rows, tokens, offsets, verified, ring, cost, depth, own.on_path)
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
-    spans = place_all(state, rows, limits, tiers, depth)
+    spans = search_shared(state, rows, limits, tiers, depth)
     evidence, scratch = open_evidence(frame), (open_counted(frame), open_levels(frame), open_waiting(frame))
     price = np.float32(cost * pace[0] / pace[1])
     newest = (ring.head - 1) % ring.slots

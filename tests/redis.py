@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -38,6 +39,13 @@ class RedisServer:
             if b"Ready to accept connections" in line:
                 return
         raise AssertionError(b"".join(said).decode())
+
+    def hang(self) -> None:
+        """Answer nothing until `go_on`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """As kill -9 does."""

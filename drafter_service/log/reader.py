@@ -60,7 +60,7 @@ class Reader:
                 await self._retry.pause(problem)
 
     async def _read(self, take: TakeEvents) -> None:
-        entries = await self._stream.read(self.position, ENTRIES_AT_ONCE)
+        entries = await self._stream.read(self.position, ENTRIES_AT_ONCE, wait=True)
         self._retry.succeeded()
         if entries:
             self._is_behind()

@@ -6,9 +6,10 @@ quote what was sent, which is users' text, and URLs hold passwords.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssd.errors import UserError
@@ -87,7 +88,8 @@ def connect(url: str) -> Redis:
             protocol=2,
             # Whoever asks decides about trying again.
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=TIMEOUT_S,
+            # Its own timeout loses cancellations (asyncio.wait_for before Python 3.12).
+            socket_timeout=None,
             socket_connect_timeout=TIMEOUT_S,
             max_connections=MOST_CONNECTIONS,
         )
@@ -110,7 +112,7 @@ class Stream:
 
     async def add(self, additions: Sequence[Addition]) -> None:
         """Add entries in order. After an error any of them may have been added."""
-        with _asking_redis():
+        async with _asking_redis():
             pipeline = self._client.pipeline(transaction=False)
             for addition in additions:
                 fields: dict[Any, Any] = {**addition.fields}
@@ -118,20 +120,20 @@ class Stream:
             positions = [_position(answer) for answer in await pipeline.execute()]
             for addition, position in zip(additions, positions, strict=True):
                 if addition.trim_before is not None:
-                    # Never the entry itself, whatever the clocks say.
-                    bound = min(position, Position(max(0, int(min(addition.trim_before * 1000, position.ms))), 0))
-                    await self._client.xtrim(self._key, minid=str(bound), approximate=False)
+                    oldest_kept = _oldest_kept(addition.trim_before, position)
+                    await self._client.xtrim(self._key, minid=str(oldest_kept), approximate=False)
 
-    async def read(self, after: Position, most: int) -> list[tuple[Position, Mapping[bytes, bytes]]]:
-        """The next entries; waits up to `BLOCK_S` for one."""
-        with _asking_redis():
+    async def read(self, after: Position, most: int, *, wait: bool) -> list[tuple[Position, Mapping[bytes, bytes]]]:
+        """The next entries. Where there are none, none, after waiting up to `BLOCK_S` for one if so told."""
+        block_ms = round(BLOCK_S * 1000) if wait else None
+        async with _asking_redis():
             after_it: dict[Any, Any] = {self._key: str(after)}
-            answer: Any = await self._client.xread(after_it, count=most, block=round(BLOCK_S * 1000))
-            return [(_position(name), fields) for _key, entries in answer for name, fields in entries]
+            answer: Any = await self._client.xread(after_it, count=most, block=block_ms)
+            return [(_position(name), fields) for _key, entries in answer or () for name, fields in entries]
 
     async def extent(self) -> Extent:
         """What the log holds now."""
-        with _asking_redis():
+        async with _asking_redis():
             if not await self._client.exists(self._key):
                 return Extent(OLDEST, OLDEST, 0)
             info = await self._client.xinfo_stream(self._key)
@@ -141,20 +143,31 @@ class Stream:
 
     async def trim(self, max_bytes: int) -> None:
         """Take the oldest entries out of a log that uses more memory than it may."""
-        with _asking_redis():
-            used = await self._client.memory_usage(self._key, samples=ALL_NODES) or 0
-            if used > max_bytes:
-                kept = max(1, int(await self._client.xlen(self._key) * max_bytes / used))
-                await self._client.xtrim(self._key, maxlen=kept, approximate=True, limit=0)
+        async with _asking_redis():
+            while (entries := await self._client.xlen(self._key)) > 1:
+                used = await self._client.memory_usage(self._key, samples=ALL_NODES)
+                if not used or used <= max_bytes:
+                    return
+                # By their number: the oldest may be smaller than others, then there is more to take.
+                kept = max(1, int(entries * max_bytes / used))
+                await self._client.xtrim(self._key, maxlen=kept, approximate=False)
 
 
 def _position(name: bytes | str) -> Position:
     return Position.parse(name.decode() if isinstance(name, bytes) else name)
 
 
-@contextmanager
-def _asking_redis() -> Iterator[None]:
+def _oldest_kept(trim_before: float, position: Position) -> Position:
+    """What of the entries up to `position` is kept: always the last one, whatever the clocks say."""
+    if trim_before * 1000 > position.ms:
+        return position
+    return Position(max(0, int(trim_before * 1000)), 0)
+
+
+@asynccontextmanager
+async def _asking_redis() -> AsyncIterator[None]:
     try:
-        yield
+        async with asyncio.timeout(TIMEOUT_S):
+            yield
     except Exception as problem:
         raise LogUnavailable(type(problem).__name__) from None

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from http import HTTPStatus
+from socketserver import ThreadingTCPServer
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+import structlog
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 
 from drafter_service.address import Address
 from drafter_service.facts import ServiceFacts
 from drafter_service.metrics.collector import DrafterCollector
 from ssd.errors import UserError
 
+logger = structlog.get_logger(__name__)
+
 MOST_NAMESPACES = 20
-"""A namespace has about 170 series; 20 of them are read in some 10 ms, and a Prometheus server keeps them easily."""
+"""A namespace has about 170 series; 20 of them are read in some 30 ms, and a Prometheus server keeps them easily."""
 ANSWER_S = 5.0
 """How long the event loop may take to say what it knows; Prometheus itself waits for 10 s."""
+POLL_S = 0.1
 
 
 class MetricsEndpoint:
@@ -40,31 +47,62 @@ class MetricsEndpoint:
             raise UserError(
                 "reports.metrics: Prometheus reads from HOST:PORT, such as 127.0.0.1:9400, not from a socket"
             )
-        self._registry = CollectorRegistry()
-        self._registry.register(DrafterCollector(facts, most_namespaces))
-        ProcessCollector(registry=self._registry)
-        self._running: tuple[WSGIServer, Thread] | None = None
+        self.registry = CollectorRegistry()
+        self.registry.register(DrafterCollector(facts, most_namespaces))
+        ProcessCollector(registry=self.registry)
+        self._server: _Server | None = None
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Serve. Raises UserError if the address cannot be had."""
         host, _, port = self.address.text.rpartition(":")
         try:
-            self._running = start_http_server(int(port), host.strip("[]"), self._registry)
+            self._server = _Server((host.strip("[]"), int(port)), _PlainText.factory(self.registry))
         except OSError as problem:
             raise UserError(
                 f"reports.metrics: cannot serve at {self.address.text}: {problem.strerror}; choose another address"
             ) from None
-        self.address = self.address.at_port(self._running[0].server_port)
+        self.address = self.address.at_port(self._server.server_address[1])
+        self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Serve no more."""
-        if self._running is None:
+        if self._server is None or self._thread is None:
             return
-        server, thread = self._running
-        self._running = None
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._server = self._thread = None
+
+
+class _PlainText(MetricsHandler):
+    """Answers in Prometheus' own format to all: the library's OpenMetrics renames what has a colon in its name."""
+
+    timeout = 10.0
+    """Seconds, for a request to come."""
+
+    def do_GET(self) -> None:  # noqa: N802
+        """Answer a scrape."""
+        del self.headers["Accept"]
+        try:
+            super().do_GET()
+        except TimeoutError:
+            # The base class would take it for a slow client, and say nothing.
+            logger.warning("metrics not told: the service is busy")
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class _Server(ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type) -> None:
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        logger.warning("metrics not told", exc_info=True)
 
 
 def asked_of(loop: asyncio.AbstractEventLoop, facts: Callable[[], ServiceFacts]) -> Callable[[], ServiceFacts]:

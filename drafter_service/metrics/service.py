@@ -49,7 +49,7 @@ LOG_METRICS = (
     LogMetric(
         "ssd_drafter_log_connected",
         "1 while the shared log answers, else 0.",
-        lambda log: log.is_connected,
+        lambda log: bool(log.is_connected),
     ),
     LogMetric("ssd_drafter_log_lag_entries", "Entries of the log not read yet.", lambda log: log.lag_entries),
     LogMetric("ssd_drafter_log_lag_seconds", "Seconds that the log is ahead of this replica.", lambda log: log.lag_s),
@@ -72,6 +72,16 @@ LOG_METRICS = (
         "ssd_drafter_log_dropped_tokens_total",
         "Tokens that never reached the log since too many waited for it.",
         lambda log: log.dropped_tokens,
+    ),
+    LogMetric(
+        "ssd_drafter_log_malformed_entries_total",
+        "Entries of the log that were skipped.",
+        lambda log: log.malformed,
+    ),
+    LogMetric(
+        "ssd_drafter_log_gaps_total",
+        "Times that entries may have been missed: trimmed before they were read, or lost with Redis.",
+        lambda log: log.gaps,
     ),
     LogMetric("ssd_drafter_log_errors_total", "Failed exchanges with the log.", lambda log: log.errors),
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 LEVELS = "▁▂▃▄▅▆▇█"
+LEAST_REACH = 0.1
+"""A curve that varies by less than this part of its greatest value looks flat."""
 
 
 def bar(share: float, width: int) -> str:
@@ -23,7 +26,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     if not known:
         return ""
     least, most = min(known), max(known)
-    reach = most - least
+    reach = max(most - least, LEAST_REACH * most)
     return "".join(
         " " if value is None else LEVELS[min(7, int(8 * (value - least) / reach)) if reach > 0 else 0]
         for value in drawn
@@ -40,4 +43,4 @@ def _parts(length: int, most: int) -> list[tuple[int, int]]:
     """About equal parts of a row, at most so many."""
     count = min(length, most)
     edges = [round(length * index / count) for index in range(count + 1)] if count else [0]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))

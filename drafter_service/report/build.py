@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 
-from drafter_service.facts import CorpusFacts, ModelIdentity, NamespaceFacts, Passage, ServiceFacts
+from drafter_service.facts import CorpusFacts, LogFacts, ModelIdentity, NamespaceFacts, Passage, ServiceFacts
 from drafter_service.history import Sample
 from drafter_service.latency import BOUNDS_S, Latency
 from drafter_service.report.figures import finite, ratio, share, total_of
@@ -29,7 +30,12 @@ from drafter_service.report.tallies import copy_of, tables
 
 def build_report(facts: ServiceFacts) -> Report:
     """The report of a running service. It reads counters that grow meanwhile, and changes nothing."""
-    namespaces = [_namespace(one, facts.now) for one in sorted(facts.namespaces, key=lambda one: one.name)]
+    return service_report(facts, [namespace_report(namespace, facts.now) for namespace in facts.namespaces])
+
+
+def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -> Report:
+    """The same, of namespaces whose part is made already: who must not be held up makes one at a time (1 ms)."""
+    namespaces = sorted(namespaces, key=lambda namespace: namespace.name)
     return Report(
         schema_version=SCHEMA_VERSION,
         taken_at=finite(facts.now),
@@ -39,14 +45,20 @@ def build_report(facts: ServiceFacts) -> Report:
             uptime_s=max(0.0, finite(facts.now - facts.started_at)),
             memory_bytes=facts.memory_bytes,
             refused=facts.refused,
-            log=None if facts.log is None else SharedLog(**asdict(facts.log)),
+            log=None if facts.log is None else _log(facts.log),
         ),
         total=total_of(namespace.drafting for namespace in namespaces),
         namespaces=namespaces,
     )
 
 
-def _namespace(facts: NamespaceFacts, now: float) -> NamespaceReport:
+def _log(log: LogFacts) -> SharedLog:
+    # Clocks of replicas differ: an entry may seem to come from the future.
+    return SharedLog(**{**asdict(log), "lag_s": max(0.0, finite(log.lag_s))})
+
+
+def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
+    """The part of one namespace, at `now`, seconds since 1970."""
     known = tables(copy_of(facts.stats.counters))
     samples = ordered(facts.history.samples, _sample(facts, known, now))
     of_late = recent(samples)
@@ -104,7 +116,7 @@ def _corpus(facts: CorpusFacts, of_late: Recent | None) -> CorpusReport:
         learned_tokens=facts.appended_tokens,
         turnovers=ratio(facts.appended_tokens, facts.capacity),
         turnover_s=ratio(facts.capacity, pace),
-        waiting_tokens=facts.waiting_tokens,
+        waiting_tokens=max(0, facts.waiting_tokens),
         forgotten_requests=facts.forgotten,
         merges=facts.merges,
         base_merges=facts.base_merges,

@@ -49,7 +49,9 @@ def _drafting(periods: Sequence[Period], frame: Frame) -> str:
     x = svg.linear(periods[0].begins_at, periods[-1].ends_at, *frame.inner)
     floor = frame.height - frame.bottom - SHARES_HEIGHT - GAP
     known = [period.tokens_per_step for period in periods if period.tokens_per_step is not None]
-    marks = [mark for mark in svg.ticks(max([2.0, *known]))]
+    # What lies above plain decoding is what counts; below it there is hardly ever anything.
+    base = 1.0 if min(known) >= 1 else 0.0
+    marks = [base + mark for mark in svg.ticks(max([2.0, *known]) - base)]
     y = svg.linear(marks[0], marks[-1], floor, frame.top)
     below = frame.height - frame.bottom
     share_y = svg.linear(0, 1, below, below - SHARES_HEIGHT)
@@ -70,7 +72,7 @@ def _drafting(periods: Sequence[Period], frame: Frame) -> str:
             ]
             parts.append(svg.polyline(shares, kind=f"line thin {kind}"))
     parts.append(svg.line(frame.left, y(1), frame.width - frame.right, y(1), kind="plain"))
-    parts.append(svg.text("1 = plain decoding", frame.width - frame.right, y(1) + 14, text_anchor="end", kind="halo"))
+    parts.append(svg.text("1 = plain decoding", frame.width - frame.right, y(1) - 6, text_anchor="end", kind="halo"))
     parts += [_spot(period, frame, x, y(period.tokens_per_step or 0.0)) for period in periods]
     label = f"Tokens per step over time, now {units.ratio(known[-1] if known else None)}; hit rate and acceptance below"
     return svg.drawing(frame.width, frame.height, label, parts, frame.kind)
@@ -145,9 +147,9 @@ def _spot(period: Period, frame: Frame, x: svg.Scale, y: float) -> str:
     """What a pointer over a period is shown."""
     seconds = period.ends_at - period.begins_at
     words = (
-        f"{units.moment(period.begins_at)}, {units.duration(seconds)}: {units.ratio(period.tokens_per_step)} tokens a step, "
-        f"hit rate {units.share(period.hit_rate)}, acceptance {units.share(period.acceptance)}, "
-        f"{units.rate(period.committed / seconds)} tokens/s"
+        f"{units.moment(period.begins_at)}, {units.duration(seconds)}: "
+        f"{units.ratio(period.tokens_per_step)} tokens a step, hit rate {units.share(period.hit_rate)}, "
+        f"acceptance {units.share(period.acceptance)}, {units.rate(period.committed / seconds)} tokens/s"
     )
     place = x(middle(period))
     mark = "" if period.tokens_per_step is None else svg.circle(place, y, 4.5)

@@ -51,7 +51,7 @@ def odds(namespace: NamespaceReport) -> list[tuple[str, float | None, float | No
         if drafted:
             promised = share(sum((one.promised or 0.0) * one.drafted for one in bins), drafted)
             kept = share(sum((one.kept or 0.0) * one.drafted for one in bins), drafted)
-            rows.append((f"{100 * least:.0f}–{100 * (least + ODDS_TOGETHER):.0f}%", promised, kept, drafted))
+            rows.append((units.percents(least, least + ODDS_TOGETHER), promised, kept, drafted))
     return rows
 
 

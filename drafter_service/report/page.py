@@ -7,9 +7,11 @@ from html import escape
 from importlib.resources import files
 
 from drafter_service.report import curves, units
-from drafter_service.report.panels import Figure, panels, written
+from drafter_service.report.panels import panels
+from drafter_service.report.parts import Figure, written
 from drafter_service.report.schema import Drafting, NamespaceReport, Report
-from drafter_service.report.verdict import by_saving, log_facts, remarks, saving, service_facts, service_remarks, worth
+from drafter_service.report.upkeep import service_panel
+from drafter_service.report.verdict import by_saving, remarks, saving, service_remarks, worth
 
 MOST_IN_FULL = 12
 """A namespace in full is 0.1 to 0.2 MB of page; those that save least are rows of the table only."""
@@ -22,14 +24,15 @@ def render_page(report: Report) -> str:
     namespaces = by_saving(report)
     title = "What drafting is worth"
     style = files("drafter_service.report").joinpath("style.css").read_text(encoding="utf-8")
-    body = _one(namespaces[0]) if len(namespaces) == 1 else _many(report, namespaces)
+    own = "" if report.service is None else service_panel(report.service)
+    body = _one(namespaces[0], own) if len(namespaces) == 1 else _many(report, namespaces, own)
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">
 <title>{title}</title><style>{style}</style></head>
 <body>
-<header><h1>{title}</h1>{_lead(report, namespaces)}{_remarks(service_remarks(report))}</header>
+<header><p class="kicker">{title}</p>{_lead(report, namespaces)}{_remarks(service_remarks(report))}</header>
 <main>{body}</main>
 <footer>{_foot(report)}</footer>
 </body></html>
@@ -38,41 +41,35 @@ def render_page(report: Report) -> str:
 
 def _lead(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
     if not namespaces:
-        return '<p class="lead">Nothing yet: nobody has drafted or learned anything here.</p>'
-    who = namespaces[0].name if len(namespaces) == 1 else f"Drafting from {len(namespaces)} namespaces"
-    return (
-        f'<p class="lead">{escape(who)} {escape(saving(report.total))}</p>'
-        f'<p class="soft">{escape(worth(report.total))}</p>'
-    )
+        return "<h1>Nothing yet: nobody has drafted or learned anything here.</h1>"
+    who = units.shortened(namespaces[0].name) if len(namespaces) == 1 else f"Drafting from {len(namespaces)} namespaces"
+    return f'<h1>{escape(who)} {escape(saving(report.total))}</h1><p class="soft">{escape(worth(report.total))}</p>'
 
 
 def _foot(report: Report) -> str:
     taken = units.moment(report.taken_at)
     if report.service is None:
         return f"From a snapshot of {taken}. What only a running service knows is left out."
-    facts = [taken, *service_facts(report.service), *log_facts(report.service.log)]
-    return escape(" · ".join(facts))
+    return escape(f"{taken} · ssd-drafter {report.service.version}")
 
 
-def _one(namespace: NamespaceReport) -> str:
-    return _remarks(remarks(namespace)) + _cards(namespace.drafting, namespace) + panels(namespace)
+def _one(namespace: NamespaceReport, more: str = "") -> str:
+    """A namespace in full; `more` is a panel beside its own."""
+    plots = f'<div class="plots">{"".join(panels(namespace))}{more}</div>'
+    return _remarks(remarks(namespace)) + _cards(namespace.drafting, namespace) + plots
 
 
-def _many(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
-    if not namespaces:
-        return ""
-    parts = [_cards(report.total, None), _overview(namespaces)]
+def _many(report: Report, namespaces: Sequence[NamespaceReport], more: str) -> str:
+    parts = [_cards(report.total, None), _overview(namespaces)] if namespaces else []
     for index, namespace in enumerate(namespaces[:MOST_IN_FULL]):
         is_open = " open" if index == 0 else ""
-        sentence = f"<p class='soft'>{escape(saving(namespace.drafting))}</p>"
-        parts.append(
-            f'<details class="whole"{is_open}><summary><h2>{escape(namespace.name)}</h2>{sentence}</summary>'
-            f"{_one(namespace)}</details>"
-        )
+        name = f"<h2>{escape(units.shortened(namespace.name))}</h2>"
+        sentence = f'<p class="soft">{escape(saving(namespace.drafting))}</p>'
+        parts.append(f'<details class="whole"{is_open}><summary>{name}{sentence}</summary>{_one(namespace)}</details>')
     if len(namespaces) > MOST_IN_FULL:
         rest = len(namespaces) - MOST_IN_FULL
         parts.append(f"<section><p class='soft'>{rest} more in the table; --namespace shows one in full.</p></section>")
-    return "".join(parts)
+    return "".join([*parts, f'<div class="plots">{more}</div>'])
 
 
 def _remarks(sentences: Iterable[str]) -> str:
@@ -93,12 +90,13 @@ def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
     ]
     cards = []
     for index, (name, field, unit, hint) in enumerate(shown):
-        below = hint
+        late_words = ""
         if of_late is not None and field != "committed":
-            below = f"{hint}; {when}: {unit(getattr(of_late, field))}"
+            late_words = f"<p><em>{escape(unit(getattr(of_late, field)))}</em>, {escape(when)}</p>"
         figure = written(Figure(getattr(drafting, field), unit))
         cards.append(
-            f'<div class="card{"" if index else " first"}"><span>{name}</span><b>{figure}</b><p>{escape(below)}</p></div>'
+            f'<div class="card{"" if index else " first"}"><span>{name}</span><b>{figure}</b>'
+            f"<p>{escape(hint)}</p>{late_words}</div>"
         )
     return f'<div class="cards">{"".join(cards)}</div>'
 
@@ -113,7 +111,7 @@ def _overview(namespaces: Sequence[NamespaceReport]) -> str:
     for one in namespaces:
         drafting, curve = one.drafting, [period.tokens_per_step for period in one.over_time or []]
         cells = [
-            ("name", escape(one.name)),
+            ("name", escape(units.shortened(one.name))),
             ("", written(Figure(drafting.tokens_per_step, units.ratio))),
             ("minor", curves.spark(curve)),
             ("", written(Figure(drafting.saved_share, units.share))),
@@ -124,4 +122,4 @@ def _overview(namespaces: Sequence[NamespaceReport]) -> str:
         ]
         rows.append("<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells) + "</tr>")
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<section><h2>Namespaces</h2><div class="scroll tall">{table}</div></section>'
+    return f'<section><h2>Namespaces</h2><div class="scroll">{table}</div></section>'

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from drafter_service.history import Sample
-from drafter_service.report.figures import drafting_of, ratio
+from drafter_service.report.figures import drafting_of, ratio, share
 from drafter_service.report.schema import Period, Recent
 
 MOST_PERIODS = 96
 """A curve of so many points is smooth, and 100 namespaces of them stay below 4 MB of JSON."""
 RECENT_S = 3600.0
+LATEST = 1e12
+"""Seconds since 1970 that no sound clock shows."""
 
 
 def ordered(samples: Sequence[Sample], now: Sample) -> list[Sample]:
-    """Samples with the totals of now behind them, each later than the one before."""
+    """Samples, each later than the one before, with the totals of now behind those of the past."""
     kept: list[Sample] = []
-    for sample in (*samples, now):
-        if math.isfinite(sample.time) and (not kept or sample.time > kept[-1].time):
+    for sample in samples:
+        if 0 <= sample.time < now.time and (not kept or sample.time > kept[-1].time):
             kept.append(sample)
-    return kept
+    return [*kept, now] if now.time < LATEST else []
 
 
 def periods(samples: Sequence[Sample]) -> list[Period]:
@@ -54,25 +55,24 @@ def recent(samples: Sequence[Sample]) -> Recent | None:
 
 def _growth(begin: Sample, end: Sample) -> Sample:
     """What was added; nothing where counters began anew."""
-    return Sample(end.time, *(max(0, after - before) for before, after in zip(begin[1:], end[1:], strict=True)))
+    return Sample(end.time, *[max(0, after - before) for before, after in zip(begin[1:], end[1:], strict=True)])
 
 
 def _period(begin: Sample, end: Sample) -> Period:
     grown = _growth(begin, end)
-    drafting = drafting_of(grown.steps, grown.committed, grown.hits, grown.drafted, grown.accepted)
     return Period(
         begins_at=begin.time,
         ends_at=end.time,
-        steps=drafting.steps,
-        committed=drafting.committed,
-        hits=drafting.hits,
-        drafted=drafting.drafted,
-        accepted=drafting.accepted,
+        steps=grown.steps,
+        committed=grown.committed,
+        hits=grown.hits,
+        drafted=grown.drafted,
+        accepted=grown.accepted,
         timeouts=grown.timeouts,
         learned_tokens=grown.appended_tokens,
-        hit_rate=drafting.hit_rate,
-        acceptance=drafting.acceptance,
-        tokens_per_step=drafting.tokens_per_step,
+        hit_rate=share(grown.hits, grown.steps),
+        acceptance=share(grown.accepted, grown.drafted),
+        tokens_per_step=ratio(grown.committed, grown.steps),
         corpus_tokens=max(0, end.corpus_tokens),
         memory_bytes=max(0, end.memory_bytes),
     )

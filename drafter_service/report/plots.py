@@ -11,7 +11,7 @@ from drafter_service.report.schema import Calibration, LatencyReport, SourceTall
 
 WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 14, 26
-VOLUME_HEIGHT, GAP = 34, 12
+VOLUME_HEIGHT, GAP = 34, 22
 FEW_TOKENS = 30
 """Shares of fewer draft tokens are drawn paler: the next one may move them by several percent."""
 MOST_RADIUS = 11.0
@@ -38,7 +38,7 @@ def shares(bars: Sequence[Bar], label: str, labels: int) -> str:
     gap = min(4.0, slot * 0.2)
     parts = svg.rules(((y(mark), units.share(mark)) for mark in (0.0, 0.25, 0.5, 0.75, 1.0)), LEFT, WIDTH - RIGHT)
     parts.append(svg.line(LEFT, below, WIDTH - RIGHT, below, kind="grid"))
-    parts.append(svg.text("of", LEFT - 8, below - VOLUME_HEIGHT / 2 + 4, text_anchor="end"))
+    parts.append(svg.text("draft tokens", LEFT, below - VOLUME_HEIGHT - 5))
     every = max(1, math.ceil(len(bars) / labels))
     for index, bar in enumerate(bars):
         left, width = LEFT + index * slot + gap / 2, slot - gap
@@ -66,7 +66,10 @@ def calibration(known: Calibration) -> str:
     parts.append(svg.polyline([(left, top) for _, left, top in placed], kind="line thin with"))
     most = max((one.drafted for one, _, _ in placed), default=1)
     for one, left, top in placed:
-        words = f"promised {units.share(one.promised)}, kept {units.share(one.kept)}, of {units.count(one.drafted)} draft tokens"
+        words = (
+            f"promised {units.share(one.promised)}, kept {units.share(one.kept)}, "
+            f"of {units.count(one.drafted)} draft tokens"
+        )
         radius = max(3.0, MOST_RADIUS * math.sqrt(one.drafted / most))
         parts.append(svg.circle(left, top, radius, words, kind="dot"))
     label = f"Odds promised and kept, {units.share(known.error)} apart on average; the diagonal is perfect"

@@ -276,6 +276,10 @@ class SharedLog(_Part):
     consumed_tokens: Count = Field(description="Learned from it, in tokens.")
     duplicates: Count = Field(description="Requests read from it that were known already.")
     dropped_tokens: Count = Field(description="Never written because it was too slow or away, in tokens.")
+    malformed: Count = Field(default=0, description="Entries that were skipped because they make no sense.")
+    gaps: Count = Field(
+        default=0, description="Times that entries may have been missed: trimmed before they were read, or lost."
+    )
     errors: Count = Field(description="Failed calls.")
     lag_entries: Count = Field(description="Entries not read yet.")
     lag_s: Amount = Field(description="How far behind its end this replica reads, in seconds.")

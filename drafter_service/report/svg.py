@@ -31,7 +31,7 @@ def ticks(most: float, at_most: int = MOST_TICKS) -> list[float]:
     return [step * index for index in range(math.ceil(most / step - 1e-9) + 1)]
 
 
-def element(name: str, content: str = "", **attributes: str | float) -> str:
+def element(name: str, content: str = "", /, **attributes: str | float) -> str:
     """An element; `content` is markup already. Underscores of names become hyphens, `kind` becomes the class."""
     return f"<{name}{_written(attributes)}>{content}</{name}>"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from drafter_service.report.schema import (
     PositionTally,
     SourceTally,
     Tables,
-    Tally,
 )
 from ssd.draft import Source
 from ssd.stats import ACCEPTED, AGES, COUNT, HITS, KEPT_COUNT, ODDS_BINS, PROMISED, VERIFIED, Counters
@@ -49,65 +48,57 @@ def _drafting(counters: Counters) -> Drafting:
 
 
 def _by_position(counters: Counters) -> list[PositionTally]:
-    table = counters.by_position
     hits = int(counters.steps[HITS])
+    rows = counters.by_position[: _used(counters.by_position)[1]].tolist()
     return [
-        PositionTally(
-            position=index + 1,
-            accepted_share_of_drafts=share(int(table[index, ACCEPTED]), hits),
-            **dict(_tally(table[index])),
-        )
-        for index in range(_used(table)[1])
+        PositionTally(position=index + 1, accepted_share_of_drafts=share(row[ACCEPTED], hits), **_tally(*row))
+        for index, row in enumerate(rows)
     ]
 
 
 def _by_match_length(counters: Counters) -> list[LengthTally]:
-    table = counters.by_length
-    return [
-        LengthTally(match_length=index, **dict(_tally(table[index])))
-        for index in np.flatnonzero(table[:, VERIFIED]).tolist()
-    ]
+    rows = enumerate(counters.by_length.tolist())
+    return [LengthTally(match_length=index, **_tally(*row)) for index, row in rows if row[VERIFIED]]
 
 
 def _by_source(counters: Counters) -> list[SourceTally]:
-    return [
-        SourceTally(source=name, **dict(_tally(counters.by_source[source]))) for source, name in SOURCE_NAMES.items()
-    ]
+    rows = counters.by_source.tolist()
+    return [SourceTally(source=name, **_tally(*rows[source])) for source, name in SOURCE_NAMES.items()]
 
 
 def _age(counters: Counters) -> Age:
-    table = counters.by_age
-    first, end = _used(table)
+    first, end = _used(counters.by_age)
     bins = [
         AgeTally(
             least_tokens=_least_age(index),
             most_tokens=_least_age(index + 1) - 1 if index < AGES - 1 else None,
-            **dict(_tally(table[index])),
+            **_tally(*row),
         )
-        for index in range(first, end)
+        for index, row in enumerate(counters.by_age[first:end].tolist(), first)
     ]
     return Age(median_tokens=_median_age(bins), bins=bins)
 
 
 def _calibration(counters: Counters) -> Calibration:
-    table = counters.calibration
+    rows = counters.calibration.tolist()
     bins = [
         OddsBin(
             least_odds=index / ODDS_BINS,
             most_odds=(index + 1) / ODDS_BINS,
-            drafted=int(table[index, COUNT]),
-            promised=share(table[index, PROMISED], table[index, COUNT]),
-            kept=share(table[index, KEPT_COUNT], table[index, COUNT]),
+            drafted=int(row[COUNT]),
+            promised=share(row[PROMISED], row[COUNT]),
+            kept=share(row[KEPT_COUNT], row[COUNT]),
         )
-        for index in np.flatnonzero(table[:, COUNT]).tolist()
+        for index, row in enumerate(rows)
+        if row[COUNT]
     ]
-    differences = np.abs(table[:, PROMISED] - table[:, KEPT_COUNT]).tolist()
-    return Calibration(error=share(sum(differences), sum(table[:, COUNT].tolist())), bins=bins)
+    apart = sum(abs(row[PROMISED] - row[KEPT_COUNT]) for row in rows)
+    return Calibration(error=share(apart, sum(row[COUNT] for row in rows)), bins=bins)
 
 
-def _tally(row: np.ndarray) -> Tally:
-    drafted, accepted = row.tolist()
-    return Tally(drafted=drafted, accepted=accepted, acceptance=share(accepted, drafted))
+def _tally(drafted: int, accepted: int) -> dict[str, Any]:
+    """The fields of a `Tally`."""
+    return {"drafted": drafted, "accepted": accepted, "acceptance": share(accepted, drafted)}
 
 
 def _used(table: np.ndarray) -> tuple[int, int]:

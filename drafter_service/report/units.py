@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-UNKNOWN = "–"
+UNKNOWN = TO = "\N{EN DASH}"
 SCALES = ("", "k", "M", "G", "T", "P", "E")
 BYTE_SCALES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+MOST_SCALED = 1e21
 DURATIONS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
@@ -14,8 +15,6 @@ def count(value: float | None) -> str:
     """A number of things: 9,412, then 12.3k, 4.56M."""
     if value is None:
         return UNKNOWN
-    if value >= 1e21:
-        return f"{value:.3g}"
     return f"{value:,.0f}" if value < 9999.5 else _scaled(value, 1000, SCALES)
 
 
@@ -81,7 +80,12 @@ def span(least: int, most: int | None) -> str:
     """From one number up to another, or without a bound."""
     if most is None:
         return f"{count(least)}+"
-    return count(least) if least == most else f"{count(least)}–{count(most)}"
+    return count(least) if least == most else f"{count(least)}{TO}{count(most)}"
+
+
+def percents(least: float, most: float) -> str:
+    """From one part up to another: 45 to 50% as one range."""
+    return f"{100 * least:.0f}{TO}{100 * most:.0f}%"
 
 
 def printable(text: str) -> str:
@@ -89,7 +93,15 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """`printable`, at most so many characters of it."""
+    text = printable(text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def _scaled(value: float, base: int, names: tuple[str, ...], gap: str = "") -> str:
+    if value >= MOST_SCALED:
+        return f"{value:.3g}{gap}{names[0]}"
     power = 0
     while value >= (999.5 if base == 1000 else 1000) and power < len(names) - 1:
         value, power = value / base, power + 1

@@ -67,6 +67,11 @@ def service_remarks(report: Report) -> list[str]:
     found = []
     if log.lag_s > MOST_LOG_LAG_S:
         found.append(f"The shared log is read {units.duration(log.lag_s)} late.")
+    if log.gaps:
+        found.append(
+            "Entries of the shared log were trimmed before this replica read them: let the log hold more, "
+            "or load a snapshot of another replica."
+        )
     if log.dropped_tokens:
         found.append(f"{units.count(log.dropped_tokens)} tokens never reached the shared log.")
     return found
@@ -91,7 +96,12 @@ def log_facts(log: SharedLog | None) -> list[str]:
         f"{units.count(log.consumed_tokens)} read",
         f"{units.duration(log.lag_s)} behind ({units.count(log.lag_entries)} entries)",
     ]
-    mishaps = (("duplicates", log.duplicates), ("tokens dropped", log.dropped_tokens), ("errors", log.errors))
+    mishaps = (
+        ("duplicates", log.duplicates),
+        ("tokens dropped", log.dropped_tokens),
+        ("gaps", log.gaps),
+        ("errors", log.errors),
+    )
     known += [f"{units.count(number)} {name}" for name, number in mishaps if number]
     return [f"shared log: {', '.join(known)}"]
 

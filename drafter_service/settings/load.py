@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -18,7 +19,11 @@ from drafter_service.settings.tree import ServiceConfig
 from ssd.errors import UserError
 
 PREFIX = "SSD_DRAFTER_"
-"""Of environment variables: SSD_DRAFTER_LISTEN, SSD_DRAFTER_DRAFTING__CAPACITY for the key drafting.capacity."""
+"""Of environment variables: SSD_DRAFTER_LISTEN, SSD_DRAFTER_DRAFTING__CAPACITY for the key drafting.capacity. An empty
+one counts as none."""
+
+KUBERNETES = re.compile(PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP).*)?)")
+"""Variables that Kubernetes gives every pod beside a Service called ssd-drafter."""
 
 Tree = dict[str, Any]
 
@@ -49,7 +54,7 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise UserError(f"{text!r} sets nothing; write KEY=VALUE, such as limits.grace_s=3")
-        flat[key.strip()] = _scalar(value.strip())
+        flat[key.strip()] = _read_value(value.strip())
     return flat
 
 
@@ -70,14 +75,16 @@ def _read_file(path: Path) -> Tree:
 
 def _environment_keys(environment: Mapping[str, str]) -> dict[str, Any]:
     return {
-        name.removeprefix(PREFIX).lower().replace("__", "."): _scalar(value)
+        name.removeprefix(PREFIX).lower().replace("__", "."): _read_value(value)
         for name, value in environment.items()
-        if name.startswith(PREFIX)
+        if name.startswith(PREFIX) and value and not KUBERNETES.fullmatch(name)
     }
 
 
-def _scalar(text: str) -> Any:
-    """A TOML value if it is one, else the text."""
+def _read_value(text: str) -> Any:
+    """A table as in TOML; anything else stays text until it is known what is wanted."""
+    if not text.startswith("{"):
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -90,7 +97,9 @@ def _nested(flat: Mapping[str, Any]) -> Tree:
         *path, last = key.split(".")
         branch = tree
         for part in path:
-            branch = branch.setdefault(part, {})
+            if not isinstance(branch.setdefault(part, {}), dict):
+                raise UserError(f"{key}: {part} is set to a value elsewhere, and cannot have keys of its own")
+            branch = branch[part]
         branch[last] = value
     return tree
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import click
 
+LARGEST = 1 << 63
 SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
 
 
@@ -12,9 +15,12 @@ def parse_quantity(text: str) -> int:
     lowered = text.strip().lower().replace("_", "").replace(",", "")
     scale = SUFFIXES.get(lowered[-1:], 1)
     try:
-        return int(float(lowered.removesuffix(lowered[-1:] if scale > 1 else "")) * scale)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{text!r} is no quantity; write 16000000, 500k or 16M") from None
+        amount = Decimal(lowered.removesuffix(lowered[-1:] if scale > 1 else "")) * scale
+        if amount % 1 == 0 and abs(amount) < LARGEST:
+            return int(amount)
+    except ArithmeticError:
+        pass
+    raise ValueError(f"{text!r} is no quantity; write 16000000, 500k or 16M")
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no argument

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from ssd.errors import UserError
 
 STOP_TIMEOUT_S = 10.0
+QUIETLY = ("--log-level", "warning")
+"""Nobody reads what it says before it ends."""
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def running_sidecar(*arguments: str) -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
-        command = [sys.executable, "-m", "drafter_service.cli", "serve", "--listen", address, *arguments]
+        command = [sys.executable, "-m", "drafter_service.cli", "serve", "--listen", address, *QUIETLY, *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:

@@ -65,6 +65,8 @@ def service_facts(*namespaces, **changes):
             duplicates=13,
             dropped_tokens=14,
             errors=15,
+            malformed=17,
+            gaps=18,
             is_connected=True,
             lag_entries=16,
             lag_s=1.5,

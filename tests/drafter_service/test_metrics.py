@@ -5,8 +5,11 @@ import subprocess
 import threading
 import urllib.request
 from contextlib import contextmanager
+from http.client import RemoteDisconnected
 from itertools import accumulate
 from pathlib import Path
+from unittest.mock import Mock
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+import drafter_service.metrics.endpoint as endpoint_module
 from drafter_service.latency import BOUNDS_S
 from drafter_service.metrics.catalogue import COUNTERS
 from drafter_service.metrics.collector import DrafterCollector
@@ -42,8 +46,9 @@ def scraped(facts, **settings):
         endpoint.stop()
 
 
-def fetch(endpoint):
-    with urllib.request.urlopen(f"http://{endpoint.address.text}/metrics", timeout=10) as answer:
+def fetch(endpoint, **headers):
+    request = urllib.request.Request(f"http://{endpoint.address.text}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.read().decode()
 
 
@@ -136,6 +141,8 @@ def test_everything_else_that_is_known_of_a_namespace_and_the_service():
         "log_duplicates_total": 13,
         "log_dropped_tokens_total": 14,
         "log_errors_total": 15,
+        "log_malformed_entries_total": 17,
+        "log_gaps_total": 18,
     }
     for name, value in of_namespace.items():
         assert values[f"ssd_drafter_{name}", "main"] == value
@@ -162,7 +169,7 @@ def test_buckets_count_what_took_at_most_so_long(seconds):
 def test_buckets_are_told_cumulative():
     values = collected(DrafterCollector(lambda: service_facts(namespace_facts()), 20))
     told = [
-        values[f"{DRAFT_LATENCY}_bucket", "main", bound] for bound in ("2e-05", "4e-05", "0.00064", "10.24", "+Inf")
+        values[f"{DRAFT_LATENCY}_bucket", "main", bound] for bound in ("2e-05", "4e-05", "0.00064", "10.4858", "+Inf")
     ]
     assert told == [0, 1, 3, 3, 4]
     assert values[f"{DRAFT_LATENCY}_count", "main"] == 4
@@ -272,6 +279,40 @@ def test_the_port_is_free_again_after_a_stop():
     again.start()
     assert "ssd_drafter_info" in fetch(again)
     again.stop()
+
+
+@pytest.mark.parametrize("kind", ["application/openmetrics-text;version=1.0.0", "text/plain;version=1.0.0", "*/*"])
+def test_names_are_the_same_whatever_format_is_asked_for(kind):
+    endpoint = MetricsEndpoint(lambda: service_facts(namespace_facts()), "127.0.0.1:0")
+    endpoint.start()
+    names = {key[0] for key in samples(fetch(endpoint, Accept=kind))}
+    endpoint.stop()
+    assert f"{VLLM}drafts_total" in names
+    assert "ssd_drafter_steps_total" in names
+
+
+@pytest.mark.parametrize(
+    ("problem", "answer", "event"),
+    [
+        (TimeoutError("the loop is stuck"), HTTPError, "metrics not told: the service is busy"),
+        (RuntimeError("a bug"), RemoteDisconnected, "metrics not told"),
+    ],
+)
+def test_facts_that_cannot_be_had_are_logged_and_asked_for_again(problem, answer, event, capfd, monkeypatch):
+    def facts():
+        if not asked:
+            asked.append(True)
+            raise problem
+        return service_facts()
+
+    asked, logger = [], Mock()
+    monkeypatch.setattr(endpoint_module, "logger", logger)
+    with scraped(facts) as read:
+        with pytest.raises(answer):
+            read()
+        assert "ssd_drafter_info" in read()
+    assert logger.warning.call_args.args == (event,)
+    assert not capfd.readouterr().err
 
 
 def test_it_serves_on_ipv6_where_there_is_any():

@@ -217,7 +217,8 @@ def test_a_sidecar_that_dies_in_mid_run_costs_no_output(
         if next(steps) == 10:
             if moment == "between steps":
                 process.kill()
-                client._reader.join(30)
+                with client._changed:
+                    assert client._changed.wait_for(lambda: client.lost is not None, 30)
             else:
                 # Stopped, it cannot answer; killed, it ends the wait.
                 client._deadline_s = 30

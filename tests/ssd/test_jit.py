@@ -1,6 +1,9 @@
 import os
 
-from ssd.jit import drop_stale_kernels
+import numpy as np
+from numba import types
+
+from ssd.jit import Int, Longs, Tokens, bit_length, count_bits, drop_stale_kernels, equal_words, kernel
 
 
 def test_cached_kernels_go_when_any_module_of_the_package_changes(tmp_path):
@@ -25,3 +28,20 @@ def test_cached_kernels_go_when_any_module_of_the_package_changes(tmp_path):
 def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path):
     (tmp_path / "__pycache__").write_text("a file in the folder's place")
     drop_stale_kernels(tmp_path)
+
+
+@kernel(Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
+def ask(numbers, words, index):
+    """The bits of a number; of the 32 words, which equal one of them, and how many."""
+    same = equal_words(words.ctypes.data, words[index])
+    return bit_length(numbers[index]), np.int64(same), count_bits(same)
+
+
+def test_bits_are_counted_and_words_compared():
+    rng = np.random.default_rng(0)
+    numbers = np.array([0, 1, 2, 3, 4, 255, 256, (1 << 62) - 1, 1 << 62, *rng.integers(0, 1 << 62, 23)])
+    words = rng.choice(np.array([0, 1, 5, 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF], np.uint32), 32)
+    for index in range(32):
+        alike = [place for place in range(32) if words[place] == words[index]]
+        expected = (int(numbers[index]).bit_length(), sum(1 << place for place in alike), len(alike))
+        assert ask(numbers, words, index) == expected

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd.evidence import GROWTH, OWNER_BITS, ROUNDS, SAMPLES, Source, gather, new_evidence
-from ssd.match import REACH, SPAN_COLUMNS
-from ssd.odds import LEVELS
+from ssd.evidence import GROWTH, OWNER_BITS, ROUNDS, Source, gather, new_evidence
+from ssd.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
+from ssd.odds import LEVELS, SAMPLES
 from tests import naive
 from tests.addresses import Text
 from tests.strategies import ALPHABETS, LARGEST, array, corpus_and_context, examples
@@ -36,17 +36,20 @@ class Tiers:
         self.owners = np.array(owners or [OTHERS], np.int64)
         self.live = -1 if owners is None else len(tiers) - 1
 
+    @property
+    def table(self):
+        """As kernels take them."""
+        rows = [
+            (text.address, order.ctypes.data, len(order)) for text, order in zip(self.texts, self.orders, strict=True)
+        ]
+        return np.array(rows, np.int64).reshape(-1, 3)
+
     def gather(self, context, newest=0, slots=0):
         """Levels, each (length, total, [(tier, position, age)])."""
-        table = np.array(
-            [
-                (text.address, order.ctypes.data, len(order))
-                for text, order in zip(self.texts, self.orders, strict=True)
-            ],
-            np.int64,
-        ).reshape(-1, 3)
         text, evidence = Text(context), new_evidence(1)
-        write_evidence(evidence, table, self.live, self.owners, newest, slots, text.address, len(context), self.depth)
+        write_evidence(
+            evidence, self.table, self.live, self.owners, newest, slots, text.address, len(context), self.depth
+        )
         return [
             (
                 int(evidence.lengths[0, level]),
@@ -99,6 +102,33 @@ def test_every_occurrence_of_the_longest_matches_is_found_however_it_is_split(co
     found = Tiers(parts, depth).gather(context)
     expected = naive.levels(parts, context, depth, rounds=ROUNDS, growth=GROWTH, most=LEVELS)
     assert_found(found, expected)
+
+
+@numba.njit(error_model="numpy")
+def place_each_way(tiers, contexts, depth):
+    """The spans of all contexts, placed side by side and one by one."""
+    together = np.full((len(contexts), len(tiers), SPAN_COLUMNS), -7, np.int64)
+    apart = np.zeros((len(contexts), len(tiers), SPAN_COLUMNS), np.int64)
+    place_all(tiers, together, contexts, depth)
+    for index in range(len(contexts)):
+        if contexts[index, 1] > 0:
+            place_spans(tiers, apart[index], contexts[index, 0], contexts[index, 1], depth)
+    return together, apart
+
+
+@given(corpus_and_context(), st.sampled_from([1, 3, 32]), st.integers(1, 4), st.randoms(use_true_random=False))
+@example(([], [1, 2]), 32, 2, None)
+@examples(100)
+def test_contexts_that_are_searched_for_side_by_side_are_found_where_each_is_alone(corpus, depth, tiers, random):
+    requests, context = corpus
+    text = naive.joined(requests)
+    tier_of = [random.randrange(tiers) if random else 0 for _ in text]
+    table = Tiers(split(text, tier_of, tiers), depth)
+    around = Text(context)
+    contexts = np.array([(around.address, end) for end in range(len(context) + 1)], np.int64)
+    together, apart = place_each_way(table.table, contexts, depth)
+    assert together.tolist() == apart.tolist()
+    assert not together[0, :, FIRST : END + 1].any()
 
 
 def live_blocks():

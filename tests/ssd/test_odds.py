@@ -9,7 +9,19 @@ import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import Corpus
-from ssd.odds import CELL_COUNT, CHANCE, SEEN, SEEN_CAP, Odds, chance_of, learn_cell, logit
+from ssd.odds import (
+    CELL_COUNT,
+    CHANCE,
+    SAMPLES,
+    SEEN,
+    SEEN_CAP,
+    SHARE_BUCKET,
+    SHARE_BUCKETS,
+    Odds,
+    chance_of,
+    learn_cell,
+    logit,
+)
 from ssd.stats import COUNT
 from tests.replay import progress_of
 from tests.strategies import array
@@ -233,3 +245,14 @@ def test_the_pace_follows_what_steps_yield_and_cost():
             drafts = drafter.draft(progress_of({1: [1, 2, 3]}, limit=2, verified=2, accepted=2))
             assert drafts.tokens.tolist() == [1, 2]
         assert drafter.corpus.odds.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
+
+
+def test_shares_are_told_apart_by_the_samples_that_are_alive():
+    for alive in range(1, SAMPLES + 1):
+        buckets = SHARE_BUCKET[: alive + 1, alive].tolist()
+        assert buckets[0] == 0
+        assert all(1 <= bucket < SHARE_BUCKETS for bucket in buckets[1:])
+        assert buckets == sorted(buckets)
+        for votes in range(1, alive):
+            assert abs(buckets[votes] - 1 - 11 * votes / alive) <= 1
+    assert SHARE_BUCKET[32, 32] == SHARE_BUCKET[1, 1] == SHARE_BUCKETS - 1

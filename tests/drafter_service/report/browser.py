@@ -23,7 +23,10 @@ class Browser:
     def __init__(self, port):
         self._url = f"http://127.0.0.1:{port}"
         options = {
-            "goog:chromeOptions": {"binary": CHROMIUM, "args": ["--headless", "--no-sandbox", "--disable-dev-shm-usage"]},
+            "goog:chromeOptions": {
+                "binary": CHROMIUM,
+                "args": ["--headless", "--no-sandbox", "--disable-dev-shm-usage"],
+            },
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
         }
         self._url += "/session/" + self._post("/session", {"capabilities": {"alwaysMatch": options}})["sessionId"]

@@ -112,7 +112,7 @@ def fill(stats, steps, level):
     )
     for index in range(ODDS_BINS):
         odds, count = (index + 0.5) / ODDS_BINS, int(drafted * (0.02 + (index / ODDS_BINS) ** 2) / 8)
-        counters.calibration[index] = count, count * odds, count * min(1.0, odds**1.08)
+        counters.calibration[index] = count, count * odds, count * min(1.0, odds**1.08 + 0.02 * math.sin(9 * odds))
 
 
 def spread(table, drafted, accepted, weights):
@@ -120,35 +120,38 @@ def spread(table, drafted, accepted, weights):
     weights = np.array(weights) / sum(weights)
     table[:, 0] = (weights * drafted).astype(np.int64)
     table[0, 0] += drafted - table[:, 0].sum()
-    kept = table[:, 0] * np.linspace(0.35, 1.0, len(table))
-    table[:, 1] = np.minimum(table[:, 0], kept * accepted / kept.sum())
+    kept = table[:, 0] * np.linspace(0.6, 1.0, len(table)) ** 2
+    table[:, 1] = np.minimum(table[:, 0], kept * accepted / max(1.0, kept.sum()))
     row = int(np.argmax(table[:, 0] - table[:, 1]))
     table[row, 1] += accepted - table[:, 1].sum()
 
 
 def history_of(stats, appended, capacity, samples=300, hours=36):
-    """A history in which tokens per step grow, with a quiet night."""
+    """A history with a quiet night, in which tokens per step grow up to the totals of `stats`."""
+    random = np.random.default_rng(2)
+    parts = np.arange(samples) / samples
+    daytime = np.where((parts > 0.4) & (parts < 0.55), 0.0, 1.2 + np.sin(2 * np.pi * 36 / 24 * parts))
+    work = np.cumsum(daytime * random.uniform(0.5, 1.5, samples))
+    gain = np.cumsum(
+        np.diff(work, prepend=0.0) * (1 - np.exp(-(parts + 0.03) * 3)) * random.uniform(0.85, 1.1, samples)
+    )
+    hit = np.cumsum(np.diff(work, prepend=0.0) * (0.6 + 0.3 * parts) * random.uniform(0.95, 1.05, samples))
+    work, gain, hit = (0.97 * grown / grown[-1] for grown in (work, gain, hit))
     history = History()
-    for index in range(samples):
-        part = index / samples
-        busy = part if part < 0.4 else max(0.4, (part - 0.2) * 1.25)
-        work = busy**1.3
-        better = work * (0.7 + 0.3 * busy)
-        accepted = int(stats.accepted * better)
-        steps = int(stats.steps * work)
-        grown = int(appended * busy)
+    for part, worked, gained, hits in zip(parts, work, gain, hit, strict=True):
+        steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * gained), int(appended * worked)
         history.note(
             Sample(
                 NOW - hours * HOUR * (1 - part),
                 steps,
                 steps + accepted,
-                int(stats.hits * work * (0.85 + 0.15 * busy)),
-                int(stats.verified * better),
+                int(stats.hits * hits),
+                int(stats.verified * (0.3 * worked + 0.7 * gained)),
                 accepted,
                 min(grown, capacity),
                 grown,
                 40_000_000 + int(156_000_000 * min(1.0, grown / capacity)),
-                int(600 * busy),
+                int(600 * worked),
             )
         )
     return history
@@ -157,10 +160,10 @@ def history_of(stats, appended, capacity, samples=300, hours=36):
 def latency_of(count, typical_s, spread_of_log):
     """Durations around a typical one."""
     latency = Latency()
-    for duration in (typical_s * np.exp(np.random.default_rng(1).normal(0, spread_of_log, 2000))).tolist():
+    for duration in (typical_s * np.exp(np.random.default_rng(1).normal(0, spread_of_log, 400))).tolist():
         latency.note(duration)
-    latency.counts = [counted * max(1, count // 2000) for counted in latency.counts]
-    latency.total_s *= max(1, count // 2000)
+    latency.counts = [counted * max(1, count // 400) for counted in latency.counts]
+    latency.total_s *= max(1, count // 400)
     return latency
 
 

@@ -164,7 +164,7 @@ def test_a_sidecar_that_dies_is_no_result(model_with_prompts, tmp_path, capsys, 
     monkeypatch.setattr(DrafterClient, "draft", lambda client, progress: lose(client, progress))
 
     def lose(client, progress):
-        client._lose("killed")
+        client._link.lost = "killed"
         return DraftBatch.empty(len(progress.sequence_ids))
 
     assert run_demo(model_with_prompts, tmp_path) == 2

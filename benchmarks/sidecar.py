@@ -1,0 +1,349 @@
+"""What a sidecar costs and stands: `python -m benchmarks.sidecar`.
+
+Every part starts the real service. The text is that of `benchmarks.text`; engines are simulated, each in a process of
+its own where they load the service together. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from benchmarks.simulated import SimulatedEngine
+from benchmarks.text import Writer
+from drafter_service.client import DrafterClient
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from drafter_service.wire import MAX_MESSAGE_BYTES, pack
+from ssd.config import DrafterConfig
+from ssd.corpus import Corpus
+from ssd.draft import offsets_of
+from ssd.drafter import SuffixDrafter
+
+CORPUS_SEED, ENGINE_SEED, FEED_SEED = 1, 2, 3
+MAX_DRAFT, COST = 8, 0.02
+"""64 sequences with 8 tokens each are 512 in a step, as many as an engine verifies at once for nothing."""
+BATCH = 64
+BLOCKS, BLOCK_STEPS = 9, 200
+"""Embedded and remote drafting take turns in blocks."""
+ENGINES, STEPS_PER_S, LEARNED_PER_S = 4, 100, 20_000
+BUSY_LEARNED_PER_S, BUSY_ENGINES = 100_000, 2
+FEED_TEXTS = 40
+"""Texts in one Observe call: 10,000 tokens."""
+PATIENT_S = 10.0
+NAMESPACE = "default"
+CHANNEL = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
+
+
+@contextmanager
+def service(folder: Path, *arguments: str) -> Iterator[str]:
+    """A running service; yields its address."""
+    address = f"unix:{folder}/drafter.sock"
+    command = [sys.executable, "-m", "drafter_service.cli", "serve", "--listen", address, "--log-level", "warning"]
+    with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if "listening at" not in process.stdout.readline():
+                raise SystemExit("the service did not start; see above")
+            yield address
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def texts_message(texts: list[np.ndarray]) -> pb.Texts:
+    """Texts without names."""
+    offsets = offsets_of(np.array([len(text) for text in texts], np.uint32))
+    return pb.Texts(tokens=pack(np.concatenate(texts), "u4"), offsets=pack(offsets, "u4"))
+
+
+def fill(address: str, tokens: int) -> None:
+    """Let the service learn so many tokens, and wait until all of them are draftable."""
+    texts = Writer(CORPUS_SEED).take(tokens)
+
+    def requests() -> Iterator[pb.WarmRequest]:
+        for first in range(0, len(texts), 2000):
+            yield pb.WarmRequest(namespace=NAMESPACE, texts=texts_message(texts[first : first + 2000]))
+        # Empty ones, until the answer to one says that nothing waits any more.
+        while not is_done.is_set():
+            yield pb.WarmRequest()
+            time.sleep(0.05)
+
+    is_done = threading.Event()
+    with grpc.insecure_channel(address, options=CHANNEL) as channel:
+        for response in DrafterServiceStub(channel).Warm(requests(), wait_for_ready=True):
+            if response.texts + response.duplicates == len(texts) and response.waiting_tokens == 0:
+                is_done.set()
+
+
+def client_of(address: str, **options: Any) -> DrafterClient:
+    """A client of the namespace that is measured."""
+    return DrafterClient(address, namespace=NAMESPACE, **options)
+
+
+def engine_on(drafter: Any, batch: int, seed: int = ENGINE_SEED, *, learn: bool = False) -> SimulatedEngine:
+    """An engine as all of these measurements run it."""
+    return SimulatedEngine(drafter, seed, batch, max_draft=MAX_DRAFT, cost=COST, learn=learn)
+
+
+def microseconds(seconds: list[float], percentile: float) -> float:
+    """A percentile, rounded for people."""
+    return round(float(np.percentile(np.array(seconds) * 1e6, percentile)), 1)
+
+
+def measure_round_trips(folder: Path, corpus_tokens: int) -> dict[str, Any]:
+    """Steps over a Unix socket beside the same steps with an embedded drafter, in turns."""
+    corpus = Corpus(corpus_tokens, DrafterConfig().match_depth)
+    for text in Writer(CORPUS_SEED).take(corpus_tokens):
+        corpus.append(text)
+    corpus.refresh()
+    while corpus.is_merging:
+        corpus.refresh()
+    config = DrafterConfig(capacity=corpus_tokens)
+    result: dict[str, Any] = {}
+    with service(folder, "--capacity", str(corpus_tokens)) as address:
+        fill(address, corpus_tokens)
+        for batch in (1, BATCH):
+            client = client_of(address, deadline_s=PATIENT_S, ahead=0)
+            engines = {
+                "embedded": engine_on(SuffixDrafter(config, corpus=corpus), batch),
+                "remote": engine_on(client, batch),
+            }
+            times: dict[str, list[list[float]]] = {name: [] for name in engines}
+            for _ in range(BLOCKS):
+                for name, engine in engines.items():
+                    times[name].append([engine.step() for _ in range(BLOCK_STEPS)])
+            over = [
+                statistics.median(remote) - statistics.median(embedded)
+                for remote, embedded in zip(times["remote"], times["embedded"], strict=True)
+            ]
+            remote, embedded = ([*chain(*times[name])] for name in ("remote", "embedded"))
+            result |= {
+                f"rtt_us_p50_batch{batch}": microseconds(remote, 50),
+                f"rtt_us_p99_batch{batch}": microseconds(remote, 99),
+                f"embedded_us_p50_batch{batch}": microseconds(embedded, 50),
+                f"over_embedded_us_batch{batch}": round(statistics.median(over) * 1e6, 1),
+                f"drafted_per_sequence_batch{batch}": round(engines["remote"].drafted / engines["remote"].steps, 2),
+            }
+            for engine in engines.values():
+                engine.stop()
+            client.close()
+    return result
+
+
+class Feed:
+    """Brings text to the service at a steady pace, from a thread."""
+
+    def __init__(self, address: str, tokens_per_s: float, seed: int = FEED_SEED) -> None:
+        self._channel = grpc.insecure_channel(address, options=CHANNEL)
+        self._stub = DrafterServiceStub(self._channel)
+        self._texts = Writer(seed).requests()
+        self._pace = tokens_per_s
+        self._stopping = threading.Event()
+        self.tokens = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Feed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._channel.close()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._stopping.is_set():
+            texts = [next(self._texts) for _ in range(FEED_TEXTS)]
+            self._stub.Observe(pb.ObserveRequest(namespace=NAMESPACE, texts=texts_message(texts)))
+            self.tokens += sum(map(len, texts))
+            self._stopping.wait(max(0.0, began + self.tokens / self._pace - time.monotonic()))
+
+
+def run_engine(address: str, seed: int, seconds: float, deadline_s: float, ready: Any, go: Event, results: Any) -> None:
+    """One engine process: STEPS_PER_S steps of BATCH sequences a second; tells what came of them."""
+    client = client_of(address, deadline_s=deadline_s, ahead=0)
+    engine = engine_on(client, BATCH, seed)
+    for _ in range(STEPS_PER_S // 2):
+        engine.step()
+    misses, steps, tokens, waits = client.counters.timeouts, engine.steps, engine.tokens, []
+    phase = float(np.random.default_rng(seed).random()) / STEPS_PER_S
+    ready.release()
+    go.wait()
+    began = time.monotonic() + phase
+    for step in range(round(seconds * STEPS_PER_S)):
+        time.sleep(max(0.0, began + step / STEPS_PER_S - time.monotonic()))
+        waits.append(engine.step())
+    results.put(
+        {
+            "missed": client.counters.timeouts - misses,
+            "steps": len(waits),
+            "waits": waits,
+            "tokens_per_step": (engine.tokens - tokens) / (engine.steps - steps),
+        }
+    )
+    client.close()
+
+
+def run_engines(address: str, engines: int, seconds: float, deadline_s: float, feed: float) -> list[dict[str, Any]]:
+    """Engines in processes of their own, beside a feed of `feed` tokens/s."""
+    spawning = multiprocessing.get_context("spawn")
+    ready, go, results = spawning.Semaphore(0), spawning.Event(), spawning.Queue()
+    processes = [
+        spawning.Process(
+            target=run_engine, args=(address, ENGINE_SEED + 10 + number, seconds, deadline_s, ready, go, results)
+        )
+        for number in range(engines)
+    ]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        ready.acquire()
+    if feed:
+        with Feed(address, feed):
+            go.set()
+            told = [results.get() for _ in processes]
+    else:
+        go.set()
+        told = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return told
+
+
+def measure_load(folder: Path, corpus_tokens: int, seconds: float) -> dict[str, Any]:
+    """Four engines with the default deadline while the service learns."""
+    with service(folder, "--capacity", str(corpus_tokens)) as address:
+        fill(address, corpus_tokens)
+        told = run_engines(address, ENGINES, seconds, 0.002, LEARNED_PER_S)
+    waits = [*chain(*(each["waits"] for each in told))]
+    return {
+        "missed_deadline_share": sum(each["missed"] for each in told) / sum(each["steps"] for each in told),
+        "load_step_us_p50": microseconds(waits, 50),
+        "load_step_us_p99": microseconds(waits, 99),
+    }
+
+
+def measure_learning(folder: Path, capacity: int, seconds: float) -> dict[str, Any]:
+    """How quickly a full ring learns, and what learning costs those who draft meanwhile."""
+    result: dict[str, Any] = {}
+    with service(folder, "--capacity", str(capacity)) as address:
+        fill(address, capacity)
+        with Feed(address, float("inf")) as feed:
+            time.sleep(seconds)
+        result["learn_tokens_per_s"] = round(feed.tokens / seconds)
+        for name, pace in (("idle", 0.0), ("learning", float(BUSY_LEARNED_PER_S))):
+            told = run_engines(address, BUSY_ENGINES, seconds / 3, PATIENT_S, pace)
+            result[f"step_us_p99_{name}"] = microseconds([*chain(*(each["waits"] for each in told))], 99)
+            result[f"tokens_per_step_{name}"] = round(statistics.mean(each["tokens_per_step"] for each in told), 3)
+        with Feed(address, float(BUSY_LEARNED_PER_S)):
+            result["freshness_ms_p99"] = measure_freshness(address, seconds / 3)
+    return result
+
+
+def measure_freshness(address: str, seconds: float) -> float:
+    """From when a text is acknowledged until its end is drafted, 99th percentile in ms."""
+    rng, taken, until = np.random.default_rng(0), [], time.monotonic() + seconds
+    client = client_of(address, deadline_s=PATIENT_S, ahead=0)
+    with grpc.insecure_channel(address) as channel:
+        stub, sequence = DrafterServiceStub(channel), 0
+        while time.monotonic() < until:
+            text = rng.integers(0, 1 << 20, 24, np.uint32) + np.uint32(1 << 21)
+            stub.Observe(pb.ObserveRequest(namespace=NAMESPACE, texts=texts_message([text])))
+            began, drafted = time.monotonic(), False
+            while not drafted:
+                client.start(sequence, text[:16])
+                drafts = client.draft(_asking(sequence))
+                client.finish(sequence, np.empty(0, np.uint32), learn=False)
+                sequence, drafted = sequence + 1, drafts.tokens[:1].tolist() == [int(text[16])]
+            taken.append(time.monotonic() - began)
+    client.close()
+    return round(float(np.percentile(taken, 99)) * 1e3, 2)
+
+
+def _asking(sequence: int) -> Any:
+    from ssd.draft import Progress
+
+    none = np.zeros(1, np.uint32)
+    return Progress(
+        np.array([sequence], np.uint64), none[:0], np.zeros(2, np.uint32), none, none, none + MAX_DRAFT, COST
+    )
+
+
+def measure_restart(folder: Path, capacity: int) -> dict[str, Any]:
+    """From the start of the process with a full snapshot until the first draft."""
+    arguments = ("--capacity", str(capacity), "--snapshot-folder", str(folder / "snapshots"))
+    with service(folder, *arguments) as address:
+        fill(address, capacity)
+        with grpc.insecure_channel(address) as channel:
+            DrafterServiceStub(channel).Snapshot(pb.SnapshotRequest())
+    text = Writer(CORPUS_SEED).take(1000)[0]
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        with service(folder, *arguments) as address:
+            client = client_of(address, deadline_s=PATIENT_S, ahead=0)
+            client.start(1, text[:100])
+            while len(client.draft(_asking(1)).tokens) == 0:
+                client.finish(1, np.empty(0, np.uint32), learn=False)
+                client.start(1, text[:100])
+            times.append(time.monotonic() - began)
+            client.close()
+    return {"restart_s_16m": round(statistics.median(times), 2), "restart_tokens": capacity}
+
+
+def measure_warm(say: Callable[[str], None]) -> dict[str, Any]:
+    """Reading logs, see `benchmarks.warm`."""
+    from benchmarks.warm import measure
+
+    return measure(say)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=int, default=1_000_000, help="tokens, for round trips and load")
+    parser.add_argument("--capacity", type=int, default=16_000_000, help="tokens, for learning and restarts")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement under load")
+    parser.add_argument("--parts", default="rtt,load,learn,warm,restart", help="which of these to measure")
+    options = parser.parse_args()
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "rtt": lambda folder: measure_round_trips(folder, options.corpus),
+        "load": lambda folder: measure_load(folder, options.corpus, options.seconds),
+        "learn": lambda folder: measure_learning(folder, options.capacity, options.seconds),
+        "warm": lambda _: measure_warm(say),
+        "restart": lambda folder: measure_restart(folder, options.capacity),
+    }
+    result: dict[str, Any] = {}
+    for name in options.parts.split(","):
+        say(f"measuring {name}...")
+        with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+            measured = parts[name](Path(folder))
+        say("  " + ", ".join(f"{key} {value}" for key, value in measured.items()))
+        result |= measured
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

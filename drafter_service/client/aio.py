@@ -1,0 +1,156 @@
+"""The client for engines that live in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+
+import grpc
+import numpy as np
+
+from drafter_service.client.base import Client
+from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, ENDED, OPTIONS, Parting
+from drafter_service.client.messages import RefusedError
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs import drafter_pb2_grpc
+from drafter_service.wire import WireError
+from ssd.draft import DraftBatch, Progress
+from ssd.errors import UserError
+
+
+class AsyncDrafterClient(Client):
+    """A drafter behind a gRPC stream, for use within `async with`. Calls take turns.
+
+    The constructor does not connect yet; `required` is seen to on entering.
+    """
+
+    def _begin(self) -> None:
+        self._changed = asyncio.Event()
+        """Something came that somebody may wait for."""
+        self._has_more = asyncio.Event()
+        """Something is to be sent."""
+        self._turns = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AsyncDrafterClient:
+        self._keeping = asyncio.create_task(self._run(), name="ssd-client")
+        if self._is_required:
+            await self._await_welcome()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        session: str | None = None,
+        request: str | None = None,
+        learn: bool = True,
+    ) -> None:
+        """Begin a sequence, as `DrafterClient.start`."""
+        async with self._turns:
+            self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
+            self._has_more.set()
+
+    async def draft(self, progress: Progress) -> DraftBatch:
+        """Tell what was committed and wait for drafts, as `DrafterClient.draft`."""
+        async with self._turns:
+            turn = self._core.draft(progress)
+            self._has_more.set()
+            try:
+                await self._wait_until(lambda: self._core.is_settled(turn), self._deadline_s)
+            finally:  # The caller may give up waiting; the turn is over all the same.
+                drafts = self._core.settle(turn)
+            self._mind_silence()
+            return drafts
+
+    async def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
+        """End a sequence, as `DrafterClient.finish`."""
+        async with self._turns:
+            self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
+            self._has_more.set()
+
+    async def close(self) -> None:
+        """Let the service take what was sent, then end the stream."""
+        if self._keeping is None:
+            return
+        self._is_closing = True
+        is_heard = self._core.dialogue.may_send
+        self._core.say_goodbye()
+        self._has_more.set()
+        if is_heard:
+            await asyncio.wait([self._keeping], timeout=CLOSE_TIMEOUT_S)
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+
+    async def _await_welcome(self) -> None:
+        await self._wait_until(lambda: self._link.is_decided, CONNECT_TIMEOUT_S)
+        self._is_required = False
+        if self.lost is not None:
+            failure = self._link.failure(self.address)
+            await self.close()
+            raise failure
+
+    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something is so, at most for a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    async def _run(self) -> None:
+        """Connect, again and again. A task of its own."""
+        wait_s: float | None = 0.0
+        while wait_s is not None:
+            await asyncio.sleep(wait_s)
+            wait_s, news = self._end(await self._converse())
+            self._changed.set()
+            if self._is_closing:
+                return
+            if news is not None:
+                self._on_lost(news)
+
+    async def _converse(self) -> Parting:
+        """One stream from its beginning to its end."""
+        try:
+            async with self._connector.open_aio(OPTIONS) as channel:
+                call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft(metadata=self._connector.metadata())
+                self._call, self._complaint = call, None
+                self._core.greet()
+                self._has_more.set()
+                writer = asyncio.create_task(self._write(call), name="ssd-client-writer")
+                try:
+                    while (response := await call.read()) is not grpc.aio.EOF:
+                        self._link.receive(response)
+                        self._has_more.set()
+                        self._changed.set()
+                finally:
+                    writer.cancel()
+        except (grpc.RpcError, RefusedError, WireError, UserError) as problem:
+            return self._parting_of(problem)
+        except asyncio.CancelledError:
+            # A call that this client cancels looks as if the task were cancelled.
+            if self._complaint is None:
+                raise
+            return Parting(self._complaint)
+        return Parting(ENDED)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftRequest, pb.DraftResponse]) -> None:
+        """Send whatever is to be sent. A task for each stream; if that breaks its reader finds out why."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while not self._is_closing or self._has_more.is_set():
+                await self._has_more.wait()
+                self._has_more.clear()
+                for request in self._core.dialogue.outgoing():
+                    await call.write(request)
+            await call.done_writing()

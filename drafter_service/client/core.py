@@ -1,0 +1,307 @@
+"""What a client says and understands, without a connection and without a thread.
+
+The engine's calls and the service's responses go in, messages and drafts come out. Whoever drives it sends
+`dialogue.outgoing()` after every call, and lets one thread at a time in.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from time import monotonic
+
+import numpy as np
+
+from drafter_service.client.about import About
+from drafter_service.client.answers import read_answer
+from drafter_service.client.counters import Counters
+from drafter_service.client.dialogue import Dialogue, Phase
+from drafter_service.client.ended import EndedSequences
+from drafter_service.client.messages import (
+    LOT_BYTES,
+    PROTOCOL,
+    batch_message,
+    endings,
+    introductions,
+    read_welcome,
+)
+from drafter_service.client.running import Running
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.wire import WireError, unpack
+from ssd.config import check_cost
+from ssd.draft import DraftBatch, Progress, check_outcome, offsets_of
+from ssd.ring import check_tokens
+
+CLIENT_ID_BYTES = 16
+
+COUNTERS_EVERY = 64
+"""Batches between two messages with counters."""
+
+MOST_NAME_BYTES = 512
+NO_LIMIT = np.zeros(1, np.uint32)
+NO_ROWS = np.zeros(0, np.int64)
+
+Places = np.ndarray | slice
+"""Some sequences of a batch: int64 [A], or a slice."""
+ALL, NONE = slice(None), slice(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One step of the engine, from its call to the drafts that it gets."""
+
+    rows: np.ndarray
+    """int64 [B]."""
+    limits: np.ndarray
+    """int64 [B]: how many tokens the engine can use."""
+    cost: float | None
+    ahead: int
+    """How many tokens more were asked for."""
+    asked: Places
+    """For which sequences of the batch the service was asked."""
+    step: int | None
+    """The number of that message; None if it was not asked."""
+
+
+class Core:
+    """All that a client knows."""
+
+    def __init__(
+        self,
+        hello: pb.Hello,
+        *,
+        ahead: int,
+        clock: Callable[[], float] = monotonic,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        """`hello`: who the client is and what is served; the rest of it is filled in here."""
+        self.dialogue = Dialogue(clock)
+        self._counters = Counters()
+        self._hello = hello
+        self._ahead = ahead
+        self._random_bytes = random_bytes
+        self._client_id = random_bytes(CLIENT_ID_BYTES)
+        self._name = self._client_id.hex()
+        self._was_welcome = False
+        self._longest_draft = 0
+        """That the service makes; 0: not known."""
+        self._started = 0
+        self._wire_ids = count(1)
+        self._batches = 0
+        self._running = Running()
+        self._ended = EndedSequences()
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the client began."""
+        self._counters.dropped = self.dialogue.dropped
+        self._counters.unlearned = self._ended.let_go
+        return self._counters
+
+    # What the engine does.
+
+    def start(
+        self, sequence_id: int, prompt: np.ndarray, *, session: str | None, request: str | None, learn: bool
+    ) -> None:
+        """Begin a sequence. Raises ValueError for an id in use, a token out of range, and a name that is too long."""
+        if sequence_id in self._running.row_of:
+            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+        check_tokens(prompt)
+        for what, name in (("session", session), ("request", request)):
+            if name is not None and len(name.encode()) > MOST_NAME_BYTES:
+                raise ValueError(f"the name of a {what} has at most {MOST_NAME_BYTES} bytes")
+        self._started += 1
+        # Told again, it has the name that it was told under before, and is learned once.
+        name = request or f"{self._name}-{self._started}"
+        row = self._running.add(sequence_id, About(np.array(prompt, np.uint32), session or "", name, learn))
+        if self.dialogue.may_send and (starts := introductions(self._running, np.array([row]), self._wire_ids)):
+            self.dialogue.send(pb.DraftRequest(starts=starts))
+
+    def draft(self, progress: Progress) -> Turn:
+        """Take note of what was committed, and ask for drafts for those that have none at hand.
+
+        `settle` it once `is_settled`, or when there is no more time. Raises ValueError as `Progress.check`.
+        """
+        rows = self._rows_of(progress)
+        limits = progress.max_draft.astype(np.int64)
+        self._running.commit(rows, progress)
+        wanting: Places = ALL
+        if self._running.at_hand.count:
+            wanting = (~self._running.at_hand.is_whole(rows, limits)).nonzero()[0]
+        ahead = self._ahead_of(limits)
+        if len(rows[wanting]):
+            if self.dialogue.may_send and self.dialogue.is_rested():
+                asked, step = self._ask(rows, wanting, progress, ahead)
+                return Turn(rows, limits, progress.cost, ahead, asked, step)
+            self._counters.timeouts += self.dialogue.phase is Phase.READY
+        return Turn(rows, limits, progress.cost, ahead, NONE, None)
+
+    def is_settled(self, turn: Turn) -> bool:
+        """Whether the drafts have come, or never will."""
+        return turn.step is None or not self.dialogue.is_waiting(turn.step)
+
+    def settle(self, turn: Turn) -> DraftBatch:
+        """The drafts of a turn: those that were at hand and those that have come."""
+        drafts = None
+        if turn.step is not None and not self.dialogue.was_cut(turn.step):
+            message = self.dialogue.take()
+            if message is None:
+                self._counters.timeouts += 1
+            else:
+                drafts = self._read(turn, message)
+        if drafts is None:
+            drafts = self._running.at_hand.hand_out(turn.rows, turn.limits)
+        sizes = drafts.offsets[1:] - drafts.offsets[:-1]
+        self._running.hand_over(turn.rows, sizes)
+        self._counters.ahead += int(np.count_nonzero(sizes) - np.count_nonzero(sizes[turn.asked]))
+        return drafts
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, accepted: int, learn: bool) -> None:
+        """End a sequence. Raises ValueError as `Drafter.finish`."""
+        running = self._running
+        check_tokens(tokens)
+        rows = np.array([running.row_of[sequence_id]]) if sequence_id in running.row_of else NO_ROWS
+        check_outcome(sequence_id, verified, accepted, dict(zip([sequence_id], running.offered(rows), strict=False)))
+        running.commit(rows, _last_progress(sequence_id, tokens, verified, accepted))
+        self._ended.add(running.end(sequence_id, learn))
+        self._tell_ended()
+
+    def say_goodbye(self) -> None:
+        """End what still runs, nothing of which is learned, and tell of all that has ended."""
+        for sequence_id in list(self._running.row_of):
+            self._ended.add(self._running.end(sequence_id, learn=False))
+        if self.dialogue.may_send:
+            while self._tell_ended():
+                pass
+            self.dialogue.send(pb.DraftRequest(counters=self.counters.message()))
+
+    # What the connection does.
+
+    def greet(self) -> None:
+        """A stream was opened. The service is told nothing but who is there until it has answered."""
+        hello = pb.Hello()
+        hello.CopyFrom(self._hello)
+        hello.protocol = hello.oldest_protocol = PROTOCOL
+        hello.client_id = self._client_id
+        self.dialogue.open(hello)
+
+    def receive(self, response: pb.DraftResponse) -> None:
+        """A response has come.
+
+        Raises RefusedError for a service that does not serve this client, and WireError for one that breaks the
+        contract: then hang up with `is_doubtful`.
+        """
+        is_greeted = self.dialogue.phase is Phase.READY
+        self.dialogue.receive(response)
+        if is_greeted:
+            lost = {int(wire_id) for wire_id in unpack(response.lost_ids, "u8", "lost_ids")}
+            self._counters.resyncs += self._running.lose(lost)
+            self._ended.answered(response.step, lost)
+        else:
+            self._be_welcome(response)
+        self._tell_ended()
+
+    def hang_up(self, *, is_doubtful: bool = False) -> None:
+        """The stream has ended. `is_doubtful`: so is what the service knows; from now on this is a new client to it."""
+        self.dialogue.close()
+        if is_doubtful:
+            self._client_id = self._random_bytes(CLIENT_ID_BYTES)
+
+    def _be_welcome(self, response: pb.DraftResponse) -> None:
+        """The service has said what it has of this client's sequences."""
+        resumed = read_welcome(response)
+        self._longest_draft = response.welcome.max_draft
+        self._counters.reconnects += self._was_welcome
+        self._was_welcome = True
+        self._counters.resyncs += self._running.resume(resumed)
+        self._ended.resume(resumed)
+        strangers = resumed.keys() - self._running.known_wire_ids() - self._ended.known_wire_ids()
+        if strangers:
+            finishes = [pb.Finish(sequence_id=wire_id) for wire_id in sorted(strangers)]
+            self.dialogue.send(pb.DraftRequest(finishes=finishes))
+
+    # What the service is told.
+
+    def _ask(self, rows: np.ndarray, wanting: Places, progress: Progress, ahead: int) -> tuple[Places, int | None]:
+        """Ask for drafts for those of a batch; returns for which it was possible, and the message's number."""
+        running = self._running
+        starts = []
+        is_known = running.is_known(rows[wanting])
+        if np.count_nonzero(is_known) < len(is_known):
+            starts = introductions(running, rows[wanting][~is_known], self._wire_ids)
+            wanting = np.arange(len(rows))[wanting][running.is_known(rows[wanting])]
+            if len(rows[wanting]) == 0:
+                return NONE, None
+        batch = batch_message(running.tell(rows[wanting]), progress.max_draft[wanting], progress.cost, ahead)
+        request = pb.DraftRequest(starts=starts, batch=batch)
+        self._batches += 1
+        if self._batches % COUNTERS_EVERY == 0:
+            request.counters.CopyFrom(self.counters.message())
+        return wanting, self.dialogue.ask(request)
+
+    def _tell_ended(self) -> bool:
+        """Tell of sequences that have ended, as many as go into one message; whether there were any."""
+        lot = self._ended.next_lot(LOT_BYTES) if self.dialogue.may_send else []
+        if lot:
+            self._ended.tell(lot, self.dialogue.send(endings(lot, self._wire_ids)))
+        return bool(lot)
+
+    # Small things.
+
+    def _rows_of(self, progress: Progress) -> np.ndarray:
+        """Rows of the sequences of a batch, int64 [B]. Raises ValueError as `Progress.check`, but takes less time."""
+        row_of = self._running.row_of
+        sequence_ids = progress.sequence_ids.tolist()
+        try:
+            rows = np.array([row_of[sequence_id] for sequence_id in sequence_ids], np.int64)
+            is_odd = len({*sequence_ids}) < len(rows)
+            is_odd = is_odd or _any(progress.verified > self._running.offered(rows))
+            is_odd = is_odd or _any(progress.accepted > progress.verified)
+        except KeyError:
+            is_odd = True
+        if is_odd:
+            offered = self._running.offered(np.array(list(row_of.values()), np.int64))
+            progress.check(dict(zip(row_of, offered.tolist(), strict=True)))
+        check_tokens(progress.tokens)
+        if progress.cost is not None:
+            check_cost(progress.cost)
+        return rows
+
+    def _ahead_of(self, limits: np.ndarray) -> int:
+        """How many tokens more to ask for: none if what is left could never be a whole draft."""
+        # A draft, the target's own token behind it, and a whole draft again.
+        needed = 2 * int(limits.min()) + 1 if len(limits) else 0
+        return 0 if 0 < self._longest_draft < needed else self._ahead
+
+    def _read(self, turn: Turn, message: pb.Drafts) -> DraftBatch | None:
+        """The drafts that have come, if they are all that the engine gets; None if a part was taken or put by."""
+        rows, limits = turn.rows[turn.asked], turn.limits[turn.asked]
+        try:
+            answer = read_answer(message, limits, turn.ahead, self._hello.model.vocabulary_size)
+        except WireError:
+            self._counters.malformed += len(rows)
+            return None
+        self._counters.malformed += answer.malformed
+        self._running.expect_counts(rows)
+        if len(rows) == len(turn.rows) and not answer.is_trimmed:
+            return answer.drafts
+        self._running.at_hand.take(rows, answer.drafts, answer.is_path & (turn.ahead > 0), turn.cost)
+        return None
+
+
+def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int, accepted: int) -> Progress:
+    """A sequence's end as the progress of a batch."""
+    return Progress(
+        np.array([sequence_id], np.uint64),
+        tokens,
+        offsets_of(np.array([len(tokens)])),
+        np.array([verified], np.uint32),
+        np.array([accepted], np.uint32),
+        NO_LIMIT,
+    )
+
+
+def _any(marks: np.ndarray) -> bool:
+    return int(np.count_nonzero(marks)) > 0  # an eighth of what `marks.any()` takes

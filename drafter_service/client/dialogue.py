@@ -1,0 +1,151 @@
+"""The order of a stream: who owes whom an answer, and when the service may be asked again.
+
+Every message is answered, in order. A service that is late is sent nothing more before it has caught up, so it is not
+made slower; one that was late again and again is left alone for ever more steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from drafter_service.client.messages import RefusedError
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.wire import WireError
+
+RESOURCE_EXHAUSTED = 8
+"""The status code of a service that has too much to do now."""
+
+MAX_REST_DOUBLINGS = 6
+"""A service that is always late costs one deadline in 64 steps."""
+
+
+class Phase(Enum):
+    """What the stream is good for."""
+
+    OFFLINE = auto()
+    GREETING = auto()
+    """The service was greeted and has not answered."""
+    READY = auto()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message that is not answered yet."""
+
+    step: int
+    at: float
+    wants_drafts: bool
+
+
+class Dialogue:
+    """Messages out and responses in, over one stream after the other."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.phase = Phase.OFFLINE
+        self.dropped = 0
+        """Drafts that came when nobody waited for them any more."""
+        self._clock = clock
+        self._step = 0
+        self._unanswered: deque[Sent] = deque()
+        self._outgoing: list[pb.DraftRequest] = []
+        self._awaited: int | None = None
+        """The step whose drafts are waited for."""
+        self._drafts: pb.Drafts | None = None
+        """They, once they have come."""
+        self._is_behind = False
+        """Whether the service owes drafts that nobody waits for any more."""
+        self._misses = 0
+        """Steps in a row that were asked for and came too late."""
+        self._rest_steps = 0
+        """Steps before the service is asked again."""
+
+    @property
+    def may_send(self) -> bool:
+        """Whether the service takes messages, and is not behind."""
+        return self.phase is Phase.READY and not self._is_behind
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the service has owed an answer, in seconds."""
+        return self._clock() - self._unanswered[0].at if self._unanswered else 0.0
+
+    def open(self, hello: pb.Hello) -> None:
+        """A stream has begun."""
+        self.close()
+        self.phase = Phase.GREETING
+        self.send(pb.DraftRequest(hello=hello))
+
+    def close(self) -> None:
+        """The stream has ended; nobody answers any more."""
+        self.phase = Phase.OFFLINE
+        self._unanswered.clear()
+        self._outgoing.clear()
+        self._awaited = self._drafts = None
+        self._is_behind = False
+        self._misses = self._rest_steps = 0
+
+    def send(self, request: pb.DraftRequest) -> int:
+        """Number a message and have it sent; returns its step."""
+        self._step += 1
+        request.step = self._step
+        self._unanswered.append(Sent(self._step, self._clock(), request.HasField("batch")))
+        self._outgoing.append(request)
+        return self._step
+
+    def outgoing(self) -> list[pb.DraftRequest]:
+        """What is to be sent now, in order."""
+        requests, self._outgoing = self._outgoing, []
+        return requests
+
+    def receive(self, response: pb.DraftResponse) -> None:
+        """Take a response.
+
+        Raises RefusedError for an error in place of a welcome, WireError for any other, and for an answer to something
+        else than was asked.
+        """
+        if not self._unanswered or self._unanswered[0].step != response.step:
+            raise WireError(f"it answered step {response.step} out of order")
+        if response.HasField("error"):
+            is_refused = self.phase is Phase.GREETING and response.error.code != RESOURCE_EXHAUSTED
+            raise (RefusedError if is_refused else WireError)(response.error.message)
+        sent = self._unanswered.popleft()
+        if self.phase is Phase.GREETING:
+            self.phase = Phase.READY
+        elif sent.wants_drafts and sent.step == self._awaited:
+            self._drafts = response.drafts
+        elif sent.wants_drafts:
+            self._is_behind = False
+            self.dropped += 1
+
+    def is_rested(self) -> bool:
+        """Whether to ask for drafts in this step; a service that was late again and again is spared some steps."""
+        if self._rest_steps == 0:
+            return True
+        self._rest_steps -= 1
+        return False
+
+    def ask(self, request: pb.DraftRequest) -> int:
+        """Send a message whose drafts will be waited for; returns its step."""
+        self._awaited = self.send(request)
+        return self._awaited
+
+    def is_waiting(self, step: int) -> bool:
+        """Whether the drafts of a step may still come, and have not."""
+        return self._awaited == step and self._drafts is None
+
+    def was_cut(self, step: int) -> bool:
+        """Whether the stream that a step was sent on has ended before it was answered."""
+        return self._awaited != step
+
+    def take(self) -> pb.Drafts | None:
+        """Wait no more for the drafts that were asked for; returns them if they have come."""
+        drafts = self._drafts
+        # After each miss in a row let twice as many steps pass before asking again.
+        self._misses = 0 if drafts is not None else self._misses + 1
+        self._rest_steps = (1 << min(max(0, self._misses - 1), MAX_REST_DOUBLINGS)) - 1
+        self._is_behind = drafts is None
+        self._awaited = self._drafts = None
+        return drafts

@@ -1,0 +1,146 @@
+"""The client for engines that call: a thread of its own keeps the connection, and no call waits past its deadline."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from types import TracebackType
+
+import grpc
+import numpy as np
+
+from drafter_service.client.base import Client
+from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, ENDED, OPTIONS, Parting
+from drafter_service.client.messages import RefusedError
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs import drafter_pb2_grpc
+from drafter_service.wire import WireError
+from ssd.draft import DraftBatch, Progress
+from ssd.errors import UserError
+
+
+class DrafterClient(Client):
+    """A drafter behind a gRPC stream. One thread uses it. `on_lost` is called from another."""
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        """Held by whoever touches the core, and told of whatever somebody may wait for."""
+        self._stopping = threading.Event()
+        self._requests: SimpleQueue[pb.DraftRequest | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ssd-client", daemon=True)
+        self._thread.start()
+        if self._is_required:
+            self._await_welcome()
+
+    def start(
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        session: str | None = None,
+        request: str | None = None,
+        learn: bool = True,
+    ) -> None:
+        """Begin a sequence with its prompt, uint32 [P].
+
+        session: turns of a conversation have the same one. request: a name to forget what it produces by. learn:
+        whether anything of it may be learned, or drafted to others while it runs. Raises ValueError for an id in use, a
+        token out of range and a name that is too long.
+        """
+        with self._changed:
+            self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
+            self._send()
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Tell what was committed and wait for drafts, at most until the deadline.
+
+        Raises ValueError as `Progress.check` does.
+        """
+        with self._changed:
+            turn = self._core.draft(progress)
+            self._send()
+            if not self._core.is_settled(turn):
+                self._changed.wait_for(lambda: self._core.is_settled(turn), self._deadline_s)
+            drafts = self._core.settle(turn)
+            self._mind_silence()
+            return drafts
+
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
+    ) -> None:
+        """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
+        with self._changed:
+            self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
+            self._send()
+
+    def close(self) -> None:
+        """Let the service take what was sent, then end the stream."""
+        self._stopping.set()
+        with self._changed:
+            self._is_closing = True
+            is_heard = self._core.dialogue.may_send
+            self._core.say_goodbye()
+            self._send()
+            self._requests.put(None)
+            if not is_heard:
+                self._cancel()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        with self._changed:
+            self._cancel()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> DrafterClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _await_welcome(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._link.is_decided, CONNECT_TIMEOUT_S)
+            self._is_required = False
+            failure = None if self.lost is None else self._link.failure(self.address)
+        if failure is not None:
+            self.close()
+            raise failure
+
+    def _send(self) -> None:
+        for request in self._core.dialogue.outgoing():
+            self._requests.put(request)
+
+    def _run(self) -> None:
+        """Connect, again and again. The other thread."""
+        wait_s: float | None = 0.0
+        while wait_s is not None and not self._stopping.wait(wait_s):
+            parting = self._converse()
+            with self._changed:
+                wait_s, news = self._end(parting)
+                self._changed.notify_all()
+            if news is not None:
+                self._on_lost(news)
+
+    def _converse(self) -> Parting:
+        """One stream from its beginning to its end."""
+        requests: SimpleQueue[pb.DraftRequest | None] = SimpleQueue()
+        try:
+            with self._connector.open(OPTIONS) as channel:
+                stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+                call = stub.Draft(iter(requests.get, None), metadata=self._connector.metadata())
+                with self._changed:
+                    if self._is_closing:
+                        return Parting(ENDED)
+                    self._requests, self._call, self._complaint = requests, call, None
+                    self._core.greet()
+                    self._send()
+                for response in call:
+                    with self._changed:
+                        self._link.receive(response)
+                        self._send()
+                        self._changed.notify_all()
+        except (grpc.RpcError, RefusedError, WireError, UserError) as problem:
+            return self._parting_of(problem)
+        finally:
+            requests.put(None)
+        return Parting(ENDED)

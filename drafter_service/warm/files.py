@@ -1,0 +1,152 @@
+"""From paths and URLs to files, and from a file to a stream of its bytes, through fsspec.
+
+Knows nothing of what is in the files.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, BinaryIO, Self, cast
+
+import fsspec
+from fsspec.compression import compr
+from fsspec.implementations.local import LocalFileSystem
+
+from ssd.errors import UserError
+
+CODECS = {"gz": "gzip", "zst": "zstd", "bz2": "bz2", "xz": "xz", "lz4": "lz4"}
+"""By suffix, as fsspec calls them."""
+PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
+"""What to install for those that Python lacks."""
+VERSIONS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "md5Hash")
+"""What file systems say of a file that changes when it does; the first that there is counts."""
+SKIPPED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to be read."""
+
+    fs: Any
+    path: str
+    """As its file system calls it."""
+    name: str
+    """As a person calls it: an absolute path or a URL."""
+    size: int
+    """Bytes; 0 if nobody knows."""
+    version: str
+    """Changes when the file does."""
+
+    @property
+    def codec(self) -> str | None:
+        """How it is compressed."""
+        return CODECS.get(PurePosixPath(self.path).suffix.lstrip(".").lower())
+
+    @property
+    def suffix(self) -> str:
+        """What its name ends with, such as ".jsonl", apart from the compression."""
+        path = PurePosixPath(self.path)
+        return (path.with_suffix("") if self.codec else path).suffix.lower()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can be mapped into memory at `path`."""
+        return isinstance(self.fs, LocalFileSystem)
+
+
+class Opened:
+    """An open file: `data` is its content, no longer compressed."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self._raw = file.fs.open(file.path, "rb")
+        self.data = cast(BinaryIO, self._raw)
+        if file.codec:
+            content = compr[file.codec](self._raw, mode="rb")
+            buffered = content if isinstance(content, io.BufferedIOBase) else io.BufferedReader(content)
+            self.data = cast(BinaryIO, buffered)
+
+    @property
+    def bytes_read(self) -> int:
+        """How far the file was read, of `File.size`."""
+        return int(self._raw.tell())
+
+    def skip(self, size: int) -> None:
+        """Go on behind the first `size` bytes of the content; nothing was read so far."""
+        if size and self.data.seekable():
+            self.data.seek(size)
+            return
+        while size > 0 and (part := self.data.read(min(size, SKIPPED_AT_ONCE))):
+            size -= len(part)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.data.close()
+        self._raw.close()
+
+
+def list_files(sources: Iterable[str]) -> list[File]:
+    """All files of paths, folders, globs and URLs, in a stable order: a source after the other, a folder's by name.
+
+    Raises UserError for a source that is missing or cannot be reached.
+    """
+    return [file for source in sources for file in _files_of(source)]
+
+
+def check_codecs(files: Iterable[File]) -> None:
+    """Raises UserError, naming what to install, if one of the files cannot be decompressed here."""
+    for file in files:
+        if file.codec and file.codec not in compr:
+            raise UserError(
+                f"{file.name} is compressed with {file.codec}; pip install {PACKAGES.get(file.codec, file.codec)}"
+            )
+
+
+def _files_of(source: str) -> list[File]:
+    try:
+        fs, path = fsspec.core.url_to_fs(_absolute(source))
+        infos = list(_infos(fs, path))
+    except FileNotFoundError:
+        infos = []
+    except ImportError as problem:
+        raise UserError(f"{source}: a package is missing to read it: {problem}") from None
+    except Exception as problem:  # Object stores raise errors of their own kinds.
+        raise UserError(f"{source}: cannot be read: {problem or type(problem).__name__}") from None
+    if not infos:
+        raise UserError(f"{source}: there is no such file; give a path, a folder, a glob or a URL")
+    return [_file(fs, info) for info in infos]
+
+
+def _absolute(source: str) -> str:
+    return source if "://" in source else str(Path(source).expanduser().absolute())
+
+
+def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
+    """Of the files at a path; what lies in a folder under a name that begins with a dot is left out."""
+    if any(sign in path for sign in "*?[") and not fs.exists(path):
+        for found in sorted(fs.glob(path)):
+            yield from _infos(fs, found)
+        return
+    info = fs.info(path)
+    if info["type"] != "directory":
+        yield info
+        return
+    for name, inner in sorted(fs.find(path, detail=True).items()):
+        parts = PurePosixPath(name).relative_to(PurePosixPath(path)).parts
+        if not any(part.startswith(".") for part in parts):
+            yield inner
+
+
+def _file(fs: Any, info: dict[str, Any]) -> File:
+    path = str(info["name"])
+    name = path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
+    version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
+    return File(fs, path, name, int(info.get("size") or 0), version)

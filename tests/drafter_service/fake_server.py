@@ -1,0 +1,274 @@
+"""A service that knows the contract and nothing else, slow and obvious, over a real socket or without one.
+
+It notes what it was told, checks that the client keeps to the contract, and misbehaves as a test asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.wire import drafts_message
+from ssd.draft import DraftBatch, Path
+
+TIMEOUT_S = 30
+"""For what happens at once on a machine that is not busy."""
+
+
+def unpacked(data: bytes, dtype: str = "<u4") -> list[int]:
+    return np.frombuffer(data, dtype).tolist()
+
+
+@dataclass
+class Known:
+    """A sequence as the service knows it."""
+
+    text: list[int]
+    request: str
+    session: str
+    is_private: bool
+    drafted: list[int] = field(default_factory=list)
+
+
+@dataclass
+class FakeService:
+    """What a service knows and says, without a connection."""
+
+    guess: Callable[[list[int], int], list[int]] = lambda _text, _limit: []
+    """The path of at most so many tokens that it drafts after a text."""
+    most_draft: int = 64
+    sequences: dict[bytes, dict[int, Known]] = field(default_factory=dict)
+    """By client and wire id."""
+    learned: dict[str, list[int]] = field(default_factory=dict)
+    """Texts by the names of their requests."""
+    counters: pb.ClientCounters | None = None
+    requests: list[pb.DraftRequest] = field(default_factory=list)
+    steps: int = 0
+    drafted: int = 0
+    """Tokens that the target verified."""
+    accepted: int = 0
+
+    def greet(self, hello: pb.Hello) -> pb.Welcome:
+        assert (hello.protocol, hello.oldest_protocol, len(hello.client_id)) == (2, 2, 16)
+        known = self.sequences.setdefault(hello.client_id, {})
+        return pb.Welcome(
+            protocol=2,
+            max_draft=self.most_draft,
+            learns=True,
+            resumed_ids=np.array(list(known), "<u8").tobytes(),
+            resumed_lengths=np.array([len(one.text) for one in known.values()], "<u4").tobytes(),
+        )
+
+    def answer(self, client_id: bytes, request: pb.DraftRequest) -> pb.DraftResponse:
+        """Apply a request in the order that the contract says."""
+        self.requests.append(request)
+        response = pb.DraftResponse(step=request.step)
+        if request.HasField("hello"):
+            assert request.hello.client_id == client_id
+            response.welcome.CopyFrom(self.greet(request.hello))
+        known = self.sequences[client_id]
+        lost = []
+        for start in request.starts:
+            assert start.sequence_id not in known, "a running sequence was started again"
+            text = unpacked(start.prompt) + unpacked(start.committed)
+            known[start.sequence_id] = Known(text, start.request, start.session, start.is_private)
+        for finish in request.finishes:
+            if (one := known.pop(finish.sequence_id, None)) is None:
+                lost.append(finish.sequence_id)
+                continue
+            self._commit(one, unpacked(finish.tokens), finish.verified, finish.accepted, finish.steps)
+            if finish.learn and not one.is_private:
+                self.learned.setdefault(one.request, one.text)
+        if request.HasField("counters"):
+            self.counters = request.counters
+        drafts = self._draft(known, request.batch, lost) if request.HasField("batch") else DraftBatch.empty(0)
+        response.drafts.CopyFrom(drafts_message(drafts))
+        response.lost_ids = np.array(lost, "<u8").tobytes()
+        return response
+
+    def lose(self, wire_id: int) -> None:
+        """Forget a sequence of whichever client."""
+        for known in self.sequences.values():
+            known.pop(wire_id, None)
+
+    def texts(self) -> list[list[int]]:
+        """Of all that runs, of all clients."""
+        return [one.text for known in self.sequences.values() for one in known.values()]
+
+    def _draft(self, known: dict[int, Known], batch: pb.Batch, lost: list[int]) -> DraftBatch:
+        ids, offsets, limits = unpacked(batch.sequence_ids, "<u8"), unpacked(batch.offsets), unpacked(batch.max_draft)
+        tokens, verified, accepted = unpacked(batch.tokens), unpacked(batch.verified), unpacked(batch.accepted)
+        steps = unpacked(batch.steps) or [1] * len(ids)
+        assert len(ids) == len(set(ids)) == len(limits) == len(verified) == len(accepted) == len(steps)
+        paths = []
+        for index, wire_id in enumerate(ids):
+            one = known.get(wire_id)
+            if one is None:
+                lost.append(wire_id)
+                paths.append([])
+                continue
+            committed = tokens[offsets[index] : offsets[index + 1]]
+            self._commit(one, committed, verified[index], accepted[index], steps[index])
+            one.drafted = self.guess(one.text, min(limits[index] + batch.ahead, self.most_draft))
+            paths.append(one.drafted)
+        return DraftBatch.of_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
+
+    def _commit(self, one: Known, tokens: list[int], verified: int, accepted: int, steps: int) -> None:
+        assert accepted <= verified <= len(one.drafted), "more was verified than was drafted"
+        on_path = 0
+        while on_path < min(verified, len(tokens)) and one.drafted[on_path] == tokens[on_path]:
+            on_path += 1
+        confirmed = on_path - accepted  # by the target itself, between two pieces
+        assert 0 <= confirmed < max(1, steps), "counts that cannot be"
+        self.drafted += verified - confirmed
+        self.accepted += accepted
+        self.steps += max(1, steps) if tokens else 0
+        one.text += tokens
+
+
+class FakeServer:
+    """The service behind a socket. All its methods belong to its event loop."""
+
+    def __init__(self, address: str, service: FakeService) -> None:
+        self.address = address
+        self.service = service
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        """What streams are ended with."""
+        self.distort: Callable[[pb.DraftResponse], pb.DraftResponse] = lambda response: response
+        """What becomes of responses."""
+        self.is_forgetful = False
+        """Whether a broken stream's sequences are lost at once."""
+        self.broken: list[AssertionError] = []
+        """Where clients broke the contract."""
+        self._may_answer = asyncio.Event()
+        self._may_answer.set()
+        self._cut = asyncio.Event()
+        self._streams = 0
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        server = grpc.aio.server()
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._draft, pb.DraftRequest.FromString, pb.DraftResponse.SerializeToString
+        )
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("ssd.drafter.v1.DrafterService", {"Draft": handler})]
+        )
+        server.add_insecure_port(self.address)
+        await server.start()
+        self._server = server
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def cut(self) -> None:
+        """Break all streams."""
+        self._cut.set()
+        while self._streams:
+            await asyncio.sleep(0.001)
+        self._cut.clear()
+
+    async def pause(self) -> None:
+        """Hear nothing and say nothing."""
+        self._may_answer.clear()
+
+    async def resume(self) -> None:
+        self._may_answer.set()
+
+    async def _draft(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+        client_id = b""
+        self._streams += 1
+        try:
+            while (request := await self._unless_cut(context, context.read())) is not grpc.aio.EOF:
+                if self.refusal is not None:
+                    await context.abort(*self.refusal)
+                await self._unless_cut(context, self._may_answer.wait())
+                client_id = client_id or request.hello.client_id
+                await context.write(self.distort(self.service.answer(client_id, request)))
+        except AssertionError as broken:
+            self.broken.append(broken)
+        finally:
+            self._streams -= 1
+            if self.is_forgetful:
+                self.service.sequences.pop(client_id, None)
+
+    async def _unless_cut(self, context: grpc.aio.ServicerContext, coming: Coroutine) -> object:
+        waiting = [asyncio.create_task(coming), asyncio.create_task(self._cut.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        if self._cut.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
+        return waiting[0].result()
+
+
+@asynccontextmanager
+async def fake_server(address: str, service: FakeService):
+    """A server in the event loop of the test."""
+    server = FakeServer(address, service)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+    assert not server.broken
+
+
+class FakeServerThread:
+    """A server in an event loop of its own."""
+
+    def __init__(self, address: str, service: FakeService) -> None:
+        self.service = service
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.server = self._wait_for(self._make(address))
+        self.start()
+
+    async def _make(self, address: str) -> FakeServer:
+        return FakeServer(address, self.service)
+
+    def start(self) -> None:
+        self._wait_for(self.server.start())
+
+    def stop(self) -> None:
+        self._wait_for(self.server.stop())
+
+    def cut(self) -> None:
+        self._wait_for(self.server.cut())
+
+    def pause(self) -> None:
+        self._wait_for(self.server.pause())
+
+    def resume(self) -> None:
+        self._wait_for(self.server.resume())
+
+    def end(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(TIMEOUT_S)
+        with suppress(RuntimeError):
+            self._loop.close()
+        assert not self.server.broken
+
+    def _wait_for(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_S)
+
+
+@contextmanager
+def fake_server_thread(address: str, service: FakeService):
+    """A server in a thread."""
+    server = FakeServerThread(address, service)
+    try:
+        yield server
+    finally:
+        server.end()

@@ -1,0 +1,726 @@
+"""The client without a connection, against a service that is obvious."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from drafter_service.client.core import Core
+from drafter_service.client.messages import RefusedError
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.wire import WireError, drafts_message
+from ssd.draft import DraftBatch, Path
+from tests.drafter_service.fake_engine import FakeEngine, Request
+from tests.drafter_service.fake_server import FakeService
+from tests.replay import progress_of
+from tests.strategies import array, examples
+
+
+class Wire:
+    """Between a core and a service: messages arrive when a test says so, or never."""
+
+    def __init__(self, service: FakeService, ahead: int = 0, model: pb.Model | None = None) -> None:
+        self.now = 0.0
+        ids = iter(range(1, 1000))
+        self.core = Core(
+            pb.Hello(model=model),
+            ahead=ahead,
+            clock=lambda: self.now,
+            random_bytes=lambda size: next(ids).to_bytes(size, "big"),
+        )
+        self.service = service
+        self.client_id = b""
+        self.upward: deque[pb.DraftRequest] = deque()
+        self.downward: deque[pb.DraftResponse] = deque()
+
+    def connect(self) -> None:
+        self.core.greet()
+        self.flush()
+        self.client_id = self.upward[0].hello.client_id
+
+    def flush(self) -> None:
+        self.upward += [pb.DraftRequest.FromString(one.SerializeToString()) for one in self.core.dialogue.outgoing()]
+
+    def serve(self, most: int = 1 << 30) -> int:
+        """Let the service answer some messages; returns how many."""
+        count = 0
+        while self.upward and count < most:
+            self.downward.append(self.service.answer(self.client_id, self.upward.popleft()))
+            count += 1
+        return count
+
+    def deliver(self, most: int = 1 << 30) -> None:
+        """Let some answers arrive."""
+        count = 0
+        while self.downward and count < most:
+            self.core.receive(self.downward.popleft())
+            self.flush()
+            count += 1
+
+    def settle(self) -> None:
+        """Let everything arrive."""
+        self.flush()
+        while self.serve():
+            self.deliver()
+        self.deliver()
+
+    def cut(self) -> None:
+        """What is on its way is lost."""
+        self.upward.clear()
+        self.downward.clear()
+        self.core.hang_up()
+
+    def draft(self, progress, *, in_time: bool = True) -> DraftBatch:
+        turn = self.core.draft(progress)
+        self.flush()
+        if in_time:
+            self.settle()
+        return self.core.settle(turn)
+
+
+def connected(guess=lambda _text, _limit: [], **options) -> Wire:
+    wire = Wire(FakeService(guess), **options)
+    wire.connect()
+    wire.settle()
+    return wire
+
+
+def start(core: Core, sequence_id: int, prompt: list[int], **options) -> None:
+    core.start(sequence_id, array(prompt), **{"session": None, "request": None, "learn": True, **options})
+
+
+def counting(text: list[int], limit: int) -> list[int]:
+    """The guess that numbers go up."""
+    return list(range(text[-1] + 1, text[-1] + 1 + limit))
+
+
+def finish(core: Core, sequence_id: int, tokens: list[int], **outcome) -> None:
+    core.finish(sequence_id, array(tokens), **{"verified": 0, "accepted": 0, "learn": True, **outcome})
+
+
+# All that was told, in any order of events.
+
+
+class Telling(RuleBasedStateMachine):
+    """Whatever happens, the service hears of every token exactly once, and learns every text that it may, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.service = FakeService(self.guess)
+        self.wire = None
+        self.engine = FakeEngine()
+        self.texts = {}
+        """By the prompt's first token, which no two sequences share."""
+        self.to_learn = {}
+        self.private = set()
+
+    @initialize(ahead=st.sampled_from([0, 5, 9]))
+    def begin(self, ahead):
+        self.wire = Wire(self.service, ahead)
+        self.core = self.wire.core
+
+    def guess(self, text, limit):
+        """What will follow, but for every seventh token."""
+        return [
+            token + (place % 7 == 0)
+            for place, token in enumerate(self.texts[text[0]][len(text) : len(text) + limit], len(text))
+        ]
+
+    @rule(prompt=st.integers(1, 6), output=st.integers(0, 60), learn=st.booleans())
+    def start(self, prompt, output, learn):
+        number = len(self.texts)
+        text = [1000 + number, *range(10 * number, 10 * number + prompt + output)]
+        self.texts[text[0]] = text
+        self.engine.running[number] = Request(text, 1 + prompt)
+        start(self.core, number, text[: 1 + prompt], learn=learn)
+        if not learn:
+            self.private.add(number)
+        self.wire.flush()
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data(), in_time=st.booleans(), least=st.integers(0, 3))
+    def draft(self, data, in_time, least):
+        running = st.sampled_from(sorted(self.engine.running))
+        chosen = data.draw(st.lists(running, min_size=1, max_size=4, unique=True))
+        limits = [self.engine.limit(number, data.draw(st.integers(0, 4))) for number in chosen]
+        turn = self.core.draft(self.engine.progress(chosen, limits))
+        self.wire.flush()
+        if in_time:
+            self.wire.settle()
+        else:
+            self.wire.serve(least)
+            self.wire.deliver(least)
+        drafts = self.core.settle(turn)
+        assert np.all(np.diff(drafts.offsets) <= limits)
+        self.engine.verify(chosen, drafts, [data.draw(st.integers(0, 4)) for _ in chosen])
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data(), learn=st.booleans())
+    def finish(self, data, learn):
+        number = data.draw(st.sampled_from(sorted(self.engine.running)))
+        text = self.engine.finish(self.core, number, learn)
+        if learn and number not in self.private:
+            self.to_learn[number] = text
+        self.wire.flush()
+
+    @rule(served=st.integers(0, 5), delivered=st.integers(0, 5))
+    def pass_on(self, served, delivered):
+        self.wire.serve(served)
+        self.wire.deliver(delivered)
+
+    @rule(served=st.integers(0, 5), is_forgotten=st.booleans())
+    def cut(self, served, is_forgotten):
+        self.wire.serve(served)
+        self.wire.cut()
+        if is_forgotten:
+            self.service.sequences.clear()
+
+    @precondition(lambda self: not self.wire.client_id or not self.wire.core.dialogue.silent_s)
+    @rule()
+    def connect(self):
+        if self.core.dialogue.phase.name == "OFFLINE":
+            self.wire.connect()
+
+    @rule(data=st.data())
+    def lose(self, data):
+        known = [wire_id for one in self.service.sequences.values() for wire_id in one]
+        if known:
+            self.service.lose(data.draw(st.sampled_from(sorted(known))))
+
+    def teardown(self):
+        if self.wire is None:
+            return
+        if self.core.dialogue.phase.name == "OFFLINE":
+            self.wire.connect()
+        self.wire.settle()
+        for _ in range(3):  # The first answer may tell of what was lost.
+            self.ask_for_all()
+        running = [request.text[: request.done] for request in self.engine.running.values()]
+        assert sorted(self.service.texts()) == sorted(running)
+        assert sorted(self.service.learned.values()) == sorted(self.to_learn.values())
+        assert self.service.drafted <= self.engine.drafted
+        assert self.service.accepted <= self.engine.accepted
+        assert self.service.steps <= self.engine.steps
+
+    def ask_for_all(self):
+        running = sorted(self.engine.running)
+        asked = len(self.service.requests)
+        while running and len(self.service.requests) == asked:  # After some that were late it asks more rarely.
+            self.wire.draft(self.engine.progress(running, [100] * len(running)))
+            for request in self.engine.running.values():
+                request.committed = request.verified = request.accepted = 0
+
+
+TestTelling = Telling.TestCase
+TestTelling.settings = examples(80)
+
+
+# Draft-ahead.
+
+
+def run_requests(ahead: int, *, limit: int, seed: int, most_draft: int = 64):
+    """A batch of requests to their ends, verified by a target that a guess is mostly right about.
+
+    Returns the engine, the service, the drafts of each sequence by how many tokens it had, and the client's counters.
+    """
+    rng = np.random.default_rng(seed)
+    texts = {1000 + number: [1000 + number, *rng.integers(0, 50, 200).tolist()] for number in range(4)}
+    wrong = {first: set(rng.integers(0, 200, 8).tolist()) for first in texts}
+
+    def guess(text, limit):
+        own = texts[text[0]]
+        return [own[at] + (at in wrong[text[0]]) for at in range(len(text), min(len(own), len(text) + limit))]
+
+    wire = connected(guess, ahead=ahead)
+    wire.service.most_draft = most_draft
+    engine = FakeEngine()
+    drafted = {}
+    for number, text in enumerate(texts.values()):
+        engine.running[number] = Request(text, 1 + number)
+        start(wire.core, number, text[: 1 + number])
+    while engine.running:
+        chosen = sorted(engine.running)
+        drafts = wire.draft(engine.progress(chosen, [engine.limit(number, limit) for number in chosen]))
+        for index, number in enumerate(chosen):
+            drafted[number, engine.running[number].done] = drafts.tokens_of(index).tolist()
+        engine.verify(chosen, drafts)
+        for number in chosen:
+            if engine.running[number].done == len(engine.running[number].text):
+                engine.finish(wire.core, number)
+    wire.settle()
+    assert sorted(wire.service.learned.values()) == sorted(texts.values())
+    return engine, wire.service, drafted, wire.core.counters
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_ahead_are_the_drafts_that_would_have_come(seed):
+    plain, plain_service, plain_drafts, _ = run_requests(0, limit=4, seed=seed)
+    ahead, ahead_service, ahead_drafts, counters = run_requests(15, limit=4, seed=seed)
+    assert ahead_drafts == plain_drafts
+    assert ahead.steps == plain.steps
+    assert counters.ahead > 20
+    asked = [
+        sum(len(request.batch.sequence_ids) // 8 for request in one.requests) for one in (plain_service, ahead_service)
+    ]
+    assert counters.ahead <= asked[0] - asked[1] <= counters.ahead + 4  # none is needed for the last token
+
+
+@pytest.mark.parametrize(("ahead", "limit"), [(0, 4), (5, 4), (17, 4), (17, 16), (40, 7)])
+def test_only_verified_tokens_count(ahead, limit):
+    engine, service, _, counters = run_requests(ahead, limit=limit, seed=7)
+    assert (service.drafted, service.accepted, service.steps) == (engine.drafted, engine.accepted, engine.steps)
+    assert (counters.ahead > 0) == (ahead > 0)
+
+
+def test_no_more_is_asked_for_than_could_serve_a_step():
+    """A service that drafts 16 at most has no second draft of 8 behind a first one and the target's own token."""
+    for most_draft, expected in ((16, 0), (17, 9), (0, 9)):
+        wire = Wire(FakeService(most_draft=most_draft), ahead=9)
+        wire.connect()
+        wire.settle()
+        start(wire.core, 1, [5])
+        wire.draft(progress_of({1: []}, limit=8))
+        assert wire.service.requests[-1].batch.ahead == expected
+
+
+def test_a_batch_that_has_all_at_hand_asks_nobody():
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    assert wire.draft(progress_of({1: []}, limit=4)).tokens.tolist() == [6, 7, 8, 9]
+    asked = len(wire.service.requests)
+    turn = wire.core.draft(progress_of({1: [6, 7, 8, 9, 10]}, limit=4, verified=4, accepted=4))
+    assert wire.core.is_settled(turn)
+    drafts = wire.core.settle(turn)
+    assert drafts.tokens.tolist() == [11, 12, 13, 14]
+    assert drafts.parents.tolist() == [-1, 0, 1, 2]
+    wire.settle()
+    assert len(wire.service.requests) == asked
+
+
+@pytest.mark.parametrize("committed", [[6, 7, 8, 9, 11], [6, 7, 9], [7], [6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]])
+def test_what_the_target_did_not_follow_is_void(committed):
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    wire.draft(progress_of({1: []}, limit=4))
+    drafts = wire.draft(progress_of({1: committed}, limit=4))
+    assert drafts.tokens.tolist() == counting(committed, 4)
+    assert wire.service.texts() == [[5, *committed]]
+
+
+@pytest.mark.parametrize(
+    ("costs", "is_asked"),
+    [
+        ((None, None), False),
+        ((0.1, 0.1), False),
+        ((0.1, 0.05), False),
+        ((0.1, 0.2), True),
+        ((None, 0.1), True),
+        ((0.1, None), True),
+    ],
+)
+def test_what_may_not_pay_any_more_is_asked_for_again(costs, is_asked):
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    wire.draft(progress_of({1: []}, limit=4, cost=costs[0]))
+    turn = wire.core.draft(progress_of({1: [6, 7, 8, 9, 10]}, limit=4, verified=4, accepted=4, cost=costs[1]))
+    assert wire.core.is_settled(turn) is not is_asked
+
+
+def test_trees_are_handed_out_whole_and_once():
+    tree = DraftBatch(
+        array([6, 7, 8]),
+        np.array([-1, -1, 0], np.int32),
+        np.full(3, 0.5, np.float32),
+        np.zeros(3, np.uint8),
+        array([0, 3]),
+    )
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    wire.settle()
+    for committed in ([], [6, 8]):
+        turn = wire.core.draft(progress_of({1: committed}, limit=3))
+        assert not wire.core.is_settled(turn)
+        wire.flush()
+        wire.serve()
+        wire.downward[0].drafts.CopyFrom(drafts_message(tree))
+        wire.deliver()
+        drafts = wire.core.settle(turn)
+        assert (drafts.tokens.tolist(), drafts.parents.tolist()) == ([6, 7, 8], [-1, -1, 0])
+
+
+# What services may send.
+
+
+def answer_of(*drafts: tuple[list[int], list[int]], odds: float = 0.5) -> DraftBatch:
+    """Drafts of (tokens, parents) each."""
+    batch = DraftBatch.of_paths([Path(array(tokens), np.full(len(tokens), odds, np.float32)) for tokens, _ in drafts])
+    batch.parents[:] = [parent for _, parents in drafts for parent in parents]
+    return batch
+
+
+PATH_3 = [-1, 0, 1]
+USELESS = {
+    "longer than asked for": answer_of(([1, 2, 3], PATH_3), (list(range(9)), list(range(-1, 8)))),
+    "a tree that is longer than the limit": answer_of(([1, 2, 3], PATH_3), ([1, 2, 3, 4], [-1, 0, 0, 0])),
+    "outside the vocabulary": answer_of(([1, 2, 3], PATH_3), ([1, 100], [-1, 0])),
+    "a parent that comes later": answer_of(([1, 2, 3], PATH_3), ([1, 2], [1, 0])),
+    "a parent of its own": answer_of(([1, 2, 3], PATH_3), ([1, 2], [-1, 1])),
+    "a parent before the first": answer_of(([1, 2, 3], PATH_3), ([1, 2], [-2, 0])),
+}
+
+
+@pytest.mark.parametrize("drafts", USELESS.values(), ids=USELESS.keys())
+def test_a_draft_that_is_none_is_dropped_and_the_others_are_used(drafts):
+    wire = connected(ahead=2, model=pb.Model(vocabulary_size=100))
+    start(wire.core, 1, [5])
+    start(wire.core, 2, [6])
+    wire.settle()
+    turn = wire.core.draft(progress_of({1: [], 2: []}, limit=3))
+    wire.flush()
+    wire.serve()
+    wire.downward[0].drafts.CopyFrom(drafts_message(drafts))
+    wire.deliver()
+    got = wire.core.settle(turn)
+    assert [got.tokens_of(index).tolist() for index in (0, 1)] == [[1, 2, 3], []]
+    assert wire.core.counters.malformed == 1
+    # The service takes the counts that follow.
+    wire.service.sequences[wire.client_id][1].drafted = [1, 2, 3]
+    wire.draft(progress_of({1: [1, 9], 2: [7]}, limit=3, verified=0))
+    assert sorted(wire.service.texts()) == [[5, 1, 9], [6, 7]]
+
+
+@pytest.mark.parametrize("odds", [float("nan"), -0.1, 1.1])
+def test_odds_that_are_none_spoil_a_draft(odds):
+    wire = connected()
+    start(wire.core, 1, [5])
+    wire.settle()
+    turn = wire.core.draft(progress_of({1: []}, limit=3))
+    wire.flush()
+    wire.serve()
+    wire.downward[0].drafts.CopyFrom(drafts_message(answer_of(([1], [-1]), odds=odds)))
+    wire.deliver()
+    assert not len(wire.core.settle(turn).tokens)
+    assert wire.core.counters.malformed == 1
+
+
+def test_an_answer_whose_arrays_do_not_fit_is_no_answer():
+    wire = connected()
+    start(wire.core, 1, [5])
+    wire.settle()
+    turn = wire.core.draft(progress_of({1: []}, limit=3))
+    wire.flush()
+    wire.serve()
+    wire.downward[0].drafts.offsets = b"123"
+    wire.deliver()
+    assert not len(wire.core.settle(turn).tokens)
+    assert wire.core.counters.malformed == 1
+
+
+def response_after(wire: Wire, **changes) -> pb.DraftResponse:
+    start(wire.core, 1, [5])
+    wire.flush()
+    wire.serve()
+    response = wire.downward.pop()
+    for name, value in changes.items():
+        if name == "error":
+            response.error.CopyFrom(value)
+        else:
+            setattr(response, name, value)
+    return response
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"step": 99}, "answered step 99 out of order"),
+        ({"error": pb.Error(code=3, message="no sense")}, "no sense"),
+        ({"lost_ids": b"123"}, "lost_ids has 3 bytes"),
+    ],
+)
+def test_a_service_that_breaks_the_contract_meets_a_new_client(changes, reason):
+    wire = connected()
+    response = response_after(wire, **changes)
+    with pytest.raises(WireError, match=reason):
+        wire.core.receive(response)
+    before = wire.client_id
+    wire.core.hang_up(is_doubtful=True)
+    wire.connect()
+    assert wire.client_id != before
+    wire.settle()
+    wire.draft(progress_of({1: []}, limit=1))
+    assert [known.text for known in wire.service.sequences[wire.client_id].values()] == [[5]]
+
+
+def test_a_second_answer_to_a_message_breaks_the_contract():
+    wire = connected()
+    response = response_after(wire)
+    wire.core.receive(response)
+    with pytest.raises(WireError, match="out of order"):
+        wire.core.receive(response)
+
+
+@pytest.mark.parametrize(
+    ("response", "error", "reason"),
+    [
+        (pb.DraftResponse(step=1), RefusedError, "protocol 2"),
+        (pb.DraftResponse(step=1, welcome=pb.Welcome(protocol=3)), RefusedError, "protocol 2"),
+        (pb.DraftResponse(step=1, error=pb.Error(code=3, message="who?")), RefusedError, r"who\?"),
+        (pb.DraftResponse(step=1, error=pb.Error(code=8, message="full")), WireError, "full"),
+        (
+            pb.DraftResponse(step=1, welcome=pb.Welcome(protocol=2, resumed_ids=bytes(8))),
+            WireError,
+            "resumed_lengths has 0 elements, not 1",
+        ),
+    ],
+)
+def test_what_is_no_welcome(response, error, reason):
+    wire = Wire(FakeService())
+    wire.connect()
+    with pytest.raises(error, match=reason):
+        wire.core.receive(response)
+
+
+# Loss and resumption.
+
+
+def test_what_a_service_still_has_is_not_told_again():
+    wire = connected(counting)
+    start(wire.core, 1, [5])
+    wire.draft(progress_of({1: [6, 7]}, limit=2))
+    wire.cut()
+    assert not len(wire.draft(progress_of({1: [8]}, limit=2)).tokens)
+    wire.connect()
+    wire.settle()
+    assert wire.draft(progress_of({1: [9]}, limit=2)).tokens.tolist() == [10, 11]
+    last = wire.service.requests[-1]
+    assert not last.starts
+    assert last.batch.tokens == array([8, 9]).tobytes()
+    assert wire.service.texts() == [[5, 6, 7, 8, 9]]
+    assert (wire.core.counters.reconnects, wire.core.counters.resyncs) == (1, 0)
+
+
+def test_what_a_service_has_lost_is_told_again_when_it_is_needed():
+    wire = connected(counting)
+    for number in (1, 2):
+        start(wire.core, number, [10 * number])
+    wire.draft(progress_of({1: [11], 2: [21]}, limit=1))
+    wire.cut()
+    wire.service.sequences.clear()
+    wire.connect()
+    wire.settle()
+    assert wire.service.texts() == []
+    assert wire.draft(progress_of({2: [22]}, limit=1)).tokens.tolist() == [23]
+    assert wire.service.texts() == [[20, 21, 22]]
+    assert (wire.core.counters.reconnects, wire.core.counters.resyncs) == (1, 2)
+
+
+def test_one_lost_sequence_is_told_again_with_the_next_batch():
+    wire = connected(counting)
+    for number in (1, 2):
+        start(wire.core, number, [10 * number], session="s", request=f"r{number}", learn=number == 1)
+    wire.settle()
+    wire.service.lose(wire.service.requests[-1].starts[0].sequence_id)
+    drafts = wire.draft(progress_of({1: [11], 2: [21]}, limit=1))
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[12], []]
+    assert wire.draft(progress_of({2: [22], 1: [12]}, limit=1)).tokens.tolist() == [23, 13]
+    [again] = wire.service.requests[-1].starts
+    assert (again.request, again.session, again.is_private) == ("r2", "s", True)
+    assert again.committed == array([21, 22]).tobytes()
+    assert wire.core.counters.resyncs == 1
+
+
+def test_lost_sequences_are_told_again_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.messages.LOT_BYTES", 4 * 250)
+    wire = connected(counting)
+    numbers = range(1, 9)
+    for number in numbers:
+        start(wire.core, number, [number] * 100)
+    wire.settle()
+    wire.cut()
+    wire.service.sequences.clear()
+    wire.connect()
+    wire.settle()
+    for step in range(1, 5):
+        drafts = wire.draft(progress_of({number: [number] for number in numbers}, limit=1))
+        assert len(drafts.tokens) == 2 * step
+        assert len(wire.service.requests[-1].starts) == 2
+    assert sorted(wire.service.texts()) == [[number] * 104 for number in numbers]
+
+
+def test_a_sequence_too_long_for_any_message_has_no_drafts(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.messages.MOST_TEXT_BYTES", 4 * 10)
+    wire = connected(counting)
+    start(wire.core, 1, [1] * 11)
+    start(wire.core, 2, [1] * 10)
+    drafts = wire.draft(progress_of({1: [], 2: []}, limit=1))
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
+
+
+def test_what_the_service_has_and_the_client_has_not_is_ended():
+    wire = connected(counting)
+    start(wire.core, 1, [5])
+    wire.settle()
+    wire.cut()
+    wire.service.sequences[wire.client_id][77] = wire.service.sequences[wire.client_id][1]
+    wire.connect()
+    wire.settle()
+    assert wire.service.texts() == [[5]]
+    assert wire.service.learned == {}
+
+
+def test_an_end_that_did_not_arrive_is_told_again_and_learned_once():
+    for is_answered, is_forgotten in ((False, False), (True, False), (False, True), (True, True)):
+        wire = connected(counting)
+        start(wire.core, 1, [5])
+        wire.settle()
+        finish(wire.core, 1, [6, 7])
+        wire.flush()
+        if is_answered:
+            wire.serve()  # but the answer is lost
+        wire.cut()
+        if is_forgotten:
+            wire.service.sequences.clear()
+        wire.connect()
+        wire.settle()
+        assert list(wire.service.learned.values()) == [[5, 6, 7]]
+        assert wire.service.texts() == []
+
+
+def test_only_so_much_that_has_ended_waits_for_a_service(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.ended.EndedSequences.__init__.__defaults__", (4 * 300,))
+    wire = Wire(FakeService())
+    for number in range(5):
+        start(wire.core, number, [number] * 90)
+        finish(wire.core, number, [number] * 10)
+    start(wire.core, 9, [9])
+    finish(wire.core, 9, [9], learn=False)
+    wire.connect()
+    wire.settle()
+    assert sorted(wire.service.learned.values()) == [[number] * 100 for number in (2, 3, 4)]
+    assert wire.core.counters.unlearned == 2
+
+
+def test_much_that_has_ended_is_told_a_lot_at_a_time(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.core.LOT_BYTES", 4 * 250)
+    wire = Wire(FakeService())
+    for number in range(5):
+        start(wire.core, number, [number] * 90)
+        finish(wire.core, number, [number] * 10)
+    wire.connect()
+    wire.serve()
+    wire.deliver()
+    for finishes in (2, 2, 1):
+        [request] = wire.upward
+        assert len(request.finishes) == finishes
+        wire.serve()
+        wire.deliver()
+    assert not wire.upward
+
+
+def test_goodbye_ends_what_runs_and_tells_what_has_ended():
+    wire = connected()
+    start(wire.core, 1, [5])
+    start(wire.core, 2, [6])
+    finish(wire.core, 2, [7])
+    wire.core.say_goodbye()
+    wire.settle()
+    assert wire.service.texts() == []
+    assert list(wire.service.learned.values()) == [[6, 7]]
+    assert wire.service.counters is not None
+
+
+# Lateness.
+
+
+def test_a_late_answer_is_dropped_and_nothing_is_sent_before_it():
+    wire = connected(counting)
+    start(wire.core, 1, [5])
+    wire.settle()
+    assert not len(wire.draft(progress_of({1: []}, limit=1), in_time=False).tokens)
+    sent = len(wire.upward)
+    start(wire.core, 2, [20])
+    assert not len(wire.draft(progress_of({1: [6], 2: []}, limit=1), in_time=False).tokens)
+    finish(wire.core, 2, [21])
+    wire.flush()
+    assert len(wire.upward) == sent
+    wire.settle()
+    assert (wire.core.counters.timeouts, wire.core.counters.dropped) == (2, 1)
+    assert list(wire.service.learned.values()) == [[20, 21]]
+    assert wire.draft(progress_of({1: [7]}, limit=1)).tokens.tolist() == [8]
+    assert wire.service.texts() == [[5, 6, 7]]
+
+
+def test_a_service_that_is_always_late_is_asked_ever_more_rarely():
+    wire = connected(counting)
+    start(wire.core, 1, [5])
+    wire.settle()
+    before = len(wire.service.requests)
+    for token in range(6, 506):
+        wire.draft(progress_of({1: [token]}, limit=1), in_time=False)
+        wire.settle()
+    assert 5 <= len(wire.service.requests) - before <= 20
+    assert wire.core.counters.timeouts == 500
+    until = (wire.draft(progress_of({1: [token]}, limit=1)) for token in range(506, 600))
+    assert any(len(drafts.tokens) for drafts in until)
+    for token in range(600, 605):  # once in time, it is asked every time
+        assert len(wire.draft(progress_of({1: [token]}, limit=1)).tokens) == 1
+
+
+def test_silence_is_measured_from_the_oldest_message_without_an_answer():
+    wire = connected()
+    wire.now = 10.0
+    assert wire.core.dialogue.silent_s == 0.0
+    start(wire.core, 1, [5])
+    wire.now = 12.0
+    start(wire.core, 2, [5])
+    wire.now = 15.0
+    assert wire.core.dialogue.silent_s == 5.0
+    wire.settle()
+    assert wire.core.dialogue.silent_s == 0.0
+
+
+def test_counters_travel_now_and_then():
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    wire.draft(progress_of({1: []}, limit=8), in_time=False)
+    wire.settle()
+    for _ in range(62):
+        wire.draft(progress_of({1: [5]}, limit=8))
+    assert wire.service.counters is None
+    wire.draft(progress_of({1: [5]}, limit=8))
+    assert (wire.service.counters.timeouts, wire.service.counters.dropped) == (1, 1)
+
+
+# What engines may ask.
+
+
+def test_names_that_are_too_long_are_refused():
+    wire = connected()
+    for name in ("session", "request"):
+        with pytest.raises(ValueError, match=f"the name of a {name} has at most 512 bytes"):
+            start(wire.core, 1, [5], **{name: "ä" * 257})
+    start(wire.core, 1, [5], session="ä" * 256)
+
+
+def test_a_prompt_that_changes_afterwards_is_told_as_it_was():
+    wire = Wire(FakeService())
+    prompt = array([5, 6])
+    wire.core.start(1, prompt, session=None, request=None, learn=True)
+    prompt[:] = 9
+    wire.connect()
+    wire.settle()
+    wire.draft(progress_of({1: []}, limit=1))
+    assert wire.service.texts() == [[5, 6]]
+
+
+def test_ids_may_be_used_again():
+    wire = connected(counting)
+    for prompt in (5, 15):
+        start(wire.core, 1, [prompt])
+        assert wire.draft(progress_of({1: [prompt + 1]}, limit=1)).tokens.tolist() == [prompt + 2]
+        finish(wire.core, 1, [])
+    wire.settle()
+    assert sorted(wire.service.learned.values()) == [[5, 6], [15, 16]]
+    assert wire.service.texts() == []

@@ -1,0 +1,220 @@
+"""Where settings come from, which of them wins, and what is said of those that cannot be."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.settings.load import load_settings, read_assignments, to_toml
+from drafter_service.settings.quantity import parse_quantity
+from drafter_service.settings.tree import ServiceConfig
+from ssd.errors import UserError
+from tests.strategies import examples
+
+SAMPLES = {
+    "listen": "127.0.0.1:5",
+    "drafting.policy": "suffix",
+    "drafting.shape": "tree",
+    "drafting.cost": 0.5,
+    "drafting.refresh_interval_s": 0.25,
+    "namespaces.create": False,
+    "access.certificate": Path("/c.pem"),
+    "access.key": Path("/k.pem"),
+    "access.client_ca": Path("/ca.pem"),
+    "access.callers": Path("/callers.toml"),
+    "access.allow_plaintext": True,
+    "access.socket_mode": "660",
+    "snapshots.folder": Path("/snapshots"),
+    "log.url": "redis://somewhere",
+    "log.prefix": "5",
+    "reports.metrics": "127.0.0.1:9",
+    "reports.passages": True,
+    "reports.log_level": "debug",
+    "reports.log_format": "json",
+    "reports.tracing": True,
+}
+"""Values unlike the defaults; for numbers one is made."""
+NUMBERS = {"drafting.capacity": 5000, "drafting.max_draft": 9, "drafting.match_depth": 16}
+
+
+def loaded(file=None, flags=None, environment=None):
+    return load_settings(file, flags, environment or {})
+
+
+def leaves(section=ServiceConfig, path=""):
+    """The dotted keys of all settings but capacities, with their types."""
+    hints = get_type_hints(section)
+    for field in fields(section):
+        if is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], f"{path}{field.name}.")
+        elif field.name != "capacities":
+            yield f"{path}{field.name}", hints[field.name]
+
+
+def value_of(config, key):
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def wanted():
+    """A value for every setting, unlike its default."""
+    return {key: SAMPLES[key] if key in SAMPLES else NUMBERS.get(key, 4321) for key, _ in leaves()}
+
+
+def test_without_anything_the_defaults_hold():
+    assert loaded() == ServiceConfig()
+
+
+def test_every_setting_can_come_from_a_flag_from_the_environment_and_from_a_file(tmp_path):
+    values = wanted()
+    texts = {key: str(value) for key, value in values.items()}
+    by_flag = loaded(flags=read_assignments([f"{key}={text}" for key, text in texts.items()]))
+    variables = {"SSD_DRAFTER_" + key.upper().replace(".", "__"): text for key, text in texts.items()}
+    for key, value in values.items():
+        assert value_of(by_flag, key) == value, key
+        assert value != value_of(ServiceConfig(), key) or key == "drafting.policy"
+    assert loaded(environment=variables) == by_flag
+    (tmp_path / "settings.toml").write_text(to_toml(by_flag))
+    assert loaded(tmp_path / "settings.toml") == by_flag
+
+
+def test_flags_override_the_environment_and_that_overrides_the_file(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text("[limits]\nstreams = 1\nsequences = 1\ngrace_s = 1\n")
+    environment = {"SSD_DRAFTER_LIMITS__SEQUENCES": "2", "SSD_DRAFTER_LIMITS__GRACE_S": "2"}
+    limits = loaded(file, {"limits.grace_s": 3}, environment).limits
+    assert (limits.streams, limits.sequences, limits.grace_s) == (1, 2, 3.0)
+
+
+def test_other_variables_are_left_alone():
+    """Kubernetes gives these to every pod beside a Service called ssd-drafter."""
+    environment = {
+        "HOME": "/root",
+        "SSD_DRAFTER_SERVICE_HOST": "10.0.0.1",
+        "SSD_DRAFTER_SERVICE_PORT": "50051",
+        "SSD_DRAFTER_SERVICE_PORT_GRPC": "50051",
+        "SSD_DRAFTER_PORT": "tcp://10.0.0.1:50051",
+        "SSD_DRAFTER_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "SSD_DRAFTER_SNAPSHOTS__FOLDER": "",
+    }
+    assert loaded(environment=environment) == ServiceConfig()
+
+
+def test_quantities_may_be_written_short(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text('[drafting]\ncapacity = "32M"\n[namespaces.capacities]\n"Llama-3.1" = "500k"\nother = 5000\n')
+    config = loaded(file, {"limits.streams": "2k"})
+    assert (config.drafting.capacity, config.limits.streams) == (32_000_000, 2000)
+    assert dict(config.namespaces.capacities) == {"Llama-3.1": 500_000, "other": 5000}
+    given_as_a_table = loaded(flags=read_assignments(["namespaces.capacities={'Llama-3.1' = '500k'}"]))
+    assert dict(given_as_a_table.namespaces.capacities) == {"Llama-3.1": 500_000}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"nonsense": 1}, "flags: there is no setting nonsense; known are listen, drafting"),
+        ({"drafting.capcity": 1}, "flags: there is no setting drafting.capcity; did you mean drafting.capacity?"),
+        ({"drafting": 5}, "flags: drafting is a section, not a value"),
+        ({"drafting": 5, "drafting.cost": 1}, "drafting.cost: drafting is set to a value elsewhere"),
+        ({"drafting.cost": 1, "drafting": 5}, "flags: drafting is a section"),
+        ({"drafting.capacity": "many"}, "drafting.capacity: 'many' is no quantity"),
+        ({"drafting.capacity": 5}, "drafting.capacity: a corpus holds 4,096 to"),
+        ({"drafting.max_draft": 100}, "drafting: max_draft must be 1 to 64, not 100"),
+        ({"drafting.cost": "nan"}, "drafting: cost is what"),
+        ({"drafting.shape": "bush"}, "drafting.shape: Input should be 'path' or 'tree'"),
+        ({"drafting.policy": "article"}, "drafting.policy must be 'suffix'"),
+        ({"limits.streams": 0}, "limits.streams: Input should be greater than or equal to 1"),
+        ({"limits.streams": "1.5"}, "limits.streams: '1.5' is no quantity"),
+        ({"limits.streams": None}, "limits.streams: Input should be a valid integer"),
+        ({"limits.grace_s": -1}, "limits.grace_s: Input should be greater than or equal to 0"),
+        ({"limits.grace_s": "nan"}, "limits.grace_s: Input should be greater than or equal to 0"),
+        ({"snapshots.interval_s": 0}, "snapshots.interval_s: Input should be greater than 0"),
+        ({"namespaces.create": "perhaps"}, "namespaces.create: Input should be a valid boolean"),
+        ({"namespaces.capacities": 5}, "namespaces.capacities: Input should be a valid dictionary"),
+        ({"namespaces.capacities.a": "x"}, "namespaces.capacities.a: 'x' is no quantity"),
+        ({"namespaces.capacities.a": 5}, "namespaces.capacities.a: a corpus holds 4,096 to"),
+        ({"access.key": "x"}, "access: key needs certificate"),
+        ({"access.socket_mode": "999"}, "access: socket_mode is octal"),
+        ({"reports.log_level": "loud"}, "reports.log_level: Input should be 'debug'"),
+    ],
+)
+def test_errors_name_the_key_in_one_line(flags, message):
+    with pytest.raises(UserError) as refused:
+        loaded(flags=flags)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_error_in_the_environment_or_a_file_says_so(tmp_path):
+    with pytest.raises(UserError, match="environment: there is no setting limits.stream; did you mean limits.streams"):
+        loaded(environment={"SSD_DRAFTER_LIMITS__STREAM": "1"})
+    file = tmp_path / "settings.toml"
+    with pytest.raises(UserError, match=f"cannot read the settings in {file}: No such file"):
+        loaded(file)
+    for content in ("limits = ", "\xff"):
+        file.write_bytes(content.encode("latin1"))
+        with pytest.raises(UserError, match=f"{file} is not TOML"):
+            loaded(file)
+    file.write_text("[limit]\nstreams = 1\n")
+    with pytest.raises(UserError, match=f"{file}: there is no setting limit; did you mean limits"):
+        loaded(file)
+
+
+@pytest.mark.parametrize("text", ["limits.streams", "=5", ""])
+def test_an_assignment_needs_a_key_and_a_value(text):
+    with pytest.raises(UserError, match="sets nothing; write KEY=VALUE"):
+        read_assignments([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("5", 5), ("16M", 16_000_000), ("1.5k", 1500), ("4.35m", 4_350_000), ("2G", 2_000_000_000), ("1_000", 1000)],
+)
+def test_a_quantity_is_read(text, number):
+    assert parse_quantity(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "5kk", "many", "inf", "nan", "1e400", "1e999999999", "1.5", "0.0001k", "5 6"]
+)
+def test_what_is_no_quantity_is_refused(text):
+    with pytest.raises(ValueError, match="is no quantity"):
+        parse_quantity(text)
+
+
+NAMES = st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size=1, max_size=20)
+
+
+@examples(30)
+@given(
+    st.dictionaries(NAMES, st.integers(4096, 1 << 31), max_size=3),
+    st.integers(1, 1 << 60),
+    st.floats(0, allow_nan=False),
+    st.one_of(st.none(), NAMES.map(Path)),
+    st.one_of(st.none(), NAMES),
+)
+def test_what_is_printed_is_read_back(tmp_path_factory, capacities, streams, grace_s, folder, url):
+    tree = {
+        "namespaces": {"capacities": capacities},
+        "limits": {"streams": streams, "grace_s": grace_s},
+        "snapshots": {"folder": folder},
+        "log": {"url": url},
+    }
+    config = loaded(flags=tree)
+    file = tmp_path_factory.getbasetemp() / "printed.toml"
+    file.write_text(to_toml(config))
+    assert loaded(file) == config
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_any_assignment_is_taken_or_refused(key, value):
+    try:
+        config = loaded(flags=read_assignments([f"{key}={value}"]))
+    except UserError:
+        return
+    assert isinstance(config, ServiceConfig)

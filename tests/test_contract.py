@@ -1,0 +1,94 @@
+"""The wire contract is well formed, and what it says today is understood by clients of the last release."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROTO = Path("protos/ssd/drafter/v1/drafter.proto")
+BASELINE = Path("protos/baseline.binpb")
+
+PLANTED = {
+    "a field of another type": ("uint64 step = 1;", "string step = 1;", "changed type"),
+    "a field of another number": ("repeated Start starts = 2;", "repeated Start starts = 20;", "deleted"),
+    "a field that is gone": ("  bytes odds = 3;\n", "", "was deleted"),
+    "a field of another name": ("  bytes parents = 2;", "  bytes ancestors = 2;", "changed name"),
+    "a call that is gone": ("  rpc Observe(ObserveRequest) returns (ObserveResponse);\n", "", "was deleted"),
+    "a stream that is none": ("returns (stream WarmResponse)", "returns (WarmResponse)", "server streaming"),
+}
+
+
+def find_buf():
+    """The program: $BUF, beside this Python (the dev extra), on the path, or from npm."""
+    folders = [
+        Path(sys.executable).parent,
+        *os.environ.get("PATH", "").split(os.pathsep),
+        ROOT / "node_modules" / ".bin",
+    ]
+    return os.environ.get("BUF") or shutil.which("buf", path=os.pathsep.join(map(str, folders)))
+
+
+@pytest.fixture(scope="module")
+def buf():
+    program = find_buf()
+    if program is None:
+        pytest.skip("SKIPPED LOUDLY: the contract is not checked, there is no buf; pip install buf-bin")
+
+    def run(folder, *arguments):
+        return subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The contract and its settings in a folder that can be spoilt."""
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    return tmp_path
+
+
+def spoil(copy, before, after):
+    text = (copy / PROTO).read_text()
+    assert before in text
+    (copy / PROTO).write_text(text.replace(before, after, 1))
+
+
+def test_it_is_well_formed(buf):
+    done = buf(ROOT, "lint")
+    assert done.returncode == 0, done.stdout
+
+
+def test_it_is_as_buf_formats_it(buf):
+    done = buf(ROOT, "format", "--diff", "--exit-code")
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_last_release_understands_it(buf):
+    done = buf(ROOT, "breaking", "--against", str(BASELINE))
+    assert done.returncode == 0, f"{done.stdout}\nafter a release that may break: make protos-baseline"
+
+
+@pytest.mark.parametrize(("before", "after", "complaint"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_break_is_found(buf, copy, before, after, complaint):
+    spoil(copy, before, after)
+    done = buf(copy, "breaking", "--against", str(BASELINE))
+    assert done.returncode == 100
+    assert complaint in done.stdout
+
+
+def test_what_is_new_breaks_nothing(buf, copy):
+    spoil(copy, "message Error {", "message Error {\n  // Where more is said.\n  string link = 99;")
+    done = buf(copy, "breaking", "--against", str(BASELINE))
+    assert done.returncode == 0, done.stdout
+
+
+def test_planted_bad_style_is_found(buf, copy):
+    spoil(copy, "  int32 code = 1;", "  int32 Code = 1;")
+    done = buf(copy, "lint")
+    assert done.returncode == 100
+    assert 'Field name "Code" should be lower_snake_case' in done.stdout

