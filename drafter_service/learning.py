@@ -53,12 +53,12 @@ class Learning:
     async def forget(self, namespace: Namespace, request: str) -> None:
         """Returns once no draft can hold what was learned under a name."""
         namespace.forget(request)
-        await asyncio.to_thread(namespace.corpus.refresh)
+        await self._take_effect(namespace)
 
     async def forget_before(self, namespace: Namespace, moment: float) -> None:
         """Returns once no draft can hold what was learned before a time, in seconds since 1970."""
         namespace.forget_before(moment)
-        await asyncio.to_thread(namespace.corpus.refresh)
+        await self._take_effect(namespace)
 
     async def wait_for_room(self, namespace: Namespace) -> None:
         """Returns once less than the most that may wait does. Raises ClosedError."""
@@ -67,3 +67,8 @@ class Learning:
                 return
             await asyncio.sleep(PAUSE_S)
         raise ClosedError(f"namespace {namespace.name!r} was dropped")
+
+    async def _take_effect(self, namespace: Namespace) -> None:
+        await asyncio.to_thread(namespace.corpus.refresh)
+        if namespace.passages is not None:
+            namespace.passages.purge(namespace.corpus)

@@ -10,10 +10,11 @@ from itertools import islice
 
 import numpy as np
 
-from drafter_service.facts import ClientTotals, CorpusFacts, ModelIdentity, NamespaceFacts, Passage
+from drafter_service.facts import ClientTotals, CorpusFacts, ModelIdentity, NamespaceFacts
 from drafter_service.history import History, Sample
 from drafter_service.latency import Latency
 from drafter_service.log.events import Event, Finished, Forgotten, ForgottenBefore
+from drafter_service.passages import Passages
 from ssd.config import DrafterConfig
 from ssd.corpus import Corpus
 from ssd.drafter import SuffixDrafter
@@ -43,7 +44,7 @@ class Namespace:
         corpus: Corpus,
         *,
         stats: Stats | None = None,
-        history: History | None = None,
+        passages: Passages | None = None,
     ) -> None:
         """`corpus` is refreshed in the background from now on, until it is closed."""
         self.name = name
@@ -51,7 +52,9 @@ class Namespace:
         self.config = config
         self.corpus = corpus
         self.stats = stats or Stats()
-        self.history = history or History()
+        self.history = History()
+        self.passages = passages
+        """None unless they are to be shown."""
         self.clients = ClientTotals()
         self.draft_latency = Latency()
         self.merge_latency = Latency()
@@ -190,8 +193,9 @@ class Namespace:
             )
         )
 
-    def facts(self, passages: tuple[Passage, ...] | None = None) -> NamespaceFacts:
+    def facts(self, *, with_passages: bool = False) -> NamespaceFacts:
         """What reports and metrics say of it."""
+        show = self.passages if with_passages else None
         corpus, times = self.corpus, self.corpus.times
         return NamespaceFacts(
             name=self.name,
@@ -216,7 +220,7 @@ class Namespace:
             merge_latency=self.merge_latency,
             clients=self.clients,
             duplicates=self.duplicates,
-            passages=passages,
+            passages=show.most_productive(corpus) if show is not None else None,
         )
 
     def close(self) -> None:

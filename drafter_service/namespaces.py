@@ -16,6 +16,7 @@ from drafter_service.facts import ModelIdentity
 from drafter_service.history import History
 from drafter_service.log.events import Dropped
 from drafter_service.namespace import ClosedError, Namespace
+from drafter_service.passages import Passages
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.store import NAME, Description, Store, describe
 from ssd import snapshot
@@ -180,10 +181,10 @@ class Namespaces:
         await self._reserve(name, most_bytes(drafting.capacity))
         try:
             loaded = await asyncio.to_thread(self._restore, name, drafting)
-            if loaded is None:
-                namespace = Namespace(name, model, drafting, Corpus(drafting.capacity, drafting.match_depth))
-            else:
-                namespace = Namespace(name, model, drafting, loaded.corpus, stats=loaded.stats)
+            corpus = loaded.corpus if loaded else Corpus(drafting.capacity, drafting.match_depth)
+            passages = Passages() if self._config.reports.passages else None
+            stats = loaded.stats if loaded else None
+            namespace = Namespace(name, model, drafting, corpus, stats=stats, passages=passages)
         except BaseException:
             del self._reserved[name]
             raise

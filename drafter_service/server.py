@@ -28,7 +28,6 @@ from drafter_service.housekeeping import Housekeeping
 from drafter_service.learning import Learning
 from drafter_service.namespace import Namespace
 from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
-from drafter_service.passages import passages_of
 from drafter_service.process import resident_bytes
 from drafter_service.replication import Replication
 from drafter_service.settings.tree import ServiceConfig
@@ -119,9 +118,7 @@ class DrafterServer:
             started_at=self._started_at,
             now=time.time(),
             memory_bytes=resident_bytes(),
-            namespaces=tuple(
-                namespace.facts(passages_of(namespace) if with_passages else None) for namespace in chosen
-            ),
+            namespaces=tuple(namespace.facts(with_passages=with_passages) for namespace in chosen),
             refused=self._drafting.refused,
             log=self._replication.facts(),
         )

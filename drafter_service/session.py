@@ -12,6 +12,7 @@ import numpy as np
 from drafter_service.facts import ClientTotals
 from drafter_service.messages import MOST_FIELDS, Begin, End, read_begin, read_end, read_steps
 from drafter_service.namespace import Namespace
+from drafter_service.passages import Passages
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, drafts_message, pack, read_batch
@@ -111,6 +112,8 @@ class Session:
             return pb.DraftResponse(
                 step=request.step, drafts=drafts_message(DraftBatch.empty(0)), lost_ids=_packed_ids(lost)
             )
+        if self.namespace.passages is not None:
+            self._note_passages(batch, self.namespace.passages)
         drafts, lost_in_batch = self._draft(batch, request.batch.ahead)
         self._make_room()
         self.namespace.stats.counters.steps[STEPS] += steps
@@ -251,6 +254,11 @@ class Session:
             self._drafter.finish(sequence_id, NO_TOKENS, learn=False)
             if len(self._used) <= limits.sequences and self._tokens <= limits.stream_tokens:
                 return
+
+    def _note_passages(self, batch: Progress, passages: Passages) -> None:
+        for index, accepted in enumerate(batch.accepted.tolist()):
+            first, end = batch.offsets[index : index + 2].tolist()
+            passages.note(batch.tokens[first : min(end, first + accepted)], self.namespace.corpus)
 
     def _note_counters(self, counters: pb.ClientCounters) -> None:
         """Add what grew since the client last said its totals."""

@@ -10,6 +10,8 @@ from ssd.tier import Order
 
 BASE, FROZEN, RECENT, LIVE = range(4)
 """Rows of a view's tiers, oldest text first."""
+RING_HEAD, RING_SLOTS = 2, 3
+"""Of a view's third array."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,9 +83,8 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
     server = DrafterServer(tree)
 
     def announce() -> None:
-        click.echo(
-            f"drafter listening at {server.address.text}, remembering up to {tree.drafting.capacity:,} tokens a namespace"
-        )
+        remembers = f"remembering up to {tree.drafting.capacity:,} tokens a namespace"
+        click.echo(f"drafter listening at {server.address.text}, {remembers}")
 
     asyncio.run(serve_until_signalled(server, announce))
     click.echo(server.summary)

@@ -60,7 +60,7 @@ class Reader:
                 await self._retry.pause(problem)
 
     async def _read(self, take: TakeEvents) -> None:
-        entries = await self._stream.read(self.position, ENTRIES_AT_ONCE, wait=True)
+        entries = await self._stream.read(self.position, ENTRIES_AT_ONCE, wait=self._has_all)
         self._retry.succeeded()
         if entries:
             self._is_behind()

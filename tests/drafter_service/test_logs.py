@@ -2,6 +2,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -179,7 +180,8 @@ def test_errors_that_name_only_files_and_settings_speak(logs):
 
 def test_no_line_can_be_forged(logs):
     configure_logs("console", "info", stream := io.StringIO())
-    structlog.get_logger("drafter_service.x").info("hello", client="engine\n2026-01-01 [error] gone\x1b[2J")
+    forged = "engine\n2026-01-01 [error] gone\x1b[2J"
+    structlog.get_logger("drafter_service.x").info(f"hello {forged}", client=forged)
     assert len(stream.getvalue().splitlines()) == 1
     assert "\x1b[2J" not in stream.getvalue()
 
@@ -187,6 +189,11 @@ def test_no_line_can_be_forged(logs):
 def test_passwords_in_addresses_are_withheld(logs):
     structlog.get_logger("drafter_service.x").info("log lost", url="redis://ann:pa55@host:6379/0")
     assert logs()[0]["url"] == "redis://***@host:6379/0"
+
+
+def test_of_what_a_library_says_in_many_lines_the_first_is_told(logs):
+    logging.getLogger("somebody").error(f"it failed\nprompt: {SECRET}")
+    assert logs()[0]["event"] == "it failed"
 
 
 def test_what_asyncio_tells_of_tasks_and_callbacks_has_no_values(logs):
@@ -205,7 +212,8 @@ def test_what_asyncio_tells_of_tasks_and_callbacks_has_no_values(logs):
     lines = logs()
     assert len(lines) == 3
     assert all(line["raised"] == "ValueError" for line in lines)
-    assert "Holmes" not in json.dumps(lines)
+    # It shortens what it writes out, so that only the ends of a text remain.
+    assert not {"Dear", "Holmes", "again"} & set(re.findall(r"\w+", json.dumps(lines)))
 
 
 def test_what_grpc_tells_of_a_failed_handler_has_no_values(logs):

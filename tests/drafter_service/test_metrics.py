@@ -5,6 +5,7 @@ import subprocess
 import threading
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 from http.client import RemoteDisconnected
 from itertools import accumulate
 from pathlib import Path
@@ -198,8 +199,8 @@ def test_only_the_most_used_namespaces_are_told_apart():
 
 
 def test_a_namespace_called_other_is_told_with_the_rest():
-    namespaces = [namespace_facts("other", stats_of(90)), namespace_facts("a", stats_of(1))]
-    assert committed(collected(DrafterCollector(lambda: service_facts(*namespaces), 2))) == {"a": 1, "other": 90}
+    namespaces = [namespace_facts(name, stats_of(count)) for name, count in (("other", 90), ("a", 1), ("b", 2))]
+    assert committed(collected(DrafterCollector(lambda: service_facts(*namespaces), 1))) == {"b": 2, "other": 91}
 
 
 MOMENTS = st.lists(
@@ -359,3 +360,31 @@ def test_scrapes_at_the_same_time_agree():
             reader.join()
     totals = [sum(value for key, value in text[0].items() if "committed" in key[0]) for text in texts]
     assert totals == [stats.sum()] * 4
+
+
+def test_a_scrape_waits_for_the_sums_of_another():
+    class Watched(tuple):
+        def __iter__(self):
+            inside.append(True)
+            if len(inside) == 1:
+                second.start()
+                began.wait(10)
+                met.append(finished.wait(0.1))
+            yield from super().__iter__()
+
+    def facts():
+        if threading.current_thread() is second:
+            began.set()
+        return replace(service_facts(), namespaces=Watched([namespace_facts()]))
+
+    def collect():
+        list(collector.collect())
+        finished.set()
+
+    inside, met, began, finished = [], [], threading.Event(), threading.Event()
+    collector = DrafterCollector(facts, 1)
+    second = threading.Thread(target=collect)
+    list(collector.collect())
+    second.join()
+    assert met == [False]
+    assert len(inside) == 2

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import settings
 
 from drafter_service.warm import offline, pipeline, plain
+from drafter_service.warm.chunk import Position
 from drafter_service.warm.files import list_files
+from drafter_service.warm.kinds import kind_of, read_as
 from drafter_service.warm.offline import OfflineSink
 from drafter_service.warm.reading import Reading
 from drafter_service.warm.resume import Resume
@@ -70,6 +72,23 @@ def learned(folder):
     return {name: sections[name].tolist() for name in ("text", "requests.first", "requests.name")}
 
 
+@pytest.mark.parametrize("index", range(7))
+def test_each_kind_of_file_is_read_on_from_any_position(sources, vocabulary, index, monkeypatch):
+    monkeypatch.setattr(plain, "PIECE_BYTES", 500)
+    file, reading = sources[index], Reading(vocabulary, block_bytes=BLOCK)
+
+    def chunks_from(position):
+        return list(read_as(kind_of(file), file, position, reading))
+
+    def told(chunks):
+        return [(item.name, list(item.output)) for chunk in chunks for item in chunk.items]
+
+    chunks = chunks_from(Position())
+    assert len(chunks) > 3
+    for done, chunk in enumerate(chunks, 1):
+        assert told(chunks_from(chunk.position)) == told(chunks[done:])
+
+
 class Saboteur:
     """Kills the load at its n-th step: before or after a batch is accepted, a snapshot is saved, or the position is."""
 
@@ -103,7 +122,6 @@ class Saboteur:
 
 
 def test_an_interrupted_load_goes_on_to_the_same_corpus(sources, tmp_path, vocabulary, monkeypatch):
-    monkeypatch.setattr(plain, "PIECE_BYTES", 500)
     (tmp_path / "whole").mkdir()
     with monkeypatch.context() as patch:
         saboteur = Saboteur(patch, at=-1)
