@@ -59,7 +59,7 @@ class LiveTier:
             return
         growing.lead = lead[-self._depth :]
         room = -growing.end % BLOCK
-        if room > 1 + len(growing.lead):
+        if False:
             self._lead_in(growing)
         else:
             growing.end = 0
@@ -69,6 +69,7 @@ class LiveTier:
         growing = self._growing.get(owner)
         while growing is not None and len(tokens):
             if growing.end % BLOCK == 0 and not self._open_block(owner, growing):
+                growing.lead = np.concatenate((growing.lead, tokens))[-self._depth :]
                 return
             part = tokens[: BLOCK - growing.end % BLOCK]
             self._text.array[growing.end : growing.end + len(part)] = part

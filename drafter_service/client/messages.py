@@ -43,17 +43,16 @@ def introductions(running: Running, rows: np.ndarray, wire_ids: Iterator[int]) -
 
 def batch_message(news: News, max_draft: np.ndarray, cost: float | None, ahead: int) -> pb.Batch:
     """What is to be told of a batch, for which drafts are wanted; max_draft: uint32 [B]."""
-    verified, accepted, steps = news.counts
     return pb.Batch(
         sequence_ids=pack(news.wire_ids, "u8"),
         tokens=pack(news.tokens, "u4"),
         offsets=pack(news.offsets, "u4"),
-        verified=pack(verified, "u4"),
-        accepted=pack(accepted, "u4"),
+        verified=pack(news.verified, "u4"),
+        accepted=pack(news.accepted, "u4"),
         max_draft=pack(max_draft, "u4"),
         cost=cost,
         ahead=ahead,
-        steps=pack(steps, "u4") if np.count_nonzero(steps > 1) else b"",
+        steps=b"" if news.steps is None else pack(news.steps, "u4"),
     )
 
 

@@ -31,13 +31,12 @@ from ssd.draft import Progress, offsets_of
 LEAST_ROWS = 16
 
 # Lines of the table, int64.
-COMMITTED, TOLD, OFFERED, VERIFIED, ACCEPTED, STEPS, WIRE_ID, IS_KNOWN, IS_COUNTED = range(9)
-"""COMMITTED: tokens beyond the prompt; TOLD: how many of them the service has been told; OFFERED: how many tokens the
-engine was handed last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls
-the sequence, a number that none had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it.
-IS_COUNTED: whether what the engine was handed is of the service's last draft."""
+UNTOLD, OFFERED, VERIFIED, ACCEPTED, STEPS, WIRE_ID, IS_KNOWN, IS_COUNTED, IS_PLAIN = range(9)
+"""UNTOLD: how many of the committed tokens the service has not been told. OFFERED: how many tokens the engine was handed
+last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls the sequence, a number
+that none had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it. IS_COUNTED: whether what
+the engine was handed is of the service's last draft. IS_PLAIN: whether it is known and counted, and nothing is untold."""
 LINES = 9
-COUNTS = slice(VERIFIED, STEPS + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +49,11 @@ class News:
     """uint32 [T]."""
     offsets: np.ndarray
     """uint32 [B + 1]."""
-    counts: np.ndarray
-    """int64 [3, B]: verified, accepted, steps."""
+    verified: np.ndarray
+    accepted: np.ndarray
+    """Whole numbers [B]."""
+    steps: np.ndarray | None = None
+    """int64 [B]; None: one each."""
 
 
 class Running:
@@ -81,14 +83,14 @@ class Running:
     def end(self, sequence_id: int, learn: bool) -> Ended:
         """A sequence is over; what has to be told of it."""
         row = self.row_of.pop(sequence_id)
-        _, told, _, verified, accepted, steps, wire_id, is_known, _ = self._table[:, row].tolist()
-        about = self.about(row)
+        untold, _, verified, accepted, steps, wire_id, is_known, _, _ = self._table[:, row].tolist()
+        about, committed = self.about(row), self._texts.text(row)
         ended = Ended(
             about,
-            committed=self._texts.text(row),
+            committed=committed,
             wire_id=wire_id,
             is_known=bool(is_known),
-            told=told,
+            told=len(committed) - untold,
             learn=learn and about.learn,
             verified=verified,
             accepted=accepted,
@@ -107,7 +109,7 @@ class Running:
 
     def size(self, row: int) -> int:
         """Tokens of a sequence, prompt included."""
-        return len(self.about(row).prompt) + int(self._table[COMMITTED, row])
+        return len(self.about(row).prompt) + int(self._texts.sizes(np.array([row]))[0])
 
     def offered(self, rows: np.ndarray) -> np.ndarray:
         """How many tokens the engine was handed last, int64 [B]."""
@@ -118,49 +120,50 @@ class Running:
         known: np.ndarray = self._table[IS_KNOWN, rows] != 0
         return known
 
+    def is_plain(self, rows: np.ndarray) -> bool:
+        """Whether all that is to be told of these sequences is what the engine says now: the usual case."""
+        return not self.at_hand.count and int(np.count_nonzero(self._table[IS_PLAIN, rows])) == len(rows)
+
+    def pass_on(self, rows: np.ndarray, progress: Progress) -> News:
+        """What `commit` and `tell` do for sequences that are plain."""
+        self._texts.append(rows, progress.tokens, progress.offsets)
+        wire_ids = self._table[WIRE_ID, rows]
+        return News(wire_ids, progress.tokens, progress.offsets, progress.verified, progress.accepted)
+
     def commit(self, rows: np.ndarray, progress: Progress) -> None:
         """Take note of what was committed and of what became of what the engine was handed."""
         offsets = progress.offsets.astype(np.int64)
         counts = offsets[1:] - offsets[:-1]
         table = self._table[:, rows]
-        begins = self.at_hand.begins[rows] if self.at_hand.count else 0
-        np.maximum(table[VERIFIED], (begins + progress.verified) * table[IS_COUNTED], out=table[VERIFIED])
+        reached = (self.at_hand.begins[rows] + progress.verified) * table[IS_COUNTED]
+        np.maximum(table[VERIFIED], reached, out=table[VERIFIED])
         table[ACCEPTED] += progress.accepted * table[IS_COUNTED]
         table[STEPS] += counts > 0
-        table[COMMITTED] += counts
+        table[UNTOLD] += counts
+        table[IS_PLAIN] = 0
         self._table[:, rows] = table
         self._texts.append(rows, progress.tokens, offsets)
         self.at_hand.advance(rows, progress.tokens, offsets, progress.cost)
 
     def tell(self, rows: np.ndarray) -> News:
         """All that the service does not know of known sequences; from now on it does. Their drafts are void."""
-        table = self._table[:, rows]
-        counts = table[COUNTS].copy()
-        untold = table[COMMITTED] - table[TOLD]
+        untold, _, verified, accepted, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(untold)
-        tokens = self._texts.last(rows, untold, offsets.astype(np.int64))
-        table[TOLD] = table[COMMITTED]
-        table[COUNTS] = 0
-        table[IS_COUNTED] = 0
-        self._table[:, rows] = table
+        tokens = self._texts.last(rows, offsets.astype(np.int64))
+        self._make_plain(rows)
         self.at_hand.drop(rows)
-        return News(table[WIRE_ID], tokens, offsets, counts)
+        return News(wire_ids, tokens, offsets, verified, accepted, np.maximum(steps, 1))
 
     def introduce(self, row: int, wire_id: int) -> np.ndarray:
         """The service is told of a sequence, all of it; returns what was committed since it began, uint32."""
-        table = self._table[:, row]
-        table[COUNTS] = 0
-        table[IS_COUNTED] = 0
-        table[WIRE_ID], table[TOLD], table[IS_KNOWN] = wire_id, table[COMMITTED], 1
+        self._table[WIRE_ID, row] = wire_id
+        self._make_plain(np.array([row]))
         return self._texts.text(row)
 
     def hand_over(self, rows: np.ndarray, sizes: np.ndarray) -> None:
-        """The engine was handed so many tokens for each sequence, int64 [B]."""
+        """The engine is handed so many tokens for each sequence, int64 [B]."""
         self._table[OFFERED, rows] = sizes
-
-    def expect_counts(self, rows: np.ndarray) -> None:
-        """The service's last drafts of these are what the engine will be handed."""
-        self._table[IS_COUNTED, rows] = 1
+        self._texts.tidy()
 
     def lose(self, wire_ids: Collection[int]) -> int:
         """The service does not know these any more; returns how many of them run."""
@@ -168,8 +171,8 @@ class Running:
             return 0
         known = self._known_rows()
         lost = known[np.isin(self._table[WIRE_ID, known], list(wire_ids))]
-        self._table[IS_KNOWN, lost] = 0
         self._disregard(lost)
+        self._table[IS_KNOWN, lost] = 0
         return len(lost)
 
     def resume(self, sizes: Mapping[int, int]) -> int:
@@ -180,10 +183,11 @@ class Running:
         self._disregard(np.array(list(self.row_of.values()), np.int64))
         lost = 0
         for row in self._known_rows().tolist():
-            table = self._table[:, row]
-            table[TOLD] = sizes.get(int(table[WIRE_ID]), 0) - len(self.about(row).prompt)
-            table[IS_KNOWN] = 0 <= table[TOLD] <= table[COMMITTED]
-            lost += not table[IS_KNOWN]
+            told = sizes.get(int(self._table[WIRE_ID, row]), 0) - len(self.about(row).prompt)
+            committed = int(self._texts.sizes(np.array([row]))[0])
+            is_known = 0 <= told <= committed
+            self._table[[UNTOLD, IS_KNOWN], row] = committed - told, is_known
+            lost += not is_known
         return lost
 
     def known_wire_ids(self) -> set[int]:
@@ -196,9 +200,15 @@ class Running:
 
     def _disregard(self, rows: np.ndarray) -> None:
         """Whatever the engine was handed so far is not of the service's last draft."""
-        self._table[IS_COUNTED, rows] = 0
-        self._table[VERIFIED, rows] = 0
-        self._table[ACCEPTED, rows] = 0
+        for line in (IS_COUNTED, IS_PLAIN, VERIFIED, ACCEPTED):
+            self._table[line, rows] = 0
+
+    def _make_plain(self, rows: np.ndarray) -> None:
+        """The service knows all of these; what the engine is handed from now on is of the draft that it makes next."""
+        for line in (UNTOLD, VERIFIED, ACCEPTED, STEPS):
+            self._table[line, rows] = 0
+        for line in (IS_KNOWN, IS_COUNTED, IS_PLAIN):
+            self._table[line, rows] = 1
 
     def _grow(self, rows: int) -> None:
         before = len(self._about)

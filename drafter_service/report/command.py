@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from drafter_service.commands.connection import Link, connection_options
 from ssd.errors import UserError
 
 
 @click.command()
-@click.option("--server", metavar="ADDRESS", help="A running service: unix:/path/to/socket or host:port.")
+@connection_options
 @click.option(
-    "--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="A snapshot instead; it tells less of the time."
+    "--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="Of a snapshot instead of a running service."
 )
 @click.option("--namespace", default="", metavar="NAME", help="Only this one.", show_default=False)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
@@ -26,7 +27,7 @@ from ssd.errors import UserError
     help="Show passages as text, by the tokenizer.json of this folder.",
 )
 def report(
-    server: str | None,
+    link: Link,
     snapshot: Path | None,
     namespace: str,
     html: Path | None,
@@ -35,20 +36,17 @@ def report(
     tokenizer: Path | None,
 ) -> None:
     """Show what drafting was worth: tables here, a page, or JSON."""
-    if (server is None) == (snapshot is None):
-        raise UserError("say what to report on: either --server ADDRESS or --snapshot FILE")
     if snapshot is not None and (passages or namespace):
         raise UserError("a snapshot is of one namespace, without passages; leave --passages and --namespace out")
     if tokenizer is not None and not passages:
         raise UserError("--tokenizer is for the text of passages; say --passages too")
-    if server is not None:
+    if snapshot is None:
         from drafter_service.report.remote import fetch_report
 
-        made = fetch_report(server, namespace, passages)
+        made = fetch_report(link, namespace, passages)
     else:
         from drafter_service.report.offline import stats_report
 
-        assert snapshot is not None
         made = stats_report(snapshot)
     if tokenizer is not None:
         from drafter_service.report.passages import with_text
@@ -69,7 +67,7 @@ def report(
 
 
 @click.command()
-@click.option("--server", required=True, metavar="ADDRESS", help="unix:/path/to/socket or host:port.")
+@connection_options
 @click.option("--namespace", default="", metavar="NAME", help="Only this one.", show_default=False)
 @click.option(
     "--interval",
@@ -79,7 +77,7 @@ def report(
     help="How often it is drawn.",
 )
 @click.option("--once", is_flag=True, help="Print one interval and stop, as where there is no terminal.")
-def top(server: str, namespace: str, interval: float, once: bool) -> None:
+def top(link: Link, namespace: str, interval: float, once: bool) -> None:
     """Watch what a service does now; q quits."""
     from rich.console import Console
 
@@ -89,7 +87,7 @@ def top(server: str, namespace: str, interval: float, once: bool) -> None:
     from drafter_service.report.top import print_once, watch
 
     def fetch() -> Report:
-        return fetch_report(server, namespace)
+        return fetch_report(link, namespace)
 
     console = Console()
     if once or not console.is_terminal:

@@ -7,7 +7,7 @@ import json
 import grpc
 from pydantic import ValidationError
 
-from drafter_service.address import Address
+from drafter_service.commands.connection import Link
 from drafter_service.report import units
 from drafter_service.report.schema import SCHEMA_VERSION, Report
 from drafter_service.stubs import drafter_pb2 as pb
@@ -17,23 +17,23 @@ from ssd.errors import UserError
 TIMEOUT_S = 10.0
 MAX_REPORT_BYTES = 256 << 20
 
-ABSENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
-def fetch_report(address: str, namespace: str = "", passages: bool = False) -> Report:
-    """The report of the service at an address, of one namespace or of all that the caller may see.
+def fetch_report(link: Link, namespace: str = "", passages: bool = False) -> Report:
+    """The report of a running service, of one namespace or of all that the caller may see.
 
     Raises UserError with the reason if there is none to be had.
     """
-    where = Address.parse(address).text
+    connector = link.connector()
     request = pb.ReportRequest(namespace=namespace, passages=passages)
-    with _channel(where) as channel:
+    with connector.open([("grpc.max_receive_message_length", MAX_REPORT_BYTES)]) as channel:
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         try:
-            answer = drafter_pb2_grpc.DrafterServiceStub(channel).Report(request, timeout=TIMEOUT_S)
+            answer = stub.Report(request, timeout=TIMEOUT_S, metadata=connector.metadata())
         except grpc.RpcError as error:
-            raise UserError(_reason(error, where)) from None
-    return read_report(answer.json, where)
+            raise UserError(_reason(error, link.server)) from None
+    return read_report(answer.json, link.server)
 
 
 def read_report(document: str, where: str) -> Report:
@@ -52,14 +52,12 @@ def read_report(document: str, where: str) -> Report:
         raise UserError(f"what {where} answers is no report ({field}: {first['msg']}); is it a drafter?") from None
 
 
-def _channel(address: str) -> grpc.Channel:
-    return grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", MAX_REPORT_BYTES)])
-
-
 def _reason(error: grpc.RpcError, where: str) -> str:
     code, details = error.code(), units.shortened(str(error.details() or ""), 300)
-    if code in ABSENT:
+    if code == grpc.StatusCode.UNAVAILABLE:
         return f"no drafter answers at {where}; start one with: ssd-drafter serve --listen {where}"
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"the drafter at {where} has not answered within {TIMEOUT_S:.0f} s; is it overloaded, or stopped?"
     if code in DENIED:
         return f"{where} refuses the report: {details or 'a report needs the right to administer'}"
     if code == grpc.StatusCode.UNIMPLEMENTED:

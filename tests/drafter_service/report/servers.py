@@ -16,10 +16,11 @@ class Reporter(drafter_pb2_grpc.DrafterServiceServicer):
 
     def __init__(self, *documents, refusal=None):
         self._documents, self._refusal = list(documents), refusal
-        self.requests = []
+        self.requests, self.metadata = [], []
 
     def Report(self, request, context):  # noqa: N802
         self.requests.append(request)
+        self.metadata = [(entry.key, entry.value) for entry in context.invocation_metadata()]
         if self._refusal is not None:
             context.abort(*self._refusal)
         document = self._documents.pop(0) if len(self._documents) > 1 else self._documents[0]

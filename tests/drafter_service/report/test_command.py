@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from drafter_service.commands.connection import Link
 from drafter_service.report.build import build_report
 from drafter_service.report.command import report, top
 from drafter_service.report.remote import fetch_report
@@ -23,6 +24,11 @@ MADE = build_report(service(busy_namespace(passages=passages())))
 DOCUMENT = MADE.model_dump_json()
 
 
+def link_to(address, token=None):
+    """A way to a service without TLS."""
+    return Link(address, None, None, None, token)
+
+
 def run(command, *arguments):
     """Runs a command; what the user can mend is raised."""
     result = CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False, color=False)
@@ -33,8 +39,17 @@ def run(command, *arguments):
 def test_a_report_is_fetched_as_it_is(socket_address):
     reporter = Reporter(DOCUMENT)
     with reporting(socket_address, reporter):
-        assert fetch_report(socket_address, "team", passages=True) == MADE
+        assert fetch_report(link_to(socket_address), "team", passages=True) == MADE
     assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("team", True)
+
+
+def test_the_callers_token_travels_with_the_request(socket_address, tmp_path):
+    (tmp_path / "token").write_text("secret-of-mine\n")
+    (tmp_path / "token").chmod(0o600)
+    reporter = Reporter(DOCUMENT)
+    with reporting(socket_address, reporter):
+        fetch_report(link_to(socket_address, tmp_path / "token"))
+    assert ("authorization", "Bearer secret-of-mine") in reporter.metadata
 
 
 def test_without_passages_none_are_asked_for(socket_address):
@@ -47,7 +62,7 @@ def test_without_passages_none_are_asked_for(socket_address):
 def test_a_newer_service_may_say_more(socket_address):
     more = {**json.loads(DOCUMENT), "mood": "good"}
     with reporting(socket_address, Reporter(json.dumps(more))):
-        assert fetch_report(socket_address) == MADE
+        assert fetch_report(link_to(socket_address)) == MADE
 
 
 @pytest.mark.parametrize(
@@ -60,13 +75,14 @@ def test_a_newer_service_may_say_more(socket_address):
         (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refuses the report: not\ufffdyours"),
         (Reporter(refusal=(grpc.StatusCode.UNAUTHENTICATED, "")), "refuses the report: a report needs the right"),
         (Reporter(refusal=(grpc.StatusCode.NOT_FOUND, "no namespace 'x'")), "makes no report: no namespace 'x'"),
+        (Reporter(refusal=(grpc.StatusCode.DEADLINE_EXCEEDED, "")), "has not answered within 10 s"),
         (Reporter(refusal=(grpc.StatusCode.INTERNAL, "")), "makes no report: INTERNAL"),
         (Reporter(refusal=(grpc.StatusCode.UNIMPLEMENTED, "")), "makes no reports; update it"),
     ],
 )
 def test_every_failure_has_its_reason(socket_address, reporter, reason):
     with reporting(socket_address, reporter), pytest.raises(UserError) as raised:
-        fetch_report(socket_address)
+        fetch_report(link_to(socket_address))
     assert reason in str(raised.value)
     assert socket_address in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -74,7 +90,7 @@ def test_every_failure_has_its_reason(socket_address, reporter, reason):
 
 def test_nobody_there_is_said_with_what_to_do(socket_address):
     with pytest.raises(UserError, match=r"no drafter answers at .*; start one with: ssd-drafter serve --listen"):
-        fetch_report(socket_address)
+        fetch_report(link_to(socket_address))
 
 
 def test_tables_json_and_page(socket_address, tmp_path):
@@ -122,8 +138,6 @@ def test_a_snapshot_is_reported_offline(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "either --server ADDRESS or --snapshot FILE"),
-        (["--server", "unix:/x", "--snapshot", "y"], "either --server ADDRESS or --snapshot FILE"),
         (["--snapshot", "y", "--passages"], "leave --passages"),
         (["--snapshot", "y", "--namespace", "z"], "leave --passages and --namespace out"),
         (["--server", "unix:/x", "--tokenizer", "y"], "say --passages too"),
