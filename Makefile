@@ -11,10 +11,10 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test soak bench peers lint format protos clean
+.PHONY: help setup run test soak bench peers lint format protos protos-baseline clean
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv with everything in it, kernels compiled (TORCH_PIP_ARGS chooses PyTorch's build)
 
@@ -49,14 +49,19 @@ peers: $(READY) ## install the drafters that benchmarks/replay.py compares with 
 	@$(PIP) cmake nanobind==2.9.2 ninja setuptools wheel
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps arctic-inference==0.3.0
 
-lint: $(READY) ## check style and types
+lint: $(READY) ## check style, types, and that the contract breaks no client
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against protos/baseline.binpb
 
 format: $(READY) ## put the code into the style that lint checks
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
+
+protos-baseline: $(READY) ## at a release: later contracts are checked against this one
+	@$(BIN)/buf build --exclude-source-info --output protos/baseline.binpb
 
 protos: $(READY) ## generate the stubs from protos/
 	@$(BIN)/python -m grpc_tools.protoc -Idrafter_service/stubs=protos/ssd/drafter/v1 \

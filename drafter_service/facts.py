@@ -126,5 +126,7 @@ class ServiceFacts:
     namespaces: tuple[NamespaceFacts, ...]
     refused: int = 0
     """Requests and streams that were refused."""
+    failed_saves: int = 0
+    """Snapshots that could not be saved."""
     log: LogFacts | None = None
     """None without a shared log."""

@@ -30,7 +30,7 @@ class Replication:
         self._learning = learning
         self._members: dict[str, Member] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._past = LogFacts()
+        self._past = LogFacts(is_connected=True)
         """Of namespaces that have left."""
         self._log: SharedLog | None = None
         if config.url is not None:
@@ -56,7 +56,7 @@ class Replication:
         """A namespace leaves memory."""
         member = self._members.pop(namespace.name, None)
         if member is not None:
-            self._past = _sum(self._past, member.facts())
+            self._past = _sum(self._past, replace(member.facts(), is_connected=True, lag_entries=0, lag_s=0.0))
             task = asyncio.get_running_loop().create_task(member.close())
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -129,4 +129,5 @@ def _position(namespace: Namespace) -> Position:
 
 def _sum(first: LogFacts, second: LogFacts) -> LogFacts:
     totals = {name: getattr(first, name) + getattr(second, name) for name in vars(first)}
-    return replace(LogFacts(**totals), lag_s=max(first.lag_s, second.lag_s))
+    is_connected = first.is_connected and second.is_connected
+    return replace(LogFacts(**totals), is_connected=is_connected, lag_s=max(first.lag_s, second.lag_s))

@@ -26,6 +26,7 @@ from drafter_service.drafting import Drafting
 from drafter_service.facts import ModelIdentity, ServiceFacts
 from drafter_service.housekeeping import Housekeeping
 from drafter_service.learning import Learning
+from drafter_service.metrics.endpoint import MetricsEndpoint, asked_of
 from drafter_service.namespace import Namespace
 from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
 from drafter_service.process import resident_bytes
@@ -67,6 +68,7 @@ class DrafterServer:
         self._housekeeping = Housekeeping(self.namespaces, config)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._metrics: MetricsEndpoint | None = None
         self.summary = ""
         """What drafting was worth, in a line; written when it stops."""
 
@@ -94,6 +96,10 @@ class DrafterServer:
         self._housekeeping.start()
         await server.start()
         self._server = server
+        if self._config.reports.metrics is not None:
+            facts = asked_of(asyncio.get_running_loop(), self.facts)
+            self._metrics = MetricsEndpoint(facts, self._config.reports.metrics)
+            self._metrics.start()
         for service in (SERVICE, ""):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
@@ -104,6 +110,9 @@ class DrafterServer:
         if self._server is not None:
             await self._server.stop(GRACE_S)
         await self._housekeeping.stop()
+        if self._metrics is not None:
+            # A scrape that is under way waits for this loop.
+            await asyncio.to_thread(self._metrics.stop)
         self.summary = _summary(self.namespaces.loaded.values())
         await self.namespaces.close()
         await self._replication.stop()
@@ -120,6 +129,7 @@ class DrafterServer:
             memory_bytes=resident_bytes(),
             namespaces=tuple(namespace.facts(with_passages=with_passages) for namespace in chosen),
             refused=self._drafting.refused,
+            failed_saves=self.namespaces.failed_saves,
             log=self._replication.facts(),
         )
 

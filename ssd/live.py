@@ -59,7 +59,7 @@ class LiveTier:
             return
         growing.lead = lead[-self._depth :]
         room = -growing.end % BLOCK
-        if False:
+        if room > 1 + len(growing.lead):
             self._lead_in(growing)
         else:
             growing.end = 0

@@ -125,8 +125,7 @@ class AsyncDrafterClient(Client):
         try:
             async with self._connector.open_aio(OPTIONS) as channel:
                 call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft(metadata=self._connector.metadata())
-                self._call, self._complaint = call, None
-                self._core.greet()
+                self._greet(call)
                 self._has_more.set()
                 writer = asyncio.create_task(self._write(call), name="ssd-client-writer")
                 try:
@@ -137,12 +136,11 @@ class AsyncDrafterClient(Client):
                 finally:
                     writer.cancel()
         except (grpc.RpcError, RefusedError, WireError, UserError) as problem:
-            return self._parting_of(problem)
+            return self._link.parting_of(problem)
         except asyncio.CancelledError:
             # A call that this client cancels looks as if the task were cancelled.
-            if self._complaint is None:
+            if self._farewell is None:
                 raise
-            return Parting(self._complaint)
         return Parting(ENDED)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftRequest, pb.DraftResponse]) -> None:

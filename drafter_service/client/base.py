@@ -54,7 +54,7 @@ class Client:
         self._is_required = required
         self._is_closing = False
         self._call: grpc.Call | None = None
-        self._complaint: str | None = None
+        self._farewell: Parting | None = None
         """Why this client itself ended the stream."""
         self._begin()
 
@@ -76,11 +76,21 @@ class Client:
     def _begin(self) -> None:
         raise NotImplementedError
 
+    def _greet(self, call: grpc.Call) -> None:
+        """A stream was opened."""
+        self._call, self._farewell = call, None
+        self._core.greet()
+
     def _mind_silence(self) -> None:
         """Give up a connection that stands and says nothing."""
         silent_s = self._core.dialogue.silent_s
-        if silent_s > self._patience_s and self._complaint is None:
-            self._complaint = f"it has not answered for {silent_s:.0f} s"
+        if silent_s > self._patience_s:
+            self._leave(Parting(f"it has not answered for {silent_s:.0f} s"))
+
+    def _leave(self, farewell: Parting) -> None:
+        """End the stream from this side."""
+        if self._farewell is None:
+            self._farewell = farewell
             self._cancel()
 
     def _cancel(self) -> None:
@@ -89,8 +99,6 @@ class Client:
 
     def _end(self, parting: Parting) -> tuple[float | None, str | None]:
         """A stream has ended: how many seconds until the next one, None for ever; and news for the owner."""
-        wait_s, news = self._link.end(parting)
+        self._call = None
+        wait_s, news = self._link.end(self._farewell or parting)
         return wait_s, None if self._is_required or self._is_closing else news
-
-    def _parting_of(self, problem: Exception) -> Parting:
-        return self._link.parting_of(problem) if self._complaint is None else Parting(self._complaint)

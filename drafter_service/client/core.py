@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
 
@@ -27,7 +27,7 @@ from drafter_service.client.messages import (
     introductions,
     read_welcome,
 )
-from drafter_service.client.running import Running
+from drafter_service.client.running import News, Running
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, unpack
 from ssd.config import check_cost
@@ -48,7 +48,7 @@ Places = np.ndarray | slice
 ALL, NONE = slice(None), slice(0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Turn:
     """One step of the engine, from its call to the drafts that it gets."""
 
@@ -59,9 +59,9 @@ class Turn:
     cost: float | None
     ahead: int
     """How many tokens more were asked for."""
-    asked: Places
+    asked: Places = field(default_factory=lambda: NONE)
     """For which sequences of the batch the service was asked."""
-    step: int | None
+    step: int | None = None
     """The number of that message; None if it was not asked."""
 
 
@@ -126,17 +126,21 @@ class Core:
         """
         rows = self._rows_of(progress)
         limits = progress.max_draft.astype(np.int64)
+        turn = Turn(rows, limits, progress.cost, self._ahead_of(limits))
+        may_ask = self.dialogue.may_send and self.dialogue.is_rested()
+        if may_ask and self._running.is_plain(rows):
+            self._ask(turn, ALL, [], self._running.pass_on(rows, progress), progress.max_draft)
+            return turn
         self._running.commit(rows, progress)
-        wanting: Places = ALL
-        if self._running.at_hand.count:
-            wanting = (~self._running.at_hand.is_whole(rows, limits)).nonzero()[0]
-        ahead = self._ahead_of(limits)
-        if len(rows[wanting]):
-            if self.dialogue.may_send and self.dialogue.is_rested():
-                asked, step = self._ask(rows, wanting, progress, ahead)
-                return Turn(rows, limits, progress.cost, ahead, asked, step)
+        wanting = (~self._running.at_hand.is_whole(rows, limits)).nonzero()[0]
+        if may_ask and len(wanting):
+            starts = self._introduce(rows[wanting])
+            asked = wanting[self._running.is_known(rows[wanting])]
+            if len(asked):
+                self._ask(turn, asked, starts, self._running.tell(rows[asked]), progress.max_draft[asked])
+        elif len(wanting):
             self._counters.timeouts += self.dialogue.phase is Phase.READY
-        return Turn(rows, limits, progress.cost, ahead, NONE, None)
+        return turn
 
     def is_settled(self, turn: Turn) -> bool:
         """Whether the drafts have come, or never will."""
@@ -224,22 +228,20 @@ class Core:
 
     # What the service is told.
 
-    def _ask(self, rows: np.ndarray, wanting: Places, progress: Progress, ahead: int) -> tuple[Places, int | None]:
-        """Ask for drafts for those of a batch; returns for which it was possible, and the message's number."""
-        running = self._running
-        starts = []
-        is_known = running.is_known(rows[wanting])
-        if np.count_nonzero(is_known) < len(is_known):
-            starts = introductions(running, rows[wanting][~is_known], self._wire_ids)
-            wanting = np.arange(len(rows))[wanting][running.is_known(rows[wanting])]
-            if len(rows[wanting]) == 0:
-                return NONE, None
-        batch = batch_message(running.tell(rows[wanting]), progress.max_draft[wanting], progress.cost, ahead)
-        request = pb.DraftRequest(starts=starts, batch=batch)
+    def _introduce(self, rows: np.ndarray) -> list[pb.Start]:
+        """Those of some sequences that the service does not know, as many as go into one message."""
+        is_known = self._running.is_known(rows)
+        if np.count_nonzero(is_known) == len(rows):
+            return []
+        return introductions(self._running, rows[~is_known], self._wire_ids)
+
+    def _ask(self, turn: Turn, asked: Places, starts: list[pb.Start], news: News, max_draft: np.ndarray) -> None:
+        """Ask for drafts."""
+        request = pb.DraftRequest(starts=starts, batch=batch_message(news, max_draft, turn.cost, turn.ahead))
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
-        return wanting, self.dialogue.ask(request)
+        turn.asked, turn.step = asked, self.dialogue.ask(request)
 
     def _tell_ended(self) -> bool:
         """Tell of sequences that have ended, as many as go into one message; whether there were any."""
@@ -284,7 +286,6 @@ class Core:
             self._counters.malformed += len(rows)
             return None
         self._counters.malformed += answer.malformed
-        self._running.expect_counts(rows)
         if len(rows) == len(turn.rows) and not answer.is_trimmed:
             return answer.drafts
         self._running.at_hand.take(rows, answer.drafts, answer.is_path & (turn.ahead > 0), turn.cost)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from drafter_service.client.messages import RefusedError
 from drafter_service.stubs import drafter_pb2 as pb
@@ -31,8 +31,7 @@ class Phase(Enum):
     READY = auto()
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A message that is not answered yet."""
 
     step: int

@@ -32,10 +32,11 @@ LEAST_ROWS = 16
 
 # Lines of the table, int64.
 UNTOLD, OFFERED, VERIFIED, ACCEPTED, STEPS, WIRE_ID, IS_KNOWN, IS_COUNTED, IS_PLAIN = range(9)
-"""UNTOLD: how many of the committed tokens the service has not been told. OFFERED: how many tokens the engine was handed
-last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls the sequence, a number
-that none had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it. IS_COUNTED: whether what
-the engine was handed is of the service's last draft. IS_PLAIN: whether it is known and counted, and nothing is untold."""
+"""UNTOLD: how many of the committed tokens the service has not been told. OFFERED: how many tokens the engine was
+handed last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls the sequence,
+a number that none had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it. IS_COUNTED:
+whether what the engine was handed is of the service's last draft. IS_PLAIN: whether it is known and counted, and
+nothing is untold."""
 LINES = 9
 
 
@@ -122,7 +123,7 @@ class Running:
 
     def is_plain(self, rows: np.ndarray) -> bool:
         """Whether all that is to be told of these sequences is what the engine says now: the usual case."""
-        return not self.at_hand.count and int(np.count_nonzero(self._table[IS_PLAIN, rows])) == len(rows)
+        return not self.at_hand.count and 0 < len(rows) == np.count_nonzero(self._table[IS_PLAIN, rows])
 
     def pass_on(self, rows: np.ndarray, progress: Progress) -> News:
         """What `commit` and `tell` do for sequences that are plain."""

@@ -43,6 +43,11 @@ SERVICE_METRICS = (
         "Requests and streams that were refused.",
         lambda facts: facts.refused,
     ),
+    ServiceMetric(
+        "ssd_drafter_failed_saves_total",
+        "Snapshots that could not be saved.",
+        lambda facts: facts.failed_saves,
+    ),
 )
 
 LOG_METRICS = (

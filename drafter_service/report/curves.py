@@ -61,16 +61,11 @@ def _drafting(periods: Sequence[Period], frame: Frame) -> str:
         *_dates(periods, frame, x),
     ]
     for run in _runs(periods):
-        points = [(x(middle(period)), y(period.tokens_per_step or 0.0)) for period in run]
-        if len(run) == 1:
-            points = [(x(run[0].begins_at), points[0][1]), (x(run[0].ends_at), points[0][1])]
+        points = _curve(run, "tokens_per_step", x, y)
         parts.append(svg.polygon([(points[0][0], y(1)), *points, (points[-1][0], y(1))], kind="gain"))
         parts.append(svg.polyline(points, kind="line with"))
         for name, kind in (("hit_rate", "hit"), ("acceptance", "kept")):
-            shares = [
-                (x(middle(period)), share_y(value)) for period in run if (value := getattr(period, name)) is not None
-            ]
-            parts.append(svg.polyline(shares, kind=f"line thin {kind}"))
+            parts.append(svg.polyline(_curve(run, name, x, share_y), kind=f"line thin {kind}"))
     parts.append(svg.line(frame.left, y(1), frame.width - frame.right, y(1), kind="plain"))
     parts.append(svg.text("1 = plain decoding", frame.width - frame.right, y(1) - 6, text_anchor="end", kind="halo"))
     parts += [_spot(period, frame, x, y(period.tokens_per_step or 0.0)) for period in periods]
@@ -83,7 +78,7 @@ def corpus_over_time(periods: Sequence[Period], capacity: int | None) -> str:
     frame = SMALL
     x = svg.linear(periods[0].begins_at, periods[-1].ends_at, *frame.inner)
     most = max([1, capacity or 0, *(period.corpus_tokens for period in periods)])
-    marks = svg.ticks(most)
+    marks = svg.ticks(most, least_step=1)
     floor = frame.height - frame.bottom
     y = svg.linear(0, marks[-1], floor, frame.top)
     points = [(x(period.ends_at), y(period.corpus_tokens)) for period in periods]
@@ -134,6 +129,15 @@ def _runs(periods: Iterable[Period]) -> list[list[Period]]:
     """Periods in a row in which there was something to see."""
     grouped = groupby(periods, lambda period: period.tokens_per_step is not None)
     return [list(run) for is_known, run in grouped if is_known]
+
+
+def _curve(run: Sequence[Period], name: str, x: svg.Scale, y: svg.Scale) -> list[tuple[float, float]]:
+    """Points of a figure of periods in a row, where it is known; a line for a period that stands alone."""
+    if len(run) == 1:
+        height = y(getattr(run[0], name) or 0.0)
+        return [(x(run[0].begins_at), height), (x(run[0].ends_at), height)]
+    values = [(period, getattr(period, name)) for period in run]
+    return [(x(middle(period)), y(value)) for period, value in values if value is not None]
 
 
 def _dates(periods: Sequence[Period], frame: Frame, x: svg.Scale) -> list[str]:

@@ -91,7 +91,7 @@ def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
     cards = []
     for index, (name, field, unit, hint) in enumerate(shown):
         late_words = ""
-        if of_late is not None and field != "committed":
+        if of_late is not None and field != "committed" and getattr(of_late, field) is not None:
             late_words = f"<p><em>{escape(unit(getattr(of_late, field)))}</em>, {escape(when)}</p>"
         figure = written(Figure(getattr(drafting, field), unit))
         cards.append(

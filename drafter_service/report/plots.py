@@ -15,6 +15,10 @@ VOLUME_HEIGHT, GAP = 34, 22
 FEW_TOKENS = 30
 """Shares of fewer draft tokens are drawn paler: the next one may move them by several percent."""
 MOST_RADIUS = 11.0
+LABELS_HEIGHT = 32
+"""Of p50 and p99, above the bars."""
+LEAST_BINS = 8
+"""Of fewer durations the bars would be blocks."""
 
 
 class Bar(NamedTuple):
@@ -102,11 +106,11 @@ def durations(known: LatencyReport, what: str) -> str:
     """How often something took how long, the bins on a logarithmic scale, with its median and 99th percentile."""
     floor = HEIGHT - BOTTOM
     most = max([1, *(one.count for one in known.bins)])
-    marks = svg.ticks(most)
-    y = svg.linear(0, marks[-1], floor, TOP + 18)
-    slot = (WIDTH - LEFT - RIGHT) / max(1, len(known.bins))
+    marks = svg.ticks(most, least_step=1)
+    y = svg.linear(0, marks[-1], floor, TOP + LABELS_HEIGHT)
+    slot = (WIDTH - LEFT - RIGHT) / max(LEAST_BINS, len(known.bins))
     parts = svg.rules(((y(mark), units.count(mark)) for mark in marks), LEFT, WIDTH - RIGHT)
-    every = max(1, math.ceil(len(known.bins) / 5))
+    every = max(1, math.ceil(max(LEAST_BINS, len(known.bins)) / 5))
     for index, one in enumerate(known.bins):
         left, top = LEFT + index * slot, y(one.count)
         upper = "longer" if one.most_s is None else f"to {units.duration(one.most_s)}"

@@ -22,12 +22,13 @@ def linear(first: float, last: float, begin: float, end: float) -> Scale:
     return place
 
 
-def ticks(most: float, at_most: int = MOST_TICKS) -> list[float]:
+def ticks(most: float, least_step: float = 0.0) -> list[float]:
     """Round numbers from 0 up to `most` or a little more: steps of 1, 2 or 5 times a power of ten."""
     if most <= 0:
         return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(most / at_most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * at_most >= most * (1 - 1e-9))
+    power = 10.0 ** math.floor(math.log10(most / MOST_TICKS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * MOST_TICKS >= most * (1 - 1e-9))
+    step = max(step, least_step)
     return [step * index for index in range(math.ceil(most / step - 1e-9) + 1)]
 
 

@@ -9,7 +9,7 @@ LEAST_GAIN = 0.01
 """Less than this part of the steps is within what a service notices."""
 USUAL_COST = 0.02
 """What one more verified token costs where nobody measured it, as a part of a step."""
-MOST_LATE_SHARE = 0.001
+MOST_LATE_SHARE, LEAST_LATE = 0.001, 100
 MOST_CALIBRATION_ERROR = 0.05
 LEAST_CALIBRATED = 10_000
 """Fewer draft tokens say little about odds."""
@@ -44,7 +44,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
     """What somebody should look at."""
     found = []
     steps, clients, error = namespace.drafting.steps, namespace.clients, namespace.calibration.error
-    if clients is not None and clients.timeouts > MOST_LATE_SHARE * steps:
+    if clients is not None and clients.timeouts > max(LEAST_LATE, MOST_LATE_SHARE * steps):
         found.append(
             f"{units.count(clients.timeouts)} steps of engines went without drafts because the answer came too late: "
             "give the drafter a core of its own, or the clients a longer deadline."

@@ -86,6 +86,16 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
     return new_namespace(name, **{**facts, **changes})
 
 
+def begun_namespace():
+    """A namespace that has been drafted from for a minute and a half."""
+    history = History()
+    history.note(Sample(NOW - 90, *[0] * 9))
+    latency = Latency()
+    latency.note(0.0006)
+    latency.note(0.0011)
+    return busy_namespace("begun", steps=9, history=history, draft_latency=latency, merge_latency=latency)
+
+
 def fill(stats, steps, level):
     """Counters as `steps` sequence steps leave them behind."""
     counters = stats.counters

@@ -12,13 +12,14 @@ from drafter_service.report import units
 from drafter_service.report.build import build_report
 from drafter_service.report.page import render_page
 from tests.drafter_service.report.browser import CHROMIUM, DRIVER, browser
-from tests.drafter_service.report.samples import busy_namespace, new_namespace, passages, service
+from tests.drafter_service.report.samples import begun_namespace, busy_namespace, new_namespace, passages, service
 
 EVIL = "<script>alert(1)</script>\"'&<b>" + "x" * 80
 
 SERVICES = {
     "new": lambda: service(),
     "unused": lambda: service(new_namespace()),
+    "begun": lambda: service(begun_namespace()),
     "one": lambda: service(busy_namespace()),
     "few": lambda: service(busy_namespace(passages=passages()), busy_namespace("b", steps=3), new_namespace("c")),
     "many": lambda: service(*(busy_namespace(f"team-{n}/a-long-name", steps=10 ** (n % 7 + 1)) for n in range(15))),
@@ -71,6 +72,7 @@ def test_the_page_stands_alone(name):
     checker.feed(page)
     assert checker.open == []
     assert checker.links == ["data:,"]
+    assert 'points=""' not in page
     assert not re.search(r"https?://|@import|url\(|<script|<b>x|NaN|\binf\b", page)
 
 
