@@ -190,7 +190,7 @@ def _read_warm(data: bytes) -> pb.WarmRequest:
     try:
         return pb.WarmRequest.FromString(data)
     except DecodeError:
-        raise WireError("the message is not a WarmRequest") from None
+        raise WireError(f"the message is not a WarmRequest of {pb.DESCRIPTOR.package}") from None
 
 
 def _warm_response(total: Learned, waiting: int) -> pb.WarmResponse:

@@ -9,6 +9,8 @@ import click
 from drafter_service.access.command import token
 from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
 from drafter_service.commands.serve import serve
+from drafter_service.report.command import report, top
+from drafter_service.warm.command import warm
 from ssd.errors import UserError
 
 
@@ -31,7 +33,7 @@ def precompile() -> None:
     click.echo(f"ready after {time.perf_counter() - began:.1f} s")
 
 
-for command in (serve, health, namespaces, forget, snapshot, drop, token):
+for command in (serve, warm, report, top, namespaces, forget, snapshot, drop, token, health):
     cli.add_command(command)
 
 

@@ -48,7 +48,7 @@ class AtHand:
         if self.count:
             self._set(rows, 0, 0)
 
-    def take(self, rows: np.ndarray, drafts: DraftBatch, is_lasting: np.ndarray, cost: float | None) -> None:
+    def take(self, rows: np.ndarray, drafts: DraftBatch, is_lasting: np.ndarray | bool, cost: float | None) -> None:
         """Keep drafts for `rows`, int64 [B]; is_lasting, bool [B]: which of them may serve later steps too."""
         offsets = drafts.offsets.astype(np.int64)
         sizes = offsets[1:] - offsets[:-1]
@@ -81,16 +81,16 @@ class AtHand:
         self._set(rows, sizes * keep, (begins + counts) * keep)
 
     def is_whole(self, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Whether something is left, as long as the engine can use, bool [B]; limits: int64 [B]."""
+        """Whether something is left, as long as the engine can use, bool [B]; limits: uint32 [B]."""
         whole: np.ndarray = self._sizes[rows] - self.begins[rows] >= np.maximum(limits, 1)
         return whole
 
     def hand_out(self, rows: np.ndarray, limits: np.ndarray) -> DraftBatch:
-        """What is left of each draft, up to `limits`, int64 [B]."""
+        """What is left of each draft, up to `limits`, uint32 [B]."""
         if not self.count:
             return DraftBatch.empty(len(rows))
         begins = self.begins[rows]
-        offsets = offsets_of(np.minimum(self._sizes[rows] - begins, limits))
+        offsets = offsets_of(np.minimum(self._sizes[rows] - begins, limits.astype(np.int64)))
         runs = offsets.astype(np.int64)
         places = spread(rows * self._width + begins, runs)
         tokens, parents, odds, source = (table.reshape(-1)[places] for table in self._tables)

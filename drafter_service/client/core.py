@@ -42,6 +42,7 @@ COUNTERS_EVERY = 64
 MOST_NAME_BYTES = 512
 NO_LIMIT = np.zeros(1, np.uint32)
 NO_ROWS = np.zeros(0, np.int64)
+NO_IDS: frozenset[int] = frozenset()
 
 Places = np.ndarray | slice
 """Some sequences of a batch: int64 [A], or a slice."""
@@ -55,7 +56,7 @@ class Turn:
     rows: np.ndarray
     """int64 [B]."""
     limits: np.ndarray
-    """int64 [B]: how many tokens the engine can use."""
+    """uint32 [B]: how many tokens the engine can use."""
     cost: float | None
     ahead: int
     """How many tokens more were asked for."""
@@ -125,19 +126,18 @@ class Core:
         `settle` it once `is_settled`, or when there is no more time. Raises ValueError as `Progress.check`.
         """
         rows = self._rows_of(progress)
-        limits = progress.max_draft.astype(np.int64)
-        turn = Turn(rows, limits, progress.cost, self._ahead_of(limits))
+        turn = Turn(rows, progress.max_draft, progress.cost, self._ahead_of(progress.max_draft))
         may_ask = self.dialogue.may_send and self.dialogue.is_rested()
         if may_ask and self._running.is_plain(rows):
-            self._ask(turn, ALL, [], self._running.pass_on(rows, progress), progress.max_draft)
+            self._ask(turn, ALL, [], self._running.pass_on(rows, progress))
             return turn
         self._running.commit(rows, progress)
-        wanting = (~self._running.at_hand.is_whole(rows, limits)).nonzero()[0]
+        wanting = (~self._running.at_hand.is_whole(rows, turn.limits)).nonzero()[0]
         if may_ask and len(wanting):
             starts = self._introduce(rows[wanting])
             asked = wanting[self._running.is_known(rows[wanting])]
             if len(asked):
-                self._ask(turn, asked, starts, self._running.tell(rows[asked]), progress.max_draft[asked])
+                self._ask(turn, asked, starts, self._running.tell(rows[asked]))
         elif len(wanting):
             self._counters.timeouts += self.dialogue.phase is Phase.READY
         return turn
@@ -159,7 +159,8 @@ class Core:
             drafts = self._running.at_hand.hand_out(turn.rows, turn.limits)
         sizes = drafts.offsets[1:] - drafts.offsets[:-1]
         self._running.hand_over(turn.rows, sizes)
-        self._counters.ahead += int(np.count_nonzero(sizes) - np.count_nonzero(sizes[turn.asked]))
+        if turn.asked is not ALL:
+            self._counters.ahead += int(np.count_nonzero(sizes) - np.count_nonzero(sizes[turn.asked]))
         return drafts
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, accepted: int, learn: bool) -> None:
@@ -200,7 +201,7 @@ class Core:
         is_greeted = self.dialogue.phase is Phase.READY
         self.dialogue.receive(response)
         if is_greeted:
-            lost = {int(wire_id) for wire_id in unpack(response.lost_ids, "u8", "lost_ids")}
+            lost = {*unpack(response.lost_ids, "u8", "lost_ids").tolist()} if response.lost_ids else NO_IDS
             self._counters.resyncs += self._running.lose(lost)
             self._ended.answered(response.step, lost)
         else:
@@ -235,9 +236,9 @@ class Core:
             return []
         return introductions(self._running, rows[~is_known], self._wire_ids)
 
-    def _ask(self, turn: Turn, asked: Places, starts: list[pb.Start], news: News, max_draft: np.ndarray) -> None:
+    def _ask(self, turn: Turn, asked: Places, starts: list[pb.Start], news: News) -> None:
         """Ask for drafts."""
-        request = pb.DraftRequest(starts=starts, batch=batch_message(news, max_draft, turn.cost, turn.ahead))
+        request = pb.DraftRequest(starts=starts, batch=batch_message(news, turn.limits[asked], turn.cost, turn.ahead))
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
@@ -286,9 +287,9 @@ class Core:
             self._counters.malformed += len(rows)
             return None
         self._counters.malformed += answer.malformed
-        if len(rows) == len(turn.rows) and not answer.is_trimmed:
+        if len(rows) == len(turn.rows) and not _any(answer.sizes > limits):
             return answer.drafts
-        self._running.at_hand.take(rows, answer.drafts, answer.is_path & (turn.ahead > 0), turn.cost)
+        self._running.at_hand.take(rows, answer.drafts, answer.is_path if turn.ahead else False, turn.cost)
         return None
 
 

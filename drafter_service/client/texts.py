@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-TAIL = 1024
+TAIL = 4096
 """The newest tokens of each sequence lie in a table, so that a whole batch is put there in one go."""
 
-FOLD_EVERY = 32
+FOLD_EVERY = 64
 """Steps whose tokens wait to be put there together: that takes hardly longer than for one step."""
 
 

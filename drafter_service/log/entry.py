@@ -52,6 +52,8 @@ def decode(fields: Mapping[bytes, bytes]) -> Entry:
     if _field(fields, "version") != VERSION:
         raise WireError("the entry has another version")
     kinds = unpack(_field(fields, "kinds"), "u1", "kinds")
+    if not len(kinds):
+        raise WireError("kinds is empty")
     times = unpack(_field(fields, "times"), "f8", "times")
     if len(times) != len(kinds) or not np.all(np.isfinite(times)):
         raise WireError(f"times must be {len(kinds)} finite numbers")
@@ -90,7 +92,7 @@ def _text(name: bytes) -> str:
 def _ends(fields: Mapping[bytes, bytes], name: str, number: int, total: int) -> np.ndarray:
     lengths = unpack(_field(fields, name), "u4", name)
     ends = np.cumsum(lengths, dtype=np.int64)
-    if len(lengths) != number or (int(ends[-1]) if number else 0) != total:
+    if len(lengths) != number or int(ends[-1]) != total:
         raise WireError(f"{name} must be {number} lengths that make up {total}")
     return ends
 

@@ -125,13 +125,13 @@ def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Su
     from drafter_service.warm import pipeline
 
     total = sum(file.size for file in files)
-    columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    columns = (BarColumn(20), DownloadColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("reading", total=total or None, speed="")
 
         def watch(state: pipeline.Progress) -> None:
             seconds = progress.tasks[task].elapsed or 1e-9
-            speed = f"{state.tokens:,} tokens, {state.tokens / seconds:,.0f}/s"
+            speed = f"{state.tokens / seconds:,.0f} tokens/s"
             stage = "sorting and saving" if total and state.bytes_read >= total else "reading"
             progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
 
@@ -141,7 +141,7 @@ def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Su
 def _show(summary: Summary, note: str | None) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     if note:
@@ -156,7 +156,7 @@ def _show(summary: Summary, note: str | None) -> None:
     table.add_row("time", f"{summary.seconds:.1f} s, {learned.tokens / summary.seconds:,.0f} tokens/s")
     console.print(table)
     if summary.faults.by_reason:
-        left_out = Table("left out", "how often", "first at")
+        left_out = Table("left out", "how often", Column("first at", overflow="fold"))
         for reason, fault in summary.faults.by_reason.items():
             left_out.add_row(reason, f"{fault.count:,}", escape("\n".join(fault.places)))
         console.print(left_out)

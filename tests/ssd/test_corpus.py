@@ -155,6 +155,25 @@ def test_a_request_that_is_merged_in_pieces_is_matched_across_the_cuts():
         assert draft_after(corpus, request[max(0, at - DEPTH) : at], limit=1) == request[at : at + 1]
 
 
+def test_what_was_appended_is_its_own():
+    """The caller may write into the array again before the maintainer comes to read it."""
+    corpus, tokens = new_corpus(), array([1, 2, 3, 4])
+    corpus.append(tokens)
+    tokens[:] = 77
+    corpus.refresh()
+    assert draft_after(corpus, [1, 2]) == [3, 4]
+
+
+def test_what_was_finished_is_remembered_as_it_was_then():
+    """The session's next turn goes on in the same memory."""
+    with SuffixDrafter(CONFIG, corpus=new_corpus()) as drafter:
+        drafter.start(1, array([1, 2]), session="chat")
+        drafter.finish(1, array([3, 4]))
+        drafter.start(2, array([1, 9, 9, 9]), session="chat")
+        drafter.corpus.refresh()
+        assert draft_after(drafter.corpus, [1, 2]) == [3, 4]
+
+
 def test_an_empty_request_leaves_no_trace():
     corpus = new_corpus()
     corpus.append(array([]))
@@ -251,6 +270,19 @@ def test_the_maintainer_works_in_the_background_until_it_is_closed():
     corpus.append(array([4, 5]))
     assert draft_after(corpus, [4]) == []
     corpus.close()
+
+
+def test_the_maintainer_can_be_started_again():
+    corpus = new_corpus()
+    corpus.maintain(0.001)
+    corpus.close()
+    refreshed, refresh = threading.Event(), corpus.refresh
+    corpus.refresh = lambda: (refresh(), refreshed.set() if corpus.shown else None)
+    corpus.maintain(0.001)
+    corpus.append(array([1, 2, 3]))
+    assert refreshed.wait(10)
+    corpus.close()
+    assert draft_after(corpus, [1, 2]) == [3]
 
 
 def test_the_maintainer_outlives_a_merge_that_fails(monkeypatch, caplog):

@@ -1,9 +1,14 @@
 """The face of the package: what callers may rely on."""
 
+import threading
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
+from ssd.build import new_corpus, new_drafter
+from ssd.corpus import Corpus
 from ssd.draft import ROOT, Source
 from ssd.sequences import LEAST_ROWS
 from tests import naive
@@ -216,7 +221,110 @@ def test_as_many_idle_sessions_are_kept_as_configured():
         assert drafter.memory_bytes() == without
 
 
+def test_idle_sessions_are_bounded_by_their_tokens_too():
+    with drafter_of(idle_tokens=700) as drafter:
+        without = drafter.memory_bytes()
+        held = []
+        for session in range(4):
+            drafter.start(session, TEXT, session=session)
+            drafter.finish(session, array([]), learn=False)
+            held.append(drafter.memory_bytes() - without)
+        assert 0 < held[0] < held[1] == held[2] == held[3]
+    with drafter_of(idle_tokens=len(TEXT) - 1) as drafter:
+        without = drafter.memory_bytes()
+        drafter.start(1, TEXT, session="chat")
+        drafter.finish(1, array([]), learn=False)
+        assert drafter.memory_bytes() == without
+
+
+def test_a_session_that_was_cut_gives_its_memory_back(drafter):
+    without = drafter.memory_bytes()
+    drafter.start(1, np.arange(100_000, dtype=np.uint32), session="chat")
+    drafter.finish(1, array([1]), learn=False)
+    assert drafter.memory_bytes() - without > 800_000
+    drafter.start(2, array([0, 1, 2, 3, 0, 1]), session="chat")
+    drafter.finish(2, array([2]), learn=False)
+    assert drafter.memory_bytes() - without < 20_000
+    drafter.start(3, array([0, 1, 2, 3, 0, 1, 2]), session="chat")
+    assert draft(drafter, 3, limit=2) == [3, 0]
+
+
 # What cannot be
+
+
+def broken(**arrays):
+    """Progress of sequences 1 and 2 with some arrays replaced."""
+    return replace(progress_of({1: [7], 2: [8, 9]}, limit=4), **arrays)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("offsets", array([0, 1])),
+        ("offsets", array([0, 1, 3, 3])),
+        ("offsets", array([0, 1, 400])),
+        ("offsets", array([0, 1, 2])),
+        ("offsets", array([1, 1, 3])),
+        ("offsets", array([0, 4, 3])),
+        ("offsets", array([])),
+        ("tokens", array([7, 8])),
+        ("tokens", array([7, 8, 9, 10])),
+        *((name, array([0])) for name in ("verified", "accepted", "max_draft")),
+        *((name, array([0, 0, 0])) for name in ("verified", "accepted", "max_draft")),
+        *((name, np.zeros(2, np.int64)) for name in ("verified", "accepted", "max_draft")),
+        ("max_draft", np.zeros(4, np.uint32)[::2]),
+        ("max_draft", np.zeros((2, 1), np.uint32)),
+        ("tokens", np.array([7, 8, 9], np.int32)),
+        ("tokens", np.array([7, 8, 9], np.float32)),
+        ("tokens", np.array([7, 8, 9], ">u4")),
+        ("offsets", np.array([0, 1, 3], np.int64)),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused_without_any_effect(drafter, field, values):
+    drafter.start(1, array([1, 2, 1]))
+    drafter.start(2, array([5]))
+    with pytest.raises(ValueError, match="offsets" if field == "tokens" and values.dtype == np.uint32 else field):
+        drafter.draft(broken(**{field: values}))
+    assert drafter.sizes() == {1: 3, 2: 1}
+    drafter.draft(broken())
+    assert drafter.sizes() == {1: 4, 2: 3}
+
+
+def test_an_error_that_is_kept_keeps_nothing_that_the_maintainer_waits_for(drafter):
+    drafter.corpus.append(TEXT, "mine")
+    drafter.corpus.refresh()
+    drafter.start(1, array([5]))
+    wrong = replace(progress_of({1: []}, limit=4), max_draft=np.array([4], np.int64))
+    with pytest.raises(ValueError, match="max_draft") as kept_in_draft:
+        drafter.draft(wrong)
+    with pytest.raises(ValueError, match="tokens") as kept_in_finish:
+        drafter.finish(1, np.array([1, 2]))
+    drafter.corpus.forget("mine")
+    refreshing = threading.Thread(target=drafter.corpus.refresh, daemon=True)
+    refreshing.start()
+    refreshing.join(30)
+    assert not refreshing.is_alive()
+    del kept_in_draft, kept_in_finish
+
+
+def test_a_corpus_of_another_match_depth_is_refused():
+    config = DrafterConfig(capacity=10_000, match_depth=16)
+    for make in (SuffixDrafter, new_drafter):
+        with pytest.raises(ValueError, match=r"match depth of 32, not 16.*new_corpus\(config\)"):
+            make(config, corpus=Corpus(10_000, 32))
+        make(config, corpus=new_corpus(config)).close()
+
+
+@pytest.mark.parametrize("tokens", [np.array([1, -1, 5]), np.array([1.0]), np.array([[1]], np.uint32)])
+def test_what_are_no_tokens_is_refused_wherever_it_comes(drafter, tokens):
+    with pytest.raises(ValueError, match="row of uint32"):
+        drafter.start(1, tokens)
+    with pytest.raises(ValueError, match="row of uint32"):
+        drafter.corpus.append(tokens)
+    drafter.corpus.append(TEXT)
+    drafter.corpus.refresh()
+    assert drafter.corpus.waiting == 0
+    assert drafter.corpus.tokens == len(TEXT) + 1
 
 
 def test_ids_in_use_and_unknown_ones_are_refused(drafter):
@@ -293,6 +401,7 @@ def test_memory_is_accounted_for(drafter):
         {"match_depth": 65},
         {"learned_prompt_tokens": -1},
         {"idle_sessions": -1},
+        {"idle_tokens": -1},
         {"cost": 0.0},
         {"cost": 1.5},
         {"cost": float("nan")},

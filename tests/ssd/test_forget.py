@@ -180,6 +180,123 @@ def test_idle_sessions_with_a_turn_of_that_name_end():
     drafter.close()
 
 
+def two_that_run(drafter, **settings):
+    """One that another drafts from, while both run."""
+    drafter.start(1, SECRET[:5], request="mine", **settings)
+    drafter.start(2, SECRET[:5] + np.uint32(500))
+    drafter.draft(progress_of({1: SECRET[5:30]}, 0))
+    drafter.corpus.refresh()
+    assert drafts_of_it(drafter, SECRET[5:12]) == SECRET[12:20].tolist()
+
+
+def drafts_of_it(drafter, tokens):
+    return drafter.draft(progress_of({2: tokens}, 8)).tokens.tolist()
+
+
+@pytest.mark.parametrize("from_another", [False, True])
+def test_a_running_request_is_forgotten_too(from_another):
+    corpus = Corpus(100_000, DEPTH)
+    drafter, another = (SuffixDrafter(CONFIG, corpus=corpus) for _ in range(2))
+    two_that_run(drafter)
+    if from_another:
+        another.forget("mine")
+        drafter.forget_own("mine")
+    else:
+        drafter.forget("mine")
+    corpus.refresh()
+    assert drafts_of_it(drafter, SECRET[12:19]) == []
+    # It runs on, and drafts from itself.
+    drafter.draft(progress_of({1: SECRET[30:40]}, 0))
+    own = drafter.draft(progress_of({1: SECRET[5:12]}, 8)).tokens
+    assert own.tolist() == SECRET[12:20].tolist()
+    corpus.refresh()
+    assert drafts_of_it(drafter, SECRET[19:35]) == []
+    drafter.finish(1, SECRET[40:])
+    corpus.refresh()
+    assert corpus.tokens == 0
+    assert_forgotten(corpus)
+    # What is said under the name from now on is another matter.
+    drafter.start(1, SECRET[:5], request="mine")
+    drafter.finish(1, SECRET[5:])
+    corpus.refresh()
+    assert draft_after(corpus, SECRET[:20])
+
+
+def test_others_that_run_are_not_forgotten():
+    drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
+    two_that_run(drafter)
+    drafter.forget("theirs")
+    drafter.corpus.refresh()
+    assert drafts_of_it(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
+    drafter.finish(1, SECRET[30:])
+    drafter.corpus.refresh()
+    assert draft_after(drafter.corpus, SECRET[:20])
+
+
+def test_a_request_whose_prompt_is_still_being_indexed_is_forgotten_too():
+    drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
+    opening = drafter.open(SECRET[:20], request="mine", session="chat")
+    drafter.forget("mine")
+    drafter.begin(1, opening)
+    drafter.start(2, SECRET[:5] + np.uint32(500))
+    drafter.draft(progress_of({1: SECRET[20:40]}, 0))
+    drafter.corpus.refresh()
+    assert drafts_of_it(drafter, SECRET[25:32]) == []
+    drafter.finish(1, SECRET[40:])
+    drafter.corpus.refresh()
+    assert drafter.corpus.tokens == 0
+    assert_forgotten(drafter.corpus)
+    drafter.start(3, SECRET[:30], session="chat")
+    assert drafter._sequences.local(drafter._running[3].row).size == 30
+    assert drafter.draft(progress_of({3: []}, 8)).tokens.tolist() == []
+
+
+def test_a_name_that_was_forgotten_hides_nobody_who_has_taken_its_place():
+    drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
+    opening = drafter.open(SECRET[:5], request="mine")
+    drafter.begin(3, opening)
+    drafter.finish(3, SECRET[5:7], learn=False)
+    two_that_run(drafter)
+    drafter.forget_own("mine and no more")
+    opening.running.request = "mine and no more"
+    drafter.forget_own("mine and no more")
+    drafter.corpus.refresh()
+    assert drafts_of_it(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
+
+
+@pytest.mark.parametrize("learned_prompt_tokens", [0, 32, 1 << 20])
+def test_nothing_of_a_turn_is_remembered_under_the_name_of_the_next(learned_prompt_tokens):
+    config = DrafterConfig(capacity=100_000, match_depth=DEPTH, learned_prompt_tokens=learned_prompt_tokens)
+    drafter = SuffixDrafter(config, corpus=Corpus(100_000, DEPTH))
+    asked, said = np.arange(5000, 5020, dtype=np.uint32), SECRET[:30]
+    drafter.start(1, asked, session="chat", request="first")
+    drafter.draft(progress_of({1: said[:10]}, 0))
+    drafter.finish(1, said[10:])
+    asked_next, said_next = asked + np.uint32(100), said + np.uint32(200)
+    drafter.start(2, np.concatenate([asked, said, asked_next]), session="chat", request="second")
+    drafter.finish(2, said_next)
+    drafter.corpus.refresh()
+    assert draft_after(drafter.corpus, said[:10])
+    drafter.forget("first")
+    drafter.corpus.refresh()
+    assert_forgotten(drafter.corpus, said)
+    assert_forgotten(drafter.corpus, asked)
+    # The second turn is there, with as much of its own prompt as is to be remembered.
+    assert drafter.corpus.requests == 1
+    assert holds(drafter.corpus, said_next)
+    assert holds(drafter.corpus, np.concatenate([asked_next, said_next])) == (learned_prompt_tokens > 0)
+
+
+def test_what_a_sequence_had_produced_elsewhere_is_remembered():
+    drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
+    drafter.start(1, SECRET[:10], session="chat", committed=SECRET[10:30])
+    drafter.finish(1, SECRET[30:31], learn=False)
+    drafter.start(2, SECRET[:10], session="chat", committed=SECRET[10:31])
+    drafter.finish(2, SECRET[31:])
+    drafter.corpus.refresh()
+    assert holds(drafter.corpus, SECRET[10:])
+
+
 def test_sessions_that_are_idle_for_long_end():
     clock = Clock()
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH, clock))

@@ -151,6 +151,24 @@ def test_a_block_is_free_again_only_once_it_is_unread():
     assert evidence_in(tier) == evidence_of([5, 6], [7])
 
 
+@pytest.mark.parametrize("room", range(DEPTH + 4))
+def test_a_gap_near_the_end_of_a_block_writes_into_no_other(room):
+    tier = LiveTier(blocks=4, depth=DEPTH)
+    for owner in (1, 2):
+        tier.start(owner, array([]))
+    produced = list(range(1, BLOCK - room))
+    # The block of the first lies behind that of the second.
+    tier.extend(2, array(produced))
+    tier.extend(1, array([5000, 5001, 5002]))
+    missed = list(range(2000, 2000 + 3 * DEPTH))
+    tier.skip(2, array([*produced, *missed]))
+    tier.extend(2, array([3000, 3001]))
+    tier.merge()
+    untold = range(len(produced), len(produced) + len(missed))
+    own = evidence_of([], [*produced, *missed, 3000, 3001], untold)
+    assert evidence_in(tier) == own + evidence_of([], [5000, 5001, 5002])
+
+
 @pytest.mark.parametrize("missed", [1, DEPTH, 3 * DEPTH])
 def test_gaps_take_no_more_room_than_what_was_produced(missed):
     """The others come and go, so that now this is told and now that is not."""

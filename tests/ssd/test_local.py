@@ -113,6 +113,20 @@ def test_room_grows_and_nothing_is_lost():
     assert index.nbytes >= 8 * len(text)
 
 
+def test_memory_of_a_text_that_was_longer_is_given_back():
+    text = np.random.default_rng(0).integers(0, 3, 50_000)
+    index = new_index(text, 32)
+    held = index.nbytes
+    index.give_back()
+    assert index.nbytes == held
+    index.truncate(3000)
+    index.give_back()
+    assert index.nbytes < held / 10
+    assert_indexes(index, text[:3000].tolist(), 32)
+    index.extend(array(text[3000:6000]))
+    assert_indexes(index, text[:6000].tolist(), 32)
+
+
 def index_in(drafter, sequence_id):
     return drafter._sequences.local(drafter._running[sequence_id].row)
 

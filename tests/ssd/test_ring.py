@@ -89,6 +89,15 @@ def test_the_largest_id_is_allowed_and_the_separators_is_not():
         check_tokens(array([1, int(SEPARATOR)]))
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [np.array([1, -1]), np.array([1.5]), np.array([], np.float64), np.array([[1]], np.uint32), np.array([1], ">u4")],
+)
+def test_only_rows_of_uint32_are_tokens(tokens):
+    with pytest.raises(ValueError, match="a row of uint32"):
+        check_tokens(tokens)
+
+
 @pytest.mark.parametrize("capacity", [-1, 0, 2 * PAD - 1, 1 << 32])
 def test_impossible_capacities_are_refused(capacity):
     with pytest.raises(ValueError, match="a corpus holds"):

@@ -81,6 +81,7 @@ def test_every_column_is_needed(missing):
     [
         ({"version": b"2"}, "version"),
         ({"kinds": b"\0\1\4"}, "kinds holds 4"),
+        ({"kinds": b""}, "kinds is empty"),
         ({"kinds": b"\0\1"}, "times must be 2"),
         ({"times": pack(np.array([1.0, math.nan, 1.0]), "f8")}, "finite"),
         ({"times": pack(np.array([1.0, 1.0, math.inf]), "f8")}, "finite"),
