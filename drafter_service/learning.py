@@ -34,7 +34,7 @@ class Learning:
         """`most_waiting`: tokens of a namespace that may wait to become draftable."""
         self._most_waiting = most_waiting
 
-    async def learn(self, namespace: Namespace, message: pb.Texts, *, is_from_log: bool = False) -> Learned:
+    async def learn(self, namespace: Namespace, message: pb.Texts) -> Learned:
         """Learn finished texts once there is room.
 
         Raises WireError, with no effect, for a message that cannot be, and ClosedError.
@@ -46,7 +46,7 @@ class Learning:
                 await asyncio.sleep(0)
                 await self.wait_for_room(namespace)
             text = texts.text(index)
-            if namespace.learn(text, name, is_from_log=is_from_log):
+            if namespace.learn(text, name):
                 tokens, learned = tokens + len(text), learned + 1
         return Learned(tokens, learned, len(texts) - learned)
 

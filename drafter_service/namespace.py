@@ -107,8 +107,11 @@ class Namespace:
         self.drafters.discard(drafter)
         drafter.close()
 
-    def learn(self, tokens: np.ndarray, request: str | None, *, is_from_log: bool = False) -> bool:
-        """Remember a finished text, uint32 [n], unless one of its name was learned before; whether it was not."""
+    def learn(self, tokens: np.ndarray, request: str | None, *, logged_at: float | None = None) -> bool:
+        """Remember a finished text, uint32 [n], unless one of its name was learned before; whether it was not.
+
+        logged_at: when it finished elsewhere, for what comes from the shared log.
+        """
         if request is not None:
             name = hash_of(request)
             if name in self._learned:
@@ -118,8 +121,8 @@ class Namespace:
             if len(self._learned) > MOST_NAMES:
                 for oldest in list(islice(self._learned, MOST_NAMES // 8)):
                     del self._learned[oldest]
-        self.corpus.append(tokens, request)
-        if not is_from_log:
+        self.corpus.append(tokens, request, time=logged_at)
+        if logged_at is None:
             # The log needs a name to tell a text that comes twice from two that are alike.
             self.publish(Finished(request or secrets.token_hex(8), tokens, time.time()))
         return True

@@ -85,6 +85,7 @@ class Member:
     async def close(self) -> None:
         """Publish what waits, if that is possible soon, and stop."""
         self._reading.cancel()
+        await asyncio.wait([self._reading])
         await self._log.close()
 
     def facts(self) -> LogFacts:
@@ -94,11 +95,11 @@ class Member:
             published_tokens=counters.published_tokens,
             consumed_tokens=counters.consumed_tokens,
             duplicates=counters.duplicates,
-            dropped_tokens=counters.dropped_tokens,
+            dropped_tokens=self._log.dropped_tokens,
             malformed=counters.malformed,
             gaps=counters.gaps,
             errors=counters.errors,
-            is_connected=self._log.is_connected,
+            is_connected=self._log.is_connected and self._reader.is_connected,
             lag_entries=lag.entries,
             lag_s=lag.seconds,
         )
@@ -107,8 +108,8 @@ class Member:
         await self._learning.wait_for_room(self._namespace)
         for event in events:
             match event:
-                case Finished(request, tokens):
-                    self._namespace.learn(tokens.copy(), request or None, is_from_log=True)
+                case Finished(request, tokens, finished_at):
+                    self._namespace.learn(tokens, request or None, logged_at=finished_at)
                 case Forgotten(request):
                     self._namespace.forget(request, is_from_log=True)
                 case _:

@@ -75,8 +75,18 @@ class NamespaceLog:
     def __init__(self, stream: Stream, outbox: Outbox, logger: Any, *, name: bytes, max_bytes: int) -> None:
         self.counters = LogCounters()
         self._stream, self._outbox, self._logger, self._name = stream, outbox, logger, name
-        writer = Writer(stream, outbox, self.counters, logger, name=name, max_bytes=max_bytes)
-        self._writing = asyncio.create_task(writer.run())
+        self._writer = Writer(stream, outbox, self.counters, logger, name=name, max_bytes=max_bytes)
+        self._writing = asyncio.create_task(self._writer.run())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether what was written last arrived."""
+        return self._writer.is_connected
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens that were never published, because too many waited."""
+        return self._outbox.dropped_tokens
 
     def publish(self, event: Event) -> None:
         """Tell the other replicas, soon; tokens are copied. Neither waits nor fails."""

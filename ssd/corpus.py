@@ -98,16 +98,17 @@ class Corpus:
         """What the maintainer has done so far."""
         return self._index.times
 
-    def append(self, tokens: np.ndarray, request: str | None = None) -> None:
+    def append(self, tokens: np.ndarray, request: str | None = None, *, time: float | None = None) -> None:
         """Remember a copy of one request, uint32 [N], under a name; what the maintainer shows from now on holds it.
 
-        Raises ValueError for another dtype or shape, or if an id is the separator's.
+        time: when it finished, by the clock, if that is not now. Raises ValueError for another dtype or shape, or if an
+        id is the separator's.
         """
         check_tokens(tokens)
         if len(tokens):
             with self._counting:
                 self._appended += len(tokens)
-            self._put(Text(tokens.copy(), hash_of(request), self.clock()))
+            self._put(Text(tokens.copy(), hash_of(request), self.clock() if time is None else time))
 
     def forget(self, request: str) -> None:
         """Forget what was appended under a name so far; after the next `refresh` no draft or snapshot holds it.

@@ -34,7 +34,7 @@ class Answer:
 
 
 def read_answer(message: pb.Drafts, limits: np.ndarray, ahead: int, vocabulary_size: int) -> Answer:
-    """Drafts of at most `limits`, uint32 [B], paths of `ahead` more; token ids below `vocabulary_size` unless that is 0.
+    """Drafts of at most `limits`, uint32 [B], and paths of `ahead` more; ids below `vocabulary_size` unless that is 0.
 
     Raises WireError for arrays that do not fit together.
     """

@@ -30,7 +30,6 @@ from drafter_service.client.messages import (
 from drafter_service.client.running import News, Running
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, unpack
-from ssd.config import check_cost
 from ssd.draft import DraftBatch, Progress, check_outcome, offsets_of
 from ssd.ring import check_tokens
 
@@ -125,7 +124,7 @@ class Core:
 
         `settle` it once `is_settled`, or when there is no more time. Raises ValueError as `Progress.check`.
         """
-        rows = self._rows_of(progress)
+        rows = self._running.rows_of(progress)
         turn = Turn(rows, progress.max_draft, progress.cost, self._ahead_of(progress.max_draft))
         may_ask = self.dialogue.may_send and self.dialogue.is_rested()
         if may_ask and self._running.is_plain(rows):
@@ -253,25 +252,6 @@ class Core:
 
     # Small things.
 
-    def _rows_of(self, progress: Progress) -> np.ndarray:
-        """Rows of the sequences of a batch, int64 [B]. Raises ValueError as `Progress.check`, but takes less time."""
-        row_of = self._running.row_of
-        sequence_ids = progress.sequence_ids.tolist()
-        try:
-            rows = np.array([row_of[sequence_id] for sequence_id in sequence_ids], np.int64)
-            is_odd = len({*sequence_ids}) < len(rows)
-            is_odd = is_odd or _any(progress.verified > self._running.offered(rows))
-            is_odd = is_odd or _any(progress.accepted > progress.verified)
-        except KeyError:
-            is_odd = True
-        if is_odd:
-            offered = self._running.offered(np.array(list(row_of.values()), np.int64))
-            progress.check(dict(zip(row_of, offered.tolist(), strict=True)))
-        check_tokens(progress.tokens)
-        if progress.cost is not None:
-            check_cost(progress.cost)
-        return rows
-
     def _ahead_of(self, limits: np.ndarray) -> int:
         """How many tokens more to ask for: none if what is left could never be a whole draft."""
         # A draft, the target's own token behind it, and a whole draft again.
@@ -287,7 +267,7 @@ class Core:
             self._counters.malformed += len(rows)
             return None
         self._counters.malformed += answer.malformed
-        if len(rows) == len(turn.rows) and not _any(answer.sizes > limits):
+        if len(rows) == len(turn.rows) and not np.count_nonzero(answer.sizes > limits):
             return answer.drafts
         self._running.at_hand.take(rows, answer.drafts, answer.is_path if turn.ahead else False, turn.cost)
         return None
@@ -303,7 +283,3 @@ def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int, accepted
         np.array([accepted], np.uint32),
         NO_LIMIT,
     )
-
-
-def _any(marks: np.ndarray) -> bool:
-    return int(np.count_nonzero(marks)) > 0  # in a third of the time of `marks.any()`

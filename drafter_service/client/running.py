@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -26,14 +27,16 @@ from drafter_service.client.about import About
 from drafter_service.client.at_hand import AtHand
 from drafter_service.client.ended import Ended
 from drafter_service.client.texts import Texts
+from ssd.config import check_cost
 from ssd.draft import Progress, offsets_of
+from ssd.ring import check_tokens
 
 LEAST_ROWS = 16
 
 # Lines of the table, int64.
 UNTOLD, OFFERED, VERIFIED, ACCEPTED, STEPS, WIRE_ID, IS_KNOWN, IS_COUNTED, IS_PLAIN = range(9)
 """UNTOLD: how many of the committed tokens the service has not been told. OFFERED: how many tokens the engine was
-handed last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls the sequence,
+handed last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls the sequence:
 a number that none had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it. IS_COUNTED:
 whether what the engine was handed is of the service's last draft. IS_PLAIN: whether it is known and counted, and
 nothing is untold."""
@@ -68,9 +71,32 @@ class Running:
         self._texts = Texts()
         self._about: list[About | None] = []
         self._free: list[int] = []
+        self._last_named: bytes | None = None
+        """The ids of the last batch, and its rows: most often the next one has the same."""
+        self._last_rows = np.zeros(0, np.int64)
+
+    def rows_of(self, progress: Progress) -> np.ndarray:
+        """Rows of the sequences of a batch, int64 [B], not to be changed. Raises ValueError as `Progress.check`."""
+        named = progress.sequence_ids.tobytes()
+        if named != self._last_named:
+            ids = progress.sequence_ids.tolist()
+            if len({*ids}) < len(ids) or not self.row_of.keys() >= {*ids}:
+                self._refuse(progress)
+            self._last_rows = np.array([self.row_of[sequence_id] for sequence_id in ids], np.int64)
+            self._last_named = named
+        rows = self._last_rows
+        if np.count_nonzero(progress.verified > self._table[OFFERED, rows]):
+            self._refuse(progress)
+        if np.count_nonzero(progress.accepted > progress.verified):
+            self._refuse(progress)
+        check_tokens(progress.tokens)
+        if progress.cost is not None:
+            check_cost(progress.cost)
+        return rows
 
     def add(self, sequence_id: int, about: About) -> int:
         """A sequence begins; returns its row."""
+        self._last_named = None
         if not self._free:
             self._grow(max(LEAST_ROWS, 2 * len(self._about)))
         row = self._free.pop()
@@ -84,6 +110,7 @@ class Running:
     def end(self, sequence_id: int, learn: bool) -> Ended:
         """A sequence is over; what has to be told of it."""
         row = self.row_of.pop(sequence_id)
+        self._last_named = None
         untold, _, verified, accepted, steps, wire_id, is_known, _, _ = self._table[:, row].tolist()
         about, committed = self.about(row), self._texts.text(row)
         ended = Ended(
@@ -194,6 +221,12 @@ class Running:
     def known_wire_ids(self) -> set[int]:
         """Of the sequences that the service has."""
         return {*self._table[WIRE_ID, self._known_rows()].tolist()}
+
+    def _refuse(self, progress: Progress) -> NoReturn:
+        """Say what is wrong with a batch."""
+        rows = np.array(list(self.row_of.values()), np.int64)
+        progress.check(dict(zip(self.row_of, self.offered(rows).tolist(), strict=True)))
+        raise AssertionError("nothing is wrong with the batch")
 
     def _known_rows(self) -> np.ndarray:
         rows = np.array(list(self.row_of.values()), np.int64)

@@ -40,7 +40,7 @@ class Texts:
         self._bodies[row] = []
 
     def append(self, rows: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
-        """Append `tokens[offsets[i]:offsets[i + 1]]`, uint32, to the text of `rows[i]`; rows, int64, must not change."""
+        """Append `tokens[offsets[i]:offsets[i + 1]]`, uint32, to the text of `rows[i]`. `rows` is kept."""
         self._waiting.append((rows, tokens.copy(), offsets.astype(np.int64)))
 
     def tidy(self) -> None:

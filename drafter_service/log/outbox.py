@@ -40,6 +40,8 @@ class Outbox:
         self._settled = asyncio.Event()
         self.is_overflowing = False
         """Whether requests were dropped since it was last empty."""
+        self.dropped_tokens = 0
+        """Of all requests that were ever dropped."""
 
     def put(self, event: Event) -> int:
         """Add an event; its tokens are copied. Returns how many finished requests were dropped for want of room."""
@@ -51,6 +53,7 @@ class Outbox:
             return 0
         if _weight(event) > self._max_tokens:
             self.is_overflowing = True
+            self.dropped_tokens += len(event.tokens)
             return 1
         self._finished.append(waiting._replace(event=Finished(event.request, np.array(event.tokens), event.time)))
         self._tokens += _weight(event)
@@ -91,7 +94,7 @@ class Outbox:
     def _make_room(self) -> int:
         dropped = 0
         while self._tokens > self._max_tokens:
-            self._pop_finished()
+            self.dropped_tokens += len(self._pop_finished().tokens)
             dropped += 1
         self.is_overflowing |= dropped > 0
         return dropped

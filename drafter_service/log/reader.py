@@ -39,6 +39,11 @@ class Reader:
         self._has_all = False
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the log answered when it was last asked."""
+        return not self._retry.is_failing
+
+    @property
     def lag(self) -> Lag:
         """How far it is behind. While Redis is away or events are being taken the seconds count on."""
         if self._has_all:

@@ -32,6 +32,11 @@ class Writer:
         # Others may have left the log too large.
         self._unmeasured = max_bytes
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the log took what was written last."""
+        return not self._retry.is_failing
+
     async def run(self) -> None:
         """Publish until cancelled."""
         while True:

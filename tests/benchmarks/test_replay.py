@@ -185,6 +185,72 @@ def test_other_files_are_refused(tmp_path, trace_path, capsys):
         assert f"{name} is not a trace" in capsys.readouterr().err
 
 
+def refusal(capsys, *arguments):
+    """What the command says of arguments that it cannot use."""
+    with pytest.raises(SystemExit):
+        main([str(argument) for argument in arguments])
+    return capsys.readouterr().err
+
+
+def test_traces_that_are_cut_off_are_refused(tmp_path, trace_path, capsys):
+    data = trace_path.read_bytes()
+    cut = tmp_path / "cut.npz"
+    for size in [*range(0, len(data) - 1, len(data) // 60), len(data) - 1]:
+        cut.write_bytes(data[:size])
+        assert "cut.npz is not a trace" in refusal(capsys, "--trace", cut, "--drafter", "none")
+    for at in range(0, len(data), len(data) // 60):
+        cut.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        try:
+            load_trace(cut)
+        except ValueError as problem:
+            assert "cut.npz is not a trace" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": np.full(12 * 96, 0xFFFF_FFFF, np.uint32)},
+        {"tokens": np.full(12 * 96, -1)},
+        {"tokens": np.full(12 * 96, 1.5)},
+        {"tokens": np.zeros((12, 96), np.uint32)},
+        {"prompt_len": np.array([126, -66] + [30] * 10)},
+        {"prompt_len": np.full(11, 30)},
+        {"session": np.zeros(5, np.int32)},
+        {"prompt_len": np.full(12, 96), "output_len": np.zeros(12, np.int32)},
+        {name: np.array([], np.int32) for name in ("tokens", "prompt_len", "output_len", "session")},
+    ],
+    ids=lambda wrong: "-".join(wrong),
+)
+def test_traces_that_cannot_be_replayed_are_refused(tmp_path, trace_path, capsys, wrong):
+    np.savez(tmp_path / "wrong.npz", **(dict(np.load(trace_path)) | wrong))
+    assert "wrong.npz is not a trace" in refusal(capsys, "--trace", tmp_path / "wrong.npz", "--drafter", "ssd")
+
+
+@pytest.mark.parametrize(
+    "setting", [("--cost", "0"), ("--cost", "nan"), ("--cost", "0.1,2"), ("--k", "65"), ("--k", "8,0")]
+)
+def test_settings_that_no_drafter_has_are_refused(trace_path, capsys, setting):
+    assert f"argument {setting[0]}: " in refusal(capsys, "--trace", trace_path, "--drafter", "ssd", *setting)
+
+
+def test_the_largest_draft_can_be_asked_for(trace_path, capsys):
+    main(
+        [
+            "--trace",
+            str(trace_path),
+            "--drafter",
+            *OWN_DRAFTERS,
+            "--k",
+            "64",
+            "--cost",
+            "1",
+            "--max-output-tokens",
+            "70",
+        ]
+    )
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+
+
 def test_the_last_line_is_one_document(trace_path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda package: None)
     copy = tmp_path / "copy.json"

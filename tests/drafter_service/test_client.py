@@ -33,7 +33,9 @@ def connect(socket_address):
     clients = []
 
     def connected(**options):
-        clients.append(DrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, "ahead": 0, "rng": Random(0), **options}))
+        clients.append(
+            DrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, "ahead": 0, "rng": Random(0), **options})
+        )
         return clients[-1]
 
     yield connected

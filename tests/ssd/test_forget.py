@@ -180,9 +180,9 @@ def test_idle_sessions_with_a_turn_of_that_name_end():
     drafter.close()
 
 
-def two_that_run(drafter, **settings):
+def two_that_run(drafter):
     """One that another drafts from, while both run."""
-    drafter.start(1, SECRET[:5], request="mine", **settings)
+    drafter.start(1, SECRET[:5], request="mine")
     drafter.start(2, SECRET[:5] + np.uint32(500))
     drafter.draft(progress_of({1: SECRET[5:30]}, 0))
     drafter.corpus.refresh()
@@ -190,7 +190,7 @@ def two_that_run(drafter, **settings):
 
 
 def drafts_of_it(drafter, tokens):
-    return drafter.draft(progress_of({2: tokens}, 8)).tokens.tolist()
+    return drafter.draft(progress_of({2: tokens}, 8, cost=1e-6)).tokens.tolist()
 
 
 @pytest.mark.parametrize("from_another", [False, True])
@@ -207,7 +207,7 @@ def test_a_running_request_is_forgotten_too(from_another):
     assert drafts_of_it(drafter, SECRET[12:19]) == []
     # It runs on, and drafts from itself.
     drafter.draft(progress_of({1: SECRET[30:40]}, 0))
-    own = drafter.draft(progress_of({1: SECRET[5:12]}, 8)).tokens
+    own = drafter.draft(progress_of({1: SECRET[5:12]}, 8, cost=1e-6)).tokens
     assert own.tolist() == SECRET[12:20].tolist()
     corpus.refresh()
     assert drafts_of_it(drafter, SECRET[19:35]) == []
@@ -246,21 +246,18 @@ def test_a_request_whose_prompt_is_still_being_indexed_is_forgotten_too():
     drafter.corpus.refresh()
     assert drafter.corpus.tokens == 0
     assert_forgotten(drafter.corpus)
-    drafter.start(3, SECRET[:30], session="chat")
-    assert drafter._sequences.local(drafter._running[3].row).size == 30
-    assert drafter.draft(progress_of({3: []}, 8)).tokens.tolist() == []
+    assert drafter._idle.take("chat") is None
 
 
 def test_a_name_that_was_forgotten_hides_nobody_who_has_taken_its_place():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    opening = drafter.open(SECRET[:5], request="mine")
-    drafter.begin(3, opening)
+    ended = drafter.open(SECRET[:5], request="earlier")
+    drafter.begin(3, ended)
     drafter.finish(3, SECRET[5:7], learn=False)
     two_that_run(drafter)
-    drafter.forget_own("mine and no more")
-    opening.running.request = "mine and no more"
-    drafter.forget_own("mine and no more")
+    drafter.forget_own("earlier")
     drafter.corpus.refresh()
+    assert ended.running.request == "earlier"
     assert drafts_of_it(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
 
 

@@ -1,5 +1,6 @@
 import os
 import struct
+import tempfile
 import threading
 import zlib
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import ssd.odds
-from ssd import DrafterConfig, SuffixDrafter
+from ssd import DrafterConfig, SuffixDrafter, sections
 from ssd.corpus import Corpus
 from ssd.errors import UserError
 from ssd.ring import SEPARATOR
@@ -302,6 +303,45 @@ def test_what_a_killed_process_left_is_cleared_away(path):
     left.write_bytes(b"half")
     save(built(some_requests(2)), path)
     assert not left.exists()
+
+
+@pytest.mark.parametrize("when", [(tempfile, "mkstemp"), (os, "replace")], ids=["begun", "written"])
+def test_what_another_writes_is_no_leftover(path, monkeypatch, when):
+    """Another save of the same file looks for leftovers just when a part is not locked yet, or need be no more."""
+    step, looked = getattr(*when), []
+
+    def look_around(*given, **named):
+        is_first = not looked
+        looked.append(when)
+        made = step(*given, **named) if when[1] == "mkstemp" else None
+        if is_first:
+            sections._remove_leftovers(path)
+        return made or step(*given, **named)
+
+    monkeypatch.setattr(*when, look_around)
+    save(built(some_requests(5)), path)
+    assert load(path, CAPACITY, DEPTH).corpus.requests == 5
+    assert len(looked) == (2 if when[1] == "mkstemp" else 1)
+    assert [left.name for left in path.parent.iterdir()] == [path.name]
+
+
+def test_saves_of_the_same_file_do_not_disturb_each_other(path):
+    corpus, problems = built(some_requests(5)), []
+
+    def save_some():
+        try:
+            for _ in range(30):
+                save(corpus, path)
+        except SnapshotError as problem:
+            problems.append(problem)
+
+    savers = [threading.Thread(target=save_some, daemon=True) for _ in range(3)]
+    for saver in savers:
+        saver.start()
+    for saver in savers:
+        saver.join(60)
+    assert not problems
+    assert load(path, CAPACITY, DEPTH).corpus.requests == 5
 
 
 def test_a_folder_that_is_not_there_is_named(path):

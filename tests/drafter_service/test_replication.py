@@ -1,0 +1,96 @@
+"""Two real sidecars and a real Redis: what one has learned, both draft."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from tests.drafter_service.raw import connected, eventually
+from tests.redis import running_redis
+from tests.servers import served
+
+TEXT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+OTHER = [100 + token for token in TEXT]
+
+
+@pytest.fixture
+def redis():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def replica(redis, tmp_path):
+    """Starts sidecars, each with a folder of its own; returns a caller of it, and what stops it."""
+    with ExitStack() as everything:
+
+        def start(name):
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            mine = everything.enter_context(ExitStack())
+            options = ("--capacity", "100k", "--snapshot-folder", str(folder / "kept"), "--log", redis.url)
+            mine.enter_context(served("--listen", f"unix:{folder}/s", *options))
+            return mine.enter_context(connected(f"unix:{folder}/s")), mine.close
+
+        yield start
+
+
+def drafts(caller, text=TEXT):
+    return caller.probe("shared", text[:6])[:3] == text[6:9]
+
+
+def test_replicas_learn_and_forget_together(replica):
+    one, _ = replica("one")
+    two, _ = replica("two")
+    two.probe("shared", TEXT[:6])
+    one.observe("shared", TEXT, names=["first"])
+    eventually(lambda: drafts(one) and drafts(two))
+    two.observe("shared", OTHER, names=["second"])
+    eventually(lambda: drafts(one, OTHER))
+    assert one.observe("shared", OTHER, names=["second"]).duplicates == 1
+    two.call("Forget", namespace="shared", request="first")
+    assert not drafts(two)
+    eventually(lambda: not drafts(one))
+    assert drafts(one, OTHER)
+
+
+def test_a_new_replica_has_what_others_learned_before_it(replica):
+    one, _ = replica("one")
+    one.observe("shared", TEXT, names=["first"])
+    eventually(lambda: drafts(one))
+    two, _ = replica("two")
+    eventually(lambda: drafts(two))
+
+
+def test_a_replica_that_was_away_catches_up_and_learns_nothing_twice(replica):
+    one, _ = replica("one")
+    two, stop_two = replica("two")
+    one.observe("shared", TEXT, names=["first"])
+    eventually(lambda: drafts(two))
+    stop_two()
+    one.observe("shared", OTHER, names=["second"])
+    two, _ = replica("two")
+    eventually(lambda: drafts(two, OTHER) and drafts(two))
+    [namespace] = two.call("ListNamespaces").namespaces
+    assert namespace.tokens == len(TEXT) + len(OTHER) + 2
+
+
+def test_without_redis_each_goes_on_alone_and_tells_the_others_later(replica, redis):
+    one, _ = replica("one")
+    two, _ = replica("two")
+    two.probe("shared", TEXT[:6])
+    redis.kill()
+    one.observe("shared", TEXT, names=["first"])
+    eventually(lambda: drafts(one))
+    assert not drafts(two)
+    redis.start()
+    eventually(lambda: drafts(two))
+
+
+def test_a_dropped_namespace_is_dropped_everywhere(replica):
+    one, _ = replica("one")
+    two, _ = replica("two")
+    one.observe("shared", TEXT, names=["first"])
+    eventually(lambda: drafts(two))
+    two.call("DropNamespace", namespace="shared")
+    eventually(lambda: not drafts(one))
+    assert not drafts(two)

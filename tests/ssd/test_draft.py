@@ -1,0 +1,64 @@
+"""The arrays that go into a drafter, checked before anything reads them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.draft import Progress
+from tests.replay import progress_of
+from tests.strategies import array
+
+UINT32_FIELDS = ("tokens", "offsets", "verified", "accepted", "max_draft")
+
+
+@pytest.mark.parametrize(
+    "committed", [{}, {1: []}, {1: [5]}, {1: [], 2: [5, 6], 3: [7]}, dict.fromkeys(range(64), [1])]
+)
+def test_arrays_that_fit_together_are_accepted(committed):
+    progress_of(committed, limit=4).check_arrays()
+
+
+def test_arrays_may_be_read_only_and_parts_of_others():
+    progress = progress_of({1: [5], 2: [6]}, limit=4)
+    for name in UINT32_FIELDS:
+        own = getattr(progress, name)
+        part = np.concatenate([own, own])[len(own) :]
+        part.flags.writeable = False
+        replace(progress, **{name: part}).check_arrays()
+
+
+@pytest.mark.parametrize("field", UINT32_FIELDS)
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint64, np.float32, ">u4"])
+def test_another_dtype_is_refused_by_name(field, dtype):
+    progress = progress_of({1: [5], 2: [6]}, limit=4)
+    with pytest.raises(ValueError, match=f"^{field} must be a contiguous row of uint32, not "):
+        replace(progress, **{field: getattr(progress, field).astype(dtype)}).check_arrays()
+
+
+@given(st.integers(0, 4), st.lists(st.integers(0, 6), max_size=6), st.integers(0, 6))
+def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, offsets, tokens):
+    counts = array([0] * sequences)
+    ids = np.arange(sequences, dtype=np.uint64)
+    progress = Progress(ids, array([1] * tokens), array(offsets), counts, counts, counts)
+    runs = [list(range(first, end)) for first, end in zip(offsets, offsets[1:], strict=False)]
+    if (
+        len(offsets) == sequences + 1
+        and offsets[0] == 0
+        and sum(runs, []) == list(range(tokens))
+        and offsets == sorted(offsets)
+    ):
+        progress.check_arrays()
+    else:
+        with pytest.raises(ValueError, match="^offsets "):
+            progress.check_arrays()
+
+
+@pytest.mark.parametrize("field", ["verified", "accepted", "max_draft"])
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_counts_are_one_a_sequence(field, size):
+    progress = progress_of({1: [5], 2: [6]}, limit=4)
+    with pytest.raises(ValueError, match=f"^{field} has {size} elements, not 2: one a sequence$"):
+        replace(progress, **{field: array([0] * size)}).check_arrays()
