@@ -164,8 +164,8 @@ class Session:
             learn=begin.learn and self._may_learn,
         )
         sequence_id = begin.sequence_id
-        self._used[sequence_id] = 0
-        self._note_tokens(sequence_id, len(opening.text))
+        self._used[sequence_id] = len(opening.text)
+        self._tokens += len(opening.text)
         self._make_room()
         if len(opening.text) < LONG_PROMPT:
             self._drafter.begin(sequence_id, opening)
@@ -211,17 +211,27 @@ class Session:
     def _draft(self, batch: Progress, ahead: int) -> tuple[DraftBatch, list[int]]:
         """Drafts, and which sequences are not known."""
         ids = batch.sequence_ids.tolist()
-        used = self._used
-        for sequence_id, committed in zip(ids, np.diff(batch.offsets).tolist(), strict=True):
-            if sequence_id in used:
-                self._note_tokens(sequence_id, committed)
-        limits = np.where(
-            batch.max_draft > 0, np.minimum(batch.max_draft, self.max_draft) + min(ahead, self.max_draft), 0
-        )
-        batch = replace(batch, max_draft=np.minimum(limits, self.max_draft).astype(np.uint32))
-        if all(sequence_id in used for sequence_id in ids) and not self._indexing:
+        are_known = self._note_committed(ids, batch)
+        if ahead:
+            limits = np.minimum(batch.max_draft, self.max_draft) + min(ahead, self.max_draft)
+            batch = replace(batch, max_draft=np.where(batch.max_draft > 0, limits, 0).astype(np.uint32))
+        if are_known and not self._indexing:
             return self._drafter.draft(batch), []
         return self._draft_some(batch, ids)
+
+    def _note_committed(self, ids: list[int], batch: Progress) -> bool:
+        """The sequences of a batch were heard of, and have more tokens; whether all of them are known."""
+        used, are_known = self._used, True
+        bounds = batch.offsets.tolist()
+        for index, sequence_id in enumerate(ids):
+            tokens = used.pop(sequence_id, None)
+            if tokens is None:
+                are_known = False
+            else:
+                committed = bounds[index + 1] - bounds[index]
+                used[sequence_id] = tokens + committed
+                self._tokens += committed
+        return are_known
 
     def _draft_some(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
         """Drafts for those of a batch that are known and ready."""
@@ -235,11 +245,6 @@ class Session:
             else:
                 lost.append(sequence_id)
         return _spread(self._drafter.draft(_part(batch, ready)), ready, len(ids)), lost
-
-    def _note_tokens(self, sequence_id: int, tokens: int) -> None:
-        """A sequence was heard of, and has so many more tokens."""
-        self._used[sequence_id] = self._used.pop(sequence_id) + tokens
-        self._tokens += tokens
 
     def _lose(self, sequence_id: int) -> None:
         self._tokens -= self._used.pop(sequence_id)

@@ -57,7 +57,7 @@ def read_batch(message: pb.Batch) -> Progress:
     """A step's progress. Raises WireError for arrays that do not fit together."""
     sequence_ids = unpack(message.sequence_ids, "u8", "batch.sequence_ids")
     sequences = len(sequence_ids)
-    if len(np.unique(sequence_ids)) != sequences:
+    if len(set(sequence_ids.tolist())) != sequences:
         raise WireError("batch.sequence_ids names a sequence twice")
     tokens = unpack_tokens(message.tokens, "batch.tokens")
     offsets = _read_offsets(message.offsets, sequences, len(tokens), "batch")

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 
 from drafter_service.client.base import Client
-from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, ENDED, OPTIONS, Parting
+from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTIONS
 from drafter_service.client.messages import RefusedError
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
@@ -120,8 +120,8 @@ class AsyncDrafterClient(Client):
             if news is not None:
                 self._on_lost(news)
 
-    async def _converse(self) -> Parting:
-        """One stream from its beginning to its end."""
+    async def _converse(self) -> Exception | None:
+        """One stream from its beginning to its end; returns what ended it, None if the service did in good order."""
         try:
             async with self._connector.open_aio(OPTIONS) as channel:
                 call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft(metadata=self._connector.metadata())
@@ -136,12 +136,12 @@ class AsyncDrafterClient(Client):
                 finally:
                     writer.cancel()
         except (grpc.RpcError, RefusedError, WireError, UserError) as problem:
-            return self._link.parting_of(problem)
+            return problem
         except asyncio.CancelledError:
             # A call that this client cancels looks as if the task were cancelled.
             if self._farewell is None:
                 raise
-        return Parting(ENDED)
+        return None
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftRequest, pb.DraftResponse]) -> None:
         """Send whatever is to be sent. A task for each stream; if that breaks its reader finds out why."""

@@ -97,8 +97,8 @@ class Client:
         if self._call is not None:
             self._call.cancel()
 
-    def _end(self, parting: Parting) -> tuple[float | None, str | None]:
+    def _end(self, problem: Exception | None) -> tuple[float | None, str | None]:
         """A stream has ended: how many seconds until the next one, None for ever; and news for the owner."""
         self._call = None
-        wait_s, news = self._link.end(self._farewell or parting)
+        wait_s, news = self._link.end(self._farewell or self._link.parting_of(problem))
         return wait_s, None if self._is_required or self._is_closing else news

@@ -29,9 +29,11 @@ AHEAD = 17
 
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
-ENDED = "it ended the stream"
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
+
+GOOD_ANSWERS = 16
+"""A stream with so many was of use: the next failure is a new one, to wait for shortly and to be told of."""
 
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -75,6 +77,8 @@ class Link:
         """Why the last stream ended."""
         self._core = core
         self._rng = rng or Random()
+        self._answers = 0
+        """On this stream."""
         self._failures = 0
         """Streams in a row that were of no use."""
         self._is_told = False
@@ -83,10 +87,11 @@ class Link:
     def receive(self, response: pb.DraftResponse) -> None:
         """Take a response. Raises what `Core.receive` does."""
         self._core.receive(response)
-        if self.lost is None:
-            self._failures = 0
         self.lost = None
-        self._is_told = False
+        self._answers += 1
+        if self._answers == GOOD_ANSWERS:
+            self._failures = 0
+            self._is_told = False
 
     def end(self, parting: Parting) -> tuple[float | None, str | None]:
         """A stream has ended: how many seconds to wait before the next, None for ever; and news for the owner, if any.
@@ -95,6 +100,7 @@ class Link:
         met by all its clients at once.
         """
         self._core.hang_up(is_doubtful=parting.is_doubtful)
+        self._answers = 0
         self.parting = parting
         self.lost = parting.reason
         news = None if self._is_told else parting.reason
@@ -105,8 +111,10 @@ class Link:
         self._failures += 1
         return self._rng.uniform(0, longest), news
 
-    def parting_of(self, problem: Exception) -> Parting:
-        """What an exception says about the end of a stream."""
+    def parting_of(self, problem: Exception | None) -> Parting:
+        """What an exception says about the end of a stream; None: the service ended it in good order."""
+        if problem is None:
+            return Parting("it ended the stream")
         if isinstance(problem, RefusedError):
             return Parting(str(problem), is_final=True)
         if isinstance(problem, WireError):

@@ -52,7 +52,7 @@ def batch_message(news: News, max_draft: np.ndarray, cost: float | None, ahead: 
         max_draft=pack(max_draft, "u4"),
         cost=cost,
         ahead=ahead,
-        steps=b"" if news.steps is None else pack(news.steps, "u4"),
+        steps=pack(news.steps, "u4") if news.steps is not None and np.count_nonzero(news.steps > 1) else b"",
     )
 
 

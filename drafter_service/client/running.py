@@ -36,8 +36,8 @@ LEAST_ROWS = 16
 # Lines of the table, int64.
 UNTOLD, OFFERED, VERIFIED, ACCEPTED, STEPS, WIRE_ID, IS_KNOWN, IS_COUNTED, IS_PLAIN = range(9)
 """UNTOLD: how many of the committed tokens the service has not been told. OFFERED: how many tokens the engine was
-handed last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls the sequence:
-a number that none had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it. IS_COUNTED:
+handed last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls it, a number
+that no sequence had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it. IS_COUNTED:
 whether what the engine was handed is of the service's last draft. IS_PLAIN: whether it is known and counted, and
 nothing is untold."""
 LINES = 9
@@ -104,7 +104,6 @@ class Running:
         self._about[row] = about
         self._texts.clear(row)
         self._table[:, row] = 0
-        self.at_hand.drop(np.array([row]))
         return row
 
     def end(self, sequence_id: int, learn: bool) -> Ended:
@@ -126,6 +125,7 @@ class Running:
         )
         self._about[row] = None
         self._texts.clear(row)
+        self.at_hand.drop(np.array([row]))
         self._free.append(row)
         return ended
 
@@ -150,7 +150,7 @@ class Running:
 
     def is_plain(self, rows: np.ndarray) -> bool:
         """Whether all that is to be told of these sequences is what the engine says now: the usual case."""
-        return not self.at_hand.count and 0 < len(rows) == np.count_nonzero(self._table[IS_PLAIN, rows])
+        return not self.at_hand.count and bool(0 < len(rows) == np.count_nonzero(self._table[IS_PLAIN, rows]))
 
     def pass_on(self, rows: np.ndarray, progress: Progress) -> News:
         """What `commit` and `tell` do for sequences that are plain."""

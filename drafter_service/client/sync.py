@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from drafter_service.client.base import Client
-from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, ENDED, OPTIONS, Parting
+from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTIONS
 from drafter_service.client.messages import RefusedError
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
@@ -64,8 +64,8 @@ class DrafterClient(Client):
         Raises ValueError as `Progress.check` does.
         """
         with self._lock:
-            self._is_waiting = True
             turn = self._core.draft(progress)
+            self._is_waiting = True
             self._send()
             is_settled = self._core.is_settled(turn)
         until = time.monotonic() + self._deadline_s
@@ -148,18 +148,18 @@ class DrafterClient(Client):
         """Connect, again and again."""
         wait_s: float | None = 0.0
         while wait_s is not None and not self._stopping.wait(wait_s):
-            parting = self._converse()
+            problem = self._converse()
             with self._lock:
                 self._take_in_all()
-                wait_s, news = self._end(parting)
+                wait_s, news = self._end(problem)
             self._responses.put(None)
             if wait_s is None:
                 self._decided.set()
             if news is not None:
                 self._on_lost(news)
 
-    def _converse(self) -> Parting:
-        """One stream from its beginning to its end."""
+    def _converse(self) -> Exception | None:
+        """One stream from its beginning to its end; returns what ended it, None if the service did in good order."""
         requests: SimpleQueue[pb.DraftRequest | None] = SimpleQueue()
         try:
             with self._connector.open(OPTIONS) as channel:
@@ -167,7 +167,7 @@ class DrafterClient(Client):
                 call = stub.Draft(iter(requests.get, None), metadata=self._connector.metadata())
                 with self._lock:
                     if self._is_closing:
-                        return Parting(ENDED)
+                        return None
                     self._requests = requests
                     self._greet(call)
                     self._send()
@@ -176,10 +176,10 @@ class DrafterClient(Client):
                     if not self._is_waiting:
                         self._take_in_for_nobody()
         except (grpc.RpcError, UserError) as problem:
-            return self._link.parting_of(problem)
+            return problem
         finally:
             requests.put(None)
-        return Parting(ENDED)
+        return None
 
     def _take_in_for_nobody(self) -> None:
         with self._lock:

@@ -68,10 +68,11 @@ def lost(response):
 class Stream:
     """One Draft stream, a request at a time or without waiting."""
 
-    def __init__(self, channel, metadata=()):
+    def __init__(self, channel, metadata=(), *, wait_for_ready=True):
         self._requests = queue.SimpleQueue()
         method = channel.stream_stream(DRAFT, response_deserializer=pb.DraftResponse.FromString)
-        self.call = method(iter(self._requests.get, None), metadata=metadata, timeout=TIMEOUT_S, wait_for_ready=True)
+        requests = iter(self._requests.get, None)
+        self.call = method(requests, metadata=metadata, timeout=TIMEOUT_S, wait_for_ready=wait_for_ready)
 
     def send(self, request=None, **fields):
         """A DraftRequest, or bytes."""
@@ -132,6 +133,11 @@ class Caller:
         """The response to a unary call."""
         request = getattr(pb, f"{method}Request")(**fields)
         return getattr(self._stub, method)(request, metadata=self._metadata, timeout=TIMEOUT_S, wait_for_ready=True)
+
+    def begin(self, method, **fields):
+        """A unary call that is not waited for."""
+        request = getattr(pb, f"{method}Request")(**fields)
+        return getattr(self._stub, method).future(request, metadata=self._metadata, timeout=TIMEOUT_S)
 
     def refusal(self, method, **fields):
         """The status and details that a unary call ends with."""

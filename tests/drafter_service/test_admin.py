@@ -439,3 +439,35 @@ async def test_without_a_folder_nothing_is_saved(tmp_path):
     assert "there is no snapshot folder; start the service with --snapshot-folder" in message
     assert not (await admin.forget(pb.ForgetRequest(namespace="a", everything=True), context)).snapshot_saved
     await namespaces.close()
+
+
+@run
+async def test_everything_is_forgotten_though_the_clock_was_ahead():
+    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING))
+    admin = admin_of(namespaces, AccessControl(AccessConfig()))
+    context = Context("")
+    context.invocation_metadata = list
+    async with namespaces.use("a", ModelIdentity()) as namespace:
+        namespace.corpus.clock = lambda: 4e9
+        namespace.learn(array(counted(100)), "r")
+        await admin.forget(pb.ForgetRequest(namespace="a", older_than_s=0.0), context)
+        assert namespace.corpus.requests == 1
+        await admin.forget(pb.ForgetRequest(namespace="a", everything=True), context)
+        assert namespace.corpus.requests == 0
+    await namespaces.close()
+
+
+@run
+async def test_a_merge_that_fails_is_made_up_for(monkeypatch):
+    """Else whoever learns would wait for its text for ever."""
+    async with learning() as (learner, namespace):
+        await learner.learn(namespace, texts(counted(100)))
+        with monkeypatch.context() as patch:
+            patch.setattr(namespace.corpus._index, "take", lambda _: (_ for _ in ()).throw(MemoryError))
+            with pytest.raises(MemoryError):
+                namespace.corpus.refresh()
+        assert namespace.corpus.waiting == 40
+        namespace.learn(array(counted(200)), None)
+        namespace.corpus.refresh()
+        assert namespace.corpus.waiting == 0
+        assert namespace.corpus.requests == 2

@@ -1,6 +1,8 @@
 """`ssd-drafter`: its commands against a real server, and what it says of arguments that cannot be."""
 
+import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -8,13 +10,17 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from drafter_service import cli
 from drafter_service.access.callers import sha256_of
 from drafter_service.settings.load import load_settings
+from drafter_service.wire import read_drafts
+from ssd.draft import ROOT
+from ssd.snapshot import load
 from tests.certificates import Authority
-from tests.drafter_service.raw import connected, eventually
+from tests.drafter_service.raw import batch, connected, drafted, eventually, start
 from tests.servers import SERVE, served
 
 TEXT, OTHER = list(range(1000, 1040)), list(range(2000, 2040))
@@ -263,3 +269,45 @@ def test_a_real_process_ends_like_its_command(tmp_path):
     ended = subprocess.run([*SERVE, "--listen", "nonsense"], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert re.fullmatch("error: 'nonsense' is no address.*\n", ended.stderr)
+
+
+def drained(process, number):
+    """What a server says when a signal has ended it."""
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return out, errors
+
+
+def test_a_port_is_served_as_the_options_say_until_interrupted():
+    options = ["--shape", "tree", "--cost", "0.0001", "--max-draft", "5", "--capacity", "100k", "--log-format", "json"]
+    with served("--listen", "127.0.0.1:0", *options) as process:
+        address = re.search(r"listening at (127\.0\.0\.1:\d+), remembering up to 100,000 tokens", process.greeting)[1]
+        assert not address.endswith(":0")
+        with connected(address) as caller:
+            stream = caller.stream("a")
+            assert stream.welcome.max_draft == 5
+            request = batch({1: ()}, limit=9)
+            response = stream.ask(starts=[start(1, [1, 2, 3, 1, 2, 4, 1, 2])], batch=request)
+            drafts = read_drafts(response.drafts, 1)
+            assert len(drafts.tokens) == 5
+            assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
+            assert drafted(stream.ask(batch=batch({1: ()}, limit=9, cost=1.0))) == []
+            out, errors = drained(process, signal.SIGINT)
+            assert re.fullmatch(r"stopped: 0 tokens committed, 0 drafted, 0 accepted, 0\.00 tokens per step\n", out)
+            assert [json.loads(line)["event"] for line in errors.splitlines()] == ["namespace loaded"]
+            # The stream has ended in order.
+            stream.end()
+            assert stream.call.code() is grpc.StatusCode.OK
+
+
+def test_a_dead_servers_socket_is_taken_over_and_a_stopped_server_saves(socket_address, tmp_path):
+    path = Path(socket_address.removeprefix("unix:"))
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with served("--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)) as process:
+        assert path.stat().st_mode & 0o777 == 0o600
+        with connected(socket_address) as caller:
+            caller.observe("a", TEXT)
+            drained(process, signal.SIGTERM)
+    assert load(tmp_path / "a" / "corpus.ssd", 100_000, 32).corpus.requests == 1

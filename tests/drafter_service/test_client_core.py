@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from drafter_service.client.core import Core
 from drafter_service.client.messages import RefusedError
+from drafter_service.client.running import Running
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, drafts_message
 from ssd.draft import DraftBatch, Path
@@ -272,6 +273,21 @@ def test_only_verified_tokens_count(ahead, limit):
     engine, service, _, counters = run_requests(ahead, limit=limit, seed=7)
     assert (service.drafted, service.accepted, service.steps) == (engine.drafted, engine.accepted, engine.steps)
     assert (counters.ahead > 0) == (ahead > 0)
+
+
+@pytest.mark.parametrize("ahead", [0, 17])
+def test_the_usual_case_is_no_special_case(ahead, monkeypatch):
+    """What is told of a batch without loose ends is what would be told the long way round."""
+    _, quick, quick_drafts, _ = run_requests(ahead, limit=4, seed=5)
+    plain = Running.is_plain
+    taken = []
+    monkeypatch.setattr(Running, "is_plain", lambda running, rows: taken.append(plain(running, rows)) and False)
+    _, long, long_drafts, _ = run_requests(ahead, limit=4, seed=5)
+    assert sum(taken) > (0 if ahead else 10)
+    assert quick_drafts == long_drafts
+    assert [request.SerializeToString() for request in quick.requests] == [
+        request.SerializeToString() for request in long.requests
+    ]
 
 
 def test_no_more_is_asked_for_than_could_serve_a_step():

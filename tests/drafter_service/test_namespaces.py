@@ -240,7 +240,7 @@ def test_what_cannot_be_saved_stays_in_memory_and_is_counted(tmp_path, monkeypat
             namespace.learn(array([1, 2, 3, 9, 9]), None)
             with monkeypatch.context() as patch:
                 patch.setattr(module, "_write", fails)
-                with pytest.raises(BudgetError, match="no idle namespace can be saved .* No space left on device"):
+                with pytest.raises(BudgetError, match=r"no idle namespace can be saved .* No space left on device"):
                     await learned(namespaces, "b")
                 await namespaces.let_idle_go(0)
                 await namespaces.save_changed()
@@ -403,7 +403,7 @@ async def test_a_namespace_whose_files_stay_is_reported(tmp_path):
             raise PermissionError(13, "Permission denied")
 
         namespaces.store.delete = stays
-        with pytest.raises(SnapshotError, match="files of namespace 'a' stay on disk: .*Permission denied"):
+        with pytest.raises(SnapshotError, match=r"files of namespace 'a' stay on disk: .*Permission denied"):
             await namespaces.drop("a")
         assert namespaces.loaded == {}
 

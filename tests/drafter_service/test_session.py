@@ -298,8 +298,8 @@ def test_clients_counters_are_summed(namespace):
 def run(test):
     """A test that is a coroutine with a session."""
 
-    def runs(namespace):
-        asyncio.run(test(namespace, Session(namespace, Limits())))
+    def runs(session):
+        asyncio.run(test(session))
 
     runs.__name__, runs.__doc__ = test.__name__, test.__doc__
     return runs
@@ -313,7 +313,7 @@ async def indexed(session):
 
 
 @run
-async def test_a_long_prompt_is_indexed_beside_the_others(_namespace, session):
+async def test_a_long_prompt_is_indexed_beside_the_others(session):
     prompt = [*LONG, 9001, 9002, 9003, 9001]
     response = ask(session, starts=[start(1, prompt), start(2, [5, 6, 5])], batch=batch({1: (), 2: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
@@ -328,7 +328,8 @@ async def test_a_long_prompt_is_indexed_beside_the_others(_namespace, session):
 
 
 @run
-async def test_a_long_prompt_that_ends_meanwhile_is_learned(namespace, session):
+async def test_a_long_prompt_that_ends_meanwhile_is_learned(session):
+    namespace = session.namespace
     ask(session, starts=[start(1, LONG, request="r")], batch=batch({1: [7001, 7002]}))
     assert lost(ask(session, finishes=[finish(1, [7003, 7004])])) == []
     assert session.sizes() == {}
@@ -344,7 +345,8 @@ async def test_a_long_prompt_that_ends_meanwhile_is_learned(namespace, session):
 
 
 @run
-async def test_a_long_prompt_that_ends_meanwhile_is_not_learned_against_orders(namespace, session):
+async def test_a_long_prompt_that_ends_meanwhile_is_not_learned_against_orders(session):
+    namespace = session.namespace
     for number, (fields, learn) in enumerate([({"is_private": True}, True), ({}, False)]):
         ask(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
         ask(session, finishes=[finish(number, [7002], learn=learn)])
@@ -355,7 +357,8 @@ async def test_a_long_prompt_that_ends_meanwhile_is_not_learned_against_orders(n
 
 
 @run
-async def test_a_session_that_closes_gives_up_its_long_prompts(namespace, session):
+async def test_a_session_that_closes_gives_up_its_long_prompts(session):
+    namespace = session.namespace
     ask(session, starts=[start(1, LONG)])
     session.close()
     tasks = [indexing.task for indexing in session._indexing.values()]
@@ -366,8 +369,8 @@ async def test_a_session_that_closes_gives_up_its_long_prompts(namespace, sessio
 
 
 @run
-async def test_what_is_being_indexed_counts_and_is_not_let_go(namespace, _session):
-    session = Session(namespace, Limits(sequences=2, stream_tokens=LONG_PROMPT + 100))
+async def test_what_is_being_indexed_counts_and_is_not_let_go(session):
+    session = Session(session.namespace, Limits(sequences=2, stream_tokens=LONG_PROMPT + 100))
     ask(session, starts=[start(1, LONG), start(2, [1])])
     assert refused(ask(session, starts=[start(3, range(200))]), f"a stream may have {LONG_PROMPT + 100}")
     ask(session, starts=[start(3, [1])])

@@ -151,7 +151,7 @@ def test_errors_name_the_key_in_one_line(flags, message):
 
 
 def test_an_error_in_the_environment_or_a_file_says_so(tmp_path):
-    with pytest.raises(UserError, match="environment: there is no setting limits.stream; did you mean limits.streams"):
+    with pytest.raises(UserError, match=r"environment: there is no setting limits.stream; did you mean limits.streams"):
         loaded(environment={"SSD_DRAFTER_LIMITS__STREAM": "1"})
     file = tmp_path / "settings.toml"
     with pytest.raises(UserError, match=f"cannot read the settings in {file}: No such file"):

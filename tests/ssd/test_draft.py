@@ -1,6 +1,7 @@
 """The arrays that go into a drafter, checked before anything reads them."""
 
 from dataclasses import replace
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ UINT32_FIELDS = ("tokens", "offsets", "verified", "accepted", "max_draft")
 
 
 @pytest.mark.parametrize(
-    "committed", [{}, {1: []}, {1: [5]}, {1: [], 2: [5, 6], 3: [7]}, dict.fromkeys(range(64), [1])]
+    "committed", [{}, {1: []}, {1: [5]}, {1: [], 2: [5, 6], 3: [7]}, {number: [1] for number in range(64)}]
 )
 def test_arrays_that_fit_together_are_accepted(committed):
     progress_of(committed, limit=4).check_arrays()
@@ -34,7 +35,7 @@ def test_arrays_may_be_read_only_and_parts_of_others():
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint64, np.float32, ">u4"])
 def test_another_dtype_is_refused_by_name(field, dtype):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
-    with pytest.raises(ValueError, match=f"^{field} must be a contiguous row of uint32, not "):
+    with pytest.raises(ValueError, match=rf"^{field} must be a contiguous row of uint32, not "):
         replace(progress, **{field: getattr(progress, field).astype(dtype)}).check_arrays()
 
 
@@ -43,16 +44,12 @@ def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, o
     counts = array([0] * sequences)
     ids = np.arange(sequences, dtype=np.uint64)
     progress = Progress(ids, array([1] * tokens), array(offsets), counts, counts, counts)
-    runs = [list(range(first, end)) for first, end in zip(offsets, offsets[1:], strict=False)]
-    if (
-        len(offsets) == sequences + 1
-        and offsets[0] == 0
-        and sum(runs, []) == list(range(tokens))
-        and offsets == sorted(offsets)
-    ):
+    runs = [range(first, end) for first, end in pairwise(offsets)]
+    is_cut = offsets[:1] == [0] and list(chain(*runs)) == list(range(tokens))
+    if len(offsets) == sequences + 1 and is_cut and offsets == sorted(offsets):
         progress.check_arrays()
     else:
-        with pytest.raises(ValueError, match="^offsets "):
+        with pytest.raises(ValueError, match=r"^offsets "):
             progress.check_arrays()
 
 
@@ -60,5 +57,5 @@ def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, o
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_counts_are_one_a_sequence(field, size):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
-    with pytest.raises(ValueError, match=f"^{field} has {size} elements, not 2: one a sequence$"):
+    with pytest.raises(ValueError, match=rf"^{field} has {size} elements, not 2: one a sequence$"):
         replace(progress, **{field: array([0] * size)}).check_arrays()
