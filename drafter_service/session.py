@@ -83,20 +83,16 @@ class Session:
         self.namespace.release(self._drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
-        known = self._used.keys()
         in_batch = len(request.batch.sequence_ids) // 8
         if in_batch > MOST_FIELDS:
             raise WireError(f"batch.sequence_ids has {in_batch} elements; at most {MOST_FIELDS} are possible")
         begins = [read_begin(message, index) for index, message in enumerate(request.starts)]
         new = {begin.sequence_id for begin in begins}
-        if len(new) < len(begins) or not new.isdisjoint(known):
-            raise WireError("starts names a sequence that is running already")
+        if begins:
+            self._check_begins(begins, new)
         ends = [read_end(message, index) for index, message in enumerate(request.finishes)]
-        ended = {end.sequence_id for end in ends}
-        if len(ended) < len(ends):
-            raise WireError("finishes names a sequence twice")
-        self._check_ends(ends, new)
-        self._check_room(begins)
+        if ends:
+            self._check_ends(ends, new)
         batch = None
         if request.HasField("batch"):
             batch = read_batch(request.batch)
@@ -123,6 +119,8 @@ class Session:
 
     def _check_ends(self, ends: list[End], new: set[int]) -> None:
         """Counts must be possible; for sequences that are not known they do not matter."""
+        if len({end.sequence_id for end in ends}) < len(ends):
+            raise WireError("finishes names a sequence twice")
         offered = self._drafter.offered_to([end.sequence_id for end in ends])
         for index, (end, most) in enumerate(zip(ends, offered.tolist(), strict=True)):
             is_known = most >= 0 or end.sequence_id in new
@@ -131,8 +129,10 @@ class Session:
                     f"finishes[{index}].verified is {end.verified}; the sequence's last draft had {max(0, most)} tokens"
                 )
 
-    def _check_room(self, begins: list[Begin]) -> None:
-        """What is being indexed cannot be let go to make room for more."""
+    def _check_begins(self, begins: list[Begin], new: set[int]) -> None:
+        """Sequences must be new, and there must be room: what is being indexed cannot be let go for it."""
+        if len(new) < len(begins) or not new.isdisjoint(self._used):
+            raise WireError("starts names a sequence that is running already")
         tokens = sum(len(begin.prompt) + len(begin.committed) for begin in begins)
         tokens += sum(self._used[sequence_id] for sequence_id in self._indexing)
         if tokens > self._limits.stream_tokens:

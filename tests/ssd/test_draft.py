@@ -39,6 +39,12 @@ def test_another_dtype_is_refused_by_name(field, dtype):
         replace(progress, **{field: getattr(progress, field).astype(dtype)}).check_arrays()
 
 
+@pytest.mark.parametrize("counts", [np.zeros(4, np.uint32)[::2], np.zeros((2, 1), np.uint32)], ids=["gaps", "table"])
+def test_another_layout_is_refused_by_name(counts):
+    with pytest.raises(ValueError, match=r"^verified must be a contiguous row of uint32, not "):
+        replace(progress_of({1: [5], 2: [6]}, limit=4), verified=counts).check_arrays()
+
+
 @given(st.integers(0, 4), st.lists(st.integers(0, 6), max_size=6), st.integers(0, 6))
 def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, offsets, tokens):
     counts = array([0] * sequences)
