@@ -117,7 +117,7 @@ class Namespace:
             if name in self._learned:
                 self.duplicates += 1
                 return False
-            self._learned[name] = self.corpus.clock()
+            self._learned[name] = self.corpus.clock() if logged_at is None else logged_at
             if len(self._learned) > MOST_NAMES:
                 for oldest in list(islice(self._learned, MOST_NAMES // 8)):
                     del self._learned[oldest]

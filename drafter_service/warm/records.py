@@ -15,7 +15,7 @@ import orjson
 from drafter_service.warm.chunk import Part
 from drafter_service.warm.faults import RecordError
 from drafter_service.warm.messages import Chat, Reply, chat_of, reply_of
-from ssd.ring import MAX_TOKEN_ID
+from ssd.ring import MAX_TOKEN_ID, SEPARATOR
 
 Record = dict[str, Any]
 
@@ -30,6 +30,8 @@ KNOWN = frozenset(
     (*PROMPT_IDS, *OUTPUT_IDS, *WHOLE_IDS, *PROMPTS, *OUTPUTS, *CONVERSATIONS, *EXCHANGE, "text", "messages")
 )
 """Names of all fields that are looked at."""
+
+SEPARATOR_BYTES = SEPARATOR.tobytes()
 
 NOT_A_RECORD = "no JSON object"
 NO_OUTPUT = "no output in any known form"
@@ -201,15 +203,15 @@ def _ids(value: object) -> np.ndarray | None:
     """Token ids, uint32 [N]; None if there are none. Raises RecordError for numbers that are none."""
     if isinstance(value, np.ndarray):
         return token_ids(value) if len(value) else None
-    if not isinstance(value, list) or not value or not isinstance(value[0], int | float):
+    if not isinstance(value, list) or not value or not isinstance(value[0], (int, float)):
         return None
     try:
-        ids = np.frombuffer(array("I", value), np.uint32)
+        data = array("I", value).tobytes()
     except (TypeError, OverflowError):
         raise RecordError(BAD_IDS) from None
-    if ids.max() > MAX_TOKEN_ID:
-        raise RecordError(BAD_IDS)
-    return ids
+    ids = np.frombuffer(data, np.uint32)
+    # A search for its bytes is a tenth of a look at the numbers.
+    return token_ids(ids) if SEPARATOR_BYTES in data else ids
 
 
 def token_ids(values: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import unpack
 from ssd.config import DrafterConfig
 from ssd.corpus import Corpus
+from tests.certificates import replace_file
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import (
     CLIENT,
@@ -54,15 +55,23 @@ STREAMS = 40
 def service():
     """Callers of one server, by name; `service.file` says who they are."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
-        address, file = f"unix:{folder}/drafter.sock", f"{folder}/callers.toml"
+        address, file = f"unix:{folder}/drafter.sock", Path(folder) / "callers.toml"
         entries = {
             name: f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(name)}"\n'
             f'namespaces = ["{namespaces}"]\nrights = {rights}\n'
             for name, (namespaces, rights) in RIGHTS.items()
         }
-        with open(file, "w") as out:
-            out.write("".join(entries.values()))
-        arguments = ["--listen", address, "--capacity", "100k", "--callers", file, "--set", f"limits.streams={STREAMS}"]
+        file.write_text("".join(entries.values()))
+        arguments = [
+            "--listen",
+            address,
+            "--capacity",
+            "100k",
+            "--callers",
+            str(file),
+            "--set",
+            f"limits.streams={STREAMS}",
+        ]
         arguments += ["--set", "limits.sequences=500", "--set", "limits.stream_tokens=1M", "--set", "limits.grace_s=60"]
         with served(*arguments):
             yield SimpleNamespace(address=address, file=file, entries=entries)
@@ -299,24 +308,32 @@ def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(service,
         assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known here")
 
 
-def test_rights_that_are_taken_away_end_the_stream(service, caller, name):
+def greeted(caller, name):
+    """A stream, unless it is refused."""
+    try:
+        return caller.stream(name)
+    except grpc.RpcError:
+        return None
+
+
+@pytest.mark.parametrize(("left", "code"), [("", "UNAUTHENTICATED"), ('["learn"]', "PERMISSION_DENIED")])
+def test_rights_that_are_taken_away_end_the_stream(service, caller, name, left, code):
+    kept = service.entries["second"].replace('["read", "learn"]', left) if left else ""
     try:
         with calling(service, "second") as second:
-            stream = second.stream(name)
-            with open(service.file, "w") as file:
-                file.write("".join(entry for key, entry in service.entries.items() if key != "second"))
+            stream = eventually(lambda: greeted(second, name))
+            replace_file(service.file, "".join((service.entries | {"second": kept}).values()))
 
             def refused():
                 try:
                     stream.ask()
                 except grpc.RpcError as error:
-                    return error.code()
+                    return error.code().name
                 return None
 
-            assert eventually(refused) is grpc.StatusCode.UNAUTHENTICATED
+            assert eventually(refused) == code
     finally:
-        with open(service.file, "w") as file:
-            file.write("".join(service.entries.values()))
+        replace_file(service.file, "".join(service.entries.values()))
 
 
 def test_limits_of_a_stream_hold(caller, name):
@@ -340,16 +357,7 @@ def test_streams_beyond_the_limit_are_refused_and_room_is_made_again(service):
         # The others are served as soon as they say something.
         assert idle[0].ask(hello=hello("default")).welcome.namespace == "default"
         idle[1].end()
-
-        def served_again():
-            stream = caller.stream()
-            stream.send(hello=hello("default"))
-            try:
-                return stream.read()
-            except grpc.RpcError:
-                return None
-
-        assert eventually(served_again).welcome.namespace == "default"
+        assert eventually(lambda: greeted(caller, "default"))
 
 
 class Untouched:
@@ -385,7 +393,7 @@ async def messages(*requests):
 @run
 async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
     """So that the time of a refusal depends on nothing in the namespace."""
-    config = ServiceConfig(access=AccessConfig(callers=Path(service.file)))
+    config = ServiceConfig(access=AccessConfig(callers=service.file))
     drafting = Drafting(Untouched(), AccessControl(config.access), config.limits)
     drafting.orphans = Untouched()
     context = Context("alice")

@@ -166,7 +166,7 @@ async def test_what_was_saved_is_there_after_a_restart(tmp_path):
         assert not again.is_changed
         assert draft_of(again, [1, 2, 3], 1) == [4]
         assert (again.stats.committed, again.clients.timeouts, again.duplicates) == (2, 5, 1)
-        assert [sample.time for sample in again.history.samples] == [100.0]
+        assert again.history.samples[0].time == 100.0
         assert again.restored_position == again.log_position() == "12-3"
         # What was learned under a name is not learned again.
         assert not again.learn(array([1, 2, 3, 9]), "a-0")
@@ -267,8 +267,7 @@ def test_a_save_goes_on_when_its_caller_leaves_and_the_next_one_waits(tmp_path, 
             assert impatient.cancelled()
             namespace.learn(array([5, 6, 7, 8]), None)
             second = asyncio.create_task(namespaces.save(namespace))
-            await asyncio.sleep(0)
-            assert not begun.acquire(blocking=False)
+            assert not await asyncio.to_thread(begun.acquire, timeout=0.2)
             may_write.set()
             await second
             assert not namespace.is_changed
@@ -465,12 +464,18 @@ def test_a_name_is_learned_once_until_it_is_forgotten(namespace, clock):
     assert [type(event) for event in published] == kinds
 
 
-def test_what_comes_from_the_log_is_not_published_again(namespace, clock):
+def test_what_comes_from_the_log_is_dated_by_it_and_not_published_again(namespace, clock):
     published = []
     namespace.publish = published.append
-    assert namespace.learn(array([1, 2, 3, 4]), "r", is_from_log=True)
+    assert namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now - 10)
+    assert not namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now)
+    namespace.forget_before(clock.now - 5, is_from_log=True)
+    namespace.corpus.refresh()
+    assert namespace.corpus.requests == 0
+    assert namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now)
     namespace.forget("r", is_from_log=True)
-    namespace.forget_before(clock.now, is_from_log=True)
+    namespace.corpus.refresh()
+    assert namespace.corpus.requests == 0
     assert published == []
 
 

@@ -234,13 +234,18 @@ def test_streams_share_what_was_learned_and_nothing_else(namespace):
 
 
 @pytest.mark.parametrize(
-    ("fields", "learn", "may_learn"),
-    [({"is_private": True}, True, True), ({}, False, True), ({}, True, False)],
-    ids=["private", "not to be learned", "no right to learn"],
+    ("fields", "learn", "may_at_first", "may_at_last"),
+    [
+        ({"is_private": True}, True, True, True),
+        ({}, False, True, True),
+        ({}, True, False, True),
+        ({}, True, True, False),
+    ],
+    ids=["private", "not to be learned", "no right at first", "no right at last"],
 )
-def test_what_may_not_be_learned_is_not(namespace, session, fields, learn, may_learn):
-    ask(session, starts=[start(1, [1, 2, 3], **fields)], may_learn=may_learn)
-    ask(session, finishes=[finish(1, [4, 5], learn=learn)], may_learn=may_learn)
+def test_what_may_not_be_learned_is_not(namespace, session, fields, learn, may_at_first, may_at_last):
+    ask(session, starts=[start(1, [1, 2, 3], **fields)], may_learn=may_at_first)
+    ask(session, finishes=[finish(1, [4, 5], learn=learn)], may_learn=may_at_last)
     namespace.corpus.refresh()
     assert namespace.corpus.appended == 0
 
@@ -350,8 +355,10 @@ async def test_a_long_prompt_that_ends_meanwhile_is_not_learned_against_orders(s
     for number, (fields, learn) in enumerate([({"is_private": True}, True), ({}, False)]):
         ask(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
         ask(session, finishes=[finish(number, [7002], learn=learn)])
-    ask(session, starts=[start(5, LONG)], may_learn=False)
-    ask(session, finishes=[finish(5, [7003])], may_learn=False)
+    # The right is needed when it begins and when it ends.
+    for number, (at_first, at_last) in enumerate([(False, False), (False, True), (True, False)], start=5):
+        ask(session, starts=[start(number, LONG)], may_learn=at_first)
+        ask(session, finishes=[finish(number, [7003])], may_learn=at_last)
     await indexed(session)
     assert namespace.corpus.appended == 0
 
