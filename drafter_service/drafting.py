@@ -16,7 +16,7 @@ from drafter_service.access.rights import Right
 from drafter_service.facts import ModelIdentity
 from drafter_service.identity import default_namespace
 from drafter_service.messages import MOST_FIELDS, has_few_fields, pack_resumed, read_model
-from drafter_service.namespace import ClosedError, IdentityError
+from drafter_service.namespace import ClosedError, IdentityError, Stream
 from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
 from drafter_service.session import Session, refusal
 from drafter_service.sessions import Orphans
@@ -54,7 +54,7 @@ class Drafting:
         self._access = access
         self._limits = limits
         self.orphans = Orphans(limits.grace_s, limits.streams)
-        self.streams: set[asyncio.Task[object]] = set()
+        self.streams: set[Stream] = set()
         self.refused = 0
         """Streams and requests."""
         self._stopping = False
@@ -68,12 +68,16 @@ class Drafting:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {self._limits.streams} streams already"
             )
-        stream = cast("asyncio.Task[object]", asyncio.current_task())
+        stream = Stream(cast("asyncio.Task[object]", asyncio.current_task()))
         self.streams.add(stream)
         try:
             async with self._access.admit(context) as visit, aclosing(self._serve(requests, visit, stream)) as served:
                 async for response in served:
+                    stream.is_answering = True
                     yield response
+                    stream.is_answering = False
+                    if stream.is_over:
+                        stream.task.cancel()
         except (*REFUSALS, VersionError) as refused:
             self.refused += 1
             logger.warning("stream refused", reason=str(refused))
@@ -88,10 +92,10 @@ class Drafting:
         """End every stream after the message in hand."""
         self._stopping = True
         for stream in self.streams:
-            stream.cancel()
+            stream.end()
 
     async def _serve(
-        self, requests: AsyncIterator[bytes], visit: Visit, stream: asyncio.Task[object]
+        self, requests: AsyncIterator[bytes], visit: Visit, stream: Stream
     ) -> AsyncGenerator[pb.DraftResponse, None]:
         first = await anext(aiter(requests), None)
         if first is None:

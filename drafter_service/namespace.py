@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -31,6 +32,22 @@ class IdentityError(ValueError):
 
 class ClosedError(RuntimeError):
     """The namespace has left memory, with all that was told to it since."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One engine's stream, as others see it."""
+
+    task: asyncio.Task[object]
+    is_answering: bool = False
+    """Whether gRPC has a response to send: if it is cancelled then, the stream ends without a status, and hangs."""
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Have it end, after the response in hand."""
+        self.is_over = True
+        if not self.is_answering:
+            self.task.cancel()
 
 
 class Namespace:
@@ -60,7 +77,7 @@ class Namespace:
         self.merge_latency = Latency()
         self.duplicates = 0
         self.drafters: set[SuffixDrafter] = set()
-        self.streams: set[asyncio.Task[object]] = set()
+        self.streams: set[Stream] = set()
         self.holds = 0
         """How many calls use it now."""
         self.is_closed = False

@@ -151,7 +151,7 @@ class Namespaces:
             if namespace is not None:
                 namespace.publish(Dropped(time.time()))
                 for stream in list(namespace.streams):
-                    stream.cancel()
+                    stream.end()
                 await self._leave(namespace)
             if self.store is None or not self.store.has(name):
                 return namespace is not None

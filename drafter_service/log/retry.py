@@ -29,7 +29,7 @@ class Retry:
     async def pause(self, problem: LogUnavailable) -> None:
         """An attempt failed; returns when the next one may be made."""
         if self._failures == 0:
-            self._logger.warning("shared_log_unavailable", error=problem)
+            self._logger.warning("shared_log_unavailable", error=str(problem))
         self._counters.errors += 1
         longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, MOST_DOUBLINGS))
         self._failures += 1

@@ -92,7 +92,7 @@ def warm(
         raise UserError(
             "interrupted; the same command goes on from what was saved last"
             if resume.is_kept
-            else "interrupted; nothing was saved. With --resume FILE a load can go on"
+            else "interrupted; with --resume FILE a load can go on where it stopped"
         ) from None
     _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missed else None)
 

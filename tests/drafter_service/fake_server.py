@@ -150,6 +150,7 @@ class FakeServer:
         self._may_answer = asyncio.Event()
         self._may_answer.set()
         self._cut = asyncio.Event()
+        self._cut_code = grpc.StatusCode.UNAVAILABLE
         self._streams = 0
         self._server: grpc.aio.Server | None = None
 
@@ -170,8 +171,9 @@ class FakeServer:
             await self._server.stop(None)
             self._server = None
 
-    async def cut(self) -> None:
+    async def cut(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         """Break all streams."""
+        self._cut_code = code
         self._cut.set()
         while self._streams:
             await asyncio.sleep(0.001)
@@ -207,7 +209,7 @@ class FakeServer:
         for task in waiting:
             task.cancel()
         if self._cut.is_set():
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
+            await context.abort(self._cut_code, "the stream was cut")
         return waiting[0].result()
 
 
@@ -243,8 +245,8 @@ class FakeServerThread:
     def stop(self) -> None:
         self._wait_for(self.server.stop())
 
-    def cut(self) -> None:
-        self._wait_for(self.server.cut())
+    def cut(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        self._wait_for(self.server.cut(code))
 
     def pause(self) -> None:
         self._wait_for(self.server.pause())

@@ -21,7 +21,7 @@ from ssd.draft import ROOT
 from ssd.snapshot import load
 from tests.certificates import Authority
 from tests.drafter_service.raw import batch, connected, drafted, eventually, start
-from tests.servers import SERVE, served
+from tests.servers import served
 
 TEXT, OTHER = list(range(1000, 1040)), list(range(2000, 2040))
 
@@ -263,12 +263,6 @@ def test_help_is_quick_to_load(command):
         "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-def test_a_real_process_ends_like_its_command(tmp_path):
-    ended = subprocess.run([*SERVE, "--listen", "nonsense"], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert re.fullmatch("error: 'nonsense' is no address.*\n", ended.stderr)
 
 
 def drained(process, number):

@@ -113,7 +113,9 @@ def test_a_stream_that_breaks_in_mid_step_ends_the_wait(fake, connect, is_forget
     assert draft_of(client, []) == [6]
     fake.pause()
     threading.Timer(0.05, fake.cut).start()
+    began = time.monotonic()
     assert draft_of(client, [6]) == []
+    assert time.monotonic() - began < TIMEOUT_S / 2
     fake.resume()
     assert_eventually(lambda: client.lost is None and draft_of(client, []) == [7])
     assert fake.service.texts()[-1] == [5, 6]
@@ -166,10 +168,13 @@ FINAL = [
 
 
 @pytest.mark.parametrize("code", FINAL)
-def test_a_refusal_is_final_and_its_reason_is_told_once(fake, connect, code, socket_address):
+def test_a_refusal_is_final_and_its_reason_is_told_once(fake, connect, code, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.sync.CONNECT_TIMEOUT_S", TIMEOUT_S)
     fake.server.refusal = (code, "not you")
+    began = time.monotonic()
     with pytest.raises(UserError, match=f"the drafter at {socket_address} does not serve this client: not you"):
         connect()
+    assert time.monotonic() - began < TIMEOUT_S / 2
     news = []
     client = connect(required=False, on_lost=news.append)
     client._thread.join(TIMEOUT_S)
@@ -189,6 +194,12 @@ def test_a_refusal_after_a_loss_is_final_too(fake, connect):
     assert not client._thread.is_alive()
     assert client.lost == "no more"
     assert len(news) == 1
+
+
+def test_rights_that_are_taken_away_in_mid_stream_may_come_back(fake, connect):
+    client = connect()
+    fake.cut(grpc.StatusCode.PERMISSION_DENIED)
+    assert_eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
 
 
 def test_a_full_service_is_asked_again(fake, connect):
@@ -220,8 +231,10 @@ def test_an_engine_can_start_without_its_service(connect, socket_address):
 
 def test_nobody_at_the_address(connect, socket_address, monkeypatch):
     monkeypatch.setattr("drafter_service.client.sync.CONNECT_TIMEOUT_S", 0.2)
+    news = []
     with pytest.raises(UserError, match=f"no drafter answers at {socket_address}; start one with: ssd-drafter serve"):
-        connect()
+        connect(on_lost=news.append)
+    assert not news  # the error says it
 
 
 def test_something_else_at_the_address(connect, socket_address):
@@ -259,6 +272,14 @@ def test_lies_cost_drafts_and_nothing_else(fake, connect):
     assert len({request.hello.client_id for request in fake.service.requests if request.HasField("hello")}) > 1
 
 
+def test_what_still_comes_of_an_earlier_stream_is_ignored(fake, connect):
+    client = connect()
+    client.start(1, array([5]))
+    client._responses.put((None, pb.DraftResponse(step=99)))
+    assert draft_of(client, []) == [6]
+    assert client.lost is None
+
+
 def test_drafts_at_hand_need_no_service(fake, connect):
     client = connect(ahead=9)
     client.start(1, array([5]))
@@ -271,8 +292,9 @@ def test_drafts_at_hand_need_no_service(fake, connect):
     assert (fake.service.drafted, fake.service.accepted, fake.service.steps) == (8, 6, 2)
 
 
-def test_closing_tells_what_is_left_and_returns_soon(fake, connect):
-    client = connect()
+def test_closing_tells_what_is_left_and_is_no_loss(fake, connect):
+    news = []
+    client = connect(on_lost=news.append)
     client.start(1, array([5]))
     client.start(2, array([6]))
     client.finish(2, array([7]))
@@ -281,14 +303,18 @@ def test_closing_tells_what_is_left_and_returns_soon(fake, connect):
     assert list(fake.service.learned.values()) == [[6, 7]]
     assert fake.service.texts() == []
     assert fake.service.counters is not None
+    assert not news
 
 
-def test_closing_does_not_wait_for_a_service_that_is_behind(fake, connect):
+def test_closing_does_not_wait_for_a_service_that_is_behind(fake, connect, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.sync.CLOSE_TIMEOUT_S", TIMEOUT_S)
     client = connect(deadline_s=0.0)
     client.start(1, array([5]))
     fake.pause()
     draft_of(client, [])
+    began = time.monotonic()
     client.close()
+    assert time.monotonic() - began < TIMEOUT_S / 2
     assert not client._thread.is_alive()
     fake.resume()
 
@@ -311,6 +337,9 @@ def test_waits_between_attempts_are_random_parts_of_ones_that_double():
     assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
     assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
     for _ in range(GOOD_ANSWERS - 1):  # A service that dies of what it is asked is no good one.
+        link.receive(None)
+    assert link.end(Parting("gone")) == (LONGEST_BACKOFF_S, None)
+    for _ in range(GOOD_ANSWERS - 1):
         link.receive(None)
     assert link.end(Parting("gone")) == (LONGEST_BACKOFF_S, None)
     for _ in range(GOOD_ANSWERS):

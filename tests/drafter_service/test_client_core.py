@@ -14,7 +14,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, drafts_message
 from ssd.draft import DraftBatch, Path
 from tests.drafter_service.fake_engine import FakeEngine, Request
-from tests.drafter_service.fake_server import FakeService
+from tests.drafter_service.fake_server import FakeService, Known
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
@@ -366,6 +366,67 @@ def test_trees_are_handed_out_whole_and_once():
         assert (drafts.tokens.tolist(), drafts.parents.tolist()) == ([6, 7, 8], [-1, -1, 0])
 
 
+def test_what_nobody_can_use_is_not_kept_back():
+    wire = connected(counting, ahead=9)
+    wire.service.most_draft = 1
+    start(wire.core, 1, [5])
+    wire.draft(progress_of({1: []}, limit=0))
+    wire.draft(progress_of({1: [6]}, limit=0))
+    assert wire.service.texts() == [[5, 6]]
+
+
+def test_a_tree_beside_a_path_that_lasts_is_asked_for_again():
+    tree = DraftBatch.of_paths([Path(array(tokens), np.full(len(tokens), 0.5)) for tokens in ([6, 7], range(21, 35))])
+    tree.parents[:2] = -1
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    start(wire.core, 2, [20])
+    wire.settle()
+    turn = wire.core.draft(progress_of({1: [], 2: []}, limit=5))
+    wire.flush()
+    wire.serve()
+    wire.downward[0].drafts.CopyFrom(drafts_message(tree))
+    wire.deliver()
+    drafts = wire.core.settle(turn)
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[6, 7], [21, 22, 23, 24, 25]]
+    assert drafts.parents[:2].tolist() == [-1, -1]
+    drafts = wire.draft(progress_of({1: [], 2: list(range(21, 27))}, limit=5))
+    assert len(wire.service.requests[-1].batch.sequence_ids) == 8  # the first alone
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[6, 7, 8, 9, 10], [27, 28, 29, 30, 31]]
+
+
+def test_what_is_left_is_better_than_nothing_while_the_service_is_behind():
+    """And all that was verified of a draft is counted, whatever comes between."""
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    start(wire.core, 2, [20])
+    wire.draft(progress_of({1: []}, limit=4))
+    assert not len(wire.draft(progress_of({2: []}, limit=4), in_time=False).tokens)
+    committed = [6, 7, 8, 9, 10]
+    for left in ([11, 12, 13, 14], [16, 17, 18]):
+        drafts = wire.draft(progress_of({1: committed}, limit=4, verified=4, accepted=4), in_time=False)
+        assert drafts.tokens.tolist() == left
+        committed = [left[-1] - 3 + n for n in range(5)]
+    drafts = wire.draft(progress_of({1: [16, 0]}, limit=4, verified=3, accepted=1), in_time=False)
+    assert not len(drafts.tokens)
+    wire.draft(progress_of({1: [1]}, limit=4), in_time=False)
+    wire.settle()
+    assert wire.draft(progress_of({1: [2]}, limit=4)).tokens.tolist() == [3, 4, 5, 6]
+    assert wire.service.texts()[0] == [5, *range(6, 17), 0, 1, 2]
+    assert (wire.service.drafted, wire.service.accepted, wire.service.steps) == (11, 9, 5)
+
+
+def test_what_is_left_is_void_once_the_service_was_asked():
+    wire = connected(counting, ahead=9)
+    start(wire.core, 1, [5])
+    wire.draft(progress_of({1: []}, limit=8))
+    short = progress_of({1: list(range(6, 15))}, limit=9, verified=8, accepted=8)
+    assert not len(wire.draft(short, in_time=False).tokens)
+    wire.settle()
+    assert wire.draft(progress_of({1: [0]}, limit=8)).tokens.tolist() == list(range(1, 9))
+    assert (wire.service.drafted, wire.service.accepted) == (8, 8)
+
+
 # What services may send.
 
 
@@ -421,17 +482,35 @@ def test_odds_that_are_none_spoil_a_draft(odds):
     assert wire.core.counters.malformed == 1
 
 
-def test_an_answer_whose_arrays_do_not_fit_is_no_answer():
-    wire = connected()
+@pytest.mark.parametrize(
+    ("field", "data"),
+    [
+        ("offsets", b"123"),
+        ("offsets", array([0, 2]).tobytes()),
+        ("offsets", array([1, 2, 2]).tobytes()),
+        ("offsets", array([0, 1, 1]).tobytes()),
+        ("offsets", array([0, 3, 2]).tobytes()),
+        ("tokens", array([0xFFFF_FFFF, 1]).tobytes()),
+        ("tokens", b"123"),
+        ("parents", array([0]).tobytes()),
+        ("odds", bytes(9)),
+        ("source", bytes(3)),
+    ],
+)
+def test_an_answer_whose_arrays_do_not_fit_is_no_answer(field, data):
+    wire = connected(lambda _text, _limit: [1])
     start(wire.core, 1, [5])
+    start(wire.core, 2, [5])
     wire.settle()
-    turn = wire.core.draft(progress_of({1: []}, limit=3))
+    turn = wire.core.draft(progress_of({1: [], 2: []}, limit=3))
     wire.flush()
     wire.serve()
-    wire.downward[0].drafts.offsets = b"123"
+    setattr(wire.downward[0].drafts, field, data)
     wire.deliver()
     assert not len(wire.core.settle(turn).tokens)
-    assert wire.core.counters.malformed == 1
+    assert wire.core.counters.malformed == 2
+    wire.draft(progress_of({1: [1], 2: [1]}, limit=3))
+    assert wire.service.texts() == [[5, 1], [5, 1]]
 
 
 def response_after(wire: Wire, **changes) -> pb.DraftResponse:
@@ -574,6 +653,63 @@ def test_a_sequence_too_long_for_any_message_has_no_drafts(monkeypatch):
     assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_was_handed_out_before_is_not_counted_afterwards(is_lost):
+    wire = connected(counting)
+    start(wire.core, 1, [5])
+    assert len(wire.draft(progress_of({1: []}, limit=2)).tokens) == 2
+    if is_lost:
+        wire.service.lose(1)
+        start(wire.core, 2, [9])
+        wire.draft(progress_of({2: []}, limit=1))
+        wire.draft(progress_of({1: [6]}, limit=2, verified=2, accepted=1))
+        wire.draft(progress_of({1: [7]}, limit=2))
+    else:
+        wire.cut()
+        wire.connect()
+        wire.settle()
+        assert len(wire.draft(progress_of({1: [6]}, limit=2, verified=2, accepted=1)).tokens) == 2
+    assert (wire.service.drafted, wire.service.accepted) == (0, 0)
+
+
+def test_a_service_that_has_more_than_there_is_has_something_else():
+    wire = connected(counting)
+    start(wire.core, 1, [5])
+    start(wire.core, 2, [7])
+    finish(wire.core, 2, [8])
+    wire.cut()
+    for known in wire.service.sequences[wire.client_id].values():
+        known.text += [1, 2, 3]
+    wire.service.sequences[wire.client_id][2] = Known([7, 8, 9], "other", "", False)
+    wire.connect()
+    wire.settle()
+    wire.draft(progress_of({1: [6]}, limit=1))
+    assert wire.service.texts() == [[5, 6]]
+    assert list(wire.service.learned.values()) == [[7, 8]]
+
+
+def test_an_end_of_what_the_service_has_lost_is_told_with_its_beginning():
+    wire = connected(counting)
+    for number in (1, 2, 3):
+        start(wire.core, number, [10 * number], learn=number != 3)
+        wire.draft(progress_of({number: [10 * number + 1]}, limit=1))
+        wire.service.lose(number)
+        finish(wire.core, number, [10 * number + 2], learn=number != 2)
+    wire.settle()
+    assert list(wire.service.learned.values()) == [[10, 11, 12]]
+    assert wire.service.texts() == []
+    assert sum(len(request.starts) for request in wire.service.requests) == 4  # what is not learned is let be
+
+
+def test_the_end_of_what_is_private_says_so():
+    wire = connected()
+    start(wire.core, 1, [5], learn=False)
+    finish(wire.core, 1, [6], learn=True)
+    wire.settle()
+    [end] = wire.service.requests[-1].finishes
+    assert not end.learn
+
+
 def test_what_the_service_has_and_the_client_has_not_is_ended():
     wire = connected(counting)
     start(wire.core, 1, [5])
@@ -604,6 +740,20 @@ def test_an_end_that_did_not_arrive_is_told_again_and_learned_once():
         assert wire.service.texts() == []
 
 
+def test_ends_are_told_again_in_their_order_if_they_are_to_be_learned():
+    wire = connected(counting)
+    for number in range(1, 5):
+        start(wire.core, number, [number])
+        finish(wire.core, number, [10], learn=number != 4)
+    wire.flush()
+    wire.cut()
+    wire.service.sequences.clear()
+    wire.connect()
+    wire.settle()
+    assert list(wire.service.learned.values()) == [[1, 10], [2, 10], [3, 10]]
+    assert sum(len(request.starts) for request in wire.service.requests) == 3
+
+
 def test_only_so_much_that_has_ended_waits_for_a_service(monkeypatch):
     monkeypatch.setattr("drafter_service.client.ended.EndedSequences.__init__.__defaults__", (4 * 300,))
     wire = Wire(FakeService())
@@ -621,13 +771,13 @@ def test_only_so_much_that_has_ended_waits_for_a_service(monkeypatch):
 def test_much_that_has_ended_is_told_a_lot_at_a_time(monkeypatch):
     monkeypatch.setattr("drafter_service.client.core.LOT_BYTES", 4 * 250)
     wire = Wire(FakeService())
-    for number in range(5):
-        start(wire.core, number, [number] * 90)
+    for number in range(6):
+        start(wire.core, number, [number] * (90 if number else 900))
         finish(wire.core, number, [number] * 10)
     wire.connect()
     wire.serve()
     wire.deliver()
-    for finishes in (2, 2, 1):
+    for finishes in (1, 2, 2, 1):
         [request] = wire.upward
         assert len(request.finishes) == finishes
         wire.serve()
@@ -735,8 +885,42 @@ def test_ids_may_be_used_again():
     wire = connected(counting)
     for prompt in (5, 15):
         start(wire.core, 1, [prompt])
+        with pytest.raises(ValueError, match="was offered 0 tokens"):
+            wire.core.draft(progress_of({1: []}, limit=1, verified=1))
         assert wire.draft(progress_of({1: [prompt + 1]}, limit=1)).tokens.tolist() == [prompt + 2]
         finish(wire.core, 1, [])
+        with pytest.raises(ValueError, match="sequence 1 was not started"):
+            wire.core.draft(progress_of({1: []}, limit=1))
     wire.settle()
     assert sorted(wire.service.learned.values()) == [[5, 6], [15, 16]]
     assert wire.service.texts() == []
+
+
+def test_batches_that_cannot_be_are_refused_without_effect():
+    wire = connected(counting)
+    start(wire.core, 1, [5])
+    start(wire.core, 2, [6])
+    wire.draft(progress_of({1: [], 2: []}, limit=2))
+    before = len(wire.service.requests)
+    twice = progress_of({1: [], 2: []}, limit=1)
+    twice.sequence_ids[1] = 1
+    for wrong, reason in (
+        (twice, "twice"),
+        (progress_of({1: [], 3: []}, limit=1), "sequence 3 was not started"),
+        (progress_of({1: []}, limit=1, verified=3), "it cannot have verified 3"),
+        (progress_of({1: []}, limit=1, verified=1, accepted=2), "verified 1 and accepted 2"),
+        (progress_of({1: [0xFFFF_FFFF]}, limit=1), "4,294,967,294"),
+        (progress_of({1: []}, limit=1, cost=0.0), "above 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            wire.core.draft(wrong)
+    for wrong in ({"verified": 3}, {"verified": 1, "accepted": 2}):
+        with pytest.raises(ValueError, match="was offered 2 tokens"):
+            finish(wire.core, 1, [], **wrong)
+    with pytest.raises(ValueError, match="sequence 3 was not started"):
+        finish(wire.core, 3, [])
+    with pytest.raises(ValueError, match="sequence 1 was started before"):
+        start(wire.core, 1, [5])
+    wire.settle()
+    assert len(wire.service.requests) == before
+    assert wire.draft(progress_of({1: [6], 2: [7]}, limit=1, verified=1, accepted=1)).tokens.tolist() == [7, 8]

@@ -18,6 +18,7 @@ from drafter_service.drafting import Drafting
 from drafter_service.facts import ModelIdentity
 from drafter_service.identity import default_namespace
 from drafter_service.namespace import Namespace
+from drafter_service.namespaces import Namespaces
 from drafter_service.session import LONG_PROMPT, Session
 from drafter_service.sessions import Orphans
 from drafter_service.settings.tree import Limits, ServiceConfig
@@ -29,6 +30,7 @@ from tests.certificates import replace_file
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import (
     CLIENT,
+    TIMEOUT_S,
     batch,
     connected,
     drafted,
@@ -404,6 +406,50 @@ async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
     with pytest.raises(AssertionError, match="use was looked up"):
         async for _ in drafting.draft(messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
             pass
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+@pytest.mark.parametrize("is_answering", [True, False])
+def test_a_stream_that_is_ended_always_gets_a_status(is_dropped, is_answering):
+    """Were it cancelled while gRPC sends a response, the client would wait for ever."""
+
+    async def test():
+        config = ServiceConfig(drafting=DrafterConfig(capacity=5000))
+        namespaces, context = Namespaces(config), Context("")
+        context.invocation_metadata = list
+        drafting = Drafting(namespaces, AccessControl(config.access), config.limits)
+        is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def requests():
+            yield pb.DraftRequest(hello=hello("a")).SerializeToString()
+            await no_more.wait()
+
+        async def served():
+            async for _ in drafting.draft(requests(), context):
+                is_sending.set()
+                await is_sent.wait()
+
+        serving = asyncio.create_task(served())
+        async with asyncio.timeout(TIMEOUT_S):
+            await is_sending.wait()
+            if not is_answering:
+                is_sent.set()
+                await asyncio.sleep(0)
+            if is_dropped:
+                await namespaces.drop("a")
+            else:
+                drafting.stop()
+            is_sent.set()
+            [ended], _ = await asyncio.wait([serving])
+            await namespaces.close()
+        if is_dropped:
+            assert isinstance(ended.exception(), grpc.aio.AbortError)
+            assert context.aborted == (grpc.StatusCode.ABORTED, "namespace 'a' was dropped")
+        else:
+            assert ended.exception() is None
+        assert drafting.streams == set()
+
+    asyncio.run(test())
 
 
 @asynccontextmanager

@@ -93,6 +93,15 @@ def in_mid_snapshot(caller, folder, _rng):
     return stream
 
 
+def assert_told_again(caller):
+    """A client that comes back finds its sequences lost, and goes on once it has told them again."""
+    stream = caller.stream("kept", client_id=CLIENT)
+    assert stream.welcome.resumed_ids == b""
+    assert lost(stream.ask(batch=batch({1: [3]}))) == [1]
+    told = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
+    assert stream.draft(1, starts=[told], limit=2) == [1, 2]
+
+
 def test_a_server_that_is_killed_comes_back_with_all_that_was_saved():
     rng = random.Random(7)
     with tempfile.TemporaryDirectory(prefix="ssd-") as name:
@@ -103,6 +112,7 @@ def test_a_server_that_is_killed_comes_back_with_all_that_was_saved():
             with served(*arguments) as process, connected(address) as caller:
                 for first in learned:
                     assert caller.probe("kept", counted(first)[:8], limit=1) == [first + 8]
+                assert_told_again(caller)
                 if moment is None:
                     break
                 learned.append(100_000 + 100 * len(learned))
@@ -125,20 +135,6 @@ def test_a_snapshot_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(t
     old, new = map(int, ended.stdout.split())
     assert old >= 1
     assert new >= 1
-
-
-def test_a_sequence_that_a_new_server_does_not_know_is_lost_and_can_be_told_again():
-    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
-        address = f"unix:{folder}/drafter.sock"
-        for _ in range(2):
-            with served("--listen", address, "--capacity", "100k") as process, connected(address) as caller:
-                stream = caller.stream("", client_id=CLIENT)
-                assert stream.welcome.resumed_ids == b""
-                assert lost(stream.ask(batch=batch({1: [3]}))) == [1]
-                told = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
-                assert stream.draft(1, starts=[told], limit=2) == [1, 2]
-                process.kill()
-                process.wait(TIMEOUT_S)
 
 
 # The disk is full.

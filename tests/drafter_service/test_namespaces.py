@@ -10,7 +10,7 @@ import pytest
 from drafter_service import namespaces as module
 from drafter_service.facts import ModelIdentity
 from drafter_service.log.events import Dropped, Finished, Forgotten, ForgottenBefore
-from drafter_service.namespace import ClosedError, IdentityError, Namespace
+from drafter_service.namespace import ClosedError, IdentityError, Namespace, Stream
 from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces, most_bytes
 from drafter_service.session import Session
 from drafter_service.settings.tree import Limits, ServiceConfig, Snapshots
@@ -356,7 +356,7 @@ async def test_a_dropped_namespace_is_gone_from_memory_and_disk(tmp_path):
         namespace.publish = published.append
         await namespaces.save(namespace)
         stream = asyncio.create_task(asyncio.Event().wait())
-        namespace.streams.add(stream)
+        namespace.streams.add(Stream(stream))
         assert await namespaces.drop("a")
         assert [type(event) for event in published] == [Dropped]
         await asyncio.wait([stream])

