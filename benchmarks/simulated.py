@@ -32,7 +32,7 @@ class SimulatedEngine:
         self._committed = [0] * batch
         self._verified = np.zeros(batch, np.uint32)
         self._accepted = np.zeros(batch, np.uint32)
-        self.steps, self.tokens, self.drafted = 0, 0, 0
+        self.steps, self.tokens, self.drafted, self.calls = 0, 0, 0, 0
         for index in range(batch):
             drafter.start(index, self._texts[index][: self._done[index]])
 
@@ -42,6 +42,7 @@ class SimulatedEngine:
         began = time.perf_counter()
         drafts = self._drafter.draft(progress)
         seconds = time.perf_counter() - began
+        self.calls += 1
         self._verify(drafts)
         self._replace_ended()
         return seconds
@@ -83,6 +84,11 @@ class SimulatedEngine:
         self.steps += self._batch
 
     def _replace_ended(self) -> None:
+        """Ended requests make room for new ones, which have a step of their own first: that of their prompts.
+
+        So the drafter has dealt with what began and ended when the next step is timed, as it has beside a real model.
+        """
+        new = []
         for index in range(self._batch):
             if self._done[index] + int(self._limits[index]) + 1 >= REQUEST_TOKENS:
                 self._finish(index, learn=self._learn)
@@ -90,6 +96,12 @@ class SimulatedEngine:
                 self._texts[index], self._done[index], self._committed[index] = next(self._requests), PROMPT, 0
                 self._verified[index] = self._accepted[index] = 0
                 self._drafter.start(int(self._ids[index]), self._texts[index][:PROMPT])
+                new.append(index)
+        if new:
+            none = np.zeros(len(new), np.uint32)
+            nothing = np.zeros(len(new) + 1, np.uint32)
+            self.calls += 1
+            self._drafter.draft(Progress(self._ids[new], none[:0], nothing, none, none, none + 1, self._cost))
 
     def _finish(self, index: int, *, learn: bool) -> None:
         done, count = self._done[index], self._committed[index]

@@ -14,7 +14,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, drafts_message
 from ssd.draft import DraftBatch, Path
 from tests.drafter_service.fake_engine import FakeEngine, Request
-from tests.drafter_service.fake_server import FakeService, Known
+from tests.drafter_service.fake_server import FakeService
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
@@ -390,9 +390,12 @@ def test_a_tree_beside_a_path_that_lasts_is_asked_for_again():
     drafts = wire.core.settle(turn)
     assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[6, 7], [21, 22, 23, 24, 25]]
     assert drafts.parents[:2].tolist() == [-1, -1]
-    drafts = wire.draft(progress_of({1: [], 2: list(range(21, 27))}, limit=5))
+    progress = progress_of({1: [], 2: list(range(21, 27))}, limit=5)
+    progress.max_draft[0] = 2
+    drafts = wire.draft(progress)
     assert len(wire.service.requests[-1].batch.sequence_ids) == 8  # the first alone
-    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[6, 7, 8, 9, 10], [27, 28, 29, 30, 31]]
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[6, 7], [27, 28, 29, 30, 31]]
+    assert drafts.parents[:2].tolist() == [-1, 0]
 
 
 def test_what_is_left_is_better_than_nothing_while_the_service_is_behind():
@@ -511,6 +514,19 @@ def test_an_answer_whose_arrays_do_not_fit_is_no_answer(field, data):
     assert wire.core.counters.malformed == 2
     wire.draft(progress_of({1: [1], 2: [1]}, limit=3))
     assert wire.service.texts() == [[5, 1], [5, 1]]
+
+
+def test_tokens_that_belong_to_nobody_make_an_answer_none():
+    wire = connected(lambda _text, _limit: [1, 2])
+    start(wire.core, 1, [5])
+    wire.settle()
+    turn = wire.core.draft(progress_of({1: []}, limit=3))
+    wire.flush()
+    wire.serve()
+    wire.downward[0].drafts.offsets = array([0, 1]).tobytes()
+    wire.deliver()
+    assert not len(wire.core.settle(turn).tokens)
+    assert wire.core.counters.malformed == 1
 
 
 def response_after(wire: Wire, **changes) -> pb.DraftResponse:
@@ -676,11 +692,11 @@ def test_a_service_that_has_more_than_there_is_has_something_else():
     wire = connected(counting)
     start(wire.core, 1, [5])
     start(wire.core, 2, [7])
+    wire.settle()
     finish(wire.core, 2, [8])
     wire.cut()
     for known in wire.service.sequences[wire.client_id].values():
         known.text += [1, 2, 3]
-    wire.service.sequences[wire.client_id][2] = Known([7, 8, 9], "other", "", False)
     wire.connect()
     wire.settle()
     wire.draft(progress_of({1: [6]}, limit=1))
