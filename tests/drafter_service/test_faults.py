@@ -392,15 +392,14 @@ def test_idle_streams_beyond_the_limit_are_refused(service):
     async def test():
         async with grpc.aio.insecure_channel(service.address) as channel, asyncio.timeout(2 * TIMEOUT_S):
             method = channel.stream_stream(DRAFT)
-            calls = [method(wait_for_ready=True) for _ in range(STREAMS)]
-            refused = 0
-            while refused < number - STREAMS:
+            calls, ends = [], []
+            for _ in range(0, number, 50):
+                calls += [method(wait_for_ready=True) for _ in range(50)]
+                ends += [asyncio.create_task(call.code()) for call in calls[-50:]]
                 # gRPC itself cancels what comes faster than it can be looked at.
-                more = [method(wait_for_ready=True) for _ in range(100)]
-                calls += more
-                done, _ = await asyncio.wait([asyncio.create_task(call.code()) for call in more])
-                assert {ended.result() for ended in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-                refused += len(done)
+                while sum(end.done() for end in ends) < len(ends) - STREAMS:
+                    await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
+            assert {end.result() for end in ends if end.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
             for call in calls:
                 call.cancel()
 
