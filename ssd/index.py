@@ -16,6 +16,7 @@ import numpy as np
 
 from ssd.live import LiveTier
 from ssd.match import TIER_TEXT
+from ssd.memory import trim_heap
 from ssd.merge import Merge, add_sorted
 from ssd.order import keep_positions, sort_positions, usable_positions
 from ssd.requests import Forget, RequestLog, Text
@@ -119,6 +120,8 @@ class Index:
         size = sum(len(text.tokens) + 1 for text in waiting)
         if size > max(self.gap // 4, len(self.ring) // FULL_BUILD_PART):
             self._build(waiting)
+            # What waited was much, in small pieces; the allocator would keep it.
+            trim_heap()
         while waiting:
             self._take_some(waiting)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 
 import numpy as np
@@ -25,3 +27,9 @@ class Buffer:
         """Give the memory back to the system; the contents become zero. Nobody may be reading."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """Give memory that was freed in small pieces back to the system, where the C library can."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
