@@ -8,8 +8,8 @@ The service is told once for all steps since its last draft, of which the engine
                                           [t5 t6 t7 t8]   verified 3, accepted 1
     told to the service    verified 8, accepted 5, steps 2
 
-- `verified` is how long a beginning of the draft the target has judged, never more than the draft had. It includes the
-  tokens between the pieces, as t4, which nobody verified: the target produced them itself.
+- `verified` is the length of the shortest beginning of the draft that holds all verified tokens, so never more than the
+  draft had. It includes the tokens between the pieces, as t4, which nobody verified: the target produced them itself.
 - `accepted` is the sum of what the engine accepted, so those tokens are not part of it. How many they are is how many
   more tokens of the beginning were committed than accepted.
 - Of a draft that the engine never got, or got on an earlier connection, nothing was verified.
@@ -163,7 +163,7 @@ class Running:
         offsets = progress.offsets.astype(np.int64)
         counts = offsets[1:] - offsets[:-1]
         table = self._table[:, rows]
-        reached = (self.at_hand.begins[rows] + progress.verified) * table[IS_COUNTED]
+        reached = (self.at_hand.begins[rows] + progress.verified) * (table[IS_COUNTED] * (progress.verified > 0))
         np.maximum(table[VERIFIED], reached, out=table[VERIFIED])
         table[ACCEPTED] += progress.accepted * table[IS_COUNTED]
         table[STEPS] += counts > 0
