@@ -44,6 +44,11 @@ class Address:
         return Path(self.text.removeprefix("unix:")) if self.text.startswith("unix:") else None
 
     @property
+    def steps(self) -> Address | None:
+        """The socket for steps (see `frames`), beside that of gRPC; None for a port."""
+        return None if self.socket_path is None else Address(f"{self.text}.steps")
+
+    @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it: a Unix socket, loopback, or the name `localhost`.
 

@@ -11,7 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.access.control import AccessControl, Visit
+from drafter_service.access.control import AccessControl, Context, Visit
 from drafter_service.access.rights import Right
 from drafter_service.facts import ModelIdentity
 from drafter_service.identity import default_namespace
@@ -59,9 +59,7 @@ class Drafting:
         """Streams and requests."""
         self._stopping = False
 
-    async def draft(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.DraftResponse]:
+    async def draft(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[pb.DraftResponse, None]:
         """One engine's stream."""
         if len(self.streams) >= self._limits.streams:
             self.refused += 1

@@ -16,6 +16,7 @@ MOST_STEPS = 1 << 20
 MOST_FIELDS = 1 << 16
 """Of a request, each sequence that begins or ends being one; and sequences of a batch."""
 _NUMBER, _TEXT = 0, 2
+LEAST_FIELD_BYTES = 2
 _FIXED = {1: 8, 5: 4}
 """Wire types of Protocol Buffers: numbers, fields with a length, and those of so many bytes."""
 
@@ -67,6 +68,8 @@ class Texts:
 
 def has_few_fields(data: bytes, most: int) -> bool:
     """Whether a message has at most so many fields, those within fields not counted; a damaged one may seem to."""
+    if len(data) <= LEAST_FIELD_BYTES * most:
+        return True
     at = fields = 0
     while at < len(data) and fields <= most:
         kind = data[at] & 7

@@ -32,6 +32,7 @@ from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
 from drafter_service.process import resident_bytes
 from drafter_service.replication import Replication
 from drafter_service.settings.tree import ServiceConfig
+from drafter_service.step_socket import StepSocket
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.tracing import interceptors
 from drafter_service.wire import MAX_MESSAGE_BYTES
@@ -57,6 +58,7 @@ class DrafterServer:
         self.namespaces = Namespaces(config, on_loaded=self._replication.joined, on_leaving=self._replication.left)
         access = AccessControl(config.access)
         self._drafting = Drafting(self.namespaces, access, config.limits)
+        self._step_socket = StepSocket(self._drafting, config.limits.streams)
         self._admin = Admin(
             self.namespaces,
             access,
@@ -94,6 +96,8 @@ class DrafterServer:
             except (NamespaceError, BudgetError) as problem:
                 raise UserError(f"namespaces.capacities: {problem}") from None
         self._housekeeping.start()
+        if self.address.steps is not None and not self._config.access.has_tls:
+            await self._step_socket.start(self.address.steps, self._config.access.socket_permissions)
         await server.start()
         self._server = server
         if self._config.reports.metrics is not None:
@@ -108,7 +112,7 @@ class DrafterServer:
         await self._health.enter_graceful_shutdown()
         self._drafting.stop()
         if self._server is not None:
-            await self._server.stop(GRACE_S)
+            await asyncio.gather(self._server.stop(GRACE_S), self._step_socket.stop(GRACE_S))
         await self._housekeeping.stop()
         if self._metrics is not None:
             # A scrape that is under way waits for this loop.

@@ -14,6 +14,9 @@ from ssd.ring import MAX_TOKEN_ID
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side accepts: a batch of starts with prompts of millions of tokens."""
 
+DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", "f8")}
+"""As numpy spells them, and as they travel."""
+
 
 class WireError(ValueError):
     """A message is malformed; the text names the field and says what is wrong with it."""
@@ -21,15 +24,17 @@ class WireError(ValueError):
 
 def pack(array: np.ndarray, dtype: str) -> bytes:
     """An array as packed little-endian bytes; `dtype` as in numpy, such as "u4"."""
-    return array.astype(f"<{dtype}", copy=False).tobytes()
+    wanted = DTYPES[dtype]
+    return (array if array.dtype is wanted else array.astype(wanted, copy=False)).tobytes()
 
 
 def unpack(data: bytes, dtype: str, field: str) -> np.ndarray:
     """Packed little-endian bytes as a read-only array. Raises WireError if they are no whole number of elements."""
-    size = np.dtype(dtype).itemsize
-    if len(data) % size:
-        raise WireError(f"{field} has {len(data)} bytes, not a multiple of {size}")
-    return np.frombuffer(data, f"<{dtype}").astype(dtype, copy=False)
+    wire = DTYPES[dtype]
+    if len(data) % wire.itemsize:
+        raise WireError(f"{field} has {len(data)} bytes, not a multiple of {wire.itemsize}")
+    array = np.frombuffer(data, wire)
+    return array if wire.isnative else array.astype(dtype)
 
 
 def unpack_tokens(data: bytes, field: str) -> np.ndarray:

@@ -5,6 +5,7 @@ The token travels as metadata of each call. gRPC's own call credentials would re
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,26 @@ class Connector:
             return grpc.insecure_channel(self._address.text, options=options)
         return grpc.secure_channel(self._address.text, credentials, options=self._with_name(options))
 
+    @property
+    def steps_path(self) -> Path | None:
+        """The socket for steps alone, where there may be one: it knows no TLS."""
+        steps = self._address.steps if self._access.ca is None else None
+        return None if steps is None else steps.socket_path
+
+    def connect_steps(self, timeout_s: float) -> socket.socket | None:
+        """A connection to the socket for steps; None if nobody answers there."""
+        path = self.steps_path
+        if path is None or not path.exists():
+            return None
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(str(path))
+        except OSError:
+            connection.close()
+            return None
+        return connection
+
     def open_aio(self, options: ChannelOptions = ()) -> grpc.aio.Channel:
         """A new channel for asyncio. Raises UserError for files that cannot be used any more."""
         credentials = self._credentials()
@@ -73,9 +94,13 @@ class Connector:
             return grpc.aio.insecure_channel(self._address.text, options=options)
         return grpc.aio.secure_channel(self._address.text, credentials, options=self._with_name(options))
 
+    def authorization(self) -> str:
+        """The token as it travels, that of the file now; "" without one."""
+        return "" if self._token is None else f"Bearer {self._token.current()}"
+
     def metadata(self) -> Metadata:
-        """What every call must carry; the token is that of the file now."""
-        return () if self._token is None else (("authorization", f"Bearer {self._token.current()}"),)
+        """What every call must carry."""
+        return (("authorization", self.authorization()),) if self._token else ()
 
     def _with_name(self, options: ChannelOptions) -> ChannelOptions:
         # gRPC would look for the path of a socket in the certificate.

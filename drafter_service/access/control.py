@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
@@ -17,6 +18,20 @@ from drafter_service.access.watched import Watched
 
 SAN = "x509_subject_alternative_name"
 COMMON_NAME = "x509_common_name"
+
+
+class Context(Protocol):
+    """What a call says of its caller, and how to end it: of gRPC's `ServicerContext`, that which is of use here."""
+
+    def invocation_metadata(self) -> Any:
+        """Pairs of strings, or None."""
+
+    def auth_context(self) -> Any:
+        """What TLS has verified."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """End the call. Raises."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -42,11 +57,11 @@ class AccessControl:
             read = partial(read_callers, config.callers, certificates=config.client_ca is not None)
             self._callers = Watched([config.callers], read, clock=clock)
 
-    def caller_of(self, context: grpc.aio.ServicerContext) -> Caller:
+    def caller_of(self, context: Context) -> Caller:
         """Raises UnauthenticatedError for a call by nobody that is known."""
         return self.visit(context).caller
 
-    def visit(self, context: grpc.aio.ServicerContext) -> Visit:
+    def visit(self, context: Context) -> Visit:
         """A call or stream, whose rights are those that the callers file gives at the time of each check.
 
         Raises UnauthenticatedError.
@@ -54,7 +69,7 @@ class AccessControl:
         return Visit(presented_by(context), self._callers)
 
     @asynccontextmanager
-    async def admit(self, context: grpc.aio.ServicerContext) -> AsyncIterator[Visit]:
+    async def admit(self, context: Context) -> AsyncIterator[Visit]:
         """A visit; what it is refused, at the beginning or within the block, ends the call with the right status."""
         try:
             yield self.visit(context)
@@ -85,7 +100,7 @@ class Visit:
         self.caller.require(right, namespace)
 
 
-def presented_by(context: grpc.aio.ServicerContext) -> Presented:
+def presented_by(context: Context) -> Presented:
     """What a call presents. Raises UnauthenticatedError for credentials of a kind that nobody accepts."""
     given = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
     peer = context.auth_context()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -13,11 +15,28 @@ import numpy as np
 from drafter_service.client.base import Client
 from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTIONS
 from drafter_service.client.messages import RefusedError
+from drafter_service.client.socket_call import SocketCall
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.wire import WireError
 from ssd.draft import DraftBatch, Progress
 from ssd.errors import UserError
+
+
+class Call(Protocol):
+    """A Draft stream that is open: that of gRPC, or a `SocketCall`."""
+
+    async def read(self) -> Any:
+        """The next response, or EOF. Raises grpc.RpcError."""
+
+    async def write(self, request: pb.DraftRequest) -> None:
+        """Send. Raises grpc.RpcError."""
+
+    async def done_writing(self) -> None:
+        """Nothing more will be sent."""
+
+    def cancel(self) -> object:
+        """Break it off."""
 
 
 class AsyncDrafterClient(Client):
@@ -123,8 +142,7 @@ class AsyncDrafterClient(Client):
     async def _converse(self) -> Exception | None:
         """One stream from its beginning to its end; returns what ended it, None if the service did in good order."""
         try:
-            async with self._connector.open_aio(OPTIONS) as channel:
-                call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft(metadata=self._connector.metadata())
+            async with self._open() as call:
                 self._greet(call)
                 self._has_more.set()
                 writer = asyncio.create_task(self._write(call), name="ssd-client-writer")
@@ -143,7 +161,25 @@ class AsyncDrafterClient(Client):
                 raise
         return None
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftRequest, pb.DraftResponse]) -> None:
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[Call]:
+        """A stream. Raises UserError for files that cannot be used any more."""
+        steps = await self._call_steps()
+        if steps is not None:
+            async with steps:
+                yield steps
+        else:
+            async with self._connector.open_aio(OPTIONS) as channel:
+                yield drafter_pb2_grpc.DrafterServiceStub(channel).Draft(metadata=self._connector.metadata())
+
+    async def _call_steps(self) -> SocketCall | None:
+        """A stream over the socket for steps; None if nobody answers there."""
+        path = self._connector.steps_path
+        with contextlib.suppress(OSError):
+            return None if path is None else await SocketCall.open(path, self._connector.authorization())
+        return None
+
+    async def _write(self, call: Call) -> None:
         """Send whatever is to be sent. A task for each stream; if that breaks its reader finds out why."""
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while not self._is_closing or self._has_more.is_set():

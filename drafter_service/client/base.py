@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
-
-import grpc
+from typing import TYPE_CHECKING, Protocol
 
 from drafter_service.access.client import ClientAccess, Connector
 from drafter_service.address import Address
@@ -16,6 +14,13 @@ from drafter_service.client.link import AHEAD, DEADLINE_S, PATIENCE_S, Link, Par
 
 if TYPE_CHECKING:  # It brings numba with it.
     from drafter_service.facts import ModelIdentity
+
+
+class Cancellable(Protocol):
+    """A stream that is open."""
+
+    def cancel(self) -> object:
+        """Break it off."""
 
 
 class Client:
@@ -53,7 +58,7 @@ class Client:
         self._link = Link(self._core, rng)
         self._is_required = required
         self._is_closing = False
-        self._call: grpc.Call | None = None
+        self._call: Cancellable | None = None
         self._farewell: Parting | None = None
         """Why this client itself ended the stream."""
         self._begin()
@@ -76,7 +81,7 @@ class Client:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _greet(self, call: grpc.Call) -> None:
+    def _greet(self, call: Cancellable) -> None:
         """A stream was opened."""
         self._call, self._farewell = call, None
         self._core.greet()

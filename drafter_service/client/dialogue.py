@@ -67,6 +67,11 @@ class Dialogue:
         return self.phase is Phase.READY and not self._is_behind
 
     @property
+    def is_owed(self) -> bool:
+        """Whether the service owes an answer."""
+        return bool(self._unanswered)
+
+    @property
     def silent_s(self) -> float:
         """For how long the service has owed an answer, in seconds."""
         return self._clock() - self._unanswered[0].at if self._unanswered else 0.0

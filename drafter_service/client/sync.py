@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from queue import Empty, SimpleQueue
 from types import TracebackType
 
-import grpc
 import numpy as np
 
 from drafter_service.client.base import Client
+from drafter_service.client.grpc_stream import GrpcStream
 from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTIONS
 from drafter_service.client.messages import RefusedError
-from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.stubs import drafter_pb2_grpc
+from drafter_service.client.socket_stream import SocketStream
+from drafter_service.client.stream import Stream
 from drafter_service.wire import WireError
 from ssd.draft import DraftBatch, Progress
 from ssd.errors import UserError
@@ -27,11 +25,9 @@ class DrafterClient(Client):
     def _begin(self) -> None:
         self._lock = threading.Lock()
         """Held by whoever uses the core."""
-        self._requests: SimpleQueue[pb.DraftRequest | None] = SimpleQueue()
-        self._responses: SimpleQueue[tuple[grpc.Call, pb.DraftResponse] | None] = SimpleQueue()
-        """With the stream that each came on; None only wakes whoever waits."""
+        self._stream: Stream | None = None
         self._is_waiting = False
-        """Whether the thread that drafts takes in responses: it has them sooner than through the other."""
+        """Whether the thread that drafts takes in responses."""
         self._decided = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ssd-client", daemon=True)
@@ -57,6 +53,7 @@ class DrafterClient(Client):
         with self._lock:
             self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
             self._send()
+            self._watch()
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Tell what was committed and wait for drafts, at most until the deadline.
@@ -67,21 +64,19 @@ class DrafterClient(Client):
             turn = self._core.draft(progress)
             self._is_waiting = True
             self._send()
-            is_settled = self._core.is_settled(turn)
+            stream, is_settled = self._stream, self._core.is_settled(turn)
         until = time.monotonic() + self._deadline_s
-        while not is_settled:
-            try:
-                arrived = self._responses.get(timeout=max(0.0, until - time.monotonic()))
-            except Empty:
-                break
+        while stream is not None and not is_settled and stream.wait(until - time.monotonic()):
             with self._lock:
-                self._take_in(arrived)
+                self._take_in()
                 is_settled = self._core.is_settled(turn)
         with self._lock:
             self._is_waiting = False
-            self._take_in_all()
+            self._take_in()
             self._mind_silence()
-            return self._core.settle(turn)
+            drafts = self._core.settle(turn)
+            self._watch()
+            return drafts
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
@@ -90,6 +85,7 @@ class DrafterClient(Client):
         with self._lock:
             self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
             self._send()
+            self._watch()
 
     def close(self) -> None:
         """Let the service take what was sent, then end the stream."""
@@ -99,7 +95,8 @@ class DrafterClient(Client):
             is_heard = self._core.dialogue.may_send
             self._core.say_goodbye()
             self._send()
-            self._requests.put(None)
+            if self._stream is not None:
+                self._stream.end()
             if not is_heard:
                 self._cancel()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -125,19 +122,19 @@ class DrafterClient(Client):
             raise failure
 
     def _send(self) -> None:
-        for request in self._core.dialogue.outgoing():
-            self._requests.put(request)
+        if self._stream is not None and (requests := self._core.dialogue.outgoing()):
+            self._stream.send(requests)
 
-    def _take_in_all(self) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                self._take_in(self._responses.get_nowait())
+    def _watch(self) -> None:
+        """The thread that waits for drafts leaves: what is still to come is the other's."""
+        if self._stream is not None and self._core.dialogue.is_owed:
+            self._stream.watch()
 
-    def _take_in(self, arrived: tuple[grpc.Call, pb.DraftResponse] | None) -> None:
-        if arrived is None or arrived[0] is not self._call or self._farewell is not None:
-            return
+    def _take_in(self) -> None:
         try:
-            self._link.receive(arrived[1])
+            for response in [] if self._stream is None else self._stream.receive():
+                if self._farewell is None:
+                    self._link.receive(response)
             self._send()
         except (RefusedError, WireError) as problem:
             self._leave(self._link.parting_of(problem))
@@ -150,9 +147,10 @@ class DrafterClient(Client):
         while wait_s is not None and not self._stopping.wait(wait_s):
             problem = self._converse()
             with self._lock:
-                self._take_in_all()
                 wait_s, news = self._end(problem)
-            self._responses.put(None)
+                if self._stream is not None:
+                    self._stream.close()
+                    self._stream = None
             if wait_s is None:
                 self._decided.set()
             if news is not None:
@@ -160,31 +158,36 @@ class DrafterClient(Client):
 
     def _converse(self) -> Exception | None:
         """One stream from its beginning to its end; returns what ended it, None if the service did in good order."""
-        requests: SimpleQueue[pb.DraftRequest | None] = SimpleQueue()
         try:
-            with self._connector.open(OPTIONS) as channel:
-                stub = drafter_pb2_grpc.DrafterServiceStub(channel)
-                call = stub.Draft(iter(requests.get, None), metadata=self._connector.metadata())
-                with self._lock:
-                    if self._is_closing:
-                        return None
-                    self._requests = requests
-                    self._greet(call)
-                    self._send()
-                for response in call:
-                    self._responses.put((call, response))
-                    if not self._is_waiting:
-                        self._take_in_for_nobody()
-        except (grpc.RpcError, UserError) as problem:
+            stream = self._open()
+        except UserError as problem:
             return problem
-        finally:
-            requests.put(None)
-        return None
+        with self._lock:
+            self._stream = stream
+            if self._is_closing:
+                return None
+            self._greet(stream)
+            self._send()
+            self._watch()
+        stream.pump(self._take_in_for_nobody)
+        with self._lock:
+            self._take_in()
+            return stream.failure
+
+    def _open(self) -> Stream:
+        """Raises UserError for files that cannot be used any more."""
+        connection = self._connector.connect_steps(CONNECT_TIMEOUT_S)
+        if connection is not None:
+            return SocketStream(connection, self._connector.authorization())
+        return GrpcStream(self._connector.open(OPTIONS), self._connector.metadata())
 
     def _take_in_for_nobody(self) -> None:
+        if self._is_waiting:
+            return
         with self._lock:
-            self._take_in_all()
+            if self._is_waiting:
+                return
+            self._take_in()
+            self._watch()
             if self.lost is None:
                 self._decided.set()
-        if self._is_waiting:  # by now, for what may have been taken in here
-            self._responses.put(None)

@@ -6,10 +6,12 @@ It notes what it was told, checks that the client keeps to the contract, and mis
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 
 import grpc
 import numpy as np
@@ -136,9 +138,11 @@ class FakeService:
 class FakeServer:
     """The service behind a socket. All its methods belong to its event loop."""
 
-    def __init__(self, address: str, service: FakeService) -> None:
+    def __init__(self, address: str, service: FakeService, *, has_steps: bool) -> None:
+        """`has_steps`: whether streams go over the step socket beside the address."""
         self.address = address
         self.service = service
+        self.has_steps = has_steps
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         """What streams are ended with."""
         self.distort: Callable[[pb.DraftResponse], pb.DraftResponse] = lambda response: response
@@ -153,6 +157,7 @@ class FakeServer:
         self._cut_code = grpc.StatusCode.UNAVAILABLE
         self._streams = 0
         self._server: grpc.aio.Server | None = None
+        self._steps: asyncio.Server | None = None
 
     async def start(self) -> None:
         server = grpc.aio.server()
@@ -165,8 +170,17 @@ class FakeServer:
         server.add_insecure_port(self.address)
         await server.start()
         self._server = server
+        if self.has_steps:
+            self._steps = await asyncio.start_unix_server(
+                self._serve_steps, self.address.removeprefix("unix:") + ".steps"
+            )
 
     async def stop(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            FilePath(self.address.removeprefix("unix:") + ".steps").unlink()
+            await self._break_off()
+            self._steps = None
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -174,6 +188,9 @@ class FakeServer:
     async def cut(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         """Break all streams."""
         self._cut_code = code
+        await self._break_off()
+
+    async def _break_off(self) -> None:
         self._cut.set()
         while self._streams:
             await asyncio.sleep(0.001)
@@ -186,7 +203,16 @@ class FakeServer:
     async def resume(self) -> None:
         self._may_answer.set()
 
-    async def _draft(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+    async def _serve_steps(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        context = FrameContext(reader, writer)
+        assert await reader.readexactly(15) == b"ssd.drafter.v1\n"
+        assert await context.read_bytes() == b""
+        with suppress(AbortedError):
+            await self._draft(None, context)
+            context.end(grpc.StatusCode.OK, "")
+        writer.close()
+
+    async def _draft(self, requests: object, context: grpc.aio.ServicerContext | FrameContext) -> None:
         client_id = b""
         self._streams += 1
         try:
@@ -203,7 +229,7 @@ class FakeServer:
             if self.is_forgetful:
                 self.service.sequences.pop(client_id, None)
 
-    async def _unless_cut(self, context: grpc.aio.ServicerContext, coming: Coroutine) -> object:
+    async def _unless_cut(self, context: grpc.aio.ServicerContext | FrameContext, coming: Coroutine) -> object:
         waiting = [asyncio.create_task(coming), asyncio.create_task(self._cut.wait())]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in waiting:
@@ -213,10 +239,43 @@ class FakeServer:
         return waiting[0].result()
 
 
+class AbortedError(Exception):
+    """A stream was ended."""
+
+
+class FrameContext:
+    """A connection of the step socket, with the methods of gRPC's context that are of use here."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def read_bytes(self) -> bytes:
+        (size,) = struct.unpack("<I", await self._reader.readexactly(4))
+        return await self._reader.readexactly(size)
+
+    async def read(self) -> object:
+        try:
+            return pb.DraftRequest.FromString(await self.read_bytes())
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            return grpc.aio.EOF
+
+    async def write(self, response: pb.DraftResponse) -> None:
+        data = response.SerializeToString()
+        self._writer.write(struct.pack("<I", len(data)) + data)
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.end(code, details)
+        raise AbortedError
+
+    def end(self, code: grpc.StatusCode, details: str) -> None:
+        data = pb.Error(code=code.value[0], message=details).SerializeToString()
+        self._writer.write(struct.pack("<I", len(data) | 1 << 31) + data)
+
+
 @asynccontextmanager
-async def fake_server(address: str, service: FakeService):
+async def fake_server(address: str, service: FakeService, *, has_steps: bool = False):
     """A server in the event loop of the test."""
-    server = FakeServer(address, service)
+    server = FakeServer(address, service, has_steps=has_steps)
     await server.start()
     try:
         yield server
@@ -228,8 +287,9 @@ async def fake_server(address: str, service: FakeService):
 class FakeServerThread:
     """A server in an event loop of its own."""
 
-    def __init__(self, address: str, service: FakeService) -> None:
+    def __init__(self, address: str, service: FakeService, *, has_steps: bool = False) -> None:
         self.service = service
+        self._has_steps = has_steps
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -237,7 +297,7 @@ class FakeServerThread:
         self.start()
 
     async def _make(self, address: str) -> FakeServer:
-        return FakeServer(address, self.service)
+        return FakeServer(address, self.service, has_steps=self._has_steps)
 
     def start(self) -> None:
         self._wait_for(self.server.start())
@@ -267,9 +327,9 @@ class FakeServerThread:
 
 
 @contextmanager
-def fake_server_thread(address: str, service: FakeService):
+def fake_server_thread(address: str, service: FakeService, *, has_steps: bool = False):
     """A server in a thread."""
-    server = FakeServerThread(address, service)
+    server = FakeServerThread(address, service, has_steps=has_steps)
     try:
         yield server
     finally:

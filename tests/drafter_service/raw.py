@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import select
+import socket
+import struct
+import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 
 import grpc
 import numpy as np
@@ -65,14 +71,86 @@ def lost(response):
     return unpack(response.lost_ids, "u8", "lost_ids").tolist()
 
 
+class SocketEnd(grpc.RpcError):
+    """How a stream over the step socket ended."""
+
+    def __init__(self, code, details):
+        self.code, self.details = lambda: code, lambda: details
+
+
+class SocketCall:
+    """A Draft stream over the step socket, with the methods of gRPC's calls that tests use."""
+
+    def __init__(self, address, requests, authorization=""):
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(TIMEOUT_S)
+        self._socket.connect(address.removeprefix("unix:") + ".steps")
+        self._end = Future()
+        threading.Thread(target=self._send, args=(authorization, requests), daemon=True).start()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        length = struct.unpack("<I", self._exactly(4))[0]
+        body = self._exactly(length & 0x7FFF_FFFF)
+        if length < 1 << 31:
+            return pb.DraftResponse.FromString(body)
+        error = pb.Error.FromString(body)
+        code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
+        self._end.set_result((code, error.message))
+        self._socket.close()
+        if code is grpc.StatusCode.OK:
+            raise StopIteration
+        raise SocketEnd(code, error.message)
+
+    def done(self):
+        """Whether the next frame is the last."""
+        if not self._end.done() and select.select([self._socket], [], [], 0)[0]:
+            header = self._socket.recv(4, socket.MSG_PEEK)
+            if len(header) == 4 and header[3] & 128:
+                with suppress(StopIteration, SocketEnd):
+                    next(self)
+        return self._end.done()
+
+    def code(self):
+        return self._end.result(TIMEOUT_S)[0]
+
+    def details(self):
+        return self._end.result(TIMEOUT_S)[1]
+
+    def cancel(self):
+        self._socket.close()
+
+    def _send(self, authorization, requests):
+        try:
+            self._socket.sendall(b"ssd.drafter.v1\n")
+            for data in itertools.chain([authorization.encode()], requests):
+                self._socket.sendall(struct.pack("<I", len(data)) + data)
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # The service has ended the stream.
+
+    def _exactly(self, size):
+        data = b""
+        while len(data) < size:
+            try:
+                more = self._socket.recv(size - len(data))
+            except ConnectionResetError:
+                more = b""
+            if not more:
+                raise SocketEnd(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+            data += more
+        return data
+
+
 class Stream:
     """One Draft stream, a request at a time or without waiting."""
 
-    def __init__(self, channel, metadata=(), *, wait_for_ready=True):
+    def __init__(self, open_call):
+        """`open_call` makes a call of an iterator of requests."""
         self._requests = queue.SimpleQueue()
-        method = channel.stream_stream(DRAFT, response_deserializer=pb.DraftResponse.FromString)
-        requests = iter(self._requests.get, None)
-        self.call = method(requests, metadata=metadata, timeout=TIMEOUT_S, wait_for_ready=wait_for_ready)
+        self.call = open_call(iter(self._requests.get, None))
 
     def send(self, request=None, **fields):
         """A DraftRequest, or bytes."""
@@ -115,19 +193,27 @@ class Stream:
 class Caller:
     """A channel to a service, its streams and calls."""
 
-    def __init__(self, channel, metadata=()):
+    def __init__(self, channel, metadata=(), steps=None):
+        """`steps`: the address of a service whose step socket streams go over; None: they go over gRPC."""
         self.channel = channel
         self._metadata = metadata
+        self._steps = steps
         self._stub = DrafterServiceStub(channel)
         self._streams = []
 
     def stream(self, namespace=None, **fields):
         """A stream; greeted if a namespace is given."""
-        stream = Stream(self.channel, self._metadata)
+        stream = Stream(self._open_stream)
         self._streams.append(stream)
         if namespace is not None:
             stream.welcome = stream.ask(hello=hello(namespace, **fields)).welcome
         return stream
+
+    def _open_stream(self, requests):
+        if self._steps is not None:
+            return SocketCall(self._steps, requests, dict(self._metadata).get("authorization", ""))
+        method = self.channel.stream_stream(DRAFT, response_deserializer=pb.DraftResponse.FromString)
+        return method(requests, metadata=self._metadata, timeout=TIMEOUT_S, wait_for_ready=True)
 
     def call(self, method, **fields):
         """The response to a unary call."""
@@ -168,15 +254,15 @@ class Caller:
 
 
 @contextmanager
-def connected(address, metadata=(), credentials=None):
-    """A caller over a connection of its own."""
+def connected(address, metadata=(), credentials=None, *, over_steps=False):
+    """A caller over a connection of its own; with `over_steps` its streams go over the step socket."""
     options = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
     options.append(("grpc.use_local_subchannel_pool", 1))
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
     else:
         channel = grpc.secure_channel(address, credentials, options=options)
-    caller = Caller(channel, metadata)
+    caller = Caller(channel, metadata, address if over_steps else None)
     try:
         yield caller
     finally:

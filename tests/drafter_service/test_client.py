@@ -21,9 +21,10 @@ def counting(text, limit):
     return list(range(text[-1] + 1, text[-1] + 1 + limit))
 
 
-@pytest.fixture
-def fake(socket_address):
-    with fake_server_thread(socket_address, FakeService(counting)) as server:
+@pytest.fixture(params=[False, True], ids=["grpc", "steps"])
+def fake(socket_address, request):
+    """Over gRPC, or over the step socket."""
+    with fake_server_thread(socket_address, FakeService(counting), has_steps=request.param) as server:
         yield server
 
 
@@ -270,14 +271,6 @@ def test_lies_cost_drafts_and_nothing_else(fake, connect):
     fake.server.distort = lambda response: response
     assert_eventually(lambda: draft_of(client, []) == [6])
     assert len({request.hello.client_id for request in fake.service.requests if request.HasField("hello")}) > 1
-
-
-def test_what_still_comes_of_an_earlier_stream_is_ignored(fake, connect):
-    client = connect()
-    client.start(1, array([5]))
-    client._responses.put((None, pb.DraftResponse(step=99)))
-    assert draft_of(client, []) == [6]
-    assert client.lost is None
 
 
 def test_drafts_at_hand_need_no_service(fake, connect):

@@ -16,14 +16,14 @@ def counting(text, limit):
     return list(range(text[-1] + 1, text[-1] + 1 + limit))
 
 
-@pytest.fixture
-def drive(socket_address):
+@pytest.fixture(params=[False, True], ids=["grpc", "steps"])
+def drive(socket_address, request):
     """Runs a test's coroutine with a service, and a client that waits long, since the machine may be busy."""
 
     def run(test, **options):
         async def main():
             async with (
-                fake_server(socket_address, FakeService(counting)) as fake,
+                fake_server(socket_address, FakeService(counting), has_steps=request.param) as fake,
                 AsyncDrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, "ahead": 0, **options}) as client,
             ):
                 await test(fake, client)

@@ -79,13 +79,25 @@ def service():
             yield SimpleNamespace(address=address, file=file, entries=entries)
 
 
-def calling(service, name="everything"):
-    return connected(service.address, [("authorization", f"Bearer {name}")])
+@pytest.fixture(params=[False, True], ids=["grpc", "steps"])
+def over_steps(request):
+    """Whether streams go over the step socket."""
+    return request.param
 
 
 @pytest.fixture
-def caller(service):
-    with calling(service) as caller:
+def calling(service, over_steps):
+    """Makes callers of the service, by name."""
+
+    def called(name="everything"):
+        return connected(service.address, [("authorization", f"Bearer {name}")], over_steps=over_steps)
+
+    return called
+
+
+@pytest.fixture
+def caller(calling):
+    with calling() as caller:
         yield caller
 
 
@@ -232,12 +244,12 @@ def test_a_client_that_comes_back_goes_on(caller, name):
 
 
 @pytest.mark.parametrize("difference", ["client", "caller", "namespace", "nobody"])
-def test_nobody_else_goes_on_with_a_clients_sequences(service, caller, name, difference):
+def test_nobody_else_goes_on_with_a_clients_sequences(calling, caller, name, difference):
     client_id = bytes([next(numbers)] * 16)
     stream = caller.stream(name, client_id=b"" if difference == "nobody" else client_id)
     stream.ask(starts=[start(1, [1, 2, 3, 1])])
     stream.end()
-    with calling(service, "second" if difference == "caller" else "everything") as other:
+    with calling("second" if difference == "caller" else "everything") as other:
         other_id = {"client": b"f" * 16, "nobody": b""}.get(difference, client_id)
         again = other.stream(name + "-other" if difference == "namespace" else name, client_id=other_id)
         assert again.welcome.resumed_ids == b""
@@ -273,9 +285,9 @@ def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
     assert caller.probe(name, output[:5]) == caller.probe(name, [*prompt, output[0]]) == []
 
 
-def test_a_caller_that_may_not_learn_teaches_nothing(service, caller, name):
+def test_a_caller_that_may_not_learn_teaches_nothing(calling, caller, name):
     prompt, output = counted(20, 100), counted(20, 200)
-    with calling(service, "reader") as reader:
+    with calling("reader") as reader:
         stream = reader.stream(name)
         assert not stream.welcome.learns
         stream.ask(starts=[start(1, prompt)])
@@ -289,9 +301,9 @@ def test_a_caller_that_may_not_learn_teaches_nothing(service, caller, name):
         assert caller.probe(name, output[:5]) == []
 
 
-def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(service, caller, name):
+def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(calling, caller, name):
     caller.observe(f"{name}-known", [1, 2, 3])
-    with calling(service, "alice") as alice:
+    with calling("alice") as alice:
         assert alice.stream(f"alice-{name}").welcome.learns
         refusals = []
         for asked in (f"{name}-known", f"{name}-empty"):
@@ -301,11 +313,11 @@ def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(service,
             assert status is grpc.StatusCode.PERMISSION_DENIED
             refusals.append(details.replace(asked, "..."))
         assert refusals[0] == refusals[1] == "caller 'alice' has no read right to namespace '...'"
-    with calling(service, "learner") as learner:
+    with calling("learner") as learner:
         stream = learner.stream()
         stream.send(hello=hello(name))
         assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
-    with calling(service, "stranger") as stranger:
+    with calling("stranger") as stranger:
         stream = stranger.stream()
         assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known here")
 
@@ -319,10 +331,10 @@ def greeted(caller, name):
 
 
 @pytest.mark.parametrize(("left", "code"), [("", "UNAUTHENTICATED"), ('["learn"]', "PERMISSION_DENIED")])
-def test_rights_that_are_taken_away_end_the_stream(service, caller, name, left, code):
+def test_rights_that_are_taken_away_end_the_stream(service, calling, caller, name, left, code):
     kept = service.entries["second"].replace('["read", "learn"]', left) if left else ""
     try:
-        with calling(service, "second") as second:
+        with calling("second") as second:
             stream = eventually(lambda: greeted(second, name))
             replace_file(service.file, "".join((service.entries | {"second": kept}).values()))
 
@@ -348,8 +360,8 @@ def test_limits_of_a_stream_hold(caller, name):
     assert lost(stream.ask(batch=batch({500: ()}))) == []
 
 
-def test_streams_beyond_the_limit_are_refused_and_room_is_made_again(service):
-    with calling(service) as caller:
+def test_streams_beyond_the_limit_are_refused_and_room_is_made_again(service, calling):
+    with calling() as caller:
         streams = [caller.stream() for _ in range(STREAMS + 20)]
         eventually(lambda: sum(stream.call.done() for stream in streams) >= 20)
         idle = [stream for stream in streams if not stream.call.done()]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -249,9 +250,10 @@ def service():
             yield SimpleNamespace(address=address, process=process)
 
 
-@pytest.fixture
-def caller(service):
-    with connected(service.address) as caller:
+@pytest.fixture(params=[False, True], ids=["grpc", "steps"])
+def caller(service, request):
+    """Whose streams go over gRPC, or over the step socket."""
+    with connected(service.address, over_steps=request.param) as caller:
         yield caller
 
 
@@ -429,7 +431,8 @@ def test_only_right_certificates_connect(tmp_path):
             key, chain = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
             credentials = grpc.ssl_channel_credentials(ca.certificate.read_bytes(), key, chain)
             with connected(address, credentials=credentials) as caller:
-                stream = Stream(caller.channel, wait_for_ready=False)
+                method = caller.channel.stream_stream(DRAFT, response_deserializer=pb.DraftResponse.FromString)
+                stream = Stream(partial(method, timeout=TIMEOUT_S))
                 stream.send(hello=hello(namespace))
                 try:
                     assert stream.read().welcome.namespace == namespace
