@@ -18,9 +18,10 @@ from ssd.live import LiveTier
 from ssd.match import TIER_TEXT
 from ssd.memory import trim_heap
 from ssd.merge import Merge, add_sorted
-from ssd.order import keep_positions, sort_positions, usable_positions
+from ssd.order import keep_positions, usable_positions
 from ssd.requests import Forget, RequestLog, Text
 from ssd.ring import SEPARATOR, Ring, check_capacity
+from ssd.threads import sort_in_threads
 from ssd.tier import Order, Tier, empty_order
 from ssd.view import LIVE, View
 
@@ -237,7 +238,7 @@ class Index:
             self._write(text)
         ring, first, into = self.ring, self._readable_from(oldest), self._base.next_buffer().address
         size = usable_positions(ring.address, first % ring.capacity, ring.head - first, ring.capacity, into)
-        sort_positions(ring.address, into, size, self.depth)
+        sort_in_threads(ring.address, into, size, self.depth)
         self._base.publish(size)
         self._recent.replace(empty_order())
         self._covered = ring.head

@@ -86,8 +86,10 @@ class RequestLog:
 
     def drop_before(self, position: int) -> None:
         """Leave out the requests whose text ends at `position` or before."""
-        begun = int(np.searchsorted(self.rows["first"], position, side="right"))
-        self._start += max(0, begun - 1)
+        # One by one, since each is left out once; to search for where to stop, numpy would copy all of them each time.
+        firsts = self._table["first"]
+        while self._start + 1 < self._end and firsts[self._start + 1] <= position:
+            self._start += 1
 
     def take(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
         """Take out the requests that are to be forgotten.

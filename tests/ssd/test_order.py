@@ -3,6 +3,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ssd.order import find_places, merge_some, sort_positions, usable_positions
+from ssd.threads import sort_in_threads, split
 from tests import naive
 from tests.addresses import Text
 from tests.strategies import LARGEST, array, requests, tokens
@@ -40,6 +41,30 @@ def test_many_positions_are_sorted_too():
     order = sorted_by_kernel(text, range(1, len(text)), 8)
     assert sorted(order) == list(range(1, len(text)))
     assert keys(text, order, 8) == sorted(keys(text, order, 8))
+
+
+@given(st.one_of(requests(), requests(max_size=40)), st.data())
+def test_a_split_keeps_positions_behind_one_token_together(written, data):
+    text = naive.joined(written)
+    positions = data.draw(st.permutations(naive.usable_positions(text)))
+    if not positions:
+        return
+    kept, order = Text(text), array(positions)
+    front = split(kept.address, order.ctypes.data, len(order))
+    before = [[text[position - 1] for position in part] for part in (order[:front], order[front:])]
+    assert sorted(order.tolist()) == sorted(positions)
+    assert not before[0] or max(before[0]) < min(before[1])
+    if len(set(before[0] + before[1])) == len(positions):
+        assert abs(len(before[0]) - len(before[1])) <= 2
+
+
+@given(st.one_of(requests(), requests(max_size=40)), DEPTHS, st.integers(1, 5))
+def test_any_number_of_threads_sorts_alike(written, depth, threads):
+    text = naive.joined(written)
+    kept, order = Text(text), array(naive.usable_positions(text))
+    sort_in_threads(kept.address, order.ctypes.data, len(order), depth, threads)
+    assert keys(text, order.tolist(), depth) == sorted(keys(text, naive.usable_positions(text), depth))
+    assert sorted(order.tolist()) == naive.usable_positions(text)
 
 
 @given(requests(), tokens(), DEPTHS, st.integers(0, 20), st.integers(1, 20))
