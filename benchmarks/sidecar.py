@@ -318,9 +318,9 @@ def measure_restart(folder: Path, capacity: int) -> dict[str, Any]:
 
 def measure_warm(say: Callable[[str], None]) -> dict[str, Any]:
     """Reading logs, see `benchmarks.warm`."""
-    from benchmarks.warm import measure
+    from benchmarks.warm import MEGABYTES, ROUNDS, measure
 
-    return measure(say)
+    return measure(MEGABYTES, ROUNDS, say)
 
 
 def main() -> None:

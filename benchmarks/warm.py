@@ -32,6 +32,7 @@ from drafter_service.warm.vocabulary import Vocabulary
 
 MODEL = Path(__file__).parents[1] / "engine" / "assets" / "stdlib-7m"
 CAPACITY = 16_000_000
+MEGABYTES, ROUNDS = 100, 3
 PROMPT_TOKENS = 80
 PROMPT_LINES, COMPLETION_LINES = 20, 40
 TEXTS_AT_ONCE = 128
@@ -129,8 +130,8 @@ def measure(megabytes: int, rounds: int, say: Callable[[str], None]) -> dict[str
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=100, help="size of each log")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="size of each log")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     print(json.dumps(measure(options.megabytes, options.rounds, lambda text: print(f"{text} ...", flush=True))))
 

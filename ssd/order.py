@@ -19,6 +19,9 @@ from ssd.ring import SEPARATOR
 INSERTION_FROM = 16
 """Fewer positions than this are sorted by insertion."""
 
+SAMPLE = 1023
+"""Tokens of which a split takes the median."""
+
 
 @inline
 def common_length(text, position, other_text, other, start, depth):  # type: ignore[no-untyped-def]
@@ -102,6 +105,27 @@ def sort_positions(text, order, size, depth):  # type: ignore[no-untyped-def]
             if pivot == SEPARATOR:
                 break
             common += 1
+
+
+@kernel(Int, Int, Int, returns=Int)
+def split(text, order, size):  # type: ignore[no-untyped-def]
+    """Bring those positions of `order[:size]` to the front that stand behind the lesser tokens, about half of them.
+
+    Returns how many they are. The positions behind one token stay together.
+    """
+    sample = np.empty(SAMPLE, np.uint32)
+    for index in range(SAMPLE):
+        sample[index] = peek(text, np.int64(peek(order, index * size // SAMPLE)) - 1)
+    sample.sort()
+    pivot = sample[SAMPLE // 2]
+    less = 0
+    for index in range(size):
+        position = peek(order, index)
+        if peek(text, np.int64(position) - 1) < pivot:
+            poke(order, index, peek(order, less))
+            poke(order, less, position)
+            less += 1
+    return less
 
 
 @outline

@@ -7,34 +7,11 @@ from threading import Thread
 
 import numpy as np
 
-from ssd.jit import Int, kernel, peek, poke
-from ssd.order import sort_positions
+from ssd.order import sort_positions, split
 
 MOST_THREADS = 4
 LEAST_POSITIONS = 1 << 20
 """For a thread more: a tenth of a second of sorting."""
-SAMPLE = 1023
-
-
-@kernel(Int, Int, Int, returns=Int)
-def split(text, order, size):  # type: ignore[no-untyped-def]
-    """Bring those positions of `order[:size]` to the front that stand behind the lesser tokens, about half of them.
-
-    Returns how many they are. The positions behind one token stay together.
-    """
-    sample = np.empty(SAMPLE, np.uint32)
-    for index in range(SAMPLE):
-        sample[index] = peek(text, np.int64(peek(order, index * size // SAMPLE)) - 1)
-    sample.sort()
-    pivot = sample[SAMPLE // 2]
-    less = 0
-    for index in range(size):
-        position = peek(order, index)
-        if peek(text, np.int64(position) - 1) < pivot:
-            poke(order, index, peek(order, less))
-            poke(order, less, position)
-            less += 1
-    return less
 
 
 def sort_in_threads(text: int, order: int, size: int, depth: int, threads: int | None = None) -> None:

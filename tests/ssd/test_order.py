@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd.order import find_places, merge_some, sort_positions, usable_positions
-from ssd.threads import sort_in_threads, split
+from ssd.order import find_places, merge_some, sort_positions, split, usable_positions
+from ssd.threads import sort_in_threads
 from tests import naive
 from tests.addresses import Text
 from tests.strategies import LARGEST, array, requests, tokens
