@@ -14,8 +14,10 @@ from pathlib import Path
 from ssd.errors import UserError
 
 PROBE_TIMEOUT_S = 1.0
-MAX_SOCKET_PATH_BYTES = 103
-"""What every Unix allows, macOS the least."""
+STEPS = ".steps"
+"""Behind the path of a socket: the one for steps."""
+MAX_SOCKET_PATH_BYTES = 103 - len(STEPS)
+"""What every Unix allows, macOS the least, for both sockets."""
 OWNER_ONLY = 0o600
 
 
@@ -46,7 +48,7 @@ class Address:
     @property
     def steps(self) -> Address | None:
         """The socket for steps (see `frames`), beside that of gRPC; None for a port."""
-        return None if self.socket_path is None else Address(f"{self.text}.steps")
+        return None if self.socket_path is None else Address(self.text + STEPS)
 
     @property
     def is_local(self) -> bool:
@@ -77,7 +79,7 @@ class Address:
         path = self.socket_path
         if path is None:
             return
-        if len(bytes(path)) > MAX_SOCKET_PATH_BYTES:
+        if len(bytes(path).removesuffix(STEPS.encode())) > MAX_SOCKET_PATH_BYTES:
             raise UserError(
                 f"{path} is too long for a Unix socket; choose a path of at most {MAX_SOCKET_PATH_BYTES} bytes"
             )

@@ -221,7 +221,7 @@ class Namespaces:
             if not idle or self.store is None or size > budget:
                 raise BudgetError(
                     f"namespace {name!r} needs up to {size:,} bytes; {sum(self._reserved.values()):,} of the "
-                    f"budget of {budget:,} are in use"
+                    f"budget of {budget:,} are in use: raise --budget, or lower --capacity"
                 )
             try:
                 await self._let_go(min(idle, key=lambda namespace: namespace.last_used))

@@ -10,16 +10,18 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any
 
 import grpc
+import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from drafter_service.access.control import AccessControl
-from drafter_service.access.listening import listen
+from drafter_service.access.listening import check_exposure, listen
 from drafter_service.address import Address
 from drafter_service.admin import Admin
 from drafter_service.drafting import Drafting
@@ -29,17 +31,22 @@ from drafter_service.learning import Learning
 from drafter_service.metrics.endpoint import MetricsEndpoint, asked_of
 from drafter_service.namespace import Namespace
 from drafter_service.namespaces import BudgetError, NamespaceError, Namespaces
-from drafter_service.process import resident_bytes
+from drafter_service.process import allow_files, resident_bytes
 from drafter_service.replication import Replication
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.step_socket import StepSocket
+from drafter_service.store import alone_in
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.tracing import interceptors
 from drafter_service.wire import MAX_MESSAGE_BYTES
 from ssd.errors import UserError
 
+logger = structlog.get_logger(__name__)
+
 PACKAGE = pb.DESCRIPTOR.package
 SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
+FILES = 256
+"""Open at a time, beside those of streams."""
 GRACE_S = 2.0
 """How long the last responses may take to leave after the server was told to stop."""
 
@@ -58,6 +65,8 @@ class DrafterServer:
         self.namespaces = Namespaces(config, on_loaded=self._replication.joined, on_leaving=self._replication.left)
         access = AccessControl(config.access)
         self._drafting = Drafting(self.namespaces, access, config.limits)
+        self._held = ExitStack()
+        """What is this service's alone while it runs."""
         self._step_socket = StepSocket(self._drafting, config.limits.streams)
         self._admin = Admin(
             self.namespaces,
@@ -75,7 +84,20 @@ class DrafterServer:
         """What drafting was worth, in a line; written when it stops."""
 
     async def start(self) -> None:
-        """Restore what is configured, then listen. Raises UserError if the address cannot be had."""
+        """Restore what is configured, then serve. Raises UserError if the address cannot be had."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._step_socket.stop(0)
+            if self._server is not None:
+                await self._server.stop(None)
+            self._held.close()
+            raise
+
+    async def _start(self) -> None:
+        files = FILES + 2 * self._config.limits.streams
+        if not allow_files(files):
+            logger.warning("few files may be opened", needed=files, advice="raise the limit (ulimit -n, LimitNOFILE)")
         server = grpc.aio.server(
             interceptors=interceptors(self._config.reports.tracing),
             options=[
@@ -88,7 +110,9 @@ class DrafterServer:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, self._handlers())])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        self.address = listen(server, self.address, self._config.access)
+        self._server = server
+        self._held.enter_context(alone_in(self._config.snapshots.folder))
+        self._listen(server)
         for name in self._config.namespaces.capacities:
             try:
                 async with self.namespaces.use(name, ModelIdentity()):
@@ -96,16 +120,22 @@ class DrafterServer:
             except (NamespaceError, BudgetError) as problem:
                 raise UserError(f"namespaces.capacities: {problem}") from None
         self._housekeeping.start()
-        if self.address.steps is not None and not self._config.access.has_tls:
-            await self._step_socket.start(self.address.steps, self._config.access.socket_permissions)
+        await self._step_socket.start()
         await server.start()
-        self._server = server
         if self._config.reports.metrics is not None:
             facts = asked_of(asyncio.get_running_loop(), self.facts)
             self._metrics = MetricsEndpoint(facts, self._config.reports.metrics)
             self._metrics.start()
         for service in (SERVICE, ""):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def _listen(self, server: grpc.aio.Server) -> None:
+        access = self._config.access
+        check_exposure(self.address, access)
+        self.address.claim()
+        if self.address.steps is not None and not access.has_tls:
+            self._step_socket.bind(self.address.steps, access.socket_permissions)
+        self.address = listen(server, self.address, access)
 
     async def stop(self) -> None:
         """Say so to those that ask for health, end every stream after the message in hand, save, release everything."""
@@ -120,6 +150,7 @@ class DrafterServer:
         self.summary = _summary(self.namespaces.loaded.values())
         await self.namespaces.close()
         await self._replication.stop()
+        self._held.close()
 
     def facts(self, names: Collection[str] | None = None, with_passages: bool = False) -> ServiceFacts:
         """What is known of the service, and of all loaded namespaces or the named ones."""

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import NoReturn
 
 import grpc
@@ -15,10 +16,19 @@ from drafter_service.address import Address
 from drafter_service.drafting import Drafting
 from drafter_service.frames import HEADER, MAGIC, framed, last_frame, read_header
 from drafter_service.wire import WireError
+from ssd.memory import trim_heap
 
 GREETING_S = 5.0
 """How long one who connects may take to say who they are."""
-BACKLOG = 1024
+BACKLOG = 128
+"""Also how often asyncio tries, and says that it failed, when the process has no file left to open."""
+LARGE_BYTES = 2 << 20
+LARGE_AT_ONCE = 4
+"""Larger messages that may be on their way at a time: they take up to 64 MiB each until they are whole."""
+LARGE_S = 30.0
+"""How long each may take."""
+TRIMMED_BYTES = 16 << 20
+"""After so large a message its memory goes back to the system, which takes milliseconds."""
 MAX_AUTHORIZATION_BYTES = 8 << 10
 """As much metadata as gRPC lets in."""
 
@@ -31,24 +41,36 @@ class StepSocket:
         self._drafting = drafting
         self._most = most
         self._streams: set[asyncio.Task[object]] = set()
-        self._address: Address | None = None
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._listening: socket.socket | None = None
+        self._path: Path | None = None
         self._server: asyncio.Server | None = None
 
-    async def start(self, address: Address, mode: int) -> None:
-        """Listen; the socket's file has this mode. Raises UserError for an address that is not to be had."""
+    def bind(self, address: Address, mode: int) -> None:
+        """Have connections wait; the socket's file has this mode. Raises UserError for an address that cannot be had.
+
+        To be called before gRPC listens: who finds gRPC's socket and not this one goes on without this one.
+        """
         address.claim()
-        listening = socket.socket(socket.AF_UNIX)
+        self._listening = socket.socket(socket.AF_UNIX)
         with address.permissions(mode):
-            listening.bind(str(address.socket_path))
-        self._address = address
-        self._server = await asyncio.start_unix_server(self._serve, sock=listening, backlog=BACKLOG)
+            self._listening.bind(str(address.socket_path))
+        self._path = address.socket_path
+        self._listening.listen(BACKLOG)
+
+    async def start(self) -> None:
+        """Serve whoever connects, if there is a socket."""
+        if self._listening is not None:
+            self._server = await asyncio.start_unix_server(self._serve, sock=self._listening, backlog=BACKLOG)
 
     async def stop(self, grace_s: float) -> None:
         """Let nobody in any more; streams have a while to end."""
-        if self._server is None or self._address is None or self._address.socket_path is None:
-            return
-        self._server.close()
-        self._address.socket_path.unlink(missing_ok=True)
+        if self._server is not None:
+            self._server.close()
+        elif self._listening is not None:
+            self._listening.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
         if self._streams:
             _, late = await asyncio.wait(self._streams, timeout=grace_s)
             for task in late:
@@ -77,7 +99,7 @@ class StepSocket:
                     grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {self._most} streams already"
                 )
             context = await _read_greeting(reader)
-            async with aclosing(self._drafting.draft(_requests(reader), context)) as responses:
+            async with aclosing(self._drafting.draft(self._requests(reader), context)) as responses:
                 async for response in responses:
                     writer.write(framed(response.SerializeToString()))
                     await writer.drain()
@@ -86,6 +108,29 @@ class StepSocket:
         except WireError as problem:
             return EndedError(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         return EndedError(grpc.StatusCode.OK, "")
+
+    async def _requests(self, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+        """The messages of a stream until its end. Raises WireError for one that is too long, or takes too long."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size, _ = read_header(await reader.readexactly(HEADER.size))
+                if size < LARGE_BYTES:
+                    yield await reader.readexactly(size)
+                    continue
+                async with self._large:
+                    large = await _large_frame(reader, size)
+                yield large
+                del large
+                if size >= TRIMMED_BYTES:
+                    trim_heap()
+
+
+async def _large_frame(reader: asyncio.StreamReader, size: int) -> bytes:
+    try:
+        async with asyncio.timeout(LARGE_S):
+            return await reader.readexactly(size)
+    except TimeoutError:
+        raise WireError(f"a frame of {size} bytes did not come within {LARGE_S:.0f} s") from None
 
 
 class EndedError(Exception):
@@ -130,11 +175,3 @@ async def _read_greeting(reader: asyncio.StreamReader) -> SocketContext:
         raise EndedError(grpc.StatusCode.DEADLINE_EXCEEDED, "nothing was said for too long") from None
     except asyncio.IncompleteReadError:
         raise EndedError(grpc.StatusCode.CANCELLED, "the caller has left") from None
-
-
-async def _requests(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The messages of a stream until its end. Raises WireError for one that is too long."""
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
-            size, _ = read_header(await reader.readexactly(HEADER.size))
-            yield await reader.readexactly(size)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from ssd.errors import UserError
 CORPUS = "corpus.ssd"
 DESCRIPTION = "namespace.json"
 ASIDE = "corpus.refused"
+LOCK = ".lock"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
 """What a namespace may be called: it is a folder's name, too."""
 
@@ -41,6 +44,23 @@ class Description(BaseModel):
         if any(len(row) != len(Sample._fields) for row in self.history):
             return []
         return [Sample(row[0], *map(int, row[1:])) for row in self.history]
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path | None) -> Iterator[None]:
+    """No other service uses a folder of snapshots within the block: two would overwrite each other's.
+
+    Raises UserError if one does.
+    """
+    if folder is None:
+        yield
+        return
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"snapshots.folder: another service uses {folder}; give each a folder of its own") from None
+        yield
 
 
 class Store:

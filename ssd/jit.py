@@ -16,6 +16,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ssd.errors import UserError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 Tokens = types.Array(types.uint32, 1, "C", readonly=True)
@@ -39,7 +41,23 @@ Bool = types.boolean
 
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk."""
-    return njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy")
+    return _kept(njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy"))
+
+
+def _kept(compile_function: Callable[[F], F]) -> Callable[[F], F]:
+    """A decorator that caches, with an error that says what to do where it cannot."""
+
+    def compiled(function: F) -> F:
+        try:
+            return compile_function(function)
+        except RuntimeError as problem:
+            if "no locator" not in str(problem):
+                raise
+            raise UserError(
+                "compiled kernels can be kept nowhere: set NUMBA_CACHE_DIR to a folder that you may write to"
+            ) from None
+
+    return compiled
 
 
 def drop_stale_kernels(package: Path) -> None:
@@ -65,10 +83,10 @@ def drop_stale_kernels(package: Path) -> None:
 
 drop_stale_kernels(Path(__file__).parent)
 
-inline = njit(nogil=True, cache=True, inline="always", error_model="numpy")
+inline = _kept(njit(nogil=True, cache=True, inline="always", error_model="numpy"))
 """For small helpers that become part of the kernels that call them."""
 
-outline = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+outline = _kept(njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
 """For larger helpers: numba compiles them once, LLVM makes them part of the kernels that call them. A call would pass
 each array as a dozen words, and only in place are its strides known: a quarter of a draft's time."""
 

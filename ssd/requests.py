@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,10 +87,9 @@ class RequestLog:
 
     def drop_before(self, position: int) -> None:
         """Leave out the requests whose text ends at `position` or before."""
-        # One by one, since each is left out once; to search for where to stop, numpy would copy all of them each time.
-        firsts = self._table["first"]
-        while self._start + 1 < self._end and firsts[self._start + 1] <= position:
-            self._start += 1
+        # Not numpy's search, which would copy the whole column first.
+        begun = bisect_right(self._table["first"], position, self._start, self._end)
+        self._start = max(self._start, begun - 1)
 
     def take(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
         """Take out the requests that are to be forgotten.

@@ -7,11 +7,14 @@ import click
 from drafter_service.commands.connection import Link, connection_options
 
 HEALTH_TIMEOUT_S = 3.0
+OFTEN = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
+"""How often one that is starting is looked for."""
 
 
 @click.command()
+@click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="For one that is starting.")
 @connection_options
-def health(link: Link) -> None:
+def health(wait: float, link: Link) -> None:
     """Say whether the service serves; exit code 0 if so. For probes."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,10 +22,13 @@ def health(link: Link) -> None:
     from ssd.errors import UserError
 
     connector = link.connector()
-    with connector.open() as channel:
+    with connector.open(OFTEN) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S, metadata=connector.metadata()
+                health_pb2.HealthCheckRequest(),
+                timeout=max(HEALTH_TIMEOUT_S, wait),
+                metadata=connector.metadata(),
+                wait_for_ready=wait > 0,
             )
         except grpc.RpcError as error:
             raise UserError(link.told(error)) from None
@@ -83,10 +89,17 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
 def snapshot(namespace: str, link: Link) -> None:
     """Save the namespaces to the service's snapshot folder now."""
     from drafter_service.stubs import drafter_pb2 as pb
+    from ssd.errors import UserError
 
     with link.stub() as (stub, metadata):
-        for saved in stub.Snapshot(pb.SnapshotRequest(namespace=namespace), metadata=metadata).saved:
-            click.echo(f"{saved.namespace}: {saved.bytes / 1e6:,.1f} MB in {saved.seconds:.2f} s")
+        saved = stub.Snapshot(pb.SnapshotRequest(namespace=namespace), metadata=metadata).saved
+    for each in saved:
+        click.echo(f"{each.namespace}: {each.bytes / 1e6:,.1f} MB in {each.seconds:.2f} s")
+    if not saved:
+        raise UserError(
+            "nothing was saved: no namespace is in memory, you may administer none of them, or the service has no "
+            "--snapshot-folder"
+        )
 
 
 @click.command()

@@ -85,6 +85,11 @@ class Link:
         """What went wrong, for a person."""
         import grpc
 
-        if error.code() == grpc.StatusCode.UNAVAILABLE:
-            return f"no drafter answers at {self.server}; start one with: ssd-drafter serve --listen {self.server}"
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            # The last of what gRPC says is the system's own reason.
+            why = str(error.details() or "").rpartition(": ")[2]
+            if "denied" in why:
+                return f"you may not use {self.server} ({why}); ask its owner, or see serve --socket-mode"
+            start_one = f"start one with: ssd-drafter serve --listen {self.server}, or if it uses TLS give --ca"
+            return f"no drafter answers at {self.server} ({why}); {start_one}"
         return f"the drafter at {self.server} refused: {error.details() or error.code().name}"

@@ -12,8 +12,9 @@ COSTS = (0.005, 0.02, 0.05, 0.1)
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """`part / whole`; None of nothing."""
-    return max(0.0, part / whole) if whole > 0 else None
+    """`part / whole`; None of nothing, and of so little that the ratio is beyond all numbers."""
+    value = part / whole if whole > 0 else math.inf
+    return max(0.0, value) if math.isfinite(value) else None
 
 
 def share(part: float, whole: float) -> float | None:

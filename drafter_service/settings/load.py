@@ -22,6 +22,8 @@ PREFIX = "SSD_DRAFTER_"
 """Of environment variables: SSD_DRAFTER_LISTEN, SSD_DRAFTER_DRAFTING__CAPACITY for the key drafting.capacity. An empty
 one counts as none."""
 
+PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
+
 KUBERNETES = re.compile(PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP).*)?)")
 """Variables that Kubernetes gives every pod beside a Service called ssd-drafter."""
 
@@ -59,8 +61,10 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def to_toml(config: ServiceConfig) -> str:
-    """Settings as a file that `load_settings` reads; what is not set is left out."""
+    """Settings as a file that `load_settings` reads; what is not set is left out, and passwords are."""
     tree = TypeAdapter(ServiceConfig).dump_python(config, mode="json", exclude_none=True)
+    if "url" in tree["log"]:
+        tree["log"]["url"] = PASSWORD.sub(r"\1***@", tree["log"]["url"])
     return tomli_w.dumps(tree)
 
 

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 @click.argument("more_sources", nargs=-1, metavar="")
 @click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot.")
 @click.option("--capacity", type=Quantity(), help="Tokens that the snapshot remembers.  [default: 16M]")
-@click.option("--namespace", metavar="NAME", help="Learn into this namespace of the running service.")
+@click.option(
+    "--namespace",
+    metavar="NAME",
+    help="Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]",
+)
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -78,14 +82,16 @@ def warm(
         check_parquet()
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
     reading = Reading(vocabulary, fields, whole_prompts)
-    if (snapshot is None) == (namespace is None):
-        raise UserError("give --snapshot FILE, or --namespace NAME of a running service: where to the load goes")
+    if snapshot is not None and namespace is not None:
+        raise UserError("give --snapshot FILE or --namespace NAME of a running service, not both")
+    if snapshot is None and namespace is None and tokenizer is None:
+        raise UserError("say where to: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER of the engines' model")
     if snapshot is not None:
         sink, resume = _into_snapshot(snapshot, capacity, resume_path)
     elif capacity is not None:
         raise UserError("--capacity is for --snapshot; the service has its own")
     else:
-        sink, resume = _into_service(link, str(namespace), tokenizer, resume_path)
+        sink, resume = _into_service(link, namespace, tokenizer, resume_path)
     try:
         summary = _load(files, reading, sink, resume)
     except KeyboardInterrupt:
@@ -95,6 +101,8 @@ def warm(
             else "interrupted; with --resume FILE a load can go on where it stopped"
         ) from None
     _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missed else None)
+    if summary.faults.by_reason and not summary.learned.documents and not summary.learned.duplicates:
+        raise UserError("nothing could be learned: the table says why; accepted forms are in docs/operations.md")
 
 
 def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | None) -> tuple[Sink, Resume]:
@@ -107,15 +115,24 @@ def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | Non
     return OfflineSink(snapshot, capacity), resume
 
 
-def _into_service(link: Link, namespace: str, tokenizer: Path | None, resume_path: Path | None) -> tuple[Sink, Resume]:
+def _into_service(
+    link: Link, namespace: str | None, tokenizer: Path | None, resume_path: Path | None
+) -> tuple[Sink, Resume]:
+    from drafter_service.client.identity import model_identity
     from drafter_service.facts import ModelIdentity
-    from drafter_service.identity import fingerprint
+    from drafter_service.identity import default_namespace, fingerprint
     from drafter_service.warm.remote import RemoteSink
     from drafter_service.warm.resume import Resume
 
+    if namespace is None:
+        # Where an engine with this model drafts from, unless it says otherwise.
+        model = model_identity(Path(str(tokenizer)))
+        namespace = default_namespace(model)
+    else:
+        model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
+    click.echo(f"learning into the namespace {namespace}", err=True)
     resume = Resume(resume_path, f"the namespace {namespace} at {link.server}")
-    model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
-    return RemoteSink(link.connector(), namespace, model), resume
+    return RemoteSink(link.connector(), namespace, model, link.told), resume
 
 
 def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Summary:

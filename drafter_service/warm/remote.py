@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import numpy as np
@@ -29,8 +29,11 @@ class RemoteSink:
 
     window = 2 * NAMES_KNOWN
 
-    def __init__(self, connector: Connector, namespace: str, model: ModelIdentity) -> None:
-        """Raises UserError if the service cannot be reached or does not let us."""
+    def __init__(
+        self, connector: Connector, namespace: str, model: ModelIdentity, told: Callable[[grpc.RpcError], str]
+    ) -> None:
+        """`told` says for people what went wrong. Raises UserError if the service cannot be reached or refuses."""
+        self._told = told
         sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
         self._channel = connector.open(sizes)
         self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()
@@ -89,5 +92,5 @@ class RemoteSink:
                     self._changed.notify_all()
         except grpc.RpcError as error:
             with self._changed:
-                self._problem = f"the service ended the load: {error.details() or error.code().name}"
+                self._problem = self._told(error)
                 self._changed.notify_all()

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +84,22 @@ def test_health_is_for_everybody(run, service):
     assert run("health", "--server", service.address) == (0, "serving\n", "")
 
 
+def test_health_waits_for_a_service_that_is_starting(run, socket_address):
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(run, "health", "--server", socket_address, "--wait", "60")
+        with served("--listen", socket_address):
+            assert asked.result(60) == (0, "serving\n", "")
+
+
+def test_a_snapshot_folder_has_one_service(run, service, tmp_path):
+    code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.kept)
+    assert (code, err) == (
+        2,
+        f"error: snapshots.folder: another service uses {service.kept}; give each a folder of its own\n",
+    )
+    assert not list(tmp_path.glob("s*"))
+
+
 def test_a_namespaces_life(run, service):
     assert run("namespaces", *service.admin)[1] == "no namespaces yet\n"
     with connected(service.address, service.token) as caller:
@@ -124,9 +141,17 @@ def test_a_namespaces_life(run, service):
         (["forget", "a", "--everything", "--request", "r", "{admin}"], "say one of --request, --older-than and"),
         (["forget", "a", "--older-than", "nan", "{admin}"], "older_than_s is nan; it is an age in seconds, 0 or more"),
         (["snapshot", "--namespace", "../x", "{admin}"], "refused: there is no namespace '../x'"),
+        (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
+        (["health", "--server", "unix:/nowhere.sock", "--wait", "0.01"], "no drafter answers at unix:/nowhere.sock"),
         (["health", "--server", "nonsense"], "'nonsense' is no address"),
-        (["health", "--server", "unix:/nowhere.sock"], "no drafter answers at unix:/nowhere.sock; start one with"),
-        (["namespaces", "--server", "unix:/nowhere.sock"], "no drafter answers at unix:/nowhere.sock; start one with"),
+        (
+            ["health", "--server", "unix:/nowhere.sock"],
+            "(No such file or directory); start one with: ssd-drafter serve",
+        ),
+        (
+            ["namespaces", "--server", "unix:/nowhere.sock"],
+            "(No such file or directory); start one with: ssd-drafter serve",
+        ),
         (["namespaces", "--server", "{address}", "--key", "k"], "--key needs certificate"),
         (["namespaces", "--server", "127.0.0.1:1", "--ca", "/nowhere"], "ca: cannot read /nowhere"),
         (["namespaces", "--server", "10.0.0.1:1", "--token-file", "{token}"], "the token would travel to 10.0.0.1:1"),

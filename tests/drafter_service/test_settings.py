@@ -211,6 +211,18 @@ def test_what_is_printed_is_read_back(tmp_path_factory, capacities, streams, gra
     assert loaded(file) == config
 
 
+@pytest.mark.parametrize(
+    ("url", "printed"),
+    [
+        ("redis://user:secret@host:1/2", "redis://user:***@host:1/2"),
+        ("rediss://:s:e@host", "rediss://:***@host"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+    ],
+)
+def test_passwords_are_not_printed(url, printed):
+    assert f'url = "{printed}"' in to_toml(loaded(flags={"log": {"url": url}}))
+
+
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_any_assignment_is_taken_or_refused(key, value):
     try:

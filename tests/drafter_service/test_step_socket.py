@@ -17,7 +17,7 @@ from drafter_service.client.socket_stream import SocketStream
 from drafter_service.frames import HEADER, MAGIC, Frames, framed
 from drafter_service.step_socket import StepSocket
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import MAX_MESSAGE_BYTES
+from drafter_service.wire import MAX_MESSAGE_BYTES, WireError
 from ssd.errors import UserError
 from tests.certificates import Authority
 from tests.drafter_service.raw import TIMEOUT_S, connected, hello
@@ -70,7 +70,8 @@ def test_connections_that_begin_otherwise_are_refused(server, socket_address):
 async def ends_of_silent_ones(address, number):
     """How connections end that say nothing, all at once, to a service for two."""
     listening = StepSocket(drafting=None, most=2)
-    await listening.start(Address(address).steps, 0o600)
+    listening.bind(Address(address).steps, 0o600)
+    await listening.start()
 
     async def silent():
         reader, writer = await asyncio.open_unix_connection(steps_of(address))
@@ -164,3 +165,68 @@ def test_a_client_takes_the_socket_if_it_is_there(server, socket_address):
     steps_of(socket_address).unlink()
     with DrafterClient(socket_address) as client:
         assert isinstance(client._stream, GrpcStream)
+
+
+class Echo:
+    """Answers each message with its size."""
+
+    async def draft(self, requests, _context):
+        async for data in requests:
+            yield pb.DraftResponse(step=len(data))
+
+
+def test_few_large_messages_are_on_their_way_at_a_time(socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.step_socket.LARGE_AT_ONCE", 2)
+    monkeypatch.setattr("drafter_service.step_socket.LARGE_BYTES", 1000)
+    monkeypatch.setattr("drafter_service.step_socket.TRIMMED_BYTES", 1000)
+
+    async def test():
+        listening = StepSocket(Echo(), most=10)
+        listening.bind(Address(socket_address).steps, 0o600)
+        await listening.start()
+        streams = [await asyncio.open_unix_connection(steps_of(socket_address)) for _ in range(3)]
+        for _, writer in streams:
+            writer.write(MAGIC + framed(b"") + framed(b"small"))
+        answers = Frames()
+        for reader, _ in streams:
+            assert len(answers.feed(await reader.readexactly(4 + 2))) == 1
+        for _, writer in streams[:2]:
+            writer.write(HEADER.pack(1000) + b"half")
+        await until(lambda: listening._large.locked())
+        streams[2][1].write(framed(bytes(1000)) + framed(b"small"))
+        streams[0][1].write(bytes(996))
+        # The third is let in once the first is whole; what is small would never have waited.
+        for index in (0, 2):
+            [(body, _)] = answers.feed(await streams[index][0].readexactly(4 + 3))
+            assert pb.DraftResponse.FromString(body).step == 1000
+        for _, writer in streams:
+            writer.close()
+        await listening.stop(TIMEOUT_S)
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+def test_a_large_message_that_never_ends_is_not_waited_for(server, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.step_socket.LARGE_S", 0.01)
+    monkeypatch.setattr("drafter_service.step_socket.LARGE_BYTES", 10)
+
+    async def test():
+        reader = asyncio.StreamReader()
+        reader.feed_data(HEADER.pack(100) + b"half")
+        with pytest.raises(WireError, match="did not come within"):
+            await anext(StepSocket(None, 1)._requests(reader))
+
+    asyncio.run(test())
+
+
+def test_the_socket_is_there_before_grpcs(socket_address):
+    listening = StepSocket(None, 1)
+    listening.bind(Address(socket_address).steps, 0o600)
+    with connect(socket_address):
+        pass  # It waits to be served.
+    asyncio.run(listening.stop(0))
+    assert not steps_of(socket_address).exists()

@@ -1,9 +1,11 @@
 import os
 
 import numpy as np
+import pytest
 from numba import types
 
-from ssd.jit import Int, Longs, Tokens, bit_length, count_bits, drop_stale_kernels, equal_words, kernel
+from ssd.errors import UserError
+from ssd.jit import Int, Longs, Tokens, _kept, bit_length, count_bits, drop_stale_kernels, equal_words, kernel
 
 
 def test_cached_kernels_go_when_any_module_of_the_package_changes(tmp_path):
@@ -23,6 +25,14 @@ def test_cached_kernels_go_when_any_module_of_the_package_changes(tmp_path):
     assert not is_dropped()
     (tmp_path / "another.py").touch()
     assert is_dropped()
+
+
+def test_where_kernels_can_be_kept_nowhere_the_error_says_what_to_do():
+    def refuse(_):
+        raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+
+    with pytest.raises(UserError, match="set NUMBA_CACHE_DIR to a folder that you may write to"):
+        _kept(refuse)(len)
 
 
 def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path):

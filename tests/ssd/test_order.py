@@ -1,4 +1,7 @@
+import threading
+
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -65,6 +68,33 @@ def test_any_number_of_threads_sorts_alike(written, depth, threads):
     sort_in_threads(kept.address, order.ctypes.data, len(order), depth, threads)
     assert keys(text, order.tolist(), depth) == sorted(keys(text, naive.usable_positions(text), depth))
     assert sorted(order.tolist()) == naive.usable_positions(text)
+
+
+def test_threads_that_cannot_be_had_are_done_without(monkeypatch):
+    rng = np.random.default_rng(0)
+    kept, order = Text(rng.integers(0, 50, 2000).tolist()), array(range(1, 2000))
+    started = threading.Thread.start
+
+    def start(thread):
+        if thread.name == "ssd-sort" and rng.random() < 0.5:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    sort_in_threads(kept.address, order.ctypes.data, len(order), 8, threads=8)
+    text = kept.tokens
+    assert keys(text, order.tolist(), 8) == sorted(keys(text, range(1, 2000), 8))
+
+
+def test_what_a_thread_runs_into_is_raised(monkeypatch):
+    def sort(_text, _order, _size, _depth):
+        if threading.current_thread().name == "ssd-sort":
+            raise MemoryError
+
+    monkeypatch.setattr("ssd.threads.sort_positions", sort)
+    kept, order = Text(list(range(100))), array(range(1, 100))
+    with pytest.raises(MemoryError):
+        sort_in_threads(kept.address, order.ctypes.data, len(order), 8, threads=2)
 
 
 @given(requests(), tokens(), DEPTHS, st.integers(0, 20), st.integers(1, 20))

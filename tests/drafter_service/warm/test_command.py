@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from drafter_service.client.identity import model_identity
+from drafter_service.identity import default_namespace
 from drafter_service.warm import offline, pipeline
 from drafter_service.warm.command import warm
 from drafter_service.warm.files import list_files
@@ -102,16 +104,32 @@ def test_a_service_is_a_sink_like_any_other(tmp_path, monkeypatch):
     sink, called = Collected(), []
     monkeypatch.setattr("drafter_service.warm.remote.RemoteSink", lambda *where: called.append(where) or sink)
     invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--namespace", "n", "--tokenizer", MODEL)
-    ((_, namespace, model),) = called
+    ((_, namespace, model, _),) = called
     assert (namespace, model.tokenizer) == ("n", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest())
     assert [tokens for _, tokens in sink.pairs] == [[1]]
+
+
+def test_without_a_namespace_it_is_that_of_engines_with_the_model(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    called = []
+    monkeypatch.setattr("drafter_service.warm.remote.RemoteSink", lambda *where: called.append(where) or Collected())
+    invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--tokenizer", MODEL)
+    ((_, namespace, model, _),) = called
+    assert model == model_identity(MODEL)
+    assert namespace == default_namespace(model)
+
+
+def test_a_load_that_learns_nothing_fails(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"strange": 1}, {"stranger": 2}])
+    with pytest.raises(UserError, match="nothing could be learned"):
+        invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--from", "{}/a.jsonl"], "--snapshot FILE, or --namespace NAME"),
-        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--namespace", "n"], "--snapshot FILE, or --namespace NAME"),
+        (["--from", "{}/a.jsonl"], "say where to: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--namespace", "n"], "not both"),
         (["--from", "{}/missing", "--snapshot", "{}/c"], "no such file"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/missing/c"], "make it first"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--capacity", "5"], "--capacity: a corpus holds"),
