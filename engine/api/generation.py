@@ -1,0 +1,99 @@
+"""From requests to the deltas of their outputs, as they come, in whatever order they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.api.messages import Ended, Produced
+from engine.api.text import OutputText, Piece
+from engine.logprobs import Logprobs
+from engine.request import Completion, Request
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """More of one output."""
+
+    index: int
+    """Of its request."""
+    pieces: list[Piece]
+    tokens: np.ndarray
+    """uint32 [n]."""
+    logprobs: Logprobs | None = None
+    """Of these tokens, if they were asked for."""
+    completion: Completion | None = None
+    """With the last delta of an output."""
+
+    @property
+    def text(self) -> str:
+        """All of the pieces."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """One output, whole."""
+
+    pieces: list[Piece]
+    completion: Completion
+
+    @property
+    def text(self) -> str:
+        """All of the pieces."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+NO_TOKENS = np.empty(0, np.uint32)
+
+
+Run = Callable[[Request], AsyncGenerator[Produced | Ended, None]]
+"""Runs a request, as `EngineProcess.run`."""
+
+
+async def deltas_of(run: Run, requests: Sequence[Request], texts: Sequence[OutputText]) -> AsyncGenerator[Delta, None]:
+    """All deltas of all requests. Closing the iterator cancels what still runs.
+
+    Raises UserError for a request that cannot run, and EngineGoneError.
+    """
+    deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_follow(run, index, request, text, deltas))
+        for index, (request, text) in enumerate(zip(requests, texts, strict=True))
+    ]
+    try:
+        left = len(tasks)
+        while left:
+            delta = await deltas.get()
+            if isinstance(delta, BaseException):
+                raise delta
+            left -= delta.completion is not None
+            yield delta
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _follow(
+    run: Run,
+    index: int,
+    request: Request,
+    text: OutputText,
+    deltas: asyncio.Queue[Delta | BaseException],
+) -> None:
+    try:
+        async with aclosing(run(request)) as events:
+            async for event in events:
+                if isinstance(event, Ended):
+                    completion = event.completion
+                    deltas.put_nowait(Delta(index, text.finish(completion.text), NO_TOKENS, completion=completion))
+                else:
+                    pieces = text.feed(event.tokens[: event.shown], event.accepted)
+                    deltas.put_nowait(Delta(index, pieces, event.tokens, event.logprobs))
+    except Exception as problem:
+        deltas.put_nowait(problem)

@@ -1,0 +1,73 @@
+"""A server from its beginning to its end: the engine's process, the application, the port."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import uvicorn
+
+from engine.api.admission import Admission
+from engine.api.app import create_app
+from engine.api.build import build
+from engine.api.cache import ResponseCache
+from engine.api.process import EngineProcess
+from engine.api.service import Served, Service
+from engine.api.settings import EngineOptions, ServerConfig, read_keys
+from engine.build import SHIPPED_MODEL
+from engine.tokenizer import Tokenizer
+from ssd.errors import UserError
+
+
+async def serve(engine_options: EngineOptions, config: ServerConfig, name: str, say: Callable[[str], None]) -> None:
+    """Serve until a signal. Raises UserError if it cannot, or the engine has ended by itself."""
+    folder = engine_options.model or SHIPPED_MODEL
+    keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
+    tokenizer = Tokenizer(folder)
+    engine = EngineProcess(partial(build, engine_options))
+    say(f"loading {name} ...")
+    try:
+        ready = await engine.start()
+        admission = Admission(engine_options.max_sequences + config.max_waiting)
+        cache = ResponseCache(config.cached_responses) if config.cached_responses else None
+        service = Service(
+            engine, ready, Served(name, tokenizer, {}, int(time.time()), engine_options.drafter), admission, cache
+        )
+        app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
+        await _listen(app, engine, config, say)
+    finally:
+        await engine.stop()
+    if engine.gone is not None:
+        raise UserError(f"the engine has stopped: {engine.gone}")
+
+
+async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Callable[[str], None]) -> None:
+    settings = uvicorn.Config(
+        app, host=config.host, port=config.port, log_level="warning", access_log=False,
+        timeout_graceful_shutdown=int(config.drain_s), server_header=False,
+    )  # fmt: skip
+    sockets = [_bound(settings)]
+    host, port = sockets[0].getsockname()[:2]
+    server = uvicorn.Server(settings)
+
+    async def watch() -> None:
+        await engine.wait_for_end()
+        server.should_exit = True
+
+    watching = asyncio.create_task(watch())
+    say(f"serving at http://{host}:{port}")
+    try:
+        await server.serve(sockets=sockets)
+    finally:
+        watching.cancel()
+
+
+def _bound(settings: uvicorn.Config) -> Any:
+    try:
+        return settings.bind_socket()
+    except SystemExit:
+        raise UserError(f"cannot listen at {settings.host}:{settings.port}: is the port in use?") from None

@@ -1,0 +1,112 @@
+"""The engine's process: takes requests from a pipe, steps, tells what came of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Produced, Ready, Refused, Stop
+from engine.api.tally import Tally
+from engine.core import Engine
+from ssd.errors import UserError
+
+FIGURES_EVERY_S = 0.25
+
+
+def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
+    """The whole life of the process; `build` makes its engine."""
+    # Both processes get a terminal's Ctrl-C; the other one decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        engine = build()
+        try:
+            Worker(engine, connection).run()
+        finally:
+            engine.close()
+    except (EOFError, BrokenPipeError):
+        pass  # The other process is gone.
+    except UserError as problem:
+        connection.send([Failed(str(problem))])
+    except Exception as problem:
+        traceback.print_exc()
+        connection.send([Failed(f"the engine broke: {type(problem).__name__}: {problem}")])
+        sys.exit(1)
+
+
+class Worker:
+    """One engine behind one pipe."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._requests: dict[int, int] = {}
+        """The caller's ids by the engine's."""
+        self._tally = Tally(engine)
+        self._told_at = 0.0
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop. Raises EOFError and BrokenPipeError if nobody is there any more."""
+        model = self._engine.model
+        self._connection.send([Ready(model.vocab_size, model.max_positions)])
+        while not self._is_stopping:
+            self._take_commands()
+            if self._engine.scheduler.has_work:
+                self._step()
+
+    def _take_commands(self) -> None:
+        """Obey what has come; with nothing else to do, wait for it."""
+        if not self._engine.scheduler.has_work and not self._connection.poll():
+            self._connection.send([self._tally.figures()])
+            self._obey(self._connection.recv())
+        while not self._is_stopping and self._connection.poll():
+            self._obey(self._connection.recv())
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Stop):
+            self._is_stopping = True
+        elif isinstance(command, Begin):
+            self._begin(command)
+        else:
+            self._cancel(command)
+
+    def _begin(self, command: Begin) -> None:
+        try:
+            sequence_id = self._engine.add(command.request)
+        except UserError as problem:
+            self._connection.send([Refused(command.request_id, str(problem))])
+            return
+        self._requests[sequence_id] = command.request_id
+        self._tally.begun(command.request)
+
+    def _cancel(self, command: Cancel) -> None:
+        for sequence_id, request_id in self._requests.items():
+            if request_id == command.request_id:
+                completion = self._engine.cancel(sequence_id)
+                del self._requests[sequence_id]
+                self._tally.ended(completion)
+                self._connection.send([Ended(request_id, completion)])
+                return
+        # It ended while the command was on its way.
+
+    def _step(self) -> None:
+        report = self._engine.step()
+        self._tally.stepped(report)
+        events: list[Event] = []
+        for outcome in report.outcomes:
+            ended = report.finished.get(outcome.sequence_id)
+            hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)
+            request_id, shown = self._requests[outcome.sequence_id], len(outcome.tokens) - hidden
+            events.append(Produced(request_id, outcome.tokens, outcome.accepted, shown, outcome.logprobs))
+        for sequence_id, completion in report.finished.items():
+            events.append(Ended(self._requests.pop(sequence_id), completion))
+            self._tally.ended(completion)
+        if time.monotonic() - self._told_at > FIGURES_EVERY_S:
+            self._told_at = time.monotonic()
+            events.append(self._tally.figures())
+        if events:
+            self._connection.send(events)

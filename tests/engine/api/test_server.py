@@ -1,0 +1,308 @@
+"""The server with the shipped model, as clients see it: the official one of OpenAI, and plain HTTP."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from engine.build import SHIPPED_MODEL
+from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+
+PROMPT = "def quicksort(items):\n    "
+TEMPLATE = (
+    "{{ bos_token or '' }}{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# answer\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The shipped model, with a chat template."""
+    folder = tmp_path_factory.mktemp("model") / MODEL
+    shutil.copytree(SHIPPED_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving("--max-sequences", "8", "--max-waiting", "400", model=folder) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        yield http
+
+
+def eventually(condition):
+    until = time.monotonic() + TIMEOUT_S
+    while not (value := condition()):
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.01)
+    return value
+
+
+def metric(http, name):
+    """The sum of a metric's samples."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name + "{")]
+    assert lines, name
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_the_model_is_listed(client):
+    [model] = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="this server has 'stdlib-7m'"):
+        client.completions.create(model="gpt-4", prompt="x")
+
+
+def test_a_stream_says_what_a_whole_answer_says(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**asked)
+    assert whole.choices[0].finish_reason == "length"
+    assert (whole.usage.completion_tokens, whole.usage.total_tokens) == (40, 40 + whole.usage.prompt_tokens)
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage.completion_tokens == 40
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]].count("length") == 1
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_what_repeats_is_drafted_and_the_answer_says_so(client, http):
+    asked = {"model": MODEL, "prompt": PROMPT + "pivot", "max_tokens": 60, "temperature": 0}
+    first, second = [client.completions.create(**asked) for _ in range(2)]
+    assert first.choices[0].text == second.choices[0].text
+    draft = second.usage.model_dump()["draft"]
+    assert draft["accepted_tokens"] > 30
+    assert draft["tokens_per_step"] > 2
+    assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
+    without = client.completions.create(**asked, extra_body={"max_draft_tokens": 0})
+    assert without.choices[0].text == first.choices[0].text
+    assert without.usage.model_dump()["draft"]["drafted_tokens"] == 0
+    pieces = client.completions.create(**asked, extra_body={"return_drafted": True}).choices[0].model_dump()["pieces"]
+    assert "".join(text for text, _ in pieces) == first.choices[0].text
+    assert any(is_drafted for _, is_drafted in pieces)
+    assert metric(http, "vllm:spec_decode_num_accepted_tokens_total") >= draft["accepted_tokens"]
+
+
+def test_several_prompts_and_several_outputs_each(client):
+    asked = {"model": MODEL, "prompt": ["def a():", "def b():"], "n": 3, "max_tokens": 8, "temperature": 1, "seed": 5}
+    answer = client.completions.create(**asked)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert len(set(texts[:3])) == 3  # each has a seed of its own
+    assert [choice.text for choice in client.completions.create(**asked).choices] == texts
+    streamed = [""] * 6
+    for chunk in client.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+
+
+def test_stop_strings_end_the_text_before_them(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+    text = client.completions.create(**asked).choices[0].text
+    stop = text[20:23]
+    answer = client.completions.create(**asked, stop=[stop, "never there"])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].model_dump()["stop_reason"] == stop
+    streamed = client.completions.create(**asked, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
+
+
+def test_logprobs_come_with_their_tokens(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
+    choice = client.completions.create(**asked).choices[0]
+    assert len(choice.logprobs.tokens) == 10
+    assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs)
+    assert choice.logprobs.text_offset[0] == 0
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    assert [token for each in streamed if each for token in each.tokens] == choice.logprobs.tokens
+    assert [at for each in streamed if each for at in each.text_offset] == choice.logprobs.text_offset
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=4, logprobs=True, top_logprobs=2
+    )
+    assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [2] * 4
+
+
+def test_a_chat_goes_through_the_models_template(client):
+    messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "a list"}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=20, temperature=0)
+    raw = client.completions.create(
+        model=MODEL, prompt="# system: sort\n# user: a list\n# answer\n", max_tokens=20, temperature=0
+    )
+    assert answer.choices[0].message.content == raw.choices[0].text
+    assert answer.usage.prompt_tokens == raw.usage.prompt_tokens
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=messages, max_completion_tokens=20, temperature=0, stream=True
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == raw.choices[0].text
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=[])
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 1000}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"frequency_penalty": 9}, "frequency_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        ({"stop": [""]}, None),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [5_000_000_000]}, "prompt"),
+        ({"prompt": [1_000_000]}, None),
+        ({"prompt": "x " * 5000}, None),
+        ({"stream_options": {"include_usage": True}}, None),
+        ({"best_of": 3}, "best_of"),
+        ({"tempreature": 1}, "tempreature"),
+        ({"seed": 1 << 70}, "seed"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_openais_form(http, given, param):
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 2} | given)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert param is None or error["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"\xff\xfe", 400),
+        (b"[]", 400),
+        (b'{"model": "\xff"}', 400),
+        (b'"' + b"x" * (10 << 20) + b'"', 413),
+    ],
+)
+def test_bodies_that_are_none_are_refused(http, body, status):
+    answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+
+
+def test_routes_that_are_not_there_are_errors_in_the_same_form(http):
+    assert http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert http.get("/v1/completions").status_code == 405
+    assert "message" in http.get("/v1/completions").json()["error"]
+
+
+def test_who_leaves_is_not_waited_for(http, server):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+        next(stream.iter_lines())
+    eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
+    assert metric(http, "vllm:generation_tokens_total") < 10_000
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps(asked).encode()
+    with socket.create_connection((host, int(port))) as caller:
+        caller.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        eventually(lambda: metric(http, "vllm:num_requests_running") == 1)
+    eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
+
+
+def test_two_hundred_streams_at_once(server):
+    async def one(client, number):
+        text = ""
+        async for chunk in await client.completions.create(
+            model=MODEL, prompt=f"def function_{number}(", max_tokens=12, temperature=0, stream=True
+        ):
+            text += chunk.choices[0].text
+        return text
+
+    async def main():
+        limits = httpx.Limits(max_connections=None)
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=httpx.AsyncClient(limits=limits)
+        ) as client:
+            return await asyncio.gather(*(one(client, number % 50) for number in range(200)))
+
+    texts = asyncio.run(asyncio.wait_for(main(), 2 * TIMEOUT_S))
+    assert all(texts)
+    assert texts[:50] == texts[50:100] == texts[100:150] == texts[150:]
+
+
+def test_health_metrics_and_openapi(http):
+    assert http.get("/health").json() == {"status": "ok"}
+    assert metric(http, "vllm:prompt_tokens_total") > 0
+    assert metric(http, "vllm:time_to_first_token_seconds_count") > 0
+    assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
+    figures = http.get("/figures").json()
+    assert figures["generated_tokens"] == metric(http, "vllm:generation_tokens_total")
+
+
+def test_keys_a_full_queue_and_a_cache(folder, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsecret\n")
+    arguments = ("--api-keys", str(keys), "--max-sequences", "1", "--max-waiting", "1", "--cached-responses", "10000")
+    with serving(*arguments, model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+        assert http.post("/v1/completions", json=asked).status_code == 401
+        http.headers["Authorization"] = "Bearer secret"
+        assert http.post("/v1/completions", json=asked | {"n": 3}).status_code == 429
+        with http.stream("POST", "/v1/completions", json=asked | {"stream": True, "n": 2}) as stream:
+            next(stream.iter_lines())
+            refused = httpx.post(f"{server.url}/v1/completions", json=asked, headers=http.headers)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
+        again = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+        first, second = [http.post("/v1/completions", json=again).json() for _ in range(2)]
+        assert first["choices"] == second["choices"]
+        assert (first["usage"]["draft"]["steps"] > 0, second["usage"]["draft"]["steps"]) == (True, 0)
+
+
+def test_a_stop_lets_streams_end(folder):
+    with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True}
+        with http.stream("POST", "/v1/completions", json=asked) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.terminate()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(TIMEOUT_S) == 0
+
+
+def engine_of(process):
+    """The process that the server has started for its engine: the one that was spawned last."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[-1])
+
+
+def test_an_engine_that_dies_is_said_to_be_gone(folder):
+    with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.kill(engine_of(server.process), signal.SIGKILL)
+            assert any("the engine has stopped" in line for line in lines)
+        assert server.process.wait(TIMEOUT_S) == 2

@@ -1,0 +1,89 @@
+"""What pays, against trying everything."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.budget import StepCost, path_odds, worth_verifying
+
+PROBABILITIES = st.floats(0.01, 1.0)
+PATHS = st.lists(st.lists(PROBABILITIES, max_size=4), min_size=1, max_size=3)
+RISES = st.lists(st.floats(0, 1.0), min_size=3, max_size=3)
+
+
+def flat(paths):
+    return np.array([odds for path in paths for odds in path]), np.cumsum([0, *map(len, paths)])
+
+
+def slow_path_odds(paths):
+    return [float(np.prod(path[: index + 1])) for path in paths for index in range(len(path))]
+
+
+@given(PATHS)
+def test_odds_of_a_path_are_products(paths):
+    odds, offsets = flat(paths)
+    np.testing.assert_allclose(path_odds(odds, offsets), slow_path_odds(paths), rtol=1e-9)
+
+
+def tokens_per_second(paths, lengths, tokens, cost):
+    gained = sum(float(np.prod(path[: i + 1])) for path, n in zip(paths, lengths, strict=True) for i in range(n))
+    return (len(paths) + gained) / float(cost.seconds(tokens + sum(lengths)))
+
+
+@given(PATHS, RISES, st.integers(0, 20))
+def test_no_other_choice_is_quicker(paths, rises, prompt_tokens):
+    cost = StepCost([1, 4, 16, 64], np.cumsum([1.0, *rises]))
+    tokens = len(paths) + prompt_tokens
+    odds, offsets = flat(paths)
+    lengths = worth_verifying(path_odds(odds, offsets), offsets, tokens, len(paths), cost)
+    assert all(0 <= length <= len(path) for length, path in zip(lengths, paths, strict=True))
+    best = max(
+        tokens_per_second(paths, choice, tokens, cost)
+        for choice in itertools.product(*(range(len(path) + 1) for path in paths))
+    )
+    assert tokens_per_second(paths, lengths, tokens, cost) == pytest.approx(best)
+
+
+def test_where_every_token_costs_a_step_only_sure_ones_are_verified():
+    dear = StepCost([1, 100], [1.0, 100.0])
+    offsets = np.array([0, 3])
+    assert worth_verifying(np.array([0.9, 0.8, 0.7]), offsets, 1, 1, dear).tolist() == [0]
+    free = StepCost([1, 100], [1.0, 1.0])
+    assert worth_verifying(np.array([0.1, 0.01, 0.001]), offsets, 1, 1, free).tolist() == [3]
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    cost = StepCost([1, 11, 21], [1.0, 2.0, 4.0])
+    assert cost.seconds(np.array([1, 6, 11, 16, 31])).tolist() == [1.0, 1.5, 2.0, 3.0, 6.0]
+    # What was disturbed does not make larger steps cheaper.
+    assert StepCost([1, 2, 3], [1.0, 5.0, 2.0]).seconds(3) == 5.0
+
+
+def test_one_more_token_costs_each_sequence_its_share():
+    cost = StepCost([1, 101], [1.0, 2.0])
+    assert cost.of_one_more(1, 1) == pytest.approx(0.01)
+    assert cost.of_one_more(51, 10) == pytest.approx(10 * 0.01 / 1.5)
+    assert StepCost([1, 2], [1.0, 9.0]).of_one_more(1, 1) == 1.0
+    assert StepCost([1, 2], [1.0, 1.0]).of_one_more(1, 1) == pytest.approx(1e-4)
+
+
+def test_steps_correct_what_was_measured():
+    cost = StepCost([1, 16, 256], [1.0, 1.0, 1.0])
+    for _ in range(400):
+        cost.note(16, 3.0)
+        cost.note(1, 1.0)
+    assert cost.seconds(16) == pytest.approx(3.0, rel=0.1)
+    assert cost.seconds(1) == pytest.approx(1.0, rel=0.4)
+    before = cost.seconds(256)
+    cost.note(256, 1e6)  # a disturbance
+    assert cost.seconds(256) < 1.1 * before
+
+
+def test_sizes_are_measured_up_to_the_largest():
+    asked = []
+    cost = StepCost.measured(asked.append, 100)
+    assert sorted(set(asked)) == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert cost.seconds(100) > 0
