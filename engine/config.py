@@ -20,7 +20,7 @@ class EngineConfig:
     prefix_cache: bool = True
     """Whether requests reuse the keys and values of a beginning that they share with earlier ones."""
     watermark: float = 0.01
-    """Share of the pages that is left free when a request is admitted, so that those that run can grow; vLLM's value."""
+    """Share of the pages that is left free when a request is admitted, for those that run to grow; vLLM's value."""
     max_draft: int = 16
     """Most draft tokens verified for a sequence in one step."""
 

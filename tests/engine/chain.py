@@ -6,7 +6,6 @@ that is lost, stale, shared wrongly or written to by a stranger changes all that
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from engine.core import Engine

@@ -33,7 +33,7 @@ class NaivePool:
                 self.named.sort(key=lambda entry: entry[1] == page)  # to the end, the others as they were
 
 
-@given(st.lists(st.tuples(st.sampled_from("take give share name".split()), st.integers(0, 11)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "share", "name"]), st.integers(0, 11)), max_size=60))
 def test_the_pool_is_the_naive_one(actions):
     pool, naive = PagePool(8, 16), NaivePool(8)
     for action, number in actions:

@@ -17,7 +17,7 @@ from ssd.config import DrafterConfig
 from tests.engine.forward import PAGE_SIZE, new_runner, sequence_of
 
 CONFIG = EngineConfig(max_sequences=6, max_step_tokens=160, max_draft=6, kv_memory_mib=1)
-PAGES = 18
+PAGES = 14
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,11 @@ def packed(model_folder):
 
 def requests(temperature):
     rng = np.random.default_rng(11)
-    stem = rng.integers(1, 60, 150)
+    stem = rng.integers(1, 60, 60)
     return [
         Request(
-            np.concatenate([stem[: rng.integers(0, 151)], rng.integers(1, 60, rng.integers(1, 20))]).astype(np.uint32),
-            SamplingParams(max_tokens=int(rng.integers(8, 24)), temperature=temperature, seed=seed),
+            np.concatenate([stem[: rng.integers(0, 61)], rng.integers(1, 60, rng.integers(1, 20))]).astype(np.uint32),
+            SamplingParams(max_tokens=int(rng.integers(20, 50)), temperature=temperature, seed=seed),
         )
         for seed in range(10)
     ]
@@ -71,7 +71,7 @@ def test_cached_keys_and_values_are_those_of_a_fresh_computation_to_the_last_bit
         check_against_fresh(packed, engine, np.concatenate([request.prompt, completion.tokens]))
         for request, completion in zip(asked, completions, strict=True)
     )
-    assert found > 50
+    assert found > 30
 
 
 def check_against_fresh(model, engine, text):
