@@ -40,6 +40,9 @@ def cli() -> None:
 @click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
 @click.option("--max-sequences", type=click.IntRange(min=1), default=16, help="Most prompts running at once.")
 @click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=True, help="Compute what prompts have in common at their start once."
+)
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Write completions as JSON lines instead of printing them."
@@ -56,6 +59,7 @@ def generate(
     max_draft: int,
     max_sequences: int,
     kv_memory: int,
+    prefix_cache: bool,
     threads: int | None,
     output: Path | None,
 ) -> None:
@@ -75,6 +79,7 @@ def generate(
             max_draft,
             max_sequences,
             kv_memory,
+            prefix_cache,
             threads,
             output,
         )

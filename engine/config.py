@@ -17,6 +17,10 @@ class EngineConfig:
     """Tokens in a page of KV cache."""
     kv_memory_mib: int = 256
     """Memory for the KV cache; less is taken if `max_sequences` full context windows need less."""
+    prefix_cache: bool = True
+    """Whether requests reuse the keys and values of a beginning that they share with earlier ones."""
+    watermark: float = 0.01
+    """Share of the pages that is left free when a request is admitted, for those that run to grow; vLLM's value."""
     max_draft: int = 16
     """Most draft tokens verified for a sequence in one step."""
 
@@ -25,6 +29,8 @@ class EngineConfig:
         for name, least in (("max_sequences", 1), ("page_size", 1), ("kv_memory_mib", 1), ("max_draft", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and less than 1, not {self.watermark}")
         if self.max_step_tokens < self.max_sequences * (1 + self.max_draft):
             raise ValueError(
                 f"max_step_tokens ({self.max_step_tokens}) must hold a draft for every sequence, "

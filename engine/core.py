@@ -27,8 +27,10 @@ from ssd.errors import UserError
 class StepReport:
     """What one step did."""
 
+    tokens: dict[int, np.ndarray] = field(default_factory=dict)
+    """Tokens produced, uint32, by the ids that `Engine.add` gave; only of sequences that produced some."""
     finished: dict[int, Completion] = field(default_factory=dict)
-    """By the ids that `Engine.add` gave."""
+    """By the same ids."""
     committed: int = 0
     """Tokens produced."""
 
@@ -70,12 +72,24 @@ class Engine:
     def step(self) -> StepReport:
         """Advance the running sequences by a token or more, or by a part of a prompt, within a step's tokens."""
         for sequence in self.scheduler.admit():
-            self._drafter.start(sequence.sequence_id, sequence.request.prompt)
+            self._introduce(sequence)
         sequences = self.scheduler.schedule()
+        if not sequences:
+            return StepReport()
         self._draft(sequences)
         batch = build_batch(sequences, self.scheduler.pages.page_size)
         chosen = self._choose(batch, self._runner.forward(batch), sequences)
         return self._commit(batch, chosen, sequences)
+
+    def cancel(self, sequence_id: int) -> Completion | None:
+        """End a request between two steps, wherever it is; its completion has what it has produced, and says ABORT.
+
+        None if there is no such request, or no more: it may have ended while its caller made up its mind.
+        """
+        sequence = self.scheduler.find(sequence_id)
+        if sequence is None:
+            return None
+        return self._finish(sequence, FinishReason.ABORT)
 
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
@@ -98,6 +112,12 @@ class Engine:
     def close(self) -> None:
         """Release the drafter."""
         self._drafter.close()
+
+    def _introduce(self, sequence: Sequence) -> None:
+        """Tell the drafter of a sequence, unless it was told before a preemption."""
+        if sequence.told == 0:
+            self._drafter.start(sequence.sequence_id, sequence.request.prompt)
+            sequence.told = len(sequence.request.prompt)
 
     def _draft(self, sequences: SequenceOf[Sequence]) -> None:
         """Give a draft to every sequence that is to produce."""
@@ -127,7 +147,7 @@ class Engine:
 
     def _draft_limit(self, sequence: Sequence) -> int:
         # The target adds a token of its own behind the draft.
-        return min(self._config.max_draft, sequence.room - 1)
+        return min(self._config.max_draft, sequence.room - 1, sequence.draft_room)
 
     def _choose(self, batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> np.ndarray:
         """The target's token behind each of the batch's `logit_rows`, uint32."""
@@ -147,10 +167,13 @@ class Engine:
             own = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
             if len(own) == 0:
                 sequence.computed += sequence.scheduled
+                self.scheduler.keep(sequence)
                 continue
             accepted = accepted_length(sequence.draft, own)
             tokens, reason = self._cut(sequence, own[: accepted + 1])
             sequence.commit(tokens, min(accepted, len(tokens)))
+            self.scheduler.keep(sequence)
+            report.tokens[sequence.sequence_id] = tokens
             report.committed += len(tokens)
             if reason is not None:
                 report.finished[sequence.sequence_id] = self._finish(sequence, reason)
@@ -164,12 +187,13 @@ class Engine:
         return tokens, FinishReason.LENGTH if len(tokens) == sequence.room else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
-        self._drafter.finish(
-            sequence.sequence_id,
-            sequence.untold,
-            verified=sequence.last_verified,
-            accepted=sequence.last_accepted,
-            learn=sequence.request.learn,
-        )
+        if sequence.told > 0:
+            self._drafter.finish(
+                sequence.sequence_id,
+                sequence.untold,
+                verified=sequence.last_verified,
+                accepted=sequence.last_accepted,
+                learn=sequence.request.learn and reason is not FinishReason.ABORT,
+            )
         self.scheduler.remove(sequence)
         return sequence.complete(reason)

@@ -44,6 +44,7 @@ class GenerateOptions:
     max_draft: int
     max_sequences: int
     kv_memory: int
+    prefix_cache: bool
     threads: int | None
     output: Path | None
 
@@ -63,6 +64,7 @@ def run_generate(options: GenerateOptions) -> None:
         max_draft=options.max_draft,
         max_step_tokens=max(2048, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
+        prefix_cache=options.prefix_cache,
     )
     drafter = build_drafter(
         options.drafter,

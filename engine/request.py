@@ -12,10 +12,12 @@ from ssd.errors import UserError
 
 
 class FinishReason(StrEnum):
-    """Why an output ended, in the words of OpenAI's API."""
+    """Why an output ended, in the words of OpenAI's API, which has none for a request that was cancelled."""
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
+    """Cancelled before its end; vLLM's word."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     learn: bool = True
     """Whether the drafter may remember the output."""
+    salt: str = ""
+    """Requests share keys and values of what they have in common only if they have the same salt, one for each tenant;
+    without, the time to the first token would tell one tenant whether another had sent the same prompt."""
 
     def check(self, model: ModelConfig) -> None:
         """Raises UserError for a prompt that `model` cannot run."""
@@ -75,3 +80,5 @@ class Completion:
     """Draft tokens that the target verified."""
     accepted: int
     """How many of those it kept."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""

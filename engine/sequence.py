@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.prefix import PageNames
 from engine.request import Completion, FinishReason, Request
 
 NO_TOKENS = np.empty(0, np.uint32)
@@ -18,17 +19,25 @@ class Sequence:
         self.request = request
         self.max_length = max_length
         self.pages: list[int] = []
+        self.page_names = PageNames(request.salt)
+        self.named_pages = 0
+        """Leading pages that are full, committed, and known to the prefix cache."""
         self.computed = 0
         """Leading tokens whose keys and values are in the cache."""
+        self.cached_tokens = 0
+        """How many of the prompt's were there before it began."""
         self.scheduled = 0
         """Tokens after those that this step runs."""
         self.draft = NO_TOKENS
         """Draft tokens, uint32, that this step verifies behind them."""
-        self.told = len(request.prompt)
-        """Leading tokens that the drafter knows of."""
+        self.draft_room = 0
+        """Draft tokens that its pages hold behind what is scheduled."""
+        self.told = 0
+        """Leading tokens that the drafter knows of; none before it was told of the sequence."""
         self.last_verified = 0
         """Draft tokens verified in the last step that had a draft slot; the drafter is told with its next draft."""
         self.last_accepted = 0
+        self.preemptions = 0
         self.steps = 0
         self.drafted = 0
         self.accepted = 0
@@ -65,6 +74,18 @@ class Sequence:
         """Whether this step runs all committed tokens, so that the next one can be chosen."""
         return self.computed + self.scheduled == self._length
 
+    def reuse(self, tokens: int) -> None:
+        """Go on behind so many further tokens, whose keys and values were in the cache."""
+        self.computed += tokens
+        if self.preemptions == 0:
+            self.cached_tokens += tokens
+
+    def forget_computed(self) -> None:
+        """Begin again, all tokens that are committed being the prompt."""
+        self.computed = 0
+        self.named_pages = 0
+        self.preemptions += 1
+
     def commit(self, tokens: np.ndarray, accepted: int) -> None:
         """Append what a step produced: `accepted` draft tokens and the target's own, less what a stop cut off."""
         self.computed += self.scheduled + accepted
@@ -83,4 +104,5 @@ class Sequence:
             steps=self.steps,
             drafted=self.drafted,
             accepted=self.accepted,
+            cached_tokens=self.cached_tokens,
         )

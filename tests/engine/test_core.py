@@ -169,7 +169,7 @@ def test_more_requests_than_sequences_wait_their_turn(model, plain):
 def test_more_requests_than_pages_wait_their_turn(model, plain):
     engine = build_engine(model, CONFIG, NoDrafter())
     pages = engine.scheduler.pages
-    held = pages.take((pages.count - 20) * pages.page_size)
+    held = pages.take(pages.count - 20)
     running = []
     completions = engine.generate(requests(12), observe=lambda _: running.append(len(engine.scheduler.running)))
     assert [completion.tokens.tolist() for completion in completions] == plain[0.0]

@@ -1,0 +1,94 @@
+"""A model without weights whose every token depends on every key and value in its context, and its naive twin.
+
+What it stores for a token is a hash of the token and of everything that the cache says of those before it. A page
+that is lost, stale, shared wrongly or written to by a stranger changes all that follows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.core import Engine
+from engine.models.config import ModelConfig
+from engine.pages import PagePool
+
+VOCAB = 8
+END = 0
+WINDOW = 96
+PAGE_SIZE = 4
+MODEL = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=WINDOW,
+    eos_token_ids=(END,),
+)
+
+
+def mixed(number):
+    """SplitMix64's finaliser, on Python's integers."""
+    mask = (1 << 64) - 1
+    number = ((number & mask) ^ ((number & mask) >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & mask
+    return number ^ (number >> 31)
+
+
+def stored(token, context):
+    """What the cache is to hold for a token; `context` is the sum of what it holds for those before."""
+    return mixed(token + 1 + mixed(context))
+
+
+def scores(context):
+    """Logits behind a context, list [VOCAB]; the end token is seldom the best."""
+    return [mixed(context + token + 1) % 10_007 - (8_000 if token == END else 0) for token in range(VOCAB)]
+
+
+def contents(tokens):
+    """What the cache is to hold for each of `tokens`."""
+    held, context = [], 0
+    for token in tokens:
+        held.append(stored(int(token), context))
+        context += held[-1]
+    return held
+
+
+def answer(prompt, max_tokens):
+    """The naive twin: greedy decoding of one request alone, without pages."""
+    output, context = [], sum(contents(prompt))
+    while len(output) < min(max_tokens, WINDOW - len(prompt)) and END not in output:
+        logits = scores(context)
+        output.append(logits.index(max(logits)))
+        context += stored(output[-1], context)
+    return output
+
+
+class ChainRunner:
+    """Stands in for `Runner`: reads and writes its cache through page tables and slots only."""
+
+    def __init__(self, pages):
+        self.cache = [mixed(slot) for slot in range(pages * PAGE_SIZE)]
+
+    def held(self, pages, count):
+        """What the cache holds for the first `count` tokens of a page table."""
+        return [self.cache[pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE] for i in range(count)]
+
+    def forward(self, batch):
+        rows = [None] * len(batch.tokens)
+        for span in batch.spans:
+            context = sum(self.held(span.pages, span.computed))
+            for row in range(span.start, span.start + span.length):
+                content = stored(int(batch.tokens[row]), context)
+                self.cache[batch.slots[row]] = content
+                context += content
+                rows[row] = context
+        logits = [scores(rows[row]) for row in batch.logit_rows]
+        return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
+
+
+def chain_engine(config, pages, drafter):
+    """An engine on this model, with that many pages."""
+    return Engine(MODEL, config, ChainRunner(pages), PagePool(pages, PAGE_SIZE), drafter)

@@ -1,0 +1,178 @@
+"""A random workload on the chain model, with everything that can be checked checked after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.request import FinishReason, Request, SamplingParams
+from ssd.draft import DraftBatch, Path
+from ssd.errors import UserError
+from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
+
+
+class StrictDrafter:
+    """Drafts right answers and wrong ones, and holds the engine to the order of a drafter's calls."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.answers = {}
+        self.texts = {}
+        self.offered = {}
+
+    def expect(self, sequence_id, prompt, output):
+        self.answers[sequence_id] = [*prompt.tolist(), *output]
+
+    def start(self, sequence_id, prompt):
+        assert sequence_id not in self.texts
+        self.texts[sequence_id] = prompt.tolist()
+        self.offered[sequence_id] = 0
+
+    def draft(self, progress):
+        paths = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
+            self.note(sequence_id, committed, progress.verified[index], progress.accepted[index])
+            text, limit = self.texts[sequence_id], int(progress.max_draft[index])
+            draft = (self.answers[sequence_id][len(text) :] + [1] * limit)[: self.rng.integers(0, limit + 1)]
+            draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
+            self.offered[sequence_id] = len(draft)
+            paths.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
+        return DraftBatch.of_paths(paths)
+
+    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
+        self.note(sequence_id, tokens, verified, accepted)
+        whole = self.texts.pop(sequence_id) == self.answers[sequence_id]
+        assert whole or not learn  # what was cut short is not remembered
+
+    def note(self, sequence_id, committed, verified, accepted):
+        assert accepted <= verified == self.offered[sequence_id]
+        text = self.texts[sequence_id]
+        text += committed.tolist()
+        assert text == self.answers[sequence_id][: len(text)]
+
+
+class Workload:
+    """Arrivals with shared beginnings, tenants, cancellations, tight memory."""
+
+    def __init__(self, seed):
+        self.rng = rng = np.random.default_rng(seed)
+        self.seen = Counter()
+        """How often what the workload is meant to meet has happened."""
+        max_sequences, max_draft = int(rng.integers(1, 7)), int(rng.integers(0, 6))
+        config = EngineConfig(
+            max_sequences=max_sequences,
+            max_draft=max_draft,
+            max_step_tokens=max_sequences * (1 + max_draft) + int(rng.integers(0, 40)),
+            prefix_cache=bool(rng.random() < 0.85),
+            watermark=float(rng.choice([0.0, 0.01, 0.2])),
+        )
+        self.config = config
+        self.drafter = StrictDrafter(rng)
+        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter)
+        self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
+        self.asked = {}
+        self.answers = {}
+        self.contents = {}
+        self.streamed = {}
+        self.computed = {}
+        """By salt, every text up to the end of a page whose keys and values were computed."""
+
+    def run(self, steps=60):
+        for _ in range(steps):
+            while self.rng.random() < 0.4:
+                self.arrive()
+            if self.rng.random() < 0.15 and self.asked:
+                preempted = [s.sequence_id for s in self.engine.scheduler.waiting if s.preemptions]
+                self.cancel(int(self.rng.choice(preempted or list(self.asked)[-8:])))
+            self.step()
+        while self.engine.scheduler.has_work:
+            self.step()
+        pages = self.engine.scheduler.pages
+        assert pages.free == pages.count
+        assert not self.drafter.texts
+        self.seen["preempted"] += self.engine.scheduler.preemptions
+
+    def arrive(self):
+        rng = self.rng
+        stem = self.stems[rng.integers(2)][: rng.integers(0, 41)]
+        prompt = np.concatenate([stem, rng.integers(1, VOCAB, rng.integers(1, 9))]).astype(np.uint32)
+        sampling = SamplingParams(max_tokens=int(rng.integers(1, 30)))
+        request = Request(prompt, sampling, salt=str(rng.choice(["", "tenant"], p=[0.8, 0.2])))
+        pages = self.engine.scheduler.pages
+        try:
+            sequence_id = self.engine.add(request)
+        except UserError:
+            assert pages.pages_for(len(prompt) + sampling.max_tokens) > pages.count
+            self.seen["refused"] += 1
+            return
+        self.asked[sequence_id] = request
+        self.answers[sequence_id] = answer(prompt, sampling.max_tokens)
+        self.contents[sequence_id] = contents([*prompt, *self.answers[sequence_id]])
+        self.streamed[sequence_id] = []
+        self.drafter.expect(sequence_id, prompt, self.answers[sequence_id])
+
+    def cancel(self, sequence_id):
+        scheduler = self.engine.scheduler
+        sequence = scheduler.find(sequence_id)
+        completion = self.engine.cancel(sequence_id)
+        scheduler.check_integrity()
+        assert scheduler.find(sequence_id) is None
+        assert (completion is None) == (sequence is None)
+        if sequence is None or completion is None:
+            self.seen["cancelled too late"] += 1
+            return
+        assert completion.finish_reason is FinishReason.ABORT
+        assert completion.tokens.tolist() == self.streamed[sequence_id]
+        self.seen["cancelled after preemption" if sequence.preemptions else "cancelled"] += 1
+
+    def step(self):
+        scheduler = self.engine.scheduler
+        alive = [*scheduler.running, *scheduler.waiting]
+        before = {sequence: (sequence.computed, len(sequence)) for sequence in alive}
+        decoding = [s for s in scheduler.running if s.computed == len(s) - 1]
+        report = self.engine.step()
+        scheduler.check_integrity()
+        self.check_output(report)
+        self.check_progress(alive, decoding, before, report)
+        for sequence in alive:
+            self.check_cache(sequence)
+        for sequence in alive:
+            self.note_computed(sequence)
+
+    def check_output(self, report):
+        assert report.committed == sum(map(len, report.tokens.values()))
+        for sequence_id, tokens in report.tokens.items():
+            assert len(tokens)
+            self.streamed[sequence_id] += tokens.tolist()
+            assert self.streamed[sequence_id] == self.answers[sequence_id][: len(self.streamed[sequence_id])]
+        for sequence_id, completion in report.finished.items():
+            assert completion.tokens.tolist() == self.streamed[sequence_id] == self.answers[sequence_id]
+            self.seen["finished"] += 1
+            self.seen["accepted"] += completion.accepted
+            self.seen["rejected"] += completion.drafted - completion.accepted
+
+    def check_progress(self, alive, decoding, before, report):
+        """The oldest goes on, and whoever decodes gets a token in every step, unless it lost its pages."""
+        for sequence in alive[:1]:
+            assert (sequence.computed, len(sequence)) > before[sequence]
+        for sequence in decoding:
+            assert sequence.sequence_id in report.tokens or sequence in self.engine.scheduler.waiting
+
+    def check_cache(self, sequence):
+        """What the cache holds for a running sequence, and that it had a right to what it found there."""
+        held = self.engine._runner.held(sequence.pages, sequence.computed) if sequence.pages else []
+        assert held == self.contents[sequence.sequence_id][: len(held)]
+        cached = sequence.cached_tokens
+        assert cached < len(sequence.request.prompt)
+        if cached:
+            assert self.config.prefix_cache
+            assert tuple(sequence.tokens[:cached].tolist()) in self.computed.get(sequence.request.salt, ())
+            self.seen["cached"] += 1
+
+    def note_computed(self, sequence):
+        texts = self.computed.setdefault(sequence.request.salt, set())
+        for end in range(PAGE_SIZE, sequence.computed + 1, PAGE_SIZE):
+            texts.add(tuple(sequence.tokens[:end].tolist()))
