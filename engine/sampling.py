@@ -10,31 +10,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SMALLEST_TEMPERATURE = 1e-5
-"""Anything colder is greedy: float32 logits divided by it could overflow, and no draw would differ."""
+from engine.request import GREEDY_BELOW
+from engine.truncation import Truncation, truncate
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def choose_tokens(logits: Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def greedy_tokens(logits: Tensor) -> np.ndarray:
+    """The token of the largest logit in each row, uint32 [M]. logits: float32 [M, V]."""
+    return logits.argmax(dim=-1).cpu().numpy().astype(np.uint32)
+
+
+def choose_tokens(
+    logits: Tensor,
+    temperatures: np.ndarray,
+    seeds: np.ndarray,
+    positions: np.ndarray,
+    truncation: Truncation | None = None,
+) -> np.ndarray:
     """The target's token for each row of logits.
 
     logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
     token to be chosen within its sequence. Returns uint32 [M].
     """
-    drawn = np.flatnonzero(temperatures > SMALLEST_TEMPERATURE)
+    drawn = np.flatnonzero(temperatures > GREEDY_BELOW)
     if len(drawn):
         rows = torch.from_numpy(drawn).to(logits.device)
-        warmth = torch.from_numpy(temperatures[drawn]).to(logits)[:, None]
+        scores = logits[rows] / torch.from_numpy(temperatures[drawn]).to(logits)[:, None]
+        if truncation is not None:
+            scores = truncate(scores, truncation.rows(drawn))
         noise = gumbel_noise(
             torch.from_numpy(seeds[drawn]).to(logits.device),
             torch.from_numpy(positions[drawn]).to(logits.device),
             logits.shape[1],
         )
-        logits = logits.index_copy(0, rows, logits[rows] / warmth + noise)
-    return logits.argmax(dim=-1).cpu().numpy().astype(np.uint32)
+        logits = logits.index_copy(0, rows, scores + noise)
+    return greedy_tokens(logits)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th of several samples of one request, itself a seed as `SamplingParams` takes it.
+
+    The first sample has the request's own seed, so it is what the request gives when it is asked for one sample. The
+    others are SplitMix64 of the seed and the index, so neighbouring seeds do not share samples.
+    """
+    if index == 0:
+        return seed
+    return int(mix64(mix64(torch.tensor([seed])) + torch.tensor([index]) * MIX_1)[0])
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
