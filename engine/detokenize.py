@@ -10,8 +10,7 @@ Decode = Callable[[np.ndarray], str]
 """The text of token ids, uint32."""
 
 PROMPT_TAIL = 8
-"""Prompt tokens that the first decoding begins with: a vocabulary may drop a space where a text begins, and may need a
-few tokens for a character."""
+"""Prompt tokens that the first decoding begins with, as a vocabulary may drop a space where a text begins."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What decoders make of bytes that are no whole character."""
 
@@ -27,7 +26,7 @@ class Detokenizer:
     def __init__(self, decode: Decode, prompt: np.ndarray) -> None:
         """prompt: uint32 [P]."""
         self._decode = decode
-        self._window: list[int] = prompt[-PROMPT_TAIL:].tolist()
+        self._window: list[int] = _tail(decode, prompt).tolist()
         """The last tokens: those after `settled`, and some before for their company."""
         self._settled = len(self._window)
         """Leading tokens of the window whose text is out."""
@@ -53,3 +52,11 @@ class Detokenizer:
 
     def _text(self) -> str:
         return self._decode(np.array(self._window, np.uint32))
+
+
+def _tail(decode: Decode, prompt: np.ndarray) -> np.ndarray:
+    """The prompt's last tokens; more of them where they begin within a character, whose bytes then are none."""
+    size = PROMPT_TAIL
+    while size < len(prompt) and decode(prompt[-size:]).endswith(UNFINISHED):
+        size *= 2
+    return prompt[-size:]

@@ -83,9 +83,10 @@ class Sequence:
         """Positions that this step runs and whose logits are to be kept as those of the prompt's next token."""
         if self.request.sampling.prompt_logprobs is None:
             return range(0)
+        last = len(self.request.prompt) - 1
         done = sum(len(part.tokens) for part in self.prompt_logprobs)
-        assert self.computed <= done, "prompt tokens whose log-probabilities are asked for were not run"
-        return range(done, min(self.computed + self.scheduled, len(self.request.prompt) - 1))
+        assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are asked for were not run"
+        return range(done, min(self.computed + self.scheduled, last))
 
     def commit(self, tokens: np.ndarray, accepted: int) -> None:
         """Append what a step produced: `accepted` draft tokens and the target's own, less what a stop cut off."""
