@@ -15,7 +15,7 @@ BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 def byte_level():
     """Every byte is a token, and some pairs of bytes are."""
-    pairs = [left + right for left in "äåæĠ" for right in "¸½aĢ"]
+    pairs = [left + right for left in "äåæĠ" for right in "\xb8½aĢ"]
     vocabulary = {piece: index for index, piece in enumerate([*BYTE_CHARS, *pairs])}
     hub = HubTokenizer(models.BPE(vocabulary, []))
     hub.decoder = decoders.ByteLevel()

@@ -146,7 +146,7 @@ def check_all(asked, seed, max_sequences=4, max_step_tokens=40):
     return completions
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(requests, st.integers(0, 1000), st.integers(1, 4))
 def test_outputs_are_those_of_the_loop(asked, seed, max_sequences):
     check_all(asked, seed, max_sequences)
