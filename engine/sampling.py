@@ -39,14 +39,16 @@ def choose_tokens(
     if len(drawn):
         rows = torch.from_numpy(drawn).to(logits.device)
         scores = logits[rows] / torch.from_numpy(temperatures[drawn]).to(logits)[:, None]
-        if truncation is not None:
+        own_seeds = torch.from_numpy(seeds[drawn]).to(logits.device)
+        own_positions = torch.from_numpy(positions[drawn]).to(logits.device)
+        if truncation is None:
+            scores += gumbel_noise(own_seeds, own_positions, logits.shape[1])
+        else:
+            # Noise costs more than all else here, and few tokens are left to need it.
             scores = truncate(scores, truncation.rows(drawn))
-        noise = gumbel_noise(
-            torch.from_numpy(seeds[drawn]).to(logits.device),
-            torch.from_numpy(positions[drawn]).to(logits.device),
-            logits.shape[1],
-        )
-        logits = logits.index_copy(0, rows, scores + noise)
+            left, tokens = torch.nonzero(scores > float("-inf"), as_tuple=True)
+            scores[left, tokens] += _noise(_keys(own_seeds, own_positions)[left], tokens)
+        logits = logits.index_copy(0, rows, scores)
     return greedy_tokens(logits)
 
 
@@ -63,9 +65,15 @@ def sample_seed(seed: int, index: int) -> int:
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
     """Standard Gumbel noise, float32 [M, size], keyed by seeds and positions, int64 [M] each."""
-    keys = mix64(mix64(seeds) + positions * GOLDEN)
-    tokens = torch.arange(1, size + 1, device=seeds.device)
-    bits = _shifted_right(mix64(keys[:, None] + tokens * GOLDEN), 32)
+    return _noise(_keys(seeds, positions)[:, None], torch.arange(size, device=seeds.device))
+
+
+def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    return mix64(mix64(seeds) + positions * GOLDEN)
+
+
+def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    bits = _shifted_right(mix64(keys + (tokens + 1) * GOLDEN), 32)
     # Small uniforms make large noise; log1p keeps their precision, where log(u) near u = 1 would lose it.
     uniform = (bits.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform)).float()

