@@ -43,15 +43,17 @@ class Batch:
     """In the order of the sequences."""
     logit_rows: np.ndarray
     """int64 [M]: tokens whose logits are needed, the last committed one and the draft of every sequence that is to
-    produce."""
+    produce. Behind those, prompt tokens whose successors' log-probabilities were asked for."""
     logit_offsets: np.ndarray
-    """int64 [sequences + 1], into `logit_rows`."""
+    """int64 [sequences + 1], into `logit_rows`, of those that produce."""
+    scored_offsets: np.ndarray
+    """int64 [sequences + 1], into `logit_rows`, of the prompt tokens."""
 
 
 def build_batch(sequences: SequenceOf[Sequence], page_size: int) -> Batch:
     """The batch of a step; each sequence brings its `scheduled` tokens and its `draft`."""
     tokens, positions, slots, spans, logit_rows = [], [], [], [], []
-    logit_counts = [0]
+    scored_rows, logit_counts, scored_counts = [], [0], [0]
     start = 0
     for sequence in sequences:
         end = sequence.computed + sequence.scheduled
@@ -65,12 +67,17 @@ def build_batch(sequences: SequenceOf[Sequence], page_size: int) -> Batch:
         wanted = 1 + len(sequence.draft) if sequence.completes_prompt else 0
         logit_rows.append(np.arange(start + length - wanted, start + length))
         logit_counts.append(wanted)
+        scored = sequence.scored
+        if scored:
+            scored_rows.append(np.arange(scored.start, scored.stop) - sequence.computed + start)
+        scored_counts.append(len(scored))
         start += length
     return Batch(
         tokens=np.concatenate(tokens, dtype=np.int64),
         positions=np.concatenate(positions),
         slots=np.concatenate(slots),
         spans=spans,
-        logit_rows=np.concatenate(logit_rows),
+        logit_rows=np.concatenate(logit_rows + scored_rows),
         logit_offsets=np.cumsum(logit_counts),
+        scored_offsets=sum(logit_counts) + np.cumsum(scored_counts),
     )

@@ -9,6 +9,7 @@ import torch
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.detokenize import Decode
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.pages import PagePool
@@ -22,13 +23,16 @@ PROMPTS_FILE = "prompts.jsonl"
 """In its folder: held-out functions to complete."""
 
 
-def build_engine(model: Decoder, config: EngineConfig, drafter: Drafter) -> Engine:
-    """An engine for a loaded model. Engines may share a model; each has its own KV cache."""
+def build_engine(model: Decoder, config: EngineConfig, drafter: Drafter, decode: Decode | None = None) -> Engine:
+    """An engine for a loaded model. Engines may share a model; each has its own KV cache.
+
+    `decode` is the tokenizer's, for requests with stop strings.
+    """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     pages = PagePool(_page_count(model.config, config, dtype), config.page_size)
     attention = PlainAttention(model.config, pages.count, config.page_size, dtype, device)
-    return Engine(model.config, config, Runner(model, attention, device), pages, drafter)
+    return Engine(model.config, config, Runner(model, attention, device), pages, drafter, decode)
 
 
 def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

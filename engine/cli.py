@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
+from engine.sampling_options import sampling_options
 from ssd.errors import UserError
 
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
@@ -34,9 +36,7 @@ def cli() -> None:
 )
 @click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
 @click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, help="The same seed gives the same text, with any drafter.")
+@sampling_options
 @click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
 @click.option("--max-sequences", type=click.IntRange(min=1), default=16, help="Most prompts running at once.")
 @click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")
@@ -53,18 +53,17 @@ def generate(
     model: Path | None,
     drafter: str,
     address: str,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
     max_draft: int,
     max_sequences: int,
     kv_memory: int,
     prefix_cache: bool,
     threads: int | None,
     output: Path | None,
+    **sampling: Any,
 ) -> None:
     """Complete prompts from arguments, a file or stdin."""
     from engine.generate import GenerateOptions, run_generate
+    from engine.request import SamplingParams
 
     run_generate(
         GenerateOptions(
@@ -73,9 +72,7 @@ def generate(
             model,
             drafter,
             address,
-            max_tokens,
-            temperature,
-            seed,
+            SamplingParams(**sampling),
             max_draft,
             max_sequences,
             kv_memory,

@@ -7,52 +7,91 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from engine.batch import Batch, build_batch
 from engine.config import EngineConfig
+from engine.detokenize import Decode
+from engine.logprobs import Logprobs
 from engine.models.config import ModelConfig
 from engine.pages import PagePool
 from engine.request import Completion, FinishReason, Request
 from engine.runner import Runner
-from engine.sampling import choose_tokens
+from engine.sampler import Chosen, choose
 from engine.scheduler import Scheduler
 from engine.sequence import NO_TOKENS, Sequence
+from engine.stopping import Cut, Stopping
 from engine.verify import accepted_length
 from ssd.draft import Drafter, Progress, offsets_of
 from ssd.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a step produced for one sequence."""
+
+    sequence_id: int
+    """As `Engine.add` gave it."""
+    tokens: np.ndarray
+    """uint32 [n]."""
+    drafted: int
+    """Draft tokens that were verified."""
+    accepted: int
+    """How many of those were kept: the first so many of `tokens`."""
+    logprobs: Logprobs | None
+    """Of `tokens`, if asked for."""
 
 
 @dataclass
 class StepReport:
     """What one step did."""
 
-    tokens: dict[int, np.ndarray] = field(default_factory=dict)
-    """Tokens produced, uint32, by the ids that `Engine.add` gave; only of sequences that produced some."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Of the sequences that produced something."""
     finished: dict[int, Completion] = field(default_factory=dict)
-    """By the same ids."""
-    committed: int = 0
-    """Tokens produced."""
+    """By the ids that `Engine.add` gave."""
+
+    @property
+    def tokens(self) -> dict[int, np.ndarray]:
+        """What was produced, by the same ids."""
+        return {outcome.sequence_id: outcome.tokens for outcome in self.outcomes}
+
+    @property
+    def committed(self) -> int:
+        """Tokens produced."""
+        return sum(len(outcome.tokens) for outcome in self.outcomes)
 
 
 class Engine:
     """Runs requests to completion, many at a time."""
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, drafter: Drafter
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        runner: Runner,
+        pages: PagePool,
+        drafter: Drafter,
+        decode: Decode | None = None,
     ) -> None:
+        """`decode` reads the output of requests that have stop strings; without it those are refused."""
         self.model = model
         self.scheduler = Scheduler(config, pages)
         self._config = config
         self._runner = runner
         self._drafter = drafter
-        self._ends_output = np.zeros(model.vocab_size, bool)
-        self._ends_output[list(model.eos_token_ids)] = True
+        self._decode = decode
         self._next_id = 0
+
+    @property
+    def max_draft(self) -> int:
+        """Most draft tokens of a sequence in a step."""
+        return self._config.max_draft
 
     def add(self, request: Request) -> int:
         """Queue a request; returns the id that its completion comes with. Raises UserError for one that cannot run."""
-        sequence = Sequence(self._next_id, request, self.check(request))
+        longest = self.check(request)
+        stopping = Stopping(request, self.model.eos_token_ids, self._decode)
+        sequence = Sequence(self._next_id, request, longest, stopping)
         self.scheduler.add(sequence)
         self._next_id += 1
         return sequence.sequence_id
@@ -60,6 +99,8 @@ class Engine:
     def check(self, request: Request) -> int:
         """The length that a request may reach, prompt and output. Raises UserError for one that cannot run."""
         request.check(self.model)
+        if request.sampling.stop and self._decode is None:
+            raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
         longest = min(len(request.prompt) + request.sampling.max_tokens, self.model.max_positions)
         pages = self.scheduler.pages
         if pages.pages_for(longest) > pages.count:
@@ -78,7 +119,7 @@ class Engine:
             return StepReport()
         self._draft(sequences)
         batch = build_batch(sequences, self.scheduler.pages.page_size)
-        chosen = self._choose(batch, self._runner.forward(batch), sequences)
+        chosen = choose(batch, self._runner.forward(batch), sequences)
         return self._commit(batch, chosen, sequences)
 
     def cancel(self, sequence_id: int) -> Completion | None:
@@ -89,7 +130,7 @@ class Engine:
         sequence = self.scheduler.find(sequence_id)
         if sequence is None:
             return None
-        return self._finish(sequence, FinishReason.ABORT)
+        return self._finish(sequence, Cut(0, FinishReason.ABORT))
 
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
@@ -147,53 +188,42 @@ class Engine:
 
     def _draft_limit(self, sequence: Sequence) -> int:
         # The target adds a token of its own behind the draft.
-        return min(self._config.max_draft, sequence.room - 1, sequence.draft_room)
+        most = self.max_draft if sequence.request.max_draft is None else sequence.request.max_draft
+        return min(most, self.max_draft, sequence.room - 1, sequence.draft_room)
 
-    def _choose(self, batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> np.ndarray:
-        """The target's token behind each of the batch's `logit_rows`, uint32."""
-        counts = np.diff(batch.logit_offsets)
-        samplings = [sequence.request.sampling for sequence in sequences]
-        return choose_tokens(
-            logits,
-            temperatures=np.repeat(np.array([sampling.temperature for sampling in samplings]), counts),
-            seeds=np.repeat(np.array([sampling.seed for sampling in samplings], np.int64), counts),
-            positions=batch.positions[batch.logit_rows] + 1,
-        )
-
-    def _commit(self, batch: Batch, chosen: np.ndarray, sequences: SequenceOf[Sequence]) -> StepReport:
+    def _commit(self, batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> StepReport:
         """Verify the drafts, append what was produced, and let go of what has ended."""
         report = StepReport()
         for index, sequence in enumerate(sequences):
-            own = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+            own = chosen.tokens[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
             if len(own) == 0:
                 sequence.computed += sequence.scheduled
                 self.scheduler.keep(sequence)
                 continue
             accepted = accepted_length(sequence.draft, own)
-            tokens, reason = self._cut(sequence, own[: accepted + 1])
-            sequence.commit(tokens, min(accepted, len(tokens)))
+            cut = sequence.stopping.cut(own[: accepted + 1], sequence.room)
+            logprobs = chosen.logprobs[index].head(cut.length) if index in chosen.logprobs else None
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs)
+            drafted, tokens = len(sequence.draft), own[: cut.length]
+            sequence.commit(tokens, min(accepted, cut.length))
             self.scheduler.keep(sequence)
-            report.tokens[sequence.sequence_id] = tokens
-            report.committed += len(tokens)
-            if reason is not None:
-                report.finished[sequence.sequence_id] = self._finish(sequence, reason)
+            report.outcomes.append(Outcome(sequence.sequence_id, tokens, drafted, sequence.last_accepted, logprobs))
+            if cut.reason is not None:
+                report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         return report
 
-    def _cut(self, sequence: Sequence, tokens: np.ndarray) -> tuple[np.ndarray, FinishReason | None]:
-        """`tokens` up to the one that ends the output, and why it ends there."""
-        ends = np.flatnonzero(self._ends_output[tokens])
-        if len(ends):
-            return tokens[: ends[0] + 1], FinishReason.STOP
-        return tokens, FinishReason.LENGTH if len(tokens) == sequence.room else None
+    def _stopping(self, request: Request) -> Stopping:
+        return Stopping(request, self.model.eos_token_ids, self._decode)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+    def _finish(self, sequence: Sequence, cut: Cut) -> Completion:
         if sequence.told > 0:
             self._drafter.finish(
                 sequence.sequence_id,
                 sequence.untold,
                 verified=sequence.last_verified,
                 accepted=sequence.last_accepted,
-                learn=sequence.request.learn and reason is not FinishReason.ABORT,
+                learn=sequence.request.learn and cut.reason is not FinishReason.ABORT,
             )
         self.scheduler.remove(sequence)
-        return sequence.complete(reason)
+        return sequence.complete(cut)

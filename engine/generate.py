@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +38,8 @@ class GenerateOptions:
     model: Path | None
     drafter: str
     address: str
-    max_tokens: int
-    temperature: float
-    seed: int
+    sampling: SamplingParams
+    """Of the first prompt; each of the others has its own seed, the next one."""
     max_draft: int
     max_sequences: int
     kv_memory: int
@@ -73,7 +72,7 @@ def run_generate(options: GenerateOptions) -> None:
         warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
         model=folder,
     )
-    engine = build_engine(model, config, drafter)
+    engine = build_engine(model, config, drafter, tokenizer.decode)
     with closing(engine):
         for number, request in enumerate(requests, start=1):
             with _naming_prompt(number):
@@ -139,7 +138,7 @@ def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: Generate
     """Each prompt as a request with a seed of its own, so that a prompt given twice is sampled twice."""
     requests = []
     for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(options.max_tokens, options.temperature, options.seed + index)
+        sampling = replace(options.sampling, seed=options.sampling.seed + index)
         with _naming_prompt(index + 1):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.uint32)
         requests.append(Request(tokens, sampling))

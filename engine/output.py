@@ -10,6 +10,7 @@ from typing import TextIO
 
 import numpy as np
 
+from engine.logprobs import Logprobs
 from engine.request import Completion
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
@@ -61,7 +62,10 @@ class CompletionWriter:
             "completion": self._text(index),
             "tokens": completion.tokens.tolist(),
             "finish_reason": completion.finish_reason.value,
+            "stop_reason": completion.stop_reason,
         }
+        if completion.logprobs is not None:
+            line["logprobs"] = _as_json(completion.logprobs)
         try:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -80,7 +84,24 @@ class CompletionWriter:
             sys.stdout.write("-" * 40 + "\n")
 
     def _text(self, index: int) -> str:
-        return self._tokenizer.decode_behind(self._tokens[index], self._waiting[index].tokens)
+        completion = self._waiting[index]
+        if completion.text is not None:
+            return completion.text
+        return self._tokenizer.decode_behind(self._tokens[index], completion.content)
 
     def _refusal(self, problem: OSError) -> UserError:
         return UserError(f"cannot write {self._path}: {problem.strerror}")
+
+
+def _as_json(logprobs: Logprobs) -> list[dict[str, object]]:
+    """A record for each token, with its likeliest alternatives as pairs of token id and log-probability."""
+    return [
+        {"logprob": own, "rank": rank, "top": list(zip(top_ids, top, strict=True))}
+        for own, rank, top_ids, top in zip(
+            logprobs.tokens.tolist(),
+            logprobs.ranks.tolist(),
+            logprobs.top_ids.tolist(),
+            logprobs.top.tolist(),
+            strict=True,
+        )
+    ]

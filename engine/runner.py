@@ -25,6 +25,4 @@ class Runner:
             torch.from_numpy(array).to(self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
         )
         hidden = self._model(tokens, positions, self._attention.begin(batch))
-        if len(rows) < len(hidden):
-            hidden = hidden[rows]
-        return self._model.logits(hidden).float()
+        return self._model.logits(hidden[rows]).float()

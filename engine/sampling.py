@@ -10,38 +10,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SMALLEST_TEMPERATURE = 1e-5
-"""Anything colder is greedy: float32 logits divided by it could overflow, and no draw would differ."""
+from engine.request import GREEDY_BELOW
+from engine.truncation import Truncation, truncate
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def choose_tokens(logits: Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def greedy_tokens(logits: Tensor) -> np.ndarray:
+    """The token of the largest logit in each row, uint32 [M]. logits: float32 [M, V]."""
+    return logits.argmax(dim=-1).cpu().numpy().astype(np.uint32)
+
+
+def choose_tokens(
+    logits: Tensor,
+    temperatures: np.ndarray,
+    seeds: np.ndarray,
+    positions: np.ndarray,
+    truncation: Truncation | None = None,
+) -> np.ndarray:
     """The target's token for each row of logits.
 
     logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
     token to be chosen within its sequence. Returns uint32 [M].
     """
-    drawn = np.flatnonzero(temperatures > SMALLEST_TEMPERATURE)
+    drawn = np.flatnonzero(temperatures > GREEDY_BELOW)
     if len(drawn):
         rows = torch.from_numpy(drawn).to(logits.device)
-        warmth = torch.from_numpy(temperatures[drawn]).to(logits)[:, None]
-        noise = gumbel_noise(
-            torch.from_numpy(seeds[drawn]).to(logits.device),
-            torch.from_numpy(positions[drawn]).to(logits.device),
-            logits.shape[1],
-        )
-        logits = logits.index_copy(0, rows, logits[rows] / warmth + noise)
-    return logits.argmax(dim=-1).cpu().numpy().astype(np.uint32)
+        scores = logits[rows] / torch.from_numpy(temperatures[drawn]).to(logits)[:, None]
+        own_seeds = torch.from_numpy(seeds[drawn]).to(logits.device)
+        own_positions = torch.from_numpy(positions[drawn]).to(logits.device)
+        if truncation is None:
+            scores += gumbel_noise(own_seeds, own_positions, logits.shape[1])
+        else:
+            # Noise costs more than all else here, and few tokens are left to need it.
+            scores = truncate(scores, truncation.rows(drawn))
+            left, tokens = torch.nonzero(scores > float("-inf"), as_tuple=True)
+            scores[left, tokens] += _noise(_keys(own_seeds, own_positions)[left], tokens)
+        logits = logits.index_copy(0, rows, scores)
+    return greedy_tokens(logits)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th of several samples of one request, itself a seed as `SamplingParams` takes it.
+
+    The first sample has the request's own seed, so it is what the request gives when it is asked for one sample. The
+    others are SplitMix64 of the seed and the index, so neighbouring seeds do not share samples.
+    """
+    if index == 0:
+        return seed
+    return int(mix64(mix64(torch.tensor([seed])) + torch.tensor([index]) * MIX_1)[0])
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
     """Standard Gumbel noise, float32 [M, size], keyed by seeds and positions, int64 [M] each."""
-    keys = mix64(mix64(seeds) + positions * GOLDEN)
-    tokens = torch.arange(1, size + 1, device=seeds.device)
-    bits = _shifted_right(mix64(keys[:, None] + tokens * GOLDEN), 32)
+    return _noise(_keys(seeds, positions)[:, None], torch.arange(size, device=seeds.device))
+
+
+def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    return mix64(mix64(seeds) + positions * GOLDEN)
+
+
+def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    bits = _shifted_right(mix64(keys + (tokens + 1) * GOLDEN), 32)
     # Small uniforms make large noise; log1p keeps their precision, where log(u) near u = 1 would lose it.
     uniform = (bits.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform)).float()

@@ -148,8 +148,10 @@ class Scheduler:
         return sequence.page_names.name(sequence.tokens, index, self.pages.page_size)
 
     def _reusable(self, sequence: Sequence) -> int:
-        """Leading pages that may come from the cache: the last token must run for its logits."""
-        return (len(sequence) - 1) // self.pages.page_size if self._config.prefix_cache else 0
+        """Leading pages that may come from the cache: tokens whose logits are wanted must run, at least the last."""
+        if not self._config.prefix_cache or sequence.request.sampling.prompt_logprobs is not None:
+            return 0
+        return (len(sequence) - 1) // self.pages.page_size
 
     def _owned_prefix(self, sequence: Sequence) -> int:
         """Leading pages of a waiting sequence that others own, so that it can have them without taking any."""

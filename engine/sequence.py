@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.logprobs import Logprobs, joined
+from engine.penalties import TokenCounts
 from engine.prefix import PageNames
-from engine.request import Completion, FinishReason, Request
+from engine.request import Completion, Request
+from engine.stopping import Cut, Stopping
 
 NO_TOKENS = np.empty(0, np.uint32)
 
@@ -13,8 +16,11 @@ NO_TOKENS = np.empty(0, np.uint32)
 class Sequence:
     """A request on its way to a completion."""
 
-    def __init__(self, sequence_id: int, request: Request, max_length: int) -> None:
-        """`max_length` tokens, prompt and output together, are the most that it may reach."""
+    def __init__(self, sequence_id: int, request: Request, max_length: int, stopping: Stopping | None = None) -> None:
+        """`max_length` tokens, prompt and output together, are the most that it may reach.
+
+        `stopping` knows the model's end tokens; without it the request's own settings end the output.
+        """
         self.sequence_id = sequence_id
         self.request = request
         self.max_length = max_length
@@ -38,6 +44,13 @@ class Sequence:
         """Draft tokens verified in the last step that had a draft slot; the drafter is told with its next draft."""
         self.last_accepted = 0
         self.preemptions = 0
+        self.stopping = stopping or Stopping(request)
+        self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalises else None
+        """What penalties look at, if there are any."""
+        self.logprobs: list[Logprobs] = []
+        """Of the output's tokens, if asked for."""
+        self.prompt_logprobs: list[Logprobs] = []
+        """Of the prompt's tokens but the first, if asked for."""
         self.steps = 0
         self.drafted = 0
         self.accepted = 0
@@ -86,6 +99,16 @@ class Sequence:
         self.named_pages = 0
         self.preemptions += 1
 
+    @property
+    def scored(self) -> range:
+        """Positions that this step runs and whose logits are to be kept as those of the prompt's next token."""
+        if self.request.sampling.prompt_logprobs is None:
+            return range(0)
+        last = len(self.request.prompt) - 1
+        done = sum(len(part.tokens) for part in self.prompt_logprobs)
+        assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are asked for were not run"
+        return range(done, min(self.computed + self.scheduled, last))
+
     def commit(self, tokens: np.ndarray, accepted: int) -> None:
         """Append what a step produced: `accepted` draft tokens and the target's own, less what a stop cut off."""
         self.computed += self.scheduled + accepted
@@ -95,14 +118,24 @@ class Sequence:
         self.last_verified, self.last_accepted = len(self.draft), accepted
         self._tokens[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
+        if self.token_counts is not None:
+            self.token_counts.add(tokens)
 
-    def complete(self, reason: FinishReason) -> Completion:
-        """The result, once the sequence has ended."""
+    def complete(self, cut: Cut) -> Completion:
+        """The result, once the sequence has ended as `cut` says."""
+        assert cut.reason is not None
+        sampling = self.request.sampling
         return Completion(
             tokens=self.output.copy(),
-            finish_reason=reason,
+            finish_reason=cut.reason,
             steps=self.steps,
             drafted=self.drafted,
             accepted=self.accepted,
             cached_tokens=self.cached_tokens,
+            stop_reason=cut.stop_reason,
+            text=self.stopping.text(),
+            logprobs=None if sampling.logprobs is None else joined(self.logprobs, sampling.logprobs),
+            prompt_logprobs=(
+                None if sampling.prompt_logprobs is None else joined(self.prompt_logprobs, sampling.prompt_logprobs)
+            ),
         )

@@ -102,8 +102,8 @@ class Figures:
     """How many drafts reached each position."""
     pages_used: float = 0.0
     """Part of the KV cache's pages."""
-    remembered_tokens: int = 0
-    """In an embedded drafter's corpus."""
+    pages: int = 0
+    """Of the KV cache."""
 
 
 Event = Ready | Failed | Refused | Produced | Ended | Figures

@@ -94,7 +94,6 @@ class _EngineFigures(Collector):
             ("vllm:num_requests_running", "Requests that run.", figures.running),
             ("vllm:num_requests_waiting", "Requests that wait for the engine.", figures.waiting),
             ("vllm:kv_cache_usage_perc", "Part of the KV cache's pages that is in use, 1 for all.", figures.pages_used),
-            ("ssd:remembered_tokens", "Tokens in the embedded drafter's corpus.", figures.remembered_tokens),
         ):
             yield self._gauge(name, text, value)
         for name, text, total in (

@@ -57,5 +57,5 @@ class Tally:
             drafted_at=tuple(self._drafted_at.tolist()),
             accepted_at=tuple(self._accepted_at.tolist()),
             pages_used=1 - scheduler.pages.free / scheduler.pages.count,
-            remembered_tokens=self._engine.remembered_tokens,
+            pages=scheduler.pages.count,
         )

@@ -86,10 +86,8 @@ class Worker:
     def _cancel(self, command: Cancel) -> None:
         for sequence_id, request_id in self._requests.items():
             if request_id == command.request_id:
-                completion = self._engine.cancel(sequence_id)
+                self._engine.cancel(sequence_id)
                 del self._requests[sequence_id]
-                self._tally.ended(completion)
-                self._connection.send([Ended(request_id, completion)])
                 return
         # It ended while the command was on its way.
 

@@ -144,6 +144,62 @@ def test_a_completion_keeps_the_space_that_vocabularies_drop_where_a_text_begins
     assert tokenizer.decode_behind(array([1]), array([2])) == " world"
 
 
+def test_a_stop_string_ends_the_output_before_it(run, model_folder, tmp_path):
+    base = ("generate", "--model", model_folder, "--max-tokens", 60, "--temperature", 1, "--seed", 4, PROMPT)
+    assert run(*base, "--output", tmp_path / "plain")[0] == 0
+    [plain] = completions(tmp_path / "plain")
+    stop = plain["completion"][10:13]
+    assert run(*base, "--stop", stop, "--stop", "never said", "--output", tmp_path / "stopped")[0] == 0
+    [stopped] = completions(tmp_path / "stopped")
+    assert stopped["completion"] == plain["completion"][: plain["completion"].index(stop)]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
+    assert stopped["tokens"] == plain["tokens"][: len(stopped["tokens"])]
+    token = plain["tokens"][5]
+    assert run(*base, "--stop-token-id", token, "--output", tmp_path / "at token")[0] == 0
+    [at_token] = completions(tmp_path / "at token")
+    assert at_token["stop_reason"] == at_token["tokens"][-1] == token
+    assert plain["completion"].startswith(at_token["completion"])
+    assert len(at_token["completion"]) < len(plain["completion"])
+
+
+def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatch):
+    from engine import generate
+    from engine.request import SamplingParams
+
+    asked = []
+    monkeypatch.setattr(generate, "run_generate", lambda options: asked.append(options.sampling))
+    given = {
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "seed": 5,
+        "logprobs": 4,
+    }
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    flags += ["--stop", "a", "--stop", "b", "--stop-token-id", 8, "--ignore-eos"]
+    assert run("generate", *flags, "x")[0] == 0
+    assert run("generate", "x")[0] == 0
+    expected = SamplingParams(**given, stop=("a", "b"), stop_token_ids=(8,), ignore_eos=True)
+    assert asked == [expected, SamplingParams()]
+
+
+def test_log_probabilities_are_written_beside_the_tokens(run, model_folder, tmp_path):
+    arguments = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out", PROMPT)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    [line] = completions(tmp_path / "out")
+    assert len(line["logprobs"]) == len(line["tokens"])
+    for token, record in zip(line["tokens"], line["logprobs"], strict=True):
+        assert record["rank"] == 1  # greedy
+        assert record["top"][0] == [token, record["logprob"]]
+        assert len(record["top"]) == 2
+
+
 def test_token_ids_are_prompts_too(run, model_folder, tmp_path):
     (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
     code, out, _ = run("generate", "--model", model_folder, "--file", tmp_path / "ids.jsonl", "--max-tokens", 3)
@@ -172,6 +228,10 @@ BAD_INPUT = {
     "text that is no Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is no valid Unicode"),
     "disk full": (("--output", "/dev/full", "--max-tokens", "1"), ["x"], "cannot write /dev/full"),
     "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
+    "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
+    "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
+    "an empty stop string": (("--stop", ""), ["x"], "stop must be"),
+    "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
 }
 
 

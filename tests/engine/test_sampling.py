@@ -3,7 +3,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine.sampling import choose_tokens, gumbel_noise, mix64
+from engine.request import SamplingParams
+from engine.sampling import choose_tokens, gumbel_noise, mix64, sample_seed
 
 SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
 """The first output of SplitMix64 seeded with 0, as published with the generator."""
@@ -95,3 +96,21 @@ def test_temperatures_that_would_overflow_are_greedy():
     logits = torch.tensor([[1.0, 5.0, 2.0]])
     for temperature in (1e-300, 1e-39, 1e-6):
         assert choose_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
+
+
+def test_samples_of_a_request_have_seeds_of_their_own():
+    """The first is the request's own; no two of neighbouring seeds are the same, and all are seeds."""
+    edges = [-(1 << 63), (1 << 63) - 1]
+    seeds = {(seed, index): sample_seed(seed, index) for seed in (*range(50), *edges) for index in range(50)}
+    assert all(seeds[seed, 0] == seed for seed, _ in seeds)
+    assert len(set(seeds.values())) == len(seeds)
+    for seed in seeds.values():
+        SamplingParams(seed=seed)
+
+
+def test_samples_of_a_request_are_independent():
+    count = 10_000
+    left, right = (draws(LOGITS, 1.0, count, seed_of=lambda s, i=i: sample_seed(s, i)) for i in (1, 2))
+    probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
+    expected = np.outer(probabilities, probabilities).ravel() * count
+    assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6

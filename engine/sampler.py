@@ -1,0 +1,91 @@
+"""A step's logits to its tokens, each sequence by its own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.logprobs import Logprobs, logprobs_of
+from engine.processors import adjusted
+from engine.sampling import choose_tokens, greedy_tokens
+from engine.sequence import Sequence
+from engine.truncation import Truncation
+
+
+class Chosen(NamedTuple):
+    """The target's tokens in one step."""
+
+    tokens: np.ndarray
+    """uint32 [M]: the one behind each of the rows that `Batch.logit_offsets` cuts."""
+    logprobs: dict[int, Logprobs]
+    """Of those tokens, by the index of each sequence that asked."""
+
+
+def choose(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:
+    """Choose tokens from the logits of a batch, float32 [rows, V]."""
+    if len(logits) > batch.logit_offsets[-1]:
+        _score_prompts(batch, logits, sequences)
+        logits = logits[: batch.logit_offsets[-1]]
+    if all(sequence.request.sampling.is_plain_greedy for sequence in sequences):
+        return Chosen(greedy_tokens(logits), {})
+    tokens = _drawn(batch, adjusted(logits, batch.logit_offsets, sequences), sequences)
+    return Chosen(tokens, _logprobs(batch, logits, tokens, sequences))
+
+
+def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> np.ndarray:
+    samplings = [sequence.request.sampling for sequence in sequences]
+    counts = np.diff(batch.logit_offsets)
+    truncation = None
+    if any(sampling.truncates for sampling in samplings):
+        truncation = Truncation(
+            top_k=np.repeat([sampling.top_k for sampling in samplings], counts),
+            top_p=np.repeat([sampling.top_p for sampling in samplings], counts),
+            min_p=np.repeat([sampling.min_p for sampling in samplings], counts),
+        )
+    return choose_tokens(
+        logits,
+        temperatures=np.repeat([sampling.temperature for sampling in samplings], counts),
+        seeds=np.repeat(np.array([sampling.seed for sampling in samplings], np.int64), counts),
+        positions=batch.positions[batch.logit_rows[: len(logits)]] + 1,
+        truncation=truncation,
+    )
+
+
+def _logprobs(batch: Batch, logits: Tensor, tokens: np.ndarray, sequences: SequenceOf[Sequence]) -> dict[int, Logprobs]:
+    asked = {
+        index: sampling.logprobs
+        for index, sequence in enumerate(sequences)
+        if (sampling := sequence.request.sampling).logprobs is not None
+    }
+    return _in_parts(logits, tokens, batch.logit_offsets, asked)
+
+
+def _score_prompts(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+    """Keep what the model thought of the prompts' tokens that follow the scored rows."""
+    first = batch.scored_offsets[0]
+    following = [sequence.tokens[sequence.scored.start + 1 : sequence.scored.stop + 1] for sequence in sequences]
+    asked = {
+        index: sequence.request.sampling.prompt_logprobs or 0
+        for index, sequence in enumerate(sequences)
+        if len(sequence.scored)
+    }
+    parts = _in_parts(logits[first:], np.concatenate(following), batch.scored_offsets - first, asked)
+    for index, part in parts.items():
+        sequences[index].prompt_logprobs.append(part)
+
+
+def _in_parts(logits: Tensor, tokens: np.ndarray, offsets: np.ndarray, asked: dict[int, int]) -> dict[int, Logprobs]:
+    """Log-probabilities of the rows of some sequences, with as many alternatives as each of them asked for."""
+    if not asked:
+        return {}
+    rows = np.concatenate([np.arange(offsets[index], offsets[index + 1]) for index in asked])
+    together = logprobs_of(logits[rows], tokens[rows], max(asked.values()))
+    ends = np.cumsum([offsets[index + 1] - offsets[index] for index in asked])
+    return {
+        index: together.part(end - (offsets[index + 1] - offsets[index]), end, count)
+        for (index, count), end in zip(asked.items(), ends, strict=True)
+    }

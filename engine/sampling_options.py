@@ -1,0 +1,45 @@
+"""Options of the command line that say how tokens are chosen, named as the fields of `SamplingParams`.
+
+Ranges are checked there; this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+OPTIONS = (
+    click.option("--max-tokens", type=int, default=128, help="Most tokens in an output."),
+    click.option("--min-tokens", type=int, default=0, help="Nothing ends an output before this many tokens."),
+    click.option("--temperature", type=float, default=0.0, help="0 is greedy."),
+    click.option("--top-k", type=int, default=0, help="Draw from this many most likely tokens; 0 is all."),
+    click.option("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens that hold this probability."),
+    click.option("--min-p", type=float, default=0.0, help="Least probability, as a share of the likeliest token's."),
+    click.option(
+        "--repetition-penalty", type=float, default=1.0, help="Above 1, tokens of prompt and output are less likely."
+    ),
+    click.option(
+        "--presence-penalty", type=float, default=0.0, help="-2 to 2, off the logits of tokens in the output."
+    ),
+    click.option("--frequency-penalty", type=float, default=0.0, help="-2 to 2, for each time that they are in it."),
+    click.option("--seed", type=int, default=0, help="The same seed gives the same text, with any drafter."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text; may be given again."),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        help="End an output at this token; may be given again.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end token."),
+    click.option("--logprobs", type=int, help="With --output: this many likeliest alternatives to each token."),
+)
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to a command."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command

@@ -1,0 +1,60 @@
+"""A model without a model: its logits are a function of the text before, read from a cache of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.models.config import ModelConfig
+from engine.pages import PagePool
+
+VOCAB = 12
+EOS = 0
+WINDOW = 128
+MODEL = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=WINDOW,
+    eos_token_ids=(EOS,),
+)
+TABLE = np.random.default_rng(7).normal(0, 2, (VOCAB, VOCAB, VOCAB)).round(1).astype(np.float32)
+
+
+def logits_after(text):
+    """float32 [VOCAB], by the last two tokens; rounded, so that some tie."""
+    return TABLE[text[-2] if len(text) > 1 else 0, text[-1]]
+
+
+class FakeRunner:
+    """Keeps tokens where a model keeps keys and values, so tokens must be in the right places to be seen."""
+
+    def __init__(self, pages, page_size):
+        self._cache = np.full(pages * page_size, -1)
+        self._page_size = page_size
+
+    def forward(self, batch):
+        self._cache[batch.slots] = batch.tokens
+        logits = []
+        for row in batch.logit_rows.tolist():
+            [span] = [span for span in batch.spans if span.start <= row < span.start + span.length]
+            positions = np.arange(batch.positions[row] + 1)
+            slots = np.array(span.pages)[positions // self._page_size] * self._page_size + positions % self._page_size
+            text = self._cache[slots]
+            assert (text >= 0).all()
+            logits.append(logits_after(text))
+        return torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB))
+
+
+def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_tokens=64):
+    config = EngineConfig(
+        max_sequences=max_sequences, max_draft=max_draft, max_step_tokens=max_step_tokens, page_size=4
+    )
+    pages = PagePool(200, config.page_size)
+    return Engine(MODEL, config, FakeRunner(pages.count, config.page_size), pages, drafter, decode)
