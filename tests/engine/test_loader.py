@@ -48,7 +48,7 @@ def test_the_older_spelling_of_rope_is_read(tmp_path):
     del fields["rope_parameters"]
     fields["rope_theta"] = 500.0
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert load_config(tmp_path).rope_theta == 500.0
+    assert load_config(tmp_path).rope.theta == 500.0
 
 
 def test_a_copy_of_the_tied_head_is_no_harm(tmp_path, model_folder):
@@ -103,12 +103,51 @@ DAMAGES = {
         lambda folder: damage(folder, "model.safetensors.index.json", '{"weight_map": null}'),
         "no weight_map",
     ),
-    "rope scaling": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
-        "llama3",
+    "another rope scaling": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        "'longrope', which this engine lacks",
     ),
+    "a rope scaling without its numbers": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+        "lacks the field 'low_freq_factor'",
+    ),
+    "a rope scaling that cannot be": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 0}),
+        "factor of rope scaling must be a number above 0",
+    ),
+    "a rope base that cannot be": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_theta": float("nan")}),
+        "rope_theta must be a number above 1, not nan",
+    ),
+    "rope on a part of a head": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "parts of a head",
+    ),
+    "rope for each kind of layer": (
+        lambda folder: edit_config(folder, rope_parameters={"full_attention": {"rope_theta": 1e4}}),
+        "layers or parts",
+    ),
+    "another kind of layer": (
+        lambda folder: edit_config(folder, layer_types=["full_attention", "chunked_attention"]),
+        "chunked_attention",
+    ),
+    "kinds of layers that are no list": (lambda folder: edit_config(folder, layer_types=5), "cannot be"),
+    "a mixture of experts": (
+        lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
+        "'Qwen3MoeForCausalLM', which this engine lacks; give a folder with one of LlamaForCausalLM, ",
+    ),
+    "architectures that are no list": (lambda folder: edit_config(folder, architectures={}), "none"),
     "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
-    "biases": (lambda folder: edit_config(folder, attention_bias=True), "attention_bias"),
+    "biases that are not there": (
+        lambda folder: edit_config(folder, attention_bias=True),
+        "lacks model.layers.0.self_attn.k_proj.bias and 7 more",
+    ),
+    "norms that are not there": (
+        lambda folder: edit_config(folder, architectures=["Qwen3ForCausalLM"], head_dim=16),
+        "lacks model.layers.0.self_attn.k_norm.weight and 3 more",
+    ),
+    "a weight that is not a number": (lambda folder: spoil_weight(folder, float("nan")), "not finite as float32"),
+    "an infinite weight": (lambda folder: spoil_weight(folder, float("-inf")), "k_proj.weight in .* not finite"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
     "weights cut short": (lambda folder: cut(folder / "model.safetensors", 0.5), "cut short"),
     "weights cut in their header": (lambda folder: cut(folder / "model.safetensors", 0.0001), "cut short"),
@@ -124,9 +163,12 @@ DAMAGES = {
     ),
     "weights that are no floats": (
         lambda folder: edit_weights(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-        "stored as torch.int8",
+        "stored as I8",
     ),
-    "weights of fewer layers": (lambda folder: edit_config(folder, num_hidden_layers=3), "lacks the weights"),
+    "weights of fewer layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=3),
+        "lacks model.layers.2.input_layernorm.weight and 8 more",
+    ),
 }
 
 
@@ -143,6 +185,13 @@ def edit_config(folder, *, remove=False, **changes):
 def edit_weights(folder, tensors):
     path = folder / "model.safetensors"
     save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+
+
+def spoil_weight(folder, value):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weight = load_file(folder / "model.safetensors")[name]
+    weight[3, 5] = value
+    edit_weights(folder, {name: weight})
 
 
 def cut(path, share):
