@@ -10,6 +10,7 @@ import click
 from ssd.errors import UserError
 
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
+DTYPES = ("float32", "bfloat16")
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 
 
@@ -30,8 +31,9 @@ def cli() -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Hugging Face folder.  [default: the small model that ships with the package]",
+    help="Hugging Face folder or hub name.  [default: the small model that ships with the package]",
 )
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="What the model computes in.")
 @click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
 @click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
@@ -48,6 +50,7 @@ def generate(
     prompts: tuple[str, ...],
     path: Path | None,
     model: Path | None,
+    dtype: str,
     drafter: str,
     address: str,
     max_tokens: int,
@@ -67,6 +70,7 @@ def generate(
             prompts,
             path,
             model,
+            dtype,
             drafter,
             address,
             max_tokens,

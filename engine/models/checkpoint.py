@@ -83,13 +83,16 @@ class Checkpoint:
     def copy_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors, one at a time, from files that `check` found good. Raises UserError for weights not finite.
 
-        The files are mapped, not read into memory: beside the targets there is never a second copy of the model.
+        Files are mapped, and for each tensor anew, which lets go of what the last one touched. So beside the targets
+        there is never more than one tensor in memory.
         """
         for path in self._paths:
             with _opened(path) as file:
-                for name in sorted(set(file.keys()) & set(targets)):
+                names = sorted(set(file.keys()) & set(targets))
+            for name in names:
+                with _opened(path) as file:
                     targets[name].copy_(file.get_tensor(name))
-                    _refuse_non_finite(targets[name], name, path)
+                _refuse_non_finite(targets[name], name, path)
 
 
 def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path) -> None:

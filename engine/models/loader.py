@@ -18,6 +18,9 @@ from engine.models.files import read_json
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from ssd.errors import UserError
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What a model can run in, whatever its weights are stored as."""
+
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     """A decoder with the weights of `folder`, ready to run.

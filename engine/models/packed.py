@@ -39,6 +39,7 @@ def pack(decoder: Decoder) -> Decoder:
     for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:
         for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
             plain = parent.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
             bias = None if plain.bias is None else plain.bias.detach()
             setattr(parent, name, PackedLinear(plain.weight.detach(), bias))
     return decoder

@@ -1,5 +1,8 @@
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +218,32 @@ def test_a_missing_shard_is_named(tmp_path):
     shard.unlink()
     with pytest.raises(UserError, match=shard.name):
         load_model(tmp_path)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from engine.models.loader import load_model
+
+def kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
+small, large = map(Path, sys.argv[1:])
+load_model(small)  # what PyTorch sets up once is not counted
+before = kib("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+model = load_model(large)
+print(before, kib("VmHWM"), sum(parameter.nbytes for parameter in model.parameters()) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
+@pytest.mark.parametrize("files", ["whole", "sharded"])
+def test_loading_holds_no_second_copy_of_the_weights(tmp_path, model_folder, files):
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128}
+    make_folder(tmp_path, max_shard_size="20MB" if files == "sharded" else "5GB", **shape)
+    assert (tmp_path / "model.safetensors").exists() == (files == "whole")
+    command = [sys.executable, "-c", MEASURE, str(model_folder), str(tmp_path)]
+    before, peak, weights = map(int, subprocess.check_output(command, text=True).split())
+    assert weights > 45_000
+    assert peak - before < 1.25 * weights
