@@ -44,6 +44,8 @@ class ModelConfig:
         for name in (*sizes, "head_dim", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if getattr(self, name) >= 1 << 31:
+                raise ValueError(f"{name} is far too large: {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
         if self.head_dim % 2:

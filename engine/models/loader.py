@@ -83,6 +83,6 @@ def _give_memory(decoder: Decoder, device: str) -> None:
             raise
         size = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
         raise UserError(
-            f"the model's {size / (1 << 30):.1f} GiB of weights do not fit into the memory of {device!r}; "
-            "load it as bfloat16, or give a smaller model"
+            f"{size / (1 << 30):.1f} GiB of weights and the tables of {config.max_positions} positions do not fit into "
+            f"the memory of {device!r}; load the model as bfloat16, or give a smaller one"
         ) from None

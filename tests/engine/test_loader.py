@@ -94,6 +94,10 @@ DAMAGES = {
     "no heads": (lambda folder: edit_config(folder, num_attention_heads=0), "num_heads must be at least 1"),
     "heads that cannot share": (lambda folder: edit_config(folder, num_key_value_heads=3), "cannot share 3"),
     "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
+    "a size beyond all measure": (
+        lambda folder: edit_config(folder, hidden_size=10**30),
+        "hidden_size is far too large",
+    ),
     "an end token beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
     "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
     "an end token that is no number": (lambda folder: edit_config(folder, eos_token_id="</s>"), "cannot be: .*</s>"),
@@ -210,6 +214,15 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_reason(tmp_path, model
     with pytest.raises(UserError, match=message) as refusal:
         load_model(folder)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_model_too_large_for_the_memory_is_refused(model_folder, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", refuse)
+    with pytest.raises(UserError, match="do not fit into the memory of 'cpu'; load the model as bfloat16"):
+        load_model(model_folder)
 
 
 def test_a_missing_shard_is_named(tmp_path):
