@@ -29,12 +29,15 @@ class PackedLinear(nn.Module):
 
 
 def pack(decoder: Decoder) -> Decoder:
-    """Replace the linear maps of a decoder on the CPU by packed ones; where oneDNN is missing it stays as it is.
+    """Replace the linear maps of a decoder on the CPU by packed ones; where oneDNN cannot do it, it stays as it is.
 
     A packed decoder can run but be neither trained nor saved. The plain weights are let go one by one, so that the
     memory for both is needed of a single map only.
     """
-    if decoder.embedding.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    weight = decoder.embedding.weight
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return decoder
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return decoder
     for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:
         for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
