@@ -12,6 +12,7 @@ from engine.sampling_options import sampling_options
 from ssd.errors import UserError
 
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
+DTYPES = ("float32", "bfloat16")
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 
 
@@ -32,8 +33,9 @@ def cli() -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Hugging Face folder.  [default: the small model that ships with the package]",
+    help="Hugging Face folder or hub name.  [default: the small model that ships with the package]",
 )
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="What the model computes in.")
 @click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
 @click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
 @sampling_options
@@ -51,6 +53,7 @@ def generate(
     prompts: tuple[str, ...],
     path: Path | None,
     model: Path | None,
+    dtype: str,
     drafter: str,
     address: str,
     max_draft: int,
@@ -70,6 +73,7 @@ def generate(
             prompts,
             path,
             model,
+            dtype,
             drafter,
             address,
             SamplingParams(**sampling),

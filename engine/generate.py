@@ -20,7 +20,8 @@ from engine.build import SHIPPED_MODEL, build_engine
 from engine.config import EngineConfig
 from engine.core import Engine, StepReport
 from engine.drafters.build import build_drafter
-from engine.models.loader import load_model
+from engine.models.hub import find_model
+from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.output import CompletionWriter, Prompt
 from engine.request import Completion, Request, SamplingParams
@@ -36,6 +37,7 @@ class GenerateOptions:
     prompts: tuple[str, ...]
     path: Path | None
     model: Path | None
+    dtype: str
     drafter: str
     address: str
     sampling: SamplingParams
@@ -53,8 +55,8 @@ def run_generate(options: GenerateOptions) -> None:
     prompts = read_prompts(options)
     if options.threads:
         torch.set_num_threads(options.threads)
-    folder = options.model or SHIPPED_MODEL
-    model = pack(load_model(folder))
+    folder = find_model(options.model) if options.model else SHIPPED_MODEL
+    model = pack(load_model(folder, dtype=DTYPES[options.dtype]))
     tokenizer = Tokenizer(folder)
     requests = _requests(prompts, tokenizer, options)
     console = Console(stderr=True, highlight=False)

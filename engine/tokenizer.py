@@ -24,9 +24,12 @@ class Tokenizer:
             self._tokenizer = HubTokenizer.from_file(str(path))
         except Exception as problem:  # The library raises bare exceptions.
             raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
+        # Files keep the settings of the training that they come from.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a prompt, uint32 [N], with the special tokens that the model's prompts begin with.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        """Token ids of a prompt, uint32 [N], by default with the special tokens that the model's prompts begin with.
 
         Raises UserError for a text that has no UTF-8 form, such as one made of undecodable bytes.
         """
@@ -34,7 +37,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise UserError("the prompt is no valid Unicode text; give it in UTF-8") from None
-        return np.array(self._tokenizer.encode(text).ids, dtype=np.uint32)
+        return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.uint32)
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of token ids, special tokens left out."""

@@ -40,6 +40,7 @@ ALLOWED = {
         "ssd",
         "drafter_service.client",
         "click",
+        "huggingface_hub",
         "numpy",
         "rich",
         "safetensors",

@@ -11,6 +11,7 @@ from rich.markup import escape
 from engine.build import PROMPTS_FILE, SHIPPED_MODEL
 from engine.demo.run import prepare_report, run_demo, write_report
 from engine.demo.workload import EXACT_SHARE, NEAR_SHARE, make_workload, read_prompts
+from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.request import SamplingParams
@@ -33,7 +34,7 @@ def demonstrate(options: DemoOptions) -> bool:
     """Run the workload both ways and report; returns whether all outputs were identical. Raises UserError."""
     prepare_report(options.out)
     console = Console()
-    folder = options.model or SHIPPED_MODEL
+    folder = find_model(options.model) if options.model else SHIPPED_MODEL
     model = pack(load_model(folder))
     tokenizer = Tokenizer(folder)
     items = make_workload(read_prompts(folder / PROMPTS_FILE), options.requests, options.seed)

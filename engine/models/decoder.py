@@ -1,7 +1,8 @@
-"""A Llama-style decoder over a flat row of tokens.
+"""A decoder of the Llama kind over a flat row of tokens.
 
 The model sees tokens, their positions, and a callable that attends. It knows nothing of sequences,
-pages or batches, so that training, plain inference and paged inference run the same code.
+pages or batches, so that training, plain inference and paged inference run the same code. What sets model families
+apart (biases, normalised queries and keys, the scaling of positions) is in its config.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
+from engine.models.rope import rotate
 
 
 class Attend(Protocol):
@@ -41,17 +43,21 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
-        cos, sin = rope_tables(config)
+        cos, sin = config.rope.tables(config.head_dim, config.max_positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
-        rope = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         hidden = self.embedding(tokens)
+        rope = self._angles(self.cos, positions, hidden.dtype), self._angles(self.sin, positions, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rope, attend)
         return self.norm(hidden)
+
+    def _angles(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of a rope table for both halves of a head, [N, 1, head_dim]; the tables stay float32 for precision."""
+        return table[positions].to(dtype).repeat(1, 2).unsqueeze(1)
 
     def tie(self) -> None:
         """Let the output projection share the embedding's weight, where the model does."""
@@ -72,11 +78,12 @@ class Layer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=config.qkv_bias)
+        self.qk_norm = QKNorm(config) if config.qk_norm else None
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Hidden states [N, hidden_size] in and out; `rope` holds the cosines and sines of their positions."""
@@ -87,8 +94,10 @@ class Layer(nn.Module):
     def _attention(self, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = self.qkv_proj(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         # Query and key heads lie side by side, so one rotation serves both.
-        rotated = rotate(heads[:, : self.heads + self.kv_heads], *rope)
-        query, key = rotated.split((self.heads, self.kv_heads), dim=1)
+        turning = heads[:, : self.heads + self.kv_heads]
+        if self.qk_norm is not None:
+            turning = self.qk_norm(turning)
+        query, key = rotate(turning, *rope).split((self.heads, self.kv_heads), dim=1)
         value = heads[:, self.heads + self.kv_heads :]
         return self.o_proj(attend(self.index, query, key, value).flatten(1))
 
@@ -106,19 +115,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
-def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary position embedding (Su et al., 2021), [max_positions, head_dim] float32 each.
+class QKNorm(nn.Module):
+    """Every head of queries and keys normalised by itself (Henry et al., 2020), with a learned scale for each kind."""
 
-    Halves are paired as in Hugging Face checkpoints: component i turns with component i + head_dim / 2.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), frequencies)
-    both_halves = torch.cat((angles, angles), dim=-1)
-    return both_halves.cos(), both_halves.sin()
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.query = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.key = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.heads = config.num_heads
 
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads [N, H, head_dim] by the angles of their positions, [N, 1, head_dim]."""
-    left, right = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-right, left), dim=-1) * sin
+    def forward(self, heads: Tensor) -> Tensor:
+        """Query heads, then key heads, [N, heads + kv_heads, head_dim] in and out."""
+        return torch.cat((self.query(heads[:, : self.heads]), self.key(heads[:, self.heads :])), dim=1)

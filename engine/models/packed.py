@@ -16,26 +16,33 @@ TOKENS = 16
 
 
 class PackedLinear(nn.Module):
-    """A linear map without bias whose weight is in oneDNN's own layout."""
+    """A linear map whose weight is in oneDNN's own layout."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
+        self._bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, in] to [N, out]."""
-        return torch.ops.mkldnn._linear_pointwise(hidden, self._weight, None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(hidden, self._weight, self._bias, "none", [], "")
 
 
 def pack(decoder: Decoder) -> Decoder:
-    """Replace the linear maps of a decoder on the CPU by packed ones; where oneDNN is missing it stays as it is.
+    """Replace the linear maps of a decoder on the CPU by packed ones; where oneDNN cannot do it, it stays as it is.
 
-    A packed decoder can run but be neither trained nor saved.
+    A packed decoder can run but be neither trained nor saved. The plain weights are let go one by one, so that the
+    memory for both is needed of a single map only.
     """
-    if decoder.embedding.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    weight = decoder.embedding.weight
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return decoder
-    for module in list(decoder.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child.weight.detach()))
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return decoder
+    for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:
+        for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
+            plain = parent.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
+            bias = None if plain.bias is None else plain.bias.detach()
+            setattr(parent, name, PackedLinear(plain.weight.detach(), bias))
     return decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.models.loader import load_model
 
@@ -13,8 +13,11 @@ VOCAB = 300
 TEXT = "def add(left, right):\n    return left + right\n\nclass Pair:\n    pass\n" * 20
 
 
-def make_folder(folder, *, seed=0, max_shard_size="5GB", **shape):
-    """A Llama folder as transformers writes it; `shape` overrides fields of the config."""
+def make_folder(folder, *, seed=0, max_shard_size="5GB", family="llama", vary=0.0, **shape):
+    """A folder as transformers writes it; `shape` overrides fields of the config.
+
+    vary: how far norms and biases are from the ones and zeros that they start as.
+    """
     fields = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -29,7 +32,11 @@ def make_folder(folder, *, seed=0, max_shard_size="5GB", **shape):
         "initializer_range": 0.3,  # logits far enough apart that rounding decides nothing
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**fields, **shape})).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**fields, **shape})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1 and vary:
+                parameter += vary * torch.randn_like(parameter)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

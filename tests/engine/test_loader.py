@@ -1,5 +1,8 @@
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +51,7 @@ def test_the_older_spelling_of_rope_is_read(tmp_path):
     del fields["rope_parameters"]
     fields["rope_theta"] = 500.0
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert load_config(tmp_path).rope_theta == 500.0
+    assert load_config(tmp_path).rope.theta == 500.0
 
 
 def test_a_copy_of_the_tied_head_is_no_harm(tmp_path, model_folder):
@@ -91,6 +94,10 @@ DAMAGES = {
     "no heads": (lambda folder: edit_config(folder, num_attention_heads=0), "num_heads must be at least 1"),
     "heads that cannot share": (lambda folder: edit_config(folder, num_key_value_heads=3), "cannot share 3"),
     "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
+    "a size beyond all measure": (
+        lambda folder: edit_config(folder, hidden_size=10**30),
+        "hidden_size is far too large",
+    ),
     "an end token beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
     "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
     "an end token that is no number": (lambda folder: edit_config(folder, eos_token_id="</s>"), "cannot be: .*</s>"),
@@ -103,12 +110,51 @@ DAMAGES = {
         lambda folder: damage(folder, "model.safetensors.index.json", '{"weight_map": null}'),
         "no weight_map",
     ),
-    "rope scaling": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
-        "llama3",
+    "another rope scaling": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        "'longrope', which this engine lacks",
     ),
+    "a rope scaling without its numbers": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+        "lacks the field 'low_freq_factor'",
+    ),
+    "a rope scaling that cannot be": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 0}),
+        "factor of rope scaling must be a number above 0",
+    ),
+    "a rope base that cannot be": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_theta": float("nan")}),
+        "rope_theta must be a number above 1, not nan",
+    ),
+    "rope on a part of a head": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "parts of a head",
+    ),
+    "rope for each kind of layer": (
+        lambda folder: edit_config(folder, rope_parameters={"full_attention": {"rope_theta": 1e4}}),
+        "layers or parts",
+    ),
+    "another kind of layer": (
+        lambda folder: edit_config(folder, layer_types=["full_attention", "chunked_attention"]),
+        "chunked_attention",
+    ),
+    "kinds of layers that are no list": (lambda folder: edit_config(folder, layer_types=5), "cannot be"),
+    "a mixture of experts": (
+        lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
+        "'Qwen3MoeForCausalLM', which this engine lacks; give a folder with one of LlamaForCausalLM, ",
+    ),
+    "architectures that are no list": (lambda folder: edit_config(folder, architectures={}), "none"),
     "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
-    "biases": (lambda folder: edit_config(folder, attention_bias=True), "attention_bias"),
+    "biases that are not there": (
+        lambda folder: edit_config(folder, attention_bias=True),
+        "lacks model.layers.0.self_attn.k_proj.bias and 7 more",
+    ),
+    "norms that are not there": (
+        lambda folder: edit_config(folder, architectures=["Qwen3ForCausalLM"], head_dim=16),
+        "lacks model.layers.0.self_attn.k_norm.weight and 3 more",
+    ),
+    "a weight that is not a number": (lambda folder: spoil_weight(folder, float("nan")), "not finite as float32"),
+    "an infinite weight": (lambda folder: spoil_weight(folder, float("-inf")), "k_proj.weight in .* not finite"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
     "weights cut short": (lambda folder: cut(folder / "model.safetensors", 0.5), "cut short"),
     "weights cut in their header": (lambda folder: cut(folder / "model.safetensors", 0.0001), "cut short"),
@@ -124,9 +170,12 @@ DAMAGES = {
     ),
     "weights that are no floats": (
         lambda folder: edit_weights(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-        "stored as torch.int8",
+        "stored as I8",
     ),
-    "weights of fewer layers": (lambda folder: edit_config(folder, num_hidden_layers=3), "lacks the weights"),
+    "weights of fewer layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=3),
+        "lacks model.layers.2.input_layernorm.weight and 8 more",
+    ),
 }
 
 
@@ -145,6 +194,13 @@ def edit_weights(folder, tensors):
     save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
 
 
+def spoil_weight(folder, value):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weight = load_file(folder / "model.safetensors")[name]
+    weight[3, 5] = value
+    edit_weights(folder, {name: weight})
+
+
 def cut(path, share):
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
@@ -160,9 +216,47 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_reason(tmp_path, model
     assert "\n" not in str(refusal.value)
 
 
+def test_a_model_too_large_for_the_memory_is_refused(model_folder, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", refuse)
+    with pytest.raises(UserError, match="do not fit into the memory of 'cpu'; load the model as bfloat16"):
+        load_model(model_folder)
+
+
 def test_a_missing_shard_is_named(tmp_path):
     make_folder(tmp_path, max_shard_size="50KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[0]
     shard.unlink()
     with pytest.raises(UserError, match=shard.name):
         load_model(tmp_path)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from engine.models.loader import load_model
+
+def kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
+small, large = map(Path, sys.argv[1:])
+load_model(small)  # what PyTorch sets up once is not counted
+before = kib("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+model = load_model(large)
+print(before, kib("VmHWM"), sum(parameter.nbytes for parameter in model.parameters()) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
+@pytest.mark.parametrize("files", ["whole", "sharded"])
+def test_loading_holds_no_second_copy_of_the_weights(tmp_path, model_folder, files):
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128}
+    make_folder(tmp_path, max_shard_size="20MB" if files == "sharded" else "5GB", **shape)
+    assert (tmp_path / "model.safetensors").exists() == (files == "whole")
+    command = [sys.executable, "-c", MEASURE, str(model_folder), str(tmp_path)]
+    before, peak, weights = map(int, subprocess.check_output(command, text=True).split())
+    assert weights > 45_000
+    assert peak - before < 1.25 * weights

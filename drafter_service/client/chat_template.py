@@ -1,0 +1,131 @@
+"""Chat templates as transformers renders them: from a model's folder, in a sandbox.
+
+Engines and those who warm a corpus for them render with this one module: what is learned must be what will be asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ssd.errors import UserError
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+DEFAULT = "default"
+WITH_TOOLS = "tool_use"
+"""Name of the template for requests with tools, where a model has one of its own for them."""
+
+
+class RefusedMessagesError(ValueError):
+    """What a template raises about messages. It may quote them."""
+
+
+class ChatTemplate:
+    """The compiled templates of one model. Any thread may use it."""
+
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+        """sources: templates by name; tokens: special tokens by the name that templates have for them.
+
+        Raises whatever jinja2 raises about the sources.
+        """
+        environment = _environment()
+        self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        self._tokens = dict(tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """What the model sees. Raises RefusedMessagesError.
+
+        arguments: further names for the template, such as `enable_thinking`.
+        """
+        name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
+        known = {
+            **self._tokens,
+            **(arguments or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return str(self._templates[name].render(known))
+        except Exception as problem:  # Templates raise what they like.
+            raise RefusedMessagesError(str(problem)) from None
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """The template of a model folder; None if it has none. Raises UserError for one that cannot be used."""
+    config = _config(folder)
+    tokens = {name: _token_text(value) for name, value in config.items() if name.endswith("_token")}
+    try:
+        sources = _sources(folder, config)
+        return ChatTemplate(sources, tokens) if DEFAULT in sources else None
+    except ImportError:
+        raise UserError("chat templates need jinja2: run `pip install jinja2`") from None
+    except Exception as problem:  # Whatever a foreign template may do.
+        reason = " ".join(str(problem).split())
+        raise UserError(f"the chat template of {folder} is refused ({reason}); mend it or download it again") from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    path = folder / TEMPLATE_FILE
+    if path.exists():
+        return {DEFAULT: path.read_text(encoding="utf-8")}
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
+    return {DEFAULT: template} if isinstance(template, str) else {}
+
+
+def _token_text(value: object) -> str:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else ""
+
+
+def _environment() -> Any:
+    """A sandbox with the few names that templates count on."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """A tag around what a model writes, which matters to training only."""
+
+        tags = {"generation"}  # noqa: RUF012  # as the base class has it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)

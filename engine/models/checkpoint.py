@@ -1,0 +1,151 @@
+"""The tensors of a model folder: safetensors, whole or sharded, and how they are named there.
+
+Every name, shape and dtype is checked from the files' headers before the first weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.files import read_json
+from ssd.errors import UserError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""As the headers of safetensors name them."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
+    """The checkpoint's tensors, with their rows, that lie one below the other in the decoder's parameter `name`."""
+    whole = {
+        "embedding.weight": ("model.embed_tokens.weight", config.vocab_size),
+        "norm.weight": ("model.norm.weight", config.hidden_size),
+        "lm_head.weight": ("lm_head.weight", config.vocab_size),
+    }
+    if name in whole:
+        return [whole[name]]
+    _, layer, part, kind = name.replace("qk_norm.", "qk_norm_").split(".")
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = {
+        "input_norm": [("input_layernorm", config.hidden_size)],
+        "qkv_proj": [("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)],
+        "qk_norm_query": [("self_attn.q_norm", config.head_dim)],
+        "qk_norm_key": [("self_attn.k_norm", config.head_dim)],
+        "o_proj": [("self_attn.o_proj", config.hidden_size)],
+        "mlp_norm": [("post_attention_layernorm", config.hidden_size)],
+        "gate_up_proj": [("mlp.gate_proj", config.intermediate_size), ("mlp.up_proj", config.intermediate_size)],
+        "down_proj": [("mlp.down_proj", config.hidden_size)],
+    }
+    return [(f"model.layers.{layer}.{suffix}.{kind}", rows) for suffix, rows in parts[part]]
+
+
+class Checkpoint:
+    """The weight files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError if files are missing."""
+        self._folder = folder
+        self._paths = _weight_files(folder)
+
+    def check(self, wanted: Shapes, *, is_tied: bool) -> None:
+        """Raises UserError unless the files hold all of `wanted`, as floats of those shapes, and nothing else.
+
+        is_tied: whether the output projection is the embedding; a copy of it may be there then.
+        """
+        missing = set(wanted)
+        for path in self._paths:
+            with _opened(path) as file:
+                for name in sorted(file.keys()):
+                    if name in wanted:
+                        _check_header(file.get_slice(name), wanted[name], name, path)
+                        missing.discard(name)
+                    elif not _is_needless(name, is_tied):
+                        # Left out, the logits would be those of another model.
+                        raise UserError(
+                            f"{path} holds {name}, which {CONFIG_FILE} says nothing of; do they belong together?"
+                        )
+        if missing:
+            more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+            raise UserError(f"{self._folder} lacks {sorted(missing)[0]}{more}; download or copy the folder again")
+
+    def copy_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors, one at a time, from files that `check` found good. Raises UserError for weights not finite.
+
+        Files are mapped, and for each tensor anew, which lets go of what the last one touched. So beside the targets
+        there is never more than one tensor in memory.
+        """
+        for path in self._paths:
+            with _opened(path) as file:
+                names = sorted(set(file.keys()) & set(targets))
+            for name in names:
+                with _opened(path) as file:
+                    targets[name].copy_(file.get_tensor(name))
+                _refuse_non_finite(targets[name], name, path)
+
+
+def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path) -> None:
+    if header.get_dtype() not in FLOATS:
+        raise UserError(
+            f"{name} in {path} is stored as {header.get_dtype()}, and this engine reads float weights alone; "
+            "give the folder of the same model in bfloat16 or float32"
+        )
+    if tuple(header.get_shape()) != shape:
+        raise UserError(
+            f"{name} in {path} has shape {tuple(header.get_shape())}, but {CONFIG_FILE} describes {shape}; "
+            "do they belong together?"
+        )
+
+
+def _is_needless(name: str, is_tied: bool) -> bool:
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and is_tied)
+
+
+def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
+    lowest, highest = torch.aminmax(tensor)  # no mask as large as the tensor; NaN comes through
+    if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+        raise UserError(
+            f"{name} in {path} holds values that are not finite as {str(tensor.dtype).removeprefix('torch.')}; "
+            "download or copy it again, or load the model as float32"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as problem:
+        raise UserError(f"{path} is damaged or cut short ({problem}); download or copy it again") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: those of the index, or the only one."""
+    index_path = folder / INDEX_FILE
+    if not index_path.exists():
+        path = folder / WEIGHTS_FILE
+        if not path.exists():
+            raise UserError(
+                f"{folder} has no {WEIGHTS_FILE}; only safetensors weights are read, "
+                "which transformers writes with save_pretrained"
+            )
+        return [path]
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UserError(f"{index_path} has no weight_map; download or copy it again")
+    paths = [folder / file for file in sorted(set(weight_map.values()))]
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{folder} has no {path.name}, which {INDEX_FILE} names; download or copy it again")
+    return paths

@@ -1,0 +1,47 @@
+"""Models by the name that they have on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ssd.errors import UserError
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""owner/name, and no path that begins with a dot or a slash."""
+
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
+"""What the engine reads; many repositories hold the same weights in further formats."""
+
+
+def find_model(model: str | Path) -> Path:
+    """The folder of a model: `model` itself if it is one, else the download of the hub's model of that name.
+
+    What was downloaded before is found without a network. Raises UserError.
+    """
+    folder, name = Path(model), str(model)
+    if folder.exists() or not HUB_NAME.fullmatch(name):
+        return folder  # the loader says what is wrong with it
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except GatedRepoError:
+        advice = "its owner wants terms accepted: do so on huggingface.co, then run `hf auth login`"
+    except RepositoryNotFoundError:
+        advice = "the hub has no such model, or it is private: check the name, or run `hf auth login`"
+    except LocalEntryNotFoundError:
+        advice = "the hub cannot be reached and it was not downloaded before: check the network, or give a folder"
+    except Exception as problem:  # Whatever the library's HTTP client and the disk may raise.
+        reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        advice = f"downloading it failed ({reason}): try again, or give a folder"
+    raise UserError(f"there is no folder {name}, and {advice}")
