@@ -91,17 +91,19 @@ def generate(
 @click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one.")
 @click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="Hugging Face folder.  [default: the small model that ships with the package]",
+    "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
 )
 @click.option("--name", help="What clients call the model.  [default: its folder's name]")
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="What the model computes in.")
 @click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
 @click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
 @click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
 @click.option("--max-sequences", type=click.IntRange(min=1), default=64, help="Most requests running at once.")
 @click.option("--max-waiting", type=click.IntRange(min=0), default=256, help="Most beyond those; more get a 429.")
 @click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=True, help="Compute what prompts have in common at their start once."
+)
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]")
 @click.option("--api-keys", type=click.Path(path_type=Path, dir_okay=False), help="File with a key a line.")
 @click.option(
@@ -117,35 +119,27 @@ def generate(
 def serve(
     host: str,
     port: int,
-    model: Path | None,
+    model: str | None,
     name: str | None,
-    drafter: str,
-    address: str,
-    max_draft: int,
-    max_sequences: int,
     max_waiting: int,
-    kv_memory: int,
-    threads: int | None,
     api_keys: Path | None,
     cached_responses: int,
     drain: float,
+    **engine: Any,
 ) -> None:
     """Serve a model with OpenAI's API, and a page that shows what goes on."""
     from engine.api.command import run_server
-    from engine.api.settings import EngineOptions, ServerConfig
+    from engine.api.settings import ServerConfig
 
-    run_server(
-        EngineOptions(model, drafter, address, max_draft, max_sequences, kv_memory, threads),
-        ServerConfig(
-            host=host,
-            port=port,
-            api_keys=api_keys,
-            max_waiting=max_waiting,
-            drain_s=drain,
-            cached_responses=cached_responses,
-        ),
-        name,
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_keys=api_keys,
+        max_waiting=max_waiting,
+        drain_s=drain,
+        cached_responses=cached_responses,
     )
+    run_server(model, name, config, **engine)
 
 
 @cli.command()

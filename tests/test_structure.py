@@ -40,12 +40,18 @@ ALLOWED = {
         "ssd",
         "drafter_service.client",
         "click",
+        "fastapi",
         "huggingface_hub",
         "numpy",
+        "orjson",
+        "prometheus_client",
+        "pydantic",
         "rich",
         "safetensors",
+        "starlette",
         "tokenizers",
         "torch",
+        "uvicorn",
     },
 }
 """Beside the standard library, of which `ssd` may not open sockets."""

@@ -7,11 +7,11 @@ import sys
 import torch
 
 from engine.api.settings import EngineOptions
-from engine.build import SHIPPED_MODEL, build_engine
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.drafters.build import build_drafter
-from engine.models.loader import load_model
+from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.tokenizer import Tokenizer
 from ssd.config import DrafterConfig
@@ -21,18 +21,19 @@ def build(options: EngineOptions) -> Engine:
     """Raises UserError for a model or a drafter that cannot be had."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    folder = options.model or SHIPPED_MODEL
     config = EngineConfig(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
         max_step_tokens=max(2048, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
+        prefix_cache=options.prefix_cache,
     )
     drafter = build_drafter(
         options.drafter,
         DrafterConfig(max_draft=max(1, options.max_draft)),
         options.address,
         warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
-        model=folder,
+        model=options.model,
     )
-    return build_engine(pack(load_model(folder)), config, drafter, Tokenizer(folder).decode)
+    model = pack(load_model(options.model, dtype=DTYPES[options.dtype]))
+    return build_engine(model, config, drafter, Tokenizer(options.model).decode)

@@ -21,7 +21,7 @@ from engine.request import Completion, Request
 async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[str, Any] | Response:
     """Answer a chat. Raises ApiError and UserError."""
     service.check_model(body.model)
-    prompt = service.encode_chat([message.for_template() for message in body.messages])
+    prompt = service.served.chat.tokens([message.model_dump(exclude_none=True) for message in body.messages])
     asked = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = service.requests(body, prompt, asked or service.room_behind(prompt), logprobs=logprobs)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import click
 
 from engine.api.serve import serve
 from engine.api.settings import EngineOptions, ServerConfig
 from engine.build import SHIPPED_MODEL
+from engine.models.hub import find_model
 
 
-def run_server(options: EngineOptions, config: ServerConfig, name: str | None) -> None:
-    """Serve until a signal. Raises UserError."""
-    called = name or (options.model or SHIPPED_MODEL).resolve().name
-    asyncio.run(serve(options, config, called, click.echo))
+def run_server(model: str | None, name: str | None, config: ServerConfig, **engine: Any) -> None:
+    """Serve until a signal. `engine`: further fields of `EngineOptions`. Raises UserError."""
+    folder = find_model(model) if model else SHIPPED_MODEL
+    called = name or (model if model and not folder.samefile(model) else folder.resolve().name)
+    asyncio.run(serve(EngineOptions(folder, **engine), config, called, click.echo))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -85,11 +85,6 @@ class Message(Body):
     role: Annotated[str, Field(min_length=1)]
     content: str | list[ContentPart]
     name: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
 
 
 class ChatRequest(SamplingFields):

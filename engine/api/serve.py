@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -16,33 +20,46 @@ from engine.api.app import create_app
 from engine.api.build import build
 from engine.api.cache import ResponseCache
 from engine.api.process import EngineProcess
-from engine.api.service import Served, Service
+from engine.api.service import SAMPLING, Served, Service
 from engine.api.settings import EngineOptions, ServerConfig, read_keys
-from engine.build import SHIPPED_MODEL
+from engine.chat import ChatPrompts
+from engine.models.generation import load_generation_defaults
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
 
 
 async def serve(engine_options: EngineOptions, config: ServerConfig, name: str, say: Callable[[str], None]) -> None:
     """Serve until a signal. Raises UserError if it cannot, or the engine has ended by itself."""
-    folder = engine_options.model or SHIPPED_MODEL
+    folder = engine_options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
     tokenizer = Tokenizer(folder)
+    served = Served(
+        name=name,
+        tokenizer=tokenizer,
+        chat=ChatPrompts(folder, tokenizer),
+        defaults=_sampling_defaults(folder),
+        created=int(time.time()),
+        drafter=engine_options.drafter,
+    )
     engine = EngineProcess(partial(build, engine_options))
     say(f"loading {name} ...")
     try:
         ready = await engine.start()
         admission = Admission(engine_options.max_sequences + config.max_waiting)
         cache = ResponseCache(config.cached_responses) if config.cached_responses else None
-        service = Service(
-            engine, ready, Served(name, tokenizer, {}, int(time.time()), engine_options.drafter), admission, cache
-        )
+        service = Service(engine, ready, served, admission, cache)
         app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
         await _listen(app, engine, config, say)
+        if engine.gone is not None:
+            raise UserError(f"the engine has stopped: {engine.gone}")
     finally:
         await engine.stop()
-    if engine.gone is not None:
-        raise UserError(f"the engine has stopped: {engine.gone}")
+
+
+def _sampling_defaults(folder: Path) -> dict[str, Any]:
+    """What the model's publisher recommends, by the names of `SamplingParams`."""
+    recommended = asdict(load_generation_defaults(folder))
+    return {name: value for name, value in recommended.items() if name in SAMPLING and value is not None}
 
 
 async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Callable[[str], None]) -> None:
@@ -52,7 +69,9 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Ca
     )  # fmt: skip
     sockets = [_bound(settings)]
     host, port = sockets[0].getsockname()[:2]
-    server = uvicorn.Server(settings)
+    server = _Server(settings)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
 
     async def watch() -> None:
         await engine.wait_for_end()
@@ -64,6 +83,15 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Ca
         await server.serve(sockets=sockets)
     finally:
         watching.cancel()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's own handling would raise the signal again once everything has ended in good order."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing is captured here: the event loop has the handlers."""
+        yield
 
 
 def _bound(settings: uvicorn.Config) -> Any:

@@ -20,6 +20,7 @@ from engine.api.metrics import Metrics
 from engine.api.process import EngineProcess
 from engine.api.schemas import SamplingFields
 from engine.api.text import OutputText
+from engine.chat import ChatPrompts
 from engine.detokenize import Detokenizer
 from engine.request import Request, SamplingParams
 from engine.sampling import sample_seed
@@ -42,6 +43,7 @@ class Served:
 
     name: str
     tokenizer: Tokenizer
+    chat: ChatPrompts
     defaults: dict[str, Any]
     """Sampling parameters for requests that do not say, from the model's folder."""
     created: int
@@ -78,7 +80,7 @@ class Service:
 
     def runner(self, body: SamplingFields, requests: Sequence[Request]) -> Run:
         """What runs the requests of a body: those that have the same output each time may come from the cache."""
-        is_repeatable = body.seed is not None or all(request.sampling.temperature == 0 for request in requests)
+        is_repeatable = body.seed is not None or not any(request.sampling.is_drawn for request in requests)
         if self._cache is None or not is_repeatable:
             return self.engine.run
         return partial(self._cache.run, self.engine)

@@ -12,8 +12,9 @@ from ssd.errors import UserError
 class EngineOptions:
     """What the engine's process builds."""
 
-    model: Path | None
-    """A Hugging Face folder; None: the model that ships with the package."""
+    model: Path
+    """A Hugging Face folder."""
+    dtype: str
     drafter: str
     address: str
     """Of a sidecar."""
@@ -21,6 +22,7 @@ class EngineOptions:
     max_sequences: int
     kv_memory: int
     """MiB."""
+    prefix_cache: bool
     threads: int | None
 
 

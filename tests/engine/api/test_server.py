@@ -14,11 +14,12 @@ import openai
 import pytest
 
 from engine.build import SHIPPED_MODEL
+from engine.tokenizer import Tokenizer
 from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
 
 PROMPT = "def quicksort(items):\n    "
 TEMPLATE = (
-    "{{ bos_token or '' }}{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}# answer\n{% endif %}"
 )
 
@@ -145,9 +146,9 @@ def test_logprobs_come_with_their_tokens(client):
 def test_a_chat_goes_through_the_models_template(client):
     messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "a list"}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=20, temperature=0)
-    raw = client.completions.create(
-        model=MODEL, prompt="# system: sort\n# user: a list\n# answer\n", max_tokens=20, temperature=0
-    )
+    text = "# system: sort\n# user: a list\n# answer\n"
+    prompt = Tokenizer(SHIPPED_MODEL).encode(text, add_special_tokens=False).tolist()
+    raw = client.completions.create(model=MODEL, prompt=prompt, max_tokens=20, temperature=0)
     assert answer.choices[0].message.content == raw.choices[0].text
     assert answer.usage.prompt_tokens == raw.usage.prompt_tokens
     chunks = list(
@@ -271,7 +272,8 @@ def test_keys_a_full_queue_and_a_cache(folder, tmp_path):
         http.headers["Authorization"] = "Bearer secret"
         assert http.post("/v1/completions", json=asked | {"n": 3}).status_code == 429
         with http.stream("POST", "/v1/completions", json=asked | {"stream": True, "n": 2}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()
+            next(lines)
             refused = httpx.post(f"{server.url}/v1/completions", json=asked, headers=http.headers)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
