@@ -1,4 +1,4 @@
-"""What a step costs by the tokens in it, and how many draft tokens pay.
+"""Which drafted tokens a step verifies: those that pay.
 
 A step of N tokens takes t(N) seconds: measured at some sizes when the engine starts, corrected while it runs. Draft
 tokens are worth what they are likely to save: B sequences get B tokens a step, and one more for each draft token that
@@ -13,44 +13,67 @@ from time import perf_counter
 
 import numpy as np
 
+from ssd.draft import DraftBatch
+
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Tokens in a step; between them t is a straight line."""
 REPEATS = 3
 """Of each size; the least counts, since only other work makes a step slower."""
+MEASURING_S = 3.0
+"""Larger sizes are left to the last slope once measuring has taken so long."""
 LEARNING_RATE = 0.05
 """Weight of a new step in the correction of its size."""
 MOST_DEVIATION = 4.0
 """A step that takes so many times what was expected was disturbed, and corrects no more than this."""
+SEVERAL = 16
+"""Sequences in the step that tells what each takes beside its tokens."""
+LEAST_COST = 1e-4
+MEMORY = 0.98
+"""What is left of a step's outcome after the next, when drafts are judged: about fifty steps count."""
+BENEFIT_OF_DOUBT = 0.5
+"""Accepted tokens that every drafter begins with, and comes back to while nothing of it is verified. With that memory a
+drafter of which nothing is ever accepted gets so many tokens in fifty steps that they cost a hundredth of the time."""
 
 
 class StepCost:
-    """Seconds that a step takes, by its tokens."""
+    """Seconds that a step takes, by its tokens and sequences."""
 
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """sizes: rising numbers of tokens. seconds: what a step of each took."""
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], per_sequence: float = 0.0) -> None:
+        """sizes: rising numbers of tokens. seconds: of a step of so many tokens of one sequence. per_sequence: that
+        each sequence more takes beside its tokens.
+        """
         self._sizes = np.array(sizes, np.float64)
         # More tokens never take less: what seems to was disturbed.
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
+        self._per_sequence = max(0.0, per_sequence)
 
     @classmethod
-    def measured(cls, run: Callable[[int], object], most: int) -> StepCost:
-        """Time `run`, which makes a step of so many tokens, for sizes up to `most`."""
-        sizes = [size for size in SIZES if size < most] + [most]
-        run(sizes[-1])  # The first call allocates and compiles.
-        return cls(sizes, [min(_seconds_of(run, size) for _ in range(REPEATS)) for size in sizes])
+    def measured(cls, run: Callable[[int, int], object], most: int, sequences: int) -> StepCost:
+        """Time `run`, which makes a step of so many tokens of each of so many sequences, up to `most` tokens."""
+        wanted = [size for size in SIZES if size < most] + [most]
+        run(wanted[0], 1)  # The first call allocates and compiles.
+        sizes: list[int] = []
+        seconds: list[float] = []
+        began = perf_counter()
+        while len(sizes) < len(wanted) and (len(sizes) < 2 or perf_counter() - began < MEASURING_S):
+            sizes.append(wanted[len(sizes)])
+            seconds.append(_least_seconds(run, sizes[-1], 1))
+        several = min(sequences, SEVERAL)
+        alone = float(cls(sizes, seconds).seconds(several, 1))
+        more = (_least_seconds(run, 1, several) - alone) / (several - 1) if several > 1 else 0.0
+        return cls(sizes, seconds, more)
 
-    def seconds(self, tokens: np.ndarray | int) -> np.ndarray:
+    def seconds(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
         """Of steps of so many tokens, float64 like `tokens`."""
-        last = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
-        beyond = np.maximum(0, np.asarray(tokens, np.float64) - self._sizes[-1]) * last
-        return np.interp(tokens, self._sizes, self._seconds) + beyond
+        slope = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
+        beyond = np.maximum(0, np.asarray(tokens, np.float64) - self._sizes[-1]) * slope
+        return np.interp(tokens, self._sizes, self._seconds) + beyond + self._per_sequence * (sequences - 1)
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        expected = float(self.seconds(tokens))
+    def note(self, tokens: int, sequences: int, seconds: float) -> None:
+        """Such a step took so long."""
+        expected = float(self.seconds(tokens, sequences))
         factor = min(max(seconds / expected, 1 / MOST_DEVIATION), MOST_DEVIATION)
-        distance = np.abs(np.log(self._sizes / max(1, tokens)))
-        nearness = np.exp(-distance)
+        nearness = np.exp(-np.abs(np.log(self._sizes / max(1, tokens))))
         self._seconds = np.maximum.accumulate(self._seconds * factor ** (LEARNING_RATE * nearness))
 
     def of_one_more(self, tokens: int, sequences: int) -> float:
@@ -58,12 +81,41 @@ class StepCost:
 
         In the time of a step all sequences together get a token each, so a token has to earn so many times its time.
         """
-        ahead = max(1, sequences)
-        rise = float(self.seconds(tokens + ahead) - self.seconds(tokens)) / ahead
-        return min(1.0, max(LEAST_COST, rise * sequences / float(self.seconds(tokens))))
+        now, more = self.seconds(np.array([tokens, tokens + sequences]), sequences)
+        return float(min(1.0, max(LEAST_COST, (more - now) / now)))
 
 
-LEAST_COST = 1e-4
+class Budget:
+    """Spends the tokens of each step where they are likeliest to be accepted."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+        self._promised = self._kept = 0.0
+        """Tokens that were to be accepted, by their odds, and that were."""
+
+    @property
+    def trust(self) -> float:
+        """How much of what the drafter promised lately was kept."""
+        return min(1.0, (self._kept + BENEFIT_OF_DOUBT) / (self._promised + BENEFIT_OF_DOUBT))
+
+    def price(self, tokens: int, sequences: int) -> float:
+        """See `StepCost.of_one_more`."""
+        return self._cost.of_one_more(tokens, sequences)
+
+    def spend(self, drafts: DraftBatch, tokens: int) -> np.ndarray:
+        """How many tokens of each path to verify beside `tokens`, int64 [B]."""
+        sequences = len(drafts.offsets) - 1
+        odds = path_odds(drafts.odds, drafts.offsets)
+        lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
+        starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
+        is_spent = np.arange(len(odds)) - starts.repeat(sizes) < lengths.repeat(sizes)
+        self._promised = MEMORY * self._promised + float(odds[is_spent].sum())
+        return lengths
+
+    def note(self, tokens: int, sequences: int, accepted: int, seconds: float) -> None:
+        """A step took so long, and so many draft tokens were accepted."""
+        self._kept = MEMORY * self._kept + accepted
+        self._cost.note(tokens, sequences, seconds)
 
 
 def worth_verifying(odds: np.ndarray, offsets: np.ndarray, tokens: int, sequences: int, cost: StepCost) -> np.ndarray:
@@ -77,7 +129,7 @@ def worth_verifying(odds: np.ndarray, offsets: np.ndarray, tokens: int, sequence
         return lengths
     order = np.argsort(-odds, kind="stable")
     gained = sequences + np.concatenate(([0.0], np.cumsum(odds[order], dtype=np.float64)))
-    rate = gained / cost.seconds(tokens + np.arange(len(odds) + 1))
+    rate = gained / cost.seconds(tokens + np.arange(len(odds) + 1), sequences)
     chosen = np.zeros(len(odds), np.bool_)
     chosen[order[: int(rate.argmax())]] = True
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -92,7 +144,10 @@ def path_odds(odds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.exp(sums - np.repeat(before, np.diff(offsets).astype(np.int64)))
 
 
-def _seconds_of(run: Callable[[int], object], size: int) -> float:
-    began = perf_counter()
-    run(size)
-    return perf_counter() - began
+def _least_seconds(run: Callable[[int, int], object], tokens: int, sequences: int) -> float:
+    least = float("inf")
+    for _ in range(REPEATS):
+        began = perf_counter()
+        run(tokens, sequences)
+        least = min(least, perf_counter() - began)
+    return least

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.attention.plain import PlainAttention
+from engine.batch import Batch, Span
+from engine.budget import Budget, StepCost
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.detokenize import Decode
@@ -19,20 +22,53 @@ from ssd.draft import Drafter
 ASSETS = Path(__file__).parent / "assets"
 SHIPPED_MODEL = ASSETS / "stdlib-7m"
 """The small model that comes with the project."""
+MOST_LOGITS = 512
+"""Rows of logits in a step that is measured: of large vocabularies more would not fit into memory."""
 PROMPTS_FILE = "prompts.jsonl"
 """In its folder: held-out functions to complete."""
 
 
-def build_engine(model: Decoder, config: EngineConfig, drafter: Drafter, decode: Decode | None = None) -> Engine:
+def build_engine(
+    model: Decoder, config: EngineConfig, drafter: Drafter, decode: Decode | None = None, *, has_budget: bool = False
+) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
-    `decode` is the tokenizer's, for requests with stop strings.
+    `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
+    seconds, and verify only what pays; otherwise everything that was drafted.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     pages = PagePool(_page_count(model.config, config, dtype), config.page_size)
     attention = PlainAttention(model.config, pages.count, config.page_size, dtype, device)
-    return Engine(model.config, config, Runner(model, attention, device), pages, drafter, decode)
+    runner = Runner(model, attention, device)
+    budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
+    return Engine(model.config, config, runner, pages, drafter, decode, budget)
+
+
+def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:
+    """What steps cost, on pages that hold nothing yet."""
+
+    def run(tokens: int, sequences: int) -> None:
+        # All of them write to the same pages: what they hold does not matter.
+        table = list(range(pages.pages_for(tokens)))
+        spans = [Span(index * tokens, tokens, 0, table) for index in range(sequences)]
+        positions = np.tile(np.arange(tokens), sequences)
+        rows = np.arange(tokens * sequences)[-MOST_LOGITS:]
+        offsets = np.arange(0, tokens * sequences + 1, tokens)
+        runner.forward(
+            Batch(
+                tokens=np.zeros(tokens * sequences, np.int64),
+                positions=positions,
+                slots=positions,
+                spans=spans,
+                logit_rows=rows,
+                logit_offsets=offsets,
+                scored_offsets=np.full(sequences + 1, len(rows)),
+            )
+        ).argmax(dim=-1)
+
+    most = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
+    return StepCost.measured(run, most, config.max_sequences)
 
 
 def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import numpy as np
 
 from engine.batch import Batch, build_batch
+from engine.budget import Budget
 from engine.config import EngineConfig
 from engine.detokenize import Decode
 from engine.logprobs import Logprobs
@@ -72,14 +74,18 @@ class Engine:
         pages: PagePool,
         drafter: Drafter,
         decode: Decode | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        """`decode` reads the output of requests that have stop strings; without it those are refused."""
+        """`decode` reads the output of requests that have stop strings; without it those are refused. Without a
+        `budget` everything is verified that was drafted.
+        """
         self.model = model
         self.scheduler = Scheduler(config, pages)
         self._config = config
         self._runner = runner
         self._drafter = drafter
         self._decode = decode
+        self._budget = budget
         self._next_id = 0
 
     @property
@@ -119,8 +125,14 @@ class Engine:
             return StepReport()
         self._draft(sequences)
         batch = build_batch(sequences, self.scheduler.pages.page_size)
+        began = perf_counter()
         chosen = choose(batch, self._runner.forward(batch), sequences)
-        return self._commit(batch, chosen, sequences)
+        seconds = perf_counter() - began
+        report = self._commit(batch, chosen, sequences)
+        if self._budget is not None:
+            accepted = sum(outcome.accepted for outcome in report.outcomes)
+            self._budget.note(len(batch.tokens), len(sequences), accepted, seconds)
+        return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
         """End a request between two steps, wherever it is; its completion has what it has produced, and says ABORT.
@@ -167,15 +179,18 @@ class Engine:
             sequence.draft = NO_TOKENS
         if not producing:
             return
-        drafts = self._drafter.draft(self._progress(producing))
-        for index, sequence in enumerate(producing):
+        tokens = sum(sequence.scheduled for sequence in sequences)
+        cost = None if self._budget is None else self._budget.price(tokens, len(producing))
+        drafts = self._drafter.draft(self._progress(producing, cost))
+        lengths = np.diff(drafts.offsets) if self._budget is None else self._budget.spend(drafts, tokens)
+        for index, (sequence, length) in enumerate(zip(producing, lengths.tolist(), strict=True)):
             # A remote drafter's word is no reason to index out of the embedding.
-            tokens = drafts.tokens_of(index)[: self._draft_limit(sequence)]
-            foreign = np.flatnonzero(tokens >= self.model.vocab_size)
-            sequence.draft = tokens[: foreign[0]] if len(foreign) else tokens
+            draft = drafts.tokens_of(index)[: min(length, self._draft_limit(sequence))]
+            foreign = np.flatnonzero(draft >= self.model.vocab_size)
+            sequence.draft = draft[: foreign[0]] if len(foreign) else draft
             sequence.told = len(sequence)
 
-    def _progress(self, sequences: SequenceOf[Sequence]) -> Progress:
+    def _progress(self, sequences: SequenceOf[Sequence], cost: float | None) -> Progress:
         untold = [sequence.untold for sequence in sequences]
         return Progress(
             sequence_ids=np.array([sequence.sequence_id for sequence in sequences], np.uint64),
@@ -184,6 +199,7 @@ class Engine:
             verified=np.array([sequence.last_verified for sequence in sequences], np.uint32),
             accepted=np.array([sequence.last_accepted for sequence in sequences], np.uint32),
             max_draft=np.array([self._draft_limit(sequence) for sequence in sequences], np.uint32),
+            cost=cost,
         )
 
     def _draft_limit(self, sequence: Sequence) -> int:

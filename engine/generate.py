@@ -74,7 +74,7 @@ def run_generate(options: GenerateOptions) -> None:
         warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
         model=folder,
     )
-    engine = build_engine(model, config, drafter, tokenizer.decode)
+    engine = build_engine(model, config, drafter, tokenizer.decode, has_budget=options.drafter != "none")
     with closing(engine):
         for number, request in enumerate(requests, start=1):
             with _naming_prompt(number):

@@ -36,4 +36,4 @@ def build(options: EngineOptions) -> Engine:
         model=options.model,
     )
     model = pack(load_model(options.model, dtype=DTYPES[options.dtype]))
-    return build_engine(model, config, drafter, Tokenizer(options.model).decode)
+    return build_engine(model, config, drafter, Tokenizer(options.model).decode, has_budget=options.drafter != "none")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import StepCost, path_odds, worth_verifying
+from engine.budget import Budget, StepCost, path_odds, worth_verifying
+from ssd.draft import DraftBatch, Path
 
 PROBABILITIES = st.floats(0.01, 1.0)
 PATHS = st.lists(st.lists(PROBABILITIES, max_size=4), min_size=1, max_size=3)
@@ -30,12 +31,12 @@ def test_odds_of_a_path_are_products(paths):
 
 def tokens_per_second(paths, lengths, tokens, cost):
     gained = sum(float(np.prod(path[: i + 1])) for path, n in zip(paths, lengths, strict=True) for i in range(n))
-    return (len(paths) + gained) / float(cost.seconds(tokens + sum(lengths)))
+    return (len(paths) + gained) / float(cost.seconds(tokens + sum(lengths), len(paths)))
 
 
-@given(PATHS, RISES, st.integers(0, 20))
-def test_no_other_choice_is_quicker(paths, rises, prompt_tokens):
-    cost = StepCost([1, 4, 16, 64], np.cumsum([1.0, *rises]))
+@given(PATHS, RISES, st.integers(0, 20), st.floats(0, 0.5))
+def test_no_other_choice_is_quicker(paths, rises, prompt_tokens, per_sequence):
+    cost = StepCost([1, 4, 16, 64], np.cumsum([1.0, *rises]), per_sequence)
     tokens = len(paths) + prompt_tokens
     odds, offsets = flat(paths)
     lengths = worth_verifying(path_odds(odds, offsets), offsets, tokens, len(paths), cost)
@@ -57,9 +58,10 @@ def test_where_every_token_costs_a_step_only_sure_ones_are_verified():
 
 def test_costs_between_and_beyond_what_was_measured():
     cost = StepCost([1, 11, 21], [1.0, 2.0, 4.0])
-    assert cost.seconds(np.array([1, 6, 11, 16, 31])).tolist() == [1.0, 1.5, 2.0, 3.0, 6.0]
+    assert cost.seconds(np.array([1, 6, 11, 16, 31]), 1).tolist() == [1.0, 1.5, 2.0, 3.0, 6.0]
     # What was disturbed does not make larger steps cheaper.
-    assert StepCost([1, 2, 3], [1.0, 5.0, 2.0]).seconds(3) == 5.0
+    assert StepCost([1, 2, 3], [1.0, 5.0, 2.0]).seconds(3, 1) == 5.0
+    assert StepCost([1, 2], [1.0, 2.0], 0.5).seconds(2, 3) == 3.0
 
 
 def test_one_more_token_costs_each_sequence_its_share():
@@ -73,17 +75,65 @@ def test_one_more_token_costs_each_sequence_its_share():
 def test_steps_correct_what_was_measured():
     cost = StepCost([1, 16, 256], [1.0, 1.0, 1.0])
     for _ in range(400):
-        cost.note(16, 3.0)
-        cost.note(1, 1.0)
-    assert cost.seconds(16) == pytest.approx(3.0, rel=0.1)
-    assert cost.seconds(1) == pytest.approx(1.0, rel=0.4)
-    before = cost.seconds(256)
-    cost.note(256, 1e6)  # a disturbance
-    assert cost.seconds(256) < 1.1 * before
+        cost.note(16, 1, 3.0)
+        cost.note(1, 1, 1.0)
+    assert cost.seconds(16, 1) == pytest.approx(3.0, rel=0.1)
+    assert cost.seconds(1, 1) == pytest.approx(1.0, rel=0.4)
+    before = cost.seconds(256, 1)
+    cost.note(256, 1, 1e6)  # a disturbance
+    assert cost.seconds(256, 1) < 1.1 * before
 
 
 def test_sizes_are_measured_up_to_the_largest():
     asked = []
-    cost = StepCost.measured(asked.append, 100)
-    assert sorted(set(asked)) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert cost.seconds(100) > 0
+    cost = StepCost.measured(lambda *size: asked.append(size), 100, 8)
+    assert sorted(set(asked)) == [(1, 1), (1, 8), *((size, 1) for size in (2, 4, 8, 16, 32, 64, 100))]
+    assert cost.seconds(100, 1) > 0
+    assert cost.seconds(1, 8) >= cost.seconds(1, 1)
+
+
+def test_measuring_ends_when_it_has_taken_long(monkeypatch):
+    now = 0.0
+
+    def run(tokens, _sequences):
+        nonlocal now
+        now += tokens * 0.1
+
+    monkeypatch.setattr("engine.budget.perf_counter", lambda: now)
+    cost = StepCost.measured(run, 1000, 1)
+    assert cost.seconds(4, 1) == pytest.approx(0.4)
+    assert cost.seconds(1000, 1) == pytest.approx(100)  # by the last slope
+    assert now < 30
+
+
+def drafts_of(*paths):
+    return DraftBatch.of_paths([Path(np.arange(len(path), dtype=np.uint32), np.array(path)) for path in paths])
+
+
+CHEAP = StepCost([1, 100], [1.0, 1.5])
+
+
+@pytest.mark.parametrize("price", [0.002, 0.02, 0.2])
+def test_drafts_that_are_never_accepted_cost_a_hundredth_and_get_chances(price):
+    budget, drafts = Budget(StepCost([1, 101], [1.0, 1.0 + 100 * price])), drafts_of([1.0] * 16)
+    spent = []
+    for _ in range(2000):
+        spent.append(int(budget.spend(drafts, 1)[0]))
+        budget.note(1 + spent[-1], 1, 0, 1.0 + price * spent[-1])
+    later = spent[200:]
+    assert 0.002 < price * sum(later) / len(later) < 0.04
+    assert max(later[-500:]) > 0
+
+
+def test_who_keeps_what_was_promised_is_trusted():
+    budget, drafts = Budget(CHEAP), drafts_of([0.9, 0.9, 0.9], [0.5])
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        assert budget.spend(drafts, 2).tolist() == [3, 1]
+        on_path = np.minimum.accumulate(rng.random(3) < 0.9).sum()
+        budget.note(6, 2, int(on_path) + int(rng.random() < 0.5), 1.0)
+    assert budget.trust > 0.85
+
+
+def test_the_price_is_that_of_the_step():
+    assert Budget(CHEAP).price(51, 10) == CHEAP.of_one_more(51, 10)
