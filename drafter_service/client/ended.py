@@ -86,8 +86,8 @@ class EndedSequences:
     def next_lot(self, most_bytes: int, room: float) -> list[Ended]:
         """Those to tell of next: about so much text, one at least if there is any. `tell` follows.
 
-        room: how many tokens the service can take in, were there none of those that have ended. Sequences that it has to
-        be told from their beginning wait until there is enough.
+        room: how many tokens the service can take in, were there none of those that have ended. Sequences that it has
+        to be told from their beginning wait until there is enough.
         """
         # Within a message sequences begin before others end.
         room -= sum(ended.size for ended in self._due if ended.is_known)
