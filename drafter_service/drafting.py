@@ -110,7 +110,7 @@ class Drafting:
                 session = Session(namespace, self._limits)
             namespace.streams.add(stream)
             try:
-                welcome = _welcome(session, name, visit) if hello.protocol >= PROTOCOL else None
+                welcome = _welcome(session, name, visit, self._limits) if hello.protocol >= PROTOCOL else None
                 response = self._answer(session, request, visit, is_first=True)
                 if welcome is not None:
                     response.welcome.CopyFrom(welcome)
@@ -172,7 +172,7 @@ def _read_hello(hello: pb.Hello) -> tuple[ModelIdentity, str]:
     return model, hello.namespace or default_namespace(model)
 
 
-def _welcome(session: Session, name: str, visit: Visit) -> pb.Welcome:
+def _welcome(session: Session, name: str, visit: Visit, limits: Limits) -> pb.Welcome:
     """Before the first request has any effect."""
     ids, lengths = pack_resumed(session.sizes())
     return pb.Welcome(
@@ -182,4 +182,6 @@ def _welcome(session: Session, name: str, visit: Visit) -> pb.Welcome:
         max_draft=session.max_draft,
         resumed_ids=ids,
         resumed_lengths=lengths,
+        most_sequences=limits.sequences,
+        most_tokens=limits.stream_tokens,
     )

@@ -74,7 +74,10 @@ class Connector:
         return None if steps is None else steps.socket_path
 
     def connect_steps(self, timeout_s: float) -> socket.socket | None:
-        """A connection to the socket for steps; None if nobody answers there."""
+        """A connection to the socket for steps; None if nobody answers there.
+
+        Raises OSError for a process that cannot have one more descriptor.
+        """
         path = self.steps_path
         if path is None or not path.exists():
             return None

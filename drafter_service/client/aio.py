@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -14,13 +15,10 @@ import numpy as np
 
 from drafter_service.client.base import Client
 from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTIONS
-from drafter_service.client.messages import RefusedError
 from drafter_service.client.socket_call import SocketCall
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
-from drafter_service.wire import WireError
 from ssd.draft import DraftBatch, Progress
-from ssd.errors import UserError
 
 
 class Call(Protocol):
@@ -74,12 +72,14 @@ class AsyncDrafterClient(Client):
         learn: bool = True,
     ) -> None:
         """Begin a sequence, as `DrafterClient.start`."""
+        self._check_process()
         async with self._turns:
             self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
             self._has_more.set()
 
     async def draft(self, progress: Progress) -> DraftBatch:
         """Tell what was committed and wait for drafts, as `DrafterClient.draft`."""
+        self._check_process()
         async with self._turns:
             turn = self._core.draft(progress)
             self._has_more.set()
@@ -94,13 +94,14 @@ class AsyncDrafterClient(Client):
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
     ) -> None:
         """End a sequence, as `DrafterClient.finish`."""
+        self._check_process()
         async with self._turns:
             self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
             self._has_more.set()
 
     async def close(self) -> None:
         """Let the service take what was sent, then end the stream."""
-        if self._keeping is None:
+        if self._keeping is None or self._is_fork:
             return
         self._is_closing = True
         is_heard = self._core.dialogue.may_send
@@ -137,13 +138,13 @@ class AsyncDrafterClient(Client):
             if self._is_closing:
                 return
             if news is not None:
-                self._on_lost(news)
+                self._tell_owner(news)
 
     async def _converse(self) -> Exception | None:
         """One stream from its beginning to its end; returns what ended it, None if the service did in good order."""
         try:
             async with self._open() as call:
-                self._greet(call)
+                self._greet(call, "socket" if isinstance(call, SocketCall) else "grpc")
                 self._has_more.set()
                 writer = asyncio.create_task(self._write(call), name="ssd-client-writer")
                 try:
@@ -153,7 +154,7 @@ class AsyncDrafterClient(Client):
                         self._changed.set()
                 finally:
                     writer.cancel()
-        except (grpc.RpcError, RefusedError, WireError, UserError) as problem:
+        except Exception as problem:  # Beside what is expected, such as too few descriptors: that may pass.
             return problem
         except asyncio.CancelledError:
             # A call that this client cancels looks as if the task were cancelled.
@@ -173,18 +174,25 @@ class AsyncDrafterClient(Client):
                 yield drafter_pb2_grpc.DrafterServiceStub(channel).Draft(metadata=self._connector.metadata())
 
     async def _call_steps(self) -> SocketCall | None:
-        """A stream over the socket for steps; None if nobody answers there."""
+        """A stream over the socket for steps; None if nobody answers there. Raises OSError for want of descriptors."""
         path = self._connector.steps_path
-        with contextlib.suppress(OSError):
+        try:
             return None if path is None else await SocketCall.open(path, self._connector.authorization())
+        except OSError as problem:
+            if problem.errno in (errno.EMFILE, errno.ENFILE):
+                raise
         return None
 
     async def _write(self, call: Call) -> None:
         """Send whatever is to be sent. A task for each stream; if that breaks its reader finds out why."""
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        try:
             while not self._is_closing or self._has_more.is_set():
                 await self._has_more.wait()
                 self._has_more.clear()
-                for request in self._core.dialogue.outgoing():
-                    await call.write(request)
+                for message in self._core.dialogue.outgoing():
+                    await call.write(message.message())
             await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass
+        except Exception as problem:  # Of which the reader would never hear.
+            self._leave(self._link.parting_of(problem))

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import structlog
 
 from drafter_service.access.client import ClientAccess, Connector
 from drafter_service.address import Address
 from drafter_service.client.core import Core
 from drafter_service.client.counters import Counters
 from drafter_service.client.link import AHEAD, DEADLINE_S, PATIENCE_S, Link, Parting, hello_of
+from drafter_service.client.messages import RefusedError
+from drafter_service.wire import WireError
+from ssd.errors import UserError
 
 if TYPE_CHECKING:  # It brings numba with it.
     from drafter_service.facts import ModelIdentity
+
+logger = structlog.get_logger(__name__)
+
+EXPECTED = (grpc.RpcError, RefusedError, WireError, UserError)
+"""Ways in which streams end."""
 
 
 class Cancellable(Protocol):
@@ -56,6 +68,7 @@ class Client:
         self._on_lost = on_lost
         self._core = Core(hello_of(model, namespace), ahead=ahead)
         self._link = Link(self._core, rng)
+        self._process = os.getpid()
         self._is_required = required
         self._is_closing = False
         self._call: Cancellable | None = None
@@ -67,6 +80,11 @@ class Client:
     def lost(self) -> str | None:
         """Why there is no connection; None while there is one."""
         return self._link.lost
+
+    @property
+    def transport(self) -> str:
+        """What the connection goes over: "socket", the socket for steps, or "grpc"; empty while there is none."""
+        return self._core.counters.transport
 
     @property
     def counters(self) -> Counters:
@@ -81,9 +99,20 @@ class Client:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _greet(self, call: Cancellable) -> None:
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this process is another than the one that connected."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        """Raises UserError in a fork: what it said would get between what its parent says."""
+        if self._is_fork:
+            raise UserError(f"this client belongs to process {self._process}; make another one in each process")
+
+    def _greet(self, call: Cancellable, transport: str) -> None:
         """A stream was opened."""
         self._call, self._farewell = call, None
+        self._core.counters.transport = transport
         self._core.greet()
 
     def _mind_silence(self) -> None:
@@ -105,5 +134,15 @@ class Client:
     def _end(self, problem: Exception | None) -> tuple[float | None, str | None]:
         """A stream has ended: how many seconds until the next one, None for ever; and news for the owner."""
         self._call = None
+        self._core.counters.transport = ""
+        if problem is not None and not isinstance(problem, EXPECTED):
+            logger.warning("the connection to the drafter failed", problem=type(problem).__name__)
         wait_s, news = self._link.end(self._farewell or self._link.parting_of(problem))
         return wait_s, None if self._is_required or self._is_closing else news
+
+    def _tell_owner(self, news: str) -> None:
+        """Call `on_lost`. Whatever it raises is not this client's."""
+        try:
+            self._on_lost(news)
+        except Exception as problem:
+            logger.error("on_lost raised", problem=type(problem).__name__)

@@ -19,14 +19,9 @@ from drafter_service.client.answers import read_answer
 from drafter_service.client.counters import Counters
 from drafter_service.client.dialogue import Dialogue, Phase
 from drafter_service.client.ended import EndedSequences
-from drafter_service.client.messages import (
-    LOT_BYTES,
-    PROTOCOL,
-    batch_message,
-    endings,
-    introductions,
-    read_welcome,
-)
+from drafter_service.client.introductions import LOT_BYTES, Introductions
+from drafter_service.client.messages import MOST_TEXT_BYTES, PROTOCOL, batch_message, endings, read_welcome
+from drafter_service.client.outgoing import Outgoing
 from drafter_service.client.running import News, Running
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError, unpack
@@ -92,6 +87,7 @@ class Core:
         self._batches = 0
         self._running = Running()
         self._ended = EndedSequences()
+        self._introductions = Introductions(self._running, self.dialogue, self._wire_ids)
 
     @property
     def counters(self) -> Counters:
@@ -116,8 +112,7 @@ class Core:
         # Told again, it has the name that it was told under before, and is learned once.
         name = request or f"{self._name}-{self._started}"
         row = self._running.add(sequence_id, About(np.array(prompt, np.uint32), session or "", name, learn))
-        if self.dialogue.may_send and (starts := introductions(self._running, np.array([row]), self._wire_ids)):
-            self.dialogue.send(pb.DraftRequest(starts=starts))
+        self._introductions.introduce(row)
 
     def draft(self, progress: Progress) -> Turn:
         """Take note of what was committed, and ask for drafts for those that have none at hand.
@@ -128,17 +123,18 @@ class Core:
         turn = Turn(rows, progress.max_draft, progress.cost, self._ahead_of(progress.max_draft))
         may_ask = self.dialogue.may_send and self.dialogue.is_rested()
         if may_ask and self._running.is_plain(rows):
-            self._ask(turn, ALL, [], self._running.pass_on(rows, progress))
+            self._ask(turn, ALL, self._running.pass_on(rows, progress))
             return turn
         self._running.commit(rows, progress)
         wanting = (~self._running.at_hand.is_whole(rows, turn.limits)).nonzero()[0]
-        if may_ask and len(wanting):
-            starts = self._introduce(rows[wanting])
-            asked = wanting[self._running.is_known(rows[wanting])]
-            if len(asked):
-                self._ask(turn, asked, starts, self._running.tell(rows[asked]))
-        elif len(wanting):
+        is_known = self._running.is_known(rows[wanting])
+        self._running.want(rows[wanting[~is_known]])
+        if may_ask and np.count_nonzero(is_known):
+            asked = wanting[is_known]
+            self._ask(turn, asked, self._running.tell(rows[asked]))
+        elif not may_ask and len(wanting):
             self._counters.timeouts += self.dialogue.phase is Phase.READY
+        self._introductions.go_on()  # Behind the batch, which need not wait for it.
         return turn
 
     def is_settled(self, turn: Turn) -> bool:
@@ -179,7 +175,7 @@ class Core:
         if self.dialogue.may_send:
             while self._tell_ended():
                 pass
-            self.dialogue.send(pb.DraftRequest(counters=self.counters.message()))
+            self.dialogue.send(Outgoing(pb.DraftRequest(counters=self.counters.message())))
 
     # What the connection does.
 
@@ -203,9 +199,11 @@ class Core:
             lost = {*unpack(response.lost_ids, "u8", "lost_ids").tolist()} if response.lost_ids else NO_IDS
             self._counters.resyncs += self._running.lose(lost)
             self._ended.answered(response.step, lost)
+            self._introductions.answered(response.step)
         else:
             self._be_welcome(response)
         self._tell_ended()
+        self._introductions.go_on()
 
     def hang_up(self, *, is_doubtful: bool = False) -> None:
         """The stream has ended. `is_doubtful`: so is what the service knows; from now on this is a new client to it."""
@@ -217,6 +215,7 @@ class Core:
         """The service has said what it has of this client's sequences."""
         resumed = read_welcome(response)
         self._longest_draft = response.welcome.max_draft
+        self._introductions.begin(response.welcome)
         self._counters.reconnects += self._was_welcome
         self._was_welcome = True
         self._counters.resyncs += self._running.resume(resumed)
@@ -224,20 +223,13 @@ class Core:
         strangers = resumed.keys() - self._running.known_wire_ids() - self._ended.known_wire_ids()
         if strangers:
             finishes = [pb.Finish(sequence_id=wire_id) for wire_id in sorted(strangers)]
-            self.dialogue.send(pb.DraftRequest(finishes=finishes))
+            self.dialogue.send(Outgoing(pb.DraftRequest(finishes=finishes)))
 
     # What the service is told.
 
-    def _introduce(self, rows: np.ndarray) -> list[pb.Start]:
-        """Those of some sequences that the service does not know, as many as go into one message."""
-        is_known = self._running.is_known(rows)
-        if np.count_nonzero(is_known) == len(rows):
-            return []
-        return introductions(self._running, rows[~is_known], self._wire_ids)
-
-    def _ask(self, turn: Turn, asked: Places, starts: list[pb.Start], news: News) -> None:
+    def _ask(self, turn: Turn, asked: Places, news: News) -> None:
         """Ask for drafts."""
-        request = pb.DraftRequest(starts=starts, batch=batch_message(news, turn.limits[asked], turn.cost, turn.ahead))
+        request = pb.DraftRequest(batch=batch_message(news, turn.limits[asked], turn.cost, turn.ahead))
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
@@ -245,7 +237,10 @@ class Core:
 
     def _tell_ended(self) -> bool:
         """Tell of sequences that have ended, as many as go into one message; whether there were any."""
-        lot = self._ended.next_lot(LOT_BYTES) if self.dialogue.may_send else []
+        if not self.dialogue.may_send or not self._ended.are_due:
+            return False
+        self._ended.let_go_beyond(MOST_TEXT_BYTES, self._introductions.most_tokens)
+        lot = self._ended.next_lot(LOT_BYTES, self._introductions.room())
         if lot:
             self._ended.tell(lot, self.dialogue.send(endings(lot, self._wire_ids)))
         return bool(lot)

@@ -26,6 +26,9 @@ class Counters:
     unlearned: int = 0
     """Finished sequences that were to be learned and were let go, since too much waited for the service."""
 
+    transport: str = ""
+    """What the connection goes over now: "socket", the socket for steps, or "grpc"; empty while there is none."""
+
     def message(self) -> pb.ClientCounters:
         """What the service is told of them."""
         return pb.ClientCounters(

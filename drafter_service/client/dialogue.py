@@ -1,7 +1,8 @@
 """The order of a stream: who owes whom an answer, and when the service may be asked again.
 
 Every message is answered, in order. A service that is late is sent nothing more before it has caught up, so it is not
-made slower; one that was late again and again is left alone for ever more steps.
+made slower; one that was late again and again is left alone for ever more steps. That does not count steps behind long
+texts, which take their time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from drafter_service.client.messages import RefusedError
+from drafter_service.client.outgoing import Outgoing
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError
 
@@ -20,6 +22,10 @@ RESOURCE_EXHAUSTED = 8
 
 MAX_REST_DOUBLINGS = 6
 """A service that is always late costs one deadline in 64 steps."""
+
+
+HINDERING_BYTES = 8 << 10
+"""A step behind a message with so much text to index may be late because of that alone."""
 
 
 class Phase(Enum):
@@ -37,6 +43,7 @@ class Sent(NamedTuple):
     step: int
     at: float
     wants_drafts: bool
+    text_bytes: int
 
 
 class Dialogue:
@@ -49,13 +56,15 @@ class Dialogue:
         self._clock = clock
         self._step = 0
         self._unanswered: deque[Sent] = deque()
-        self._outgoing: list[pb.DraftRequest] = []
+        self._outgoing: list[Outgoing] = []
         self._awaited: int | None = None
         """The step whose drafts are waited for."""
         self._drafts: pb.Drafts | None = None
         """They, once they have come."""
         self._is_behind = False
         """Whether the service owes drafts that nobody waits for any more."""
+        self._is_hindered = False
+        """Whether those that were asked for last come behind much text."""
         self._misses = 0
         """Steps in a row that were asked for and came too late."""
         self._rest_steps = 0
@@ -80,7 +89,7 @@ class Dialogue:
         """A stream has begun."""
         self.close()
         self.phase = Phase.GREETING
-        self.send(pb.DraftRequest(hello=hello))
+        self.send(Outgoing(pb.DraftRequest(hello=hello)))
 
     def close(self) -> None:
         """The stream has ended; nobody answers any more."""
@@ -91,18 +100,19 @@ class Dialogue:
         self._is_behind = False
         self._misses = self._rest_steps = 0
 
-    def send(self, request: pb.DraftRequest) -> int:
+    def send(self, message: Outgoing) -> int:
         """Number a message and have it sent; returns its step."""
         self._step += 1
-        request.step = self._step
-        self._unanswered.append(Sent(self._step, self._clock(), request.HasField("batch")))
-        self._outgoing.append(request)
+        message.request.step = self._step
+        wants_drafts = message.request.HasField("batch")
+        self._unanswered.append(Sent(self._step, self._clock(), wants_drafts, message.text_bytes))
+        self._outgoing.append(message)
         return self._step
 
-    def outgoing(self) -> list[pb.DraftRequest]:
+    def outgoing(self) -> list[Outgoing]:
         """What is to be sent now, in order."""
-        requests, self._outgoing = self._outgoing, []
-        return requests
+        messages, self._outgoing = self._outgoing, []
+        return messages
 
     def receive(self, response: pb.DraftResponse) -> None:
         """Take a response.
@@ -133,7 +143,8 @@ class Dialogue:
 
     def ask(self, request: pb.DraftRequest) -> int:
         """Send a message whose drafts will be waited for; returns its step."""
-        self._awaited = self.send(request)
+        self._is_hindered = sum(sent.text_bytes for sent in self._unanswered) >= HINDERING_BYTES
+        self._awaited = self.send(Outgoing(request))
         return self._awaited
 
     def is_waiting(self, step: int) -> bool:
@@ -148,7 +159,10 @@ class Dialogue:
         """Wait no more for the drafts that were asked for; returns them if they have come."""
         drafts = self._drafts
         # After each miss in a row let twice as many steps pass before asking again.
-        self._misses = 0 if drafts is not None else self._misses + 1
+        if drafts is not None:
+            self._misses = 0
+        elif not self._is_hindered:
+            self._misses += 1
         self._rest_steps = (1 << min(max(0, self._misses - 1), MAX_REST_DOUBLINGS)) - 1
         self._is_behind = drafts is None
         self._awaited = self._drafts = None

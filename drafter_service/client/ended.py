@@ -41,6 +41,11 @@ class Ended:
         """Of its text."""
         return 4 * self.size
 
+    @property
+    def untold_bytes(self) -> int:
+        """Of the text that the service is still to be told."""
+        return 4 * (len(self.committed) - self.told) if self.is_known else self.nbytes
+
     def lose(self) -> None:
         """The service does not have it any more."""
         self.is_known = False
@@ -59,6 +64,11 @@ class EndedSequences:
         self._told: dict[int, list[Ended]] = {}
         """By the step of the message."""
 
+    @property
+    def are_due(self) -> bool:
+        """Whether the service is still to be told of any."""
+        return bool(self._due)
+
     def add(self, ended: Ended) -> None:
         """One more has ended. The oldest are let go for it if there is no room."""
         if not (ended.learn or ended.is_known):
@@ -73,14 +83,41 @@ class EndedSequences:
             self.let_go += oldest.learn
             self._release([oldest])
 
-    def next_lot(self, most_bytes: int) -> list[Ended]:
-        """Those to tell of next: about so much text, one at least if there is any. `tell` follows."""
+    def next_lot(self, most_bytes: int, room: float) -> list[Ended]:
+        """Those to tell of next: about so much text, one at least if there is any. `tell` follows.
+
+        room: how many tokens the service can take in, were there none of those that have ended. Sequences that it has
+        to be told from their beginning wait until there is enough.
+        """
+        # Within a message sequences begin before others end.
+        room -= sum(ended.size for ended in self._due if ended.is_known)
         lot: list[Ended] = []
+        waiting: list[Ended] = []
         size = 0
-        while self._due and (not lot or size + self._due[0].nbytes <= most_bytes):
-            lot.append(self._due.popleft())
-            size += lot[-1].nbytes
+        while self._due and (not lot or size + self._due[0].untold_bytes <= most_bytes):
+            ended = self._due.popleft()
+            if not ended.is_known and ended.size > room:
+                waiting.append(ended)
+                continue
+            lot.append(ended)
+            size += ended.untold_bytes
+            room -= 0 if ended.is_known else ended.size
+        self._due.extendleft(reversed(waiting))
         return lot
+
+    def let_go_beyond(self, most_bytes: int, most_tokens: float) -> None:
+        """Learn nothing from those that fit into no message, or into no service: they would break every stream."""
+        for ended in list(self._due):
+            if ended.untold_bytes <= most_bytes and (ended.is_known or ended.size <= most_tokens):
+                continue
+            self.let_go += ended.learn
+            self._bytes -= ended.nbytes
+            if ended.is_known:
+                # The service has to drop it.
+                ended.learn, ended.committed = False, ended.committed[: ended.told].copy()
+                self._bytes += ended.nbytes
+            else:
+                self._due.remove(ended)
 
     def tell(self, lot: list[Ended], step: int) -> None:
         """The service is told of these in the message with this number."""

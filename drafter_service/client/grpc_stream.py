@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 import grpc
 
+from drafter_service.client.outgoing import Outgoing
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 
@@ -19,21 +20,21 @@ class GrpcStream:
         self.failure: grpc.RpcError | None = None
         """See `Stream.failure`."""
         self._channel = channel
-        self._requests: SimpleQueue[pb.DraftRequest | None] = SimpleQueue()
+        self._messages: SimpleQueue[Outgoing | None] = SimpleQueue()
         self._responses: SimpleQueue[pb.DraftResponse] = SimpleQueue()
         self._news: SimpleQueue[None] = SimpleQueue()
         """For each response, and for the end: to wait for."""
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
-        self._call = stub.Draft(iter(self._requests.get, None), metadata=metadata)
+        self._call = stub.Draft(self._requests(), metadata=metadata)
 
-    def send(self, requests: Sequence[pb.DraftRequest]) -> None:
+    def send(self, messages: Sequence[Outgoing]) -> None:
         """Hand over to the thread that sends."""
-        for request in requests:
-            self._requests.put(request)
+        for message in messages:
+            self._messages.put(message)
 
     def end(self) -> None:
         """Let the thread that sends end."""
-        self._requests.put(None)
+        self._messages.put(None)
 
     def receive(self) -> list[pb.DraftResponse]:
         """What `pump` has put by."""
@@ -63,7 +64,7 @@ class GrpcStream:
         except grpc.RpcError as failure:
             self.failure = failure
         finally:
-            self._requests.put(None)
+            self._messages.put(None)
 
     def cancel(self) -> None:
         """Cancel the call."""
@@ -73,3 +74,10 @@ class GrpcStream:
         """Close the channel."""
         self._channel.close()
         self._news.put(None)
+
+    def abandon(self) -> None:
+        """gRPC's descriptors stay: in a fork none of its calls is safe."""
+
+    def _requests(self) -> Iterator[pb.DraftRequest]:
+        for message in iter(self._messages.get, None):
+            yield message.message()

@@ -124,7 +124,12 @@ class Link:
             return Parting(
                 str(problem.details() or code.name), code, is_final=self.lost is not None and code in REFUSALS
             )
-        return Parting(str(problem))
+        if isinstance(problem, UserError):
+            return Parting(str(problem))
+        if isinstance(problem, OSError):
+            return Parting(f"this process cannot connect: {problem.strerror or type(problem).__name__}")
+        # Whatever the client was at, it did not finish; and the text of an error may hold anything.
+        return Parting(f"this client failed: {type(problem).__name__}", is_doubtful=True)
 
     @property
     def is_decided(self) -> bool:

@@ -6,16 +6,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from drafter_service.client.about import About
 from drafter_service.client.ended import Ended
-from drafter_service.client.running import News, Running
+from drafter_service.client.outgoing import Beginning, Ending, Outgoing
+from drafter_service.client.running import News
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import MAX_MESSAGE_BYTES, WireError, pack, unpack
 
 PROTOCOL = 2
-
-LOT_BYTES = 1 << 20
-"""Text told again in one message: the service indexes as much in 50 ms, and the rest of the batch waits for it."""
 
 MOST_TEXT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 """A sequence with more text fits into no message, and has no drafts once the service has lost it."""
@@ -23,22 +20,6 @@ MOST_TEXT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 
 class RefusedError(Exception):
     """The service does not serve this client; the text is its reason."""
-
-
-def introductions(running: Running, rows: np.ndarray, wire_ids: Iterator[int]) -> list[pb.Start]:
-    """Sequences that the service does not know, as they stand: as many as go into one message."""
-    starts: list[pb.Start] = []
-    room = LOT_BYTES
-    for row in rows.tolist():
-        nbytes = 4 * running.size(row)
-        if nbytes > MOST_TEXT_BYTES:
-            continue
-        if nbytes > room and starts:
-            break
-        room -= nbytes
-        wire_id = next(wire_ids)
-        starts.append(_start(wire_id, running.about(row), running.introduce(row, wire_id)))
-    return starts
 
 
 def batch_message(news: News, max_draft: np.ndarray, cost: float | None, ahead: int) -> pb.Batch:
@@ -56,20 +37,25 @@ def batch_message(news: News, max_draft: np.ndarray, cost: float | None, ahead: 
     )
 
 
-def endings(lot: Iterable[Ended], wire_ids: Iterator[int]) -> pb.DraftRequest:
+def endings(lot: Iterable[Ended], wire_ids: Iterator[int]) -> Outgoing:
     """Sequences that have ended; those that the service does not know begin with it."""
-    request = pb.DraftRequest()
+    message = Outgoing()
     for ended in lot:
         if not ended.is_known:
             ended.wire_id = next(wire_ids)
-            request.starts.append(_start(ended.wire_id, ended.about, ended.committed))
+            message.starts.append(Beginning(ended.wire_id, ended.about, ended.committed))
             ended.is_known, ended.told = True, len(ended.committed)
-        finish = request.finishes.add()
-        finish.sequence_id = ended.wire_id
-        finish.tokens = pack(ended.committed[ended.told :], "u4")
-        finish.learn = ended.learn
-        finish.verified, finish.accepted, finish.steps = ended.verified, ended.accepted, ended.steps
-    return request
+        message.finishes.append(
+            Ending(
+                ended.wire_id,
+                ended.committed[ended.told :],
+                ended.learn,
+                ended.verified,
+                ended.accepted,
+                ended.steps,
+            )
+        )
+    return message
 
 
 def read_welcome(response: pb.DraftResponse) -> dict[int, int]:
@@ -84,14 +70,3 @@ def read_welcome(response: pb.DraftResponse) -> dict[int, int]:
     if len(ids) != len(lengths):
         raise WireError(f"welcome.resumed_lengths has {len(lengths)} elements, not {len(ids)}")
     return dict(zip(ids.tolist(), lengths.tolist(), strict=True))
-
-
-def _start(wire_id: int, about: About, committed: np.ndarray) -> pb.Start:
-    return pb.Start(
-        sequence_id=wire_id,
-        prompt=pack(about.prompt, "u4"),
-        committed=pack(committed, "u4"),
-        session=about.session,
-        request=about.request,
-        is_private=not about.learn,
-    )

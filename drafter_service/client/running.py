@@ -34,13 +34,13 @@ from ssd.ring import check_tokens
 LEAST_ROWS = 16
 
 # Lines of the table, int64.
-UNTOLD, OFFERED, VERIFIED, ACCEPTED, STEPS, WIRE_ID, IS_KNOWN, IS_COUNTED, IS_PLAIN = range(9)
+UNTOLD, OFFERED, VERIFIED, ACCEPTED, STEPS, WIRE_ID, PROMPT, IS_KNOWN, IS_COUNTED, IS_PLAIN, IS_WANTED = range(11)
 """UNTOLD: how many of the committed tokens the service has not been told. OFFERED: how many tokens the engine was
 handed last. VERIFIED, ACCEPTED, STEPS: what the service has to be told of. WIRE_ID: what the service calls it, a number
-that no sequence had before, so that nothing old is taken for it. IS_KNOWN: whether the service has it. IS_COUNTED:
-whether what the engine was handed is of the service's last draft. IS_PLAIN: whether it is known and counted, and
-nothing is untold."""
-LINES = 9
+that no sequence had before, so that nothing old is taken for it. PROMPT: tokens of its prompt. IS_KNOWN: whether the
+service has it. IS_COUNTED: whether what the engine was handed is of the service's last draft. IS_PLAIN: whether it is
+known and counted, and nothing is untold. IS_WANTED: whether drafts were asked for since it was not known any more."""
+LINES = 11
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,8 @@ class Running:
         self.row_of: dict[int, int] = {}
         """By the engine's id."""
         self.at_hand = AtHand()
+        self.may_want = False
+        """Whether there may be `wanted` ones."""
         self._table = np.zeros((LINES, 0), np.int64)
         self._texts = Texts()
         self._about: list[About | None] = []
@@ -104,13 +106,14 @@ class Running:
         self._about[row] = about
         self._texts.clear(row)
         self._table[:, row] = 0
+        self._table[PROMPT, row] = len(about.prompt)
         return row
 
     def end(self, sequence_id: int, learn: bool) -> Ended:
         """A sequence is over; what has to be told of it."""
         row = self.row_of.pop(sequence_id)
         self._last_named = None
-        untold, _, verified, accepted, steps, wire_id, is_known, _, _ = self._table[:, row].tolist()
+        untold, _, verified, accepted, steps, wire_id, _, is_known, *_ = self._table[:, row].tolist()
         about, committed = self.about(row), self._texts.text(row)
         ended = Ended(
             about,
@@ -135,9 +138,27 @@ class Running:
         assert about is not None, "the row is free"
         return about
 
-    def size(self, row: int) -> int:
-        """Tokens of a sequence, prompt included."""
-        return len(self.about(row).prompt) + int(self._texts.sizes(np.array([row]))[0])
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of sequences, prompts included, int64 [B]."""
+        sizes: np.ndarray = self._table[PROMPT, rows] + self._texts.sizes(rows)
+        return sizes
+
+    def want(self, rows: np.ndarray) -> None:
+        """These are not known, and drafts are asked for."""
+        self._table[IS_WANTED, rows] = 1
+        self.may_want = self.may_want or len(rows) > 0
+
+    def wanted(self) -> np.ndarray:
+        """Those that the service should be told of, int64 [W], in the order in which they began."""
+        rows = np.array(list(self.row_of.values()), np.int64)
+        wanted = rows[(self._table[IS_WANTED, rows] != 0) & ~self.is_known(rows)]
+        self.may_want = len(wanted) > 0
+        return wanted
+
+    def load(self) -> tuple[int, int]:
+        """How many sequences the service has, and at most how many tokens of them."""
+        known = self._known_rows()
+        return len(known), int(self.sizes(known).sum())
 
     def offered(self, rows: np.ndarray) -> np.ndarray:
         """How many tokens the engine was handed last, int64 [B]."""
@@ -185,6 +206,7 @@ class Running:
     def introduce(self, row: int, wire_id: int) -> np.ndarray:
         """The service is told of a sequence, all of it; returns what was committed since it began, uint32."""
         self._table[WIRE_ID, row] = wire_id
+        self._table[IS_WANTED, row] = 0
         self._make_plain(np.array([row]))
         return self._texts.text(row)
 
@@ -201,6 +223,7 @@ class Running:
         lost = known[np.isin(self._table[WIRE_ID, known], list(wire_ids))]
         self._disregard(lost)
         self._table[IS_KNOWN, lost] = 0
+        self.want(lost)
         return len(lost)
 
     def resume(self, sizes: Mapping[int, int]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from drafter_service.client.socket_status import broken, read_end
+from drafter_service.client.socket_status import broken, read_end, read_response
 from drafter_service.frames import HEADER, MAGIC, framed, read_header
 from drafter_service.stubs import drafter_pb2 as pb
 
@@ -40,7 +40,7 @@ class SocketCall:
         except (asyncio.IncompleteReadError, OSError) as problem:
             raise broken(problem) from None
         if not is_last:
-            return pb.DraftResponse.FromString(body)
+            return read_response(body)
         if failure := read_end(body):
             raise failure
         return grpc.aio.EOF

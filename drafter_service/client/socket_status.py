@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.wire import WireError
+
+Parsed = TypeVar("Parsed", bound=Message)
 
 STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -25,9 +31,14 @@ class StreamError(grpc.RpcError):  # type: ignore[misc]
         return self._details
 
 
+def read_response(data: bytes) -> pb.DraftResponse:
+    """What a frame holds. Raises WireError for anything else than a response."""
+    return _parsed(pb.DraftResponse, data)
+
+
 def read_end(data: bytes) -> StreamError | None:
-    """What the last frame of a stream says; None: it ended in good order. Raises DecodeError."""
-    error = pb.Error.FromString(data)
+    """What the last frame of a stream says; None: it ended in good order. Raises WireError."""
+    error = _parsed(pb.Error, data)
     code = STATUS.get(error.code, grpc.StatusCode.UNKNOWN)
     return None if code is grpc.StatusCode.OK else StreamError(code, error.message)
 
@@ -35,3 +46,10 @@ def read_end(data: bytes) -> StreamError | None:
 def broken(why: object = None) -> StreamError:
     """The connection ended before the stream did."""
     return StreamError(grpc.StatusCode.UNAVAILABLE, "the connection broke" + (f": {why}" if why else ""))
+
+
+def _parsed(kind: type[Parsed], data: bytes) -> Parsed:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise WireError(f"a frame that holds no {kind.__name__}") from None

@@ -8,9 +8,9 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from google.protobuf.message import DecodeError
-
-from drafter_service.client.socket_status import StreamError, broken, read_end
+from drafter_service.client.outgoing import Outgoing
+from drafter_service.client.socket_status import StreamError, broken, read_end, read_response
+from drafter_service.client.socket_writer import SocketWriter
 from drafter_service.frames import MAGIC, Frames, framed
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.wire import WireError
@@ -23,36 +23,35 @@ class SocketStream:
     """A `Stream` over a connected socket."""
 
     def __init__(self, connection: socket.socket, authorization: str) -> None:
-        connection.setblocking(False)
-        self.failure: StreamError | None = None
+        """The connection is this stream's from now on, even if it raises OSError."""
+        self.failure: StreamError | WireError | None = None
         """See `Stream.failure`."""
         self._socket = connection
+        try:
+            connection.setblocking(False)
+            self._wake, self._woken = socket.socketpair()
+        except OSError:
+            connection.close()
+            raise
+        self._wake.setblocking(False)
         self._frames = Frames()
-        self._unsent = bytearray(MAGIC + framed(authorization.encode()))
-        self._is_ending = False
-        """Whether nothing comes after what is unsent."""
+        self._writer = SocketWriter(connection, MAGIC + framed(authorization.encode()), self._notify)
         self._is_over = False
         self._is_watched = False
         """Whether `pump` waits for what comes, not only for the end."""
         self._closed = threading.Event()
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
 
-    def send(self, requests: Sequence[pb.DraftRequest]) -> None:
-        """Write as much as the socket takes; `pump` sees to the rest."""
-        for request in requests:
-            self._unsent += framed(request.SerializeToString())
-        self._flush()
+    def send(self, messages: Sequence[Outgoing]) -> None:
+        """Write what is small and first; `pump` sees to the rest."""
+        for message in messages:
+            self._writer.send(message)
 
     def end(self) -> None:
         """Close this half of the connection behind all that is to be sent."""
-        self._is_ending = True
-        self._flush()
+        self._writer.end()
 
     def receive(self) -> list[pb.DraftResponse]:
         """Read all that is there."""
-        if self._unsent:
-            self._flush()
         responses: list[pb.DraftResponse] = []
         try:
             while not self._is_over:
@@ -63,11 +62,13 @@ class SocketStream:
                     if is_last:
                         self._finish(read_end(body))
                         break
-                    responses.append(pb.DraftResponse.FromString(body))
+                    responses.append(read_response(body))
         except BlockingIOError:
             pass
-        except (OSError, WireError, DecodeError) as problem:
+        except OSError as problem:
             self._finish(broken(problem))
+        except WireError as problem:
+            self._finish(problem)
         return responses
 
     def wait(self, timeout_s: float) -> bool:
@@ -77,7 +78,7 @@ class SocketStream:
             return self._closed.wait(timeout_s)
         try:
             # Of all that waits, only this knows fractions of a millisecond.
-            return any(select.select([self._socket], [self._socket] if self._unsent else [], [], timeout_s))
+            return any(select.select([self._socket], [], [], timeout_s))
         except (ValueError, OSError):  # The process has too many files open for it; or the stream was closed just now.
             return self._closed.wait(0) or self._wait_coarsely(timeout_s)
 
@@ -93,13 +94,15 @@ class SocketStream:
         poll.register(self._woken, select.POLLIN)
         events = 0
         while not events & HUNG_UP:
-            wanted = (select.POLLIN if self._is_watched else 0) | (select.POLLOUT if self._unsent else 0)
+            wanted = (select.POLLIN if self._is_watched else 0) | (select.POLLOUT if self._writer.is_more else 0)
             poll.register(self._socket, wanted | HUNG_UP)
             happened = dict(poll.poll())
             if self._woken.fileno() in happened:
                 self._woken.recv(READ_BYTES)
             events = happened.get(self._socket.fileno(), 0)
-            if events:
+            if events & select.POLLOUT:
+                self._writer.write_some()
+            if events & ~select.POLLOUT:
                 self._is_watched = False
                 on_arrival()
 
@@ -110,22 +113,15 @@ class SocketStream:
     def close(self) -> None:
         """Close the socket."""
         self._is_over = True
+        self._closed.set()  # Before: whoever waits must not take a closed socket for a broken one.
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors."""
         for each in (self._socket, self._wake, self._woken):
             each.close()
-        self._closed.set()
 
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-            if self._is_ending:
-                self._socket.shutdown(socket.SHUT_WR)
-        except BlockingIOError:
-            self._notify()
-        except OSError:  # `pump` finds out, and what it says to it is there to be read.
-            self._unsent.clear()
-
-    def _finish(self, failure: StreamError | None) -> None:
+    def _finish(self, failure: StreamError | WireError | None) -> None:
         """It is over; `pump` finds out by the end of the connection."""
         if not self._is_over:
             self._is_over, self.failure = True, failure
@@ -134,8 +130,11 @@ class SocketStream:
 
     def _wait_coarsely(self, timeout_s: float) -> bool:
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1e3))
+        try:
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(timeout_s * 1e3))
+        except (ValueError, OSError):  # It was closed meanwhile.
+            return self._closed.wait(timeout_s)
 
     def _notify(self) -> None:
         with contextlib.suppress(OSError):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import grpc
-
+from drafter_service.client.outgoing import Outgoing
 from drafter_service.stubs import drafter_pb2 as pb
 
 
@@ -18,10 +17,10 @@ class Stream(Protocol):
     """
 
     @property
-    def failure(self) -> grpc.RpcError | None:
+    def failure(self) -> Exception | None:
         """Why it ended, if not in good order. Known when `pump` has returned and everything was received."""
 
-    def send(self, requests: Sequence[pb.DraftRequest]) -> None:
+    def send(self, messages: Sequence[Outgoing]) -> None:
         """Have messages sent; never waits."""
 
     def end(self) -> None:
@@ -44,3 +43,6 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Nobody needs it any more: release everything, and whoever waits."""
+
+    def abandon(self) -> None:
+        """This process is a fork, and the stream another's: release what can be released without harm to it."""

@@ -16,7 +16,6 @@ from drafter_service.client.socket_stream import SocketStream
 from drafter_service.client.stream import Stream
 from drafter_service.wire import WireError
 from ssd.draft import DraftBatch, Progress
-from ssd.errors import UserError
 
 
 class DrafterClient(Client):
@@ -50,6 +49,7 @@ class DrafterClient(Client):
         whether anything of it may be learned, or drafted to others while it runs. Raises ValueError for an id in use, a
         token out of range and a name that is too long.
         """
+        self._check_process()
         with self._lock:
             self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
             self._send()
@@ -60,6 +60,7 @@ class DrafterClient(Client):
 
         Raises ValueError as `Progress.check` does.
         """
+        self._check_process()
         with self._lock:
             turn = self._core.draft(progress)
             self._is_waiting = True
@@ -82,13 +83,21 @@ class DrafterClient(Client):
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
     ) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
+        self._check_process()
         with self._lock:
             self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
             self._send()
             self._watch()
 
     def close(self) -> None:
-        """Let the service take what was sent, then end the stream."""
+        """Let the service take what was sent, then end the stream. May be called by `on_lost`.
+
+        In a fork of the process that connected it lets go of the connection and nothing else.
+        """
+        if self._is_fork:
+            if self._stream is not None:
+                self._stream.abandon()
+            return
         self._stopping.set()
         with self._lock:
             self._is_closing = True
@@ -99,6 +108,8 @@ class DrafterClient(Client):
                 self._stream.end()
             if not is_heard:
                 self._cancel()
+        if threading.current_thread() is self._thread:
+            return
         self._thread.join(CLOSE_TIMEOUT_S)
         with self._lock:
             self._cancel()
@@ -122,8 +133,8 @@ class DrafterClient(Client):
             raise failure
 
     def _send(self) -> None:
-        if self._stream is not None and (requests := self._core.dialogue.outgoing()):
-            self._stream.send(requests)
+        if self._stream is not None and (messages := self._core.dialogue.outgoing()):
+            self._stream.send(messages)
 
     def _watch(self) -> None:
         """The thread that waits for drafts leaves: what is still to come is the other's."""
@@ -154,28 +165,28 @@ class DrafterClient(Client):
             if wait_s is None:
                 self._decided.set()
             if news is not None:
-                self._on_lost(news)
+                self._tell_owner(news)
 
     def _converse(self) -> Exception | None:
         """One stream from its beginning to its end; returns what ended it, None if the service did in good order."""
         try:
             stream = self._open()
-        except UserError as problem:
+            with self._lock:
+                self._stream = stream
+                if self._is_closing:
+                    return None
+                self._greet(stream, "socket" if isinstance(stream, SocketStream) else "grpc")
+                self._send()
+                self._watch()
+            stream.pump(self._take_in_for_nobody)
+            with self._lock:
+                self._take_in()
+                return stream.failure
+        except Exception as problem:  # Such as too few descriptors or threads: that may pass.
             return problem
-        with self._lock:
-            self._stream = stream
-            if self._is_closing:
-                return None
-            self._greet(stream)
-            self._send()
-            self._watch()
-        stream.pump(self._take_in_for_nobody)
-        with self._lock:
-            self._take_in()
-            return stream.failure
 
     def _open(self) -> Stream:
-        """Raises UserError for files that cannot be used any more."""
+        """Raises UserError for files that cannot be used any more, and OSError for want of descriptors."""
         connection = self._connector.connect_steps(CONNECT_TIMEOUT_S)
         if connection is not None:
             return SocketStream(connection, self._connector.authorization())

@@ -51,20 +51,24 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocabulary_size: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "namespace", "learns", "max_draft", "resumed_ids", "resumed_lengths")
+    __slots__ = ("protocol", "namespace", "learns", "max_draft", "resumed_ids", "resumed_lengths", "most_sequences", "most_tokens")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LEARNS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    MOST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     namespace: str
     learns: bool
     max_draft: int
     resumed_ids: bytes
     resumed_lengths: bytes
-    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., learns: bool = ..., max_draft: _Optional[int] = ..., resumed_ids: _Optional[bytes] = ..., resumed_lengths: _Optional[bytes] = ...) -> None: ...
+    most_sequences: int
+    most_tokens: int
+    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., learns: bool = ..., max_draft: _Optional[int] = ..., resumed_ids: _Optional[bytes] = ..., resumed_lengths: _Optional[bytes] = ..., most_sequences: _Optional[int] = ..., most_tokens: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("sequence_id", "prompt", "committed", "session", "request", "is_private")

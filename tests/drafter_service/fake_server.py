@@ -36,6 +36,8 @@ class Known:
     request: str
     session: str
     is_private: bool
+    heard: int = 0
+    """With which request it was last heard of."""
     drafted: list[int] = field(default_factory=list)
 
 
@@ -46,6 +48,11 @@ class FakeService:
     guess: Callable[[list[int], int], list[int]] = lambda _text, _limit: []
     """The path of at most so many tokens that it drafts after a text."""
     most_draft: int = 64
+    most_tokens: int = 0
+    """Of a client's running sequences; beyond it those go that were silent for longest. 0: any number."""
+    most_sequences: int = 0
+    evicted: int = 0
+    """Sequences that went."""
     sequences: dict[bytes, dict[int, Known]] = field(default_factory=dict)
     """By client and wire id."""
     learned: dict[str, list[int]] = field(default_factory=dict)
@@ -64,6 +71,8 @@ class FakeService:
             protocol=2,
             max_draft=self.most_draft,
             learns=True,
+            most_tokens=self.most_tokens,
+            most_sequences=self.most_sequences,
             resumed_ids=np.array(list(known), "<u8").tobytes(),
             resumed_lengths=np.array([len(one.text) for one in known.values()], "<u4").tobytes(),
         )
@@ -80,7 +89,9 @@ class FakeService:
         for start in request.starts:
             assert start.sequence_id not in known, "a running sequence was started again"
             text = unpacked(start.prompt) + unpacked(start.committed)
-            known[start.sequence_id] = Known(text, start.request, start.session, start.is_private)
+            assert not 0 < self.most_tokens < len(text), "the service ends the stream"
+            known[start.sequence_id] = Known(text, start.request, start.session, start.is_private, len(self.requests))
+            self._make_room(known)
         for finish in request.finishes:
             if (one := known.pop(finish.sequence_id, None)) is None:
                 lost.append(finish.sequence_id)
@@ -91,9 +102,17 @@ class FakeService:
         if request.HasField("counters"):
             self.counters = request.counters
         drafts = self._draft(known, request.batch, lost) if request.HasField("batch") else DraftBatch.empty(0)
+        self._make_room(known)
         response.drafts.CopyFrom(drafts_message(drafts))
         response.lost_ids = np.array(lost, "<u8").tobytes()
         return response
+
+    def _make_room(self, known: dict[int, Known]) -> None:
+        while (0 < self.most_tokens < sum(len(one.text) for one in known.values())) or (
+            0 < self.most_sequences < len(known)
+        ):
+            del known[min(known, key=lambda wire_id: known[wire_id].heard)]
+            self.evicted += 1
 
     def lose(self, wire_id: int) -> None:
         """Forget a sequence of whichever client."""
@@ -116,6 +135,7 @@ class FakeService:
                 lost.append(wire_id)
                 paths.append([])
                 continue
+            one.heard = len(self.requests)
             committed = tokens[offsets[index] : offsets[index + 1]]
             self._commit(one, committed, verified[index], accepted[index], steps[index])
             one.drafted = self.guess(one.text, min(limits[index] + batch.ahead, self.most_draft))

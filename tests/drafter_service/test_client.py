@@ -1,15 +1,21 @@
 """The synchronous client over real sockets, against a service that misbehaves on request."""
 
+import errno
+import socket
+import struct
 import threading
 import time
+from contextlib import contextmanager, suppress
 from random import Random
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from drafter_service.client import DrafterClient
 from drafter_service.client.link import FIRST_BACKOFF_S, GOOD_ANSWERS, LONGEST_BACKOFF_S, Link, Parting
 from drafter_service.facts import ModelIdentity
+from drafter_service.frames import MAGIC, Frames, framed
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread, unpacked
@@ -283,6 +289,130 @@ def test_drafts_at_hand_need_no_service(fake, connect):
     fake.resume()
     assert draft_of(client, [11, 12, 0], limit=4, verified=4, accepted=2) == [1, 2, 3, 4]
     assert (fake.service.drafted, fake.service.accepted, fake.service.steps) == (8, 6, 2)
+
+
+class Failing:
+    """In place of a function: fails some times, then does what it should."""
+
+    def __init__(self, function, problem, times=2):
+        self.function, self.problem, self.times = function, problem, times
+
+    def __call__(self, *args, **kwargs):
+        if self.times:
+            self.times -= 1
+            raise self.problem
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "this process cannot connect: Too many open files"),
+        (RuntimeError("can't start new thread"), "this client failed: RuntimeError"),
+    ],
+)
+@pytest.mark.parametrize("place", ["_open", "_greet"])
+def test_a_failure_to_connect_passes(fake, connect, problem, reason, place):
+    client = connect()
+    client.start(1, array([5]))
+    assert draft_of(client, []) == [6]
+    failing = Failing(getattr(client, place), problem)
+    setattr(client, place, failing)
+    seen = set()
+    with capture_logs() as logs:
+        fake.cut()
+        assert_eventually(lambda: seen.add(client.lost) or not failing.times)
+        assert_eventually(lambda: client.lost is None and draft_of(client, []) == [6])
+    assert reason in seen
+    assert [log["problem"] for log in logs] == [type(problem).__name__] * 2
+
+
+def test_an_owner_that_fails_on_bad_news_keeps_its_client(fake, connect):
+    news = []
+
+    def fail(reason):
+        news.append(reason)
+        raise RuntimeError("secret")
+
+    client = connect(on_lost=fail)
+    with capture_logs() as logs:
+        fake.cut()
+        assert_eventually(lambda: news)
+        assert_eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
+    assert logs == [{"event": "on_lost raised", "log_level": "error", "problem": "RuntimeError"}]
+
+
+def test_an_owner_may_close_its_client_on_bad_news(fake, connect):
+    problems = []
+
+    def close(_):
+        try:
+            client.close()
+        except Exception as problem:
+            problems.append(problem)
+        else:
+            problems.append(None)
+
+    client = connect(on_lost=close)
+    fake.cut()
+    client._thread.join(TIMEOUT_S)
+    assert not client._thread.is_alive()
+    assert problems == [None]
+
+
+def test_what_the_connection_goes_over_is_said(fake, connect):
+    client = connect()
+    assert client.transport == client.counters.transport == ("socket" if fake.server.has_steps else "grpc")
+    fake.stop()
+    assert_eventually(lambda: client.lost is not None)
+    assert client.transport == client.counters.transport == ""
+
+
+NO_FRAMES = {
+    "no response": (framed(b"\xff" * 4), "a frame that holds no DraftResponse"),
+    "no end": (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame that holds no Error"),
+    "too long": (struct.pack("<I", 0x7FFF_FFFF), "a frame of 2147483647 bytes; at most 67108864 are possible"),
+}
+
+
+@contextmanager
+def babbler(address, data):
+    """Answers every stream over the socket for steps with the same bytes; yields the greetings that it got."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address.removeprefix("unix:") + ".steps")
+    listening.listen()
+    hellos = []
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.settimeout(TIMEOUT_S)
+                    frames, bodies = Frames(), []
+                    connection.recv(len(MAGIC), socket.MSG_WAITALL)
+                    while len(bodies) < 2:
+                        bodies += [body for body, _ in frames.feed(connection.recv(1 << 16))]
+                    hellos.append(pb.DraftRequest.FromString(bodies[1]).hello)
+                    connection.sendall(data)
+                    connection.recv(1)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield hellos
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", NO_FRAMES)
+def test_bytes_that_are_no_frames_of_the_contract_are_met_by_a_new_client(socket_address, connect, kind):
+    data, reason = NO_FRAMES[kind]
+    with babbler(socket_address, data) as hellos:
+        client = connect(required=False)
+        assert_eventually(lambda: len(hellos) >= 2 and client.lost == f"it and this client disagree: {reason}")
+        client.close()
+    assert len({hello.client_id for hello in hellos}) == len(hellos)
 
 
 def test_closing_tells_what_is_left_and_is_no_loss(fake, connect):

@@ -1,13 +1,17 @@
 """The asyncio client over real sockets."""
 
 import asyncio
+import errno
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from drafter_service.client import AsyncDrafterClient
+from drafter_service.client.outgoing import Outgoing
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeServer, FakeService, fake_server
+from tests.drafter_service.test_client import NO_FRAMES, Failing, babbler
 from tests.replay import progress_of
 from tests.strategies import array
 
@@ -120,7 +124,8 @@ def test_a_service_that_says_nothing_for_too_long_is_left(drive):
         client._deadline_s, client._patience_s = TIMEOUT_S, TIMEOUT_S
         await fake.resume()
         await eventually(lambda: client.lost is None)
-        assert await draft_of(client, []) == [6]
+        while await draft_of(client, []) != [6]:
+            await asyncio.sleep(0)
 
     drive(test, on_lost=news.append)
 
@@ -139,6 +144,104 @@ def test_calls_from_several_tasks_take_turns(drive):
         assert sorted(fake.service.learned.values()) == [
             list(range(number, number + 5)) for number in range(100, 900, 100)
         ]
+
+    drive(test)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "this process cannot connect: Too many open files"),
+        (RuntimeError("can't start new thread"), "this client failed: RuntimeError"),
+    ],
+)
+@pytest.mark.parametrize("place", ["_open", "_greet"])
+def test_a_failure_to_connect_passes(drive, problem, reason, place):
+    async def test(fake: FakeServer, client: AsyncDrafterClient):
+        await client.start(1, array([5]))
+        assert await draft_of(client, []) == [6]
+        failing = Failing(getattr(client, place), problem)
+        setattr(client, place, failing)
+        seen = set()
+        with capture_logs() as logs:
+            await fake.cut()
+            await eventually(lambda: seen.add(client.lost) or not failing.times)
+            await eventually(lambda: client.lost is None)
+        assert reason in seen
+        assert [log["problem"] for log in logs] == [type(problem).__name__] * 2
+        while await draft_of(client, []) != [6]:
+            await asyncio.sleep(0)
+
+    drive(test)
+
+
+def test_a_message_that_cannot_be_sent_ends_the_stream(drive, monkeypatch):
+    async def test(fake: FakeServer, client: AsyncDrafterClient):
+        await client.start(1, array([5]))
+        failing = Failing(Outgoing.message, MemoryError())
+        failing.times = 1
+        monkeypatch.setattr(Outgoing, "message", lambda outgoing: failing(outgoing))
+        await draft_of(client, [])
+        await eventually(lambda: client.counters.reconnects == 1)
+
+    drive(test)
+
+
+def test_an_owner_that_fails_on_bad_news_keeps_its_client(drive):
+    async def test(fake: FakeServer, client: AsyncDrafterClient):
+        with capture_logs() as logs:
+            await fake.cut()
+            await eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
+        assert logs == [{"event": "on_lost raised", "log_level": "error", "problem": "ZeroDivisionError"}]
+
+    drive(test, on_lost=lambda _: 1 / 0)
+
+
+def test_an_owner_may_close_its_client_on_bad_news(drive):
+    closing = []
+
+    async def test(fake: FakeServer, client: AsyncDrafterClient):
+        client._on_lost = lambda _: closing.append(asyncio.create_task(client.close()))
+        await fake.cut()
+        await eventually(lambda: closing and closing[0].done())
+        closing[0].result()
+        assert client._keeping.done()
+
+    drive(test)
+
+
+def test_what_the_connection_goes_over_is_said(drive):
+    async def test(fake: FakeServer, client: AsyncDrafterClient):
+        assert client.transport == client.counters.transport == ("socket" if fake.has_steps else "grpc")
+        await client.close()
+        assert client.transport == ""
+
+    drive(test)
+
+
+@pytest.mark.parametrize("kind", NO_FRAMES)
+def test_bytes_that_are_no_frames_of_the_contract_are_met_by_a_new_client(socket_address, kind):
+    data, reason = NO_FRAMES[kind]
+
+    async def main(hellos):
+        async with AsyncDrafterClient(socket_address, required=False) as client:
+            await eventually(lambda: len(hellos) >= 2 and client.lost == f"it and this client disagree: {reason}")
+
+    with babbler(socket_address, data) as hellos:
+        asyncio.run(asyncio.wait_for(main(hellos), TIMEOUT_S))
+    assert len({hello.client_id for hello in hellos}) == len(hellos)
+
+
+def test_a_fork_is_told_to_make_a_client_of_its_own(drive, monkeypatch):
+    async def test(fake: FakeServer, client: AsyncDrafterClient):
+        await client.start(1, array([5]))
+        monkeypatch.setattr(AsyncDrafterClient, "_is_fork", True)
+        for call in (client.start(2, array([5])), draft_of(client, []), client.finish(1, array([6]))):
+            with pytest.raises(UserError, match="make another one in each process"):
+                await call
+        await client.close()
+        monkeypatch.undo()
+        assert await draft_of(client, []) == [6]
 
     drive(test)
 

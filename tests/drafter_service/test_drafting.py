@@ -121,6 +121,7 @@ def test_a_hello_is_welcomed(caller, name):
     assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 2, name)
     assert response.welcome.learns
     assert response.welcome.max_draft == 32
+    assert (response.welcome.most_sequences, response.welcome.most_tokens) == (500, 1_000_000)
     assert response.welcome.resumed_ids == response.welcome.resumed_lengths == b""
     assert drafted(response) == [6, 5]
     assert not stream.ask(step=4).HasField("welcome")
