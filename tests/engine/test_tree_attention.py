@@ -58,7 +58,7 @@ def requests(count, **settings):
     return [
         Request(
             np.concatenate([stem[: rng.integers(0, 61)], rng.integers(1, 60, rng.integers(1, 60))]).astype(np.uint32),
-            SamplingParams(seed=seed, **{"max_tokens": 40, **settings}),
+            SamplingParams(seed=seed, **{"max_tokens": 32, **settings}),
         )
         for seed in range(count)
     ]
@@ -69,21 +69,21 @@ def alone(model, asked):
     return [engine.generate([request])[0].tokens.tolist() for request in asked]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.data())
 def test_logits_of_a_tree_are_those_of_each_path_in_it(model, data):
     """At the end of a whole prompt or of its last part, across blocks of keys, on shuffled pages."""
-    length = data.draw(st.sampled_from([1, 20, 119, 125, 128, 250]), "length")
+    length = data.draw(st.sampled_from([1, 20, 119, 125, 128]), "length")
     computed = data.draw(st.integers(0, length - 1), "computed")
     rng = np.random.default_rng(data.draw(st.integers(0, 1000), "seed"))
-    tokens, parents = random_tree(rng, TEXT[length:], 12, VOCAB)
+    tokens, parents = random_tree(rng, TEXT[length:], 10, VOCAB)
     pages = rng.permutation(32)
-    runner = new_runner(model, 32)
+    runner = new_runner(model, 33)
     if computed:
         runner.forward(build_batch([sequence_of(TEXT[:computed], pages)], PAGE_SIZE))
     sequence = sequence_of(TEXT[:length], pages, computed=computed, draft=tokens)
     sequence.tree = DraftTree(np.array(parents, np.int32))
-    logits = runner.forward(build_batch([sequence, sequence_of(TEXT[:3], [40])], PAGE_SIZE))
+    logits = runner.forward(build_batch([sequence, sequence_of(TEXT[:3], [32])], PAGE_SIZE))
     for node in range(-1, len(tokens)):
         path, at = [], node
         while at >= 0:
@@ -98,16 +98,16 @@ def test_logits_of_a_tree_are_those_of_each_path_in_it(model, data):
     [{}, {"temperature": 1.0}, {"temperature": 0.7, "frequency_penalty": 0.7, "repetition_penalty": 1.2}],
     ids=["greedy", "sampled", "penalised"],
 )
-@pytest.mark.parametrize("pages", [None, 20], ids=["ample", "scarce"])
+@pytest.mark.parametrize("pages", [None, 14], ids=["ample", "scarce"])
 def test_outputs_with_random_trees_are_the_plain_ones(model, sampling, pages):
-    asked = requests(12, **sampling)
+    asked = requests(8, **sampling)
     expected = alone(model, asked)
     engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
     pool = engine.scheduler.pages
     if pages is not None:
         pool.take(pool.count - pages)
     free = pool.free
-    completions = engine.generate(asked, observe=lambda _: engine.scheduler.check_integrity())
+    completions = engine.generate(asked)
     assert [completion.tokens.tolist() for completion in completions] == expected
     assert pool.free == free
     assert sum(completion.steps for completion in completions) < 0.6 * sum(map(len, expected))
@@ -121,8 +121,11 @@ def test_outputs_with_trees_of_the_corpus_are_the_plain_ones(model, temperature)
     expected = alone(model, asked)
     with SuffixDrafter(DrafterConfig(capacity=10_000, shape="tree", max_draft=9, cost=0.001)) as drafter:
         engine = build_engine(model, CONFIG, drafter)
-        for _ in range(2):
-            assert [completion.tokens.tolist() for completion in engine.generate(asked)] == expected
+        completions = [*engine.generate(asked), *engine.generate(asked)]
+        assert [completion.tokens.tolist() for completion in completions] == 2 * expected
+        # It walks the accepted path by itself, and must come to the same.
+        assert drafter.stats.verified == sum(completion.drafted for completion in completions)
+        assert drafter.stats.accepted == sum(completion.accepted for completion in completions) > 0
 
 
 def check_against_fresh(model, engine, text):
@@ -135,13 +138,15 @@ def check_against_fresh(model, engine, text):
     for index, page in enumerate(pages):
         if page is not None:
             for mine, other in ((kept._keys, fresh._keys), (kept._values, fresh._values)):
-                # The first layer's do not depend on what is attended to.
-                assert torch.allclose(mine[0, page], other[0, index], rtol=0, atol=1e-6)
+                if torch.backends.mkldnn.is_available():
+                    # The first layer's do not depend on what is attended to.
+                    assert torch.equal(mine[0, page], other[0, index])
                 assert torch.allclose(mine[:, page], other[:, index], rtol=0, atol=1e-4)
     return sum(page is not None for page in pages)
 
 
 def run_and_compare(model):
+    """On packed weights, whose products are rounded alike in any step."""
     asked = requests(10)
     expected = alone(model, asked)
     engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
@@ -153,12 +158,17 @@ def run_and_compare(model):
     assert found > 30
 
 
-def test_keys_and_values_of_accepted_paths_are_those_of_a_fresh_computation(model):
-    run_and_compare(model)
+@pytest.fixture(scope="module")
+def packed(model_folder):
+    return pack(load_model(model_folder))
+
+
+def test_keys_and_values_of_accepted_paths_are_those_of_a_fresh_computation(packed):
+    run_and_compare(packed)
 
 
 @pytest.mark.parametrize("fault", ["not moved", "values not moved"])
-def test_keys_and_values_in_the_wrong_place_are_noticed(model, monkeypatch, fault):
+def test_keys_and_values_in_the_wrong_place_are_noticed(packed, monkeypatch, fault):
     move = PlainAttention.move
 
     def keys_alone(self, sources, targets):
@@ -168,15 +178,15 @@ def test_keys_and_values_in_the_wrong_place_are_noticed(model, monkeypatch, faul
 
     monkeypatch.setattr(PlainAttention, "move", keys_alone if fault == "values not moved" else lambda *_: None)
     with pytest.raises(AssertionError):
-        run_and_compare(model)
+        run_and_compare(packed)
 
 
 def test_trees_change_nothing_of_the_shipped_model_but_the_steps():
     model, tokenizer = pack(load_model(SHIPPED_MODEL)), Tokenizer(SHIPPED_MODEL)
-    prompts = read_prompts(SHIPPED_MODEL / "prompts.jsonl")[:8]
+    prompts = read_prompts(SHIPPED_MODEL / "prompts.jsonl")[:4]
     config = EngineConfig(max_sequences=4, draft_shape="tree")
     for temperature in (0.0, 0.8):
-        sampling = SamplingParams(max_tokens=64, temperature=temperature)
+        sampling = SamplingParams(max_tokens=48, temperature=temperature)
         asked = [Request(tokenizer.encode(prompt), sampling) for _, prompt in prompts]
         plain = build_engine(model, config, NoDrafter()).generate(asked)
         with SuffixDrafter(DrafterConfig(capacity=10_000, shape="tree", max_draft=16, cost=0.001)) as drafter:
