@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.sequence import Sequence
+from engine.tree import DraftTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,11 +23,13 @@ class Span:
     """Tokens before them, whose keys and values are in the cache."""
     pages: list[int]
     """Its page table."""
+    tree: DraftTree | None = None
+    """The shape of the draft at its end, if that has branches."""
 
     @property
-    def context(self) -> int:
-        """Tokens that its last token attends to, itself included."""
-        return self.computed + self.length
+    def committed(self) -> int:
+        """Tokens before the draft, if that has branches."""
+        return self.computed + self.length - (0 if self.tree is None else len(self.tree.parents))
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,7 @@ class Batch:
     tokens: np.ndarray
     """int64 [N]."""
     positions: np.ndarray
-    """int64 [N]."""
+    """int64 [N]: within each token's text; in a draft tree, tokens of the same depth have the same one."""
     slots: np.ndarray
     """int64 [N]: where each token's keys and values go, page * page_size + offset."""
     spans: list[Span]
@@ -52,18 +55,19 @@ class Batch:
 
 def build_batch(sequences: SequenceOf[Sequence], page_size: int) -> Batch:
     """The batch of a step; each sequence brings its `scheduled` tokens and its `draft`."""
-    tokens, positions, slots, spans, logit_rows = [], [], [], [], []
+    tokens, slots, spans, logit_rows = [], [], [], []
+    positions: list[np.ndarray] = []
     scored_rows, logit_counts, scored_counts = [], [0], [0]
     start = 0
     for sequence in sequences:
         end = sequence.computed + sequence.scheduled
         length = sequence.scheduled + len(sequence.draft)
         tokens += [sequence.tokens[sequence.computed : end], sequence.draft]
-        position = np.arange(sequence.computed, sequence.computed + length)
-        positions.append(position)
+        place = np.arange(sequence.computed, sequence.computed + length)
+        positions += [place] if sequence.tree is None else [place[: sequence.scheduled], end - 1 + sequence.tree.depths]
         page_table = np.asarray(sequence.pages, np.int64)
-        slots.append(page_table[position // page_size] * page_size + position % page_size)
-        spans.append(Span(start, length, sequence.computed, sequence.pages))
+        slots.append(page_table[place // page_size] * page_size + place % page_size)
+        spans.append(Span(start, length, sequence.computed, sequence.pages, sequence.tree))
         wanted = 1 + len(sequence.draft) if sequence.completes_prompt else 0
         logit_rows.append(np.arange(start + length - wanted, start + length))
         logit_counts.append(wanted)

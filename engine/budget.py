@@ -103,9 +103,9 @@ class Budget:
         return self._cost.of_one_more(tokens, sequences)
 
     def spend(self, drafts: DraftBatch, tokens: int) -> np.ndarray:
-        """How many tokens of each path to verify beside `tokens`, int64 [B]."""
+        """How many tokens of each draft to verify beside `tokens`, int64 [B]; drafters put the likeliest first."""
         sequences = len(drafts.offsets) - 1
-        odds = path_odds(drafts.odds, drafts.offsets)
+        odds = path_odds(drafts.odds, drafts.parents, drafts.offsets)
         lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
         starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
         is_spent = np.arange(len(odds)) - starts.repeat(sizes) < lengths.repeat(sizes)
@@ -119,9 +119,9 @@ class Budget:
 
 
 def worth_verifying(odds: np.ndarray, offsets: np.ndarray, tokens: int, sequences: int, cost: StepCost) -> np.ndarray:
-    """How many tokens of each sequence's path to verify, int64 [B].
+    """How many tokens of each sequence's draft to verify, int64 [B].
 
-    odds: float [T], of each drafted token to be accepted together with all before it, falling within each path.
+    odds: float [T], of each drafted token to be accepted together with its ancestors, falling within each draft.
     offsets: int [B + 1], into `odds`. tokens: of the step without drafts. sequences: that get a token in it.
     """
     lengths = np.diff(offsets).astype(np.int64)
@@ -136,12 +136,19 @@ def worth_verifying(odds: np.ndarray, offsets: np.ndarray, tokens: int, sequence
     return np.bincount(owner, weights=chosen, minlength=len(lengths)).astype(np.int64)
 
 
-def path_odds(odds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Odds of whole paths, float64 [T], from those of single tokens given the one before, float [T]."""
-    logs = np.log(np.maximum(np.asarray(odds, np.float64), 1e-30))
-    sums = np.cumsum(logs)
-    before = np.concatenate(([0.0], sums))[np.asarray(offsets[:-1], np.int64)]
-    return np.exp(sums - np.repeat(before, np.diff(offsets).astype(np.int64)))
+def path_odds(odds: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Odds of each token together with all its ancestors, float64 [T].
+
+    odds: float [T], of single tokens given their parents. parents and offsets as in `DraftBatch`.
+    """
+    starts = np.repeat(np.asarray(offsets[:-1], np.int64), np.diff(offsets).astype(np.int64))
+    nobody = len(odds)
+    ancestor = np.append(np.where(parents < 0, nobody, parents + starts), nobody)
+    logs = np.append(np.log(np.maximum(np.asarray(odds, np.float64), 1e-30)), 0.0)
+    # Each round knows twice as many ancestors.
+    while np.count_nonzero(ancestor < nobody):
+        logs, ancestor = logs + logs[ancestor], ancestor[ancestor]
+    return np.exp(logs[:nobody])
 
 
 def _least_seconds(run: Callable[[int, int], object], tokens: int, sequences: int) -> float:

@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
+from engine.config import DraftShape
 from engine.sampling_options import sampling_options
 from ssd.errors import UserError
 
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
+SHAPES = ("path", "tree")
 DTYPES = ("float32", "bfloat16")
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 
@@ -40,6 +42,7 @@ def cli() -> None:
 @click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
 @sampling_options
 @click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
+@click.option("--draft-shape", type=click.Choice(SHAPES), default="path", help="Of drafts: with branches or without.")
 @click.option("--max-sequences", type=click.IntRange(min=1), default=16, help="Most prompts running at once.")
 @click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")
 @click.option(
@@ -57,6 +60,7 @@ def generate(
     drafter: str,
     address: str,
     max_draft: int,
+    draft_shape: DraftShape,
     max_sequences: int,
     kv_memory: int,
     prefix_cache: bool,
@@ -78,6 +82,7 @@ def generate(
             address,
             SamplingParams(**sampling),
             max_draft,
+            draft_shape,
             max_sequences,
             kv_memory,
             prefix_cache,
@@ -98,6 +103,7 @@ def generate(
 @click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
 @click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
 @click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
+@click.option("--draft-shape", type=click.Choice(SHAPES), default="path", help="Of drafts: with branches or without.")
 @click.option("--max-sequences", type=click.IntRange(min=1), default=64, help="Most requests running at once.")
 @click.option("--max-waiting", type=click.IntRange(min=0), default=256, help="Most beyond those; more get a 429.")
 @click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")

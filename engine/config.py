@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+DraftShape = Literal["path", "tree"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,16 @@ class EngineConfig:
     """Share of the pages that is left free when a request is admitted, for those that run to grow; vLLM's value."""
     max_draft: int = 16
     """Most draft tokens verified for a sequence in one step."""
+    draft_shape: DraftShape = "path"
+    """`path`: of a draft tree only its beginning is verified, up to the first branch. `tree`: all of it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting out of its range."""
         for name, least in (("max_sequences", 1), ("page_size", 1), ("kv_memory_mib", 1), ("max_draft", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.draft_shape not in ("path", "tree"):
+            raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and less than 1, not {self.watermark}")
         if self.max_step_tokens < self.max_sequences * (1 + self.max_draft):

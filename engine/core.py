@@ -22,7 +22,8 @@ from engine.sampler import Chosen, choose
 from engine.scheduler import Scheduler
 from engine.sequence import NO_TOKENS, Sequence
 from engine.stopping import Cut, Stopping
-from engine.verify import accepted_length
+from engine.tree import DraftTree, straight_length
+from engine.verify import accepted_length, accepted_path
 from ssd.draft import Drafter, Progress, offsets_of
 from ssd.errors import UserError
 
@@ -37,6 +38,8 @@ class Outcome:
     """uint32 [n]."""
     drafted: int
     """Draft tokens that were verified."""
+    depth: int
+    """The most of them that could be kept: all of a path; of a tree, its longest path."""
     accepted: int
     """How many of those were kept: the first so many of `tokens`."""
     logprobs: Logprobs | None
@@ -176,7 +179,7 @@ class Engine:
         """Give a draft to every sequence that is to produce."""
         producing = [sequence for sequence in sequences if sequence.completes_prompt]
         for sequence in sequences:
-            sequence.draft = NO_TOKENS
+            sequence.draft, sequence.tree = NO_TOKENS, None
         if not producing:
             return
         tokens = sum(sequence.scheduled for sequence in sequences)
@@ -188,7 +191,19 @@ class Engine:
             draft = drafts.tokens_of(index)[: min(length, self._draft_limit(sequence))]
             foreign = np.flatnonzero(draft >= self.model.vocab_size)
             sequence.draft = draft[: foreign[0]] if len(foreign) else draft
+            self._shape_draft(sequence, drafts.parents_of(index))
             sequence.told = len(sequence)
+
+    def _shape_draft(self, sequence: Sequence, parents: np.ndarray) -> None:
+        """Note whose child each draft token is; parents come first, so what is left of a cut tree is one."""
+        parents = parents[: len(sequence.draft)]
+        straight = straight_length(parents)
+        if straight == len(parents):
+            return
+        if self._config.draft_shape == "tree":
+            sequence.tree = DraftTree(parents)
+        else:
+            sequence.draft = sequence.draft[:straight]
 
     def _progress(self, sequences: SequenceOf[Sequence], cost: float | None) -> Progress:
         untold = [sequence.untold for sequence in sequences]
@@ -210,24 +225,38 @@ class Engine:
     def _commit(self, batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> StepReport:
         """Verify the drafts, append what was produced, and let go of what has ended."""
         report = StepReport()
-        for index, sequence in enumerate(sequences):
-            own = chosen.tokens[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
-            if len(own) == 0:
+        kept = _kept_rows(batch, chosen, sequences)
+        self._compact(batch, kept)
+        for index, (sequence, rows) in enumerate(zip(sequences, kept, strict=True)):
+            if len(rows) == 0:
                 sequence.computed += sequence.scheduled
                 self.scheduler.keep(sequence)
                 continue
-            accepted = accepted_length(sequence.draft, own)
-            cut = sequence.stopping.cut(own[: accepted + 1], sequence.room)
-            logprobs = chosen.logprobs[index].head(cut.length) if index in chosen.logprobs else None
+            produced = chosen.tokens[batch.logit_offsets[index] + rows]
+            cut = sequence.stopping.cut(produced, sequence.room)
+            logprobs = chosen.logprobs[index].at(rows[: cut.length]) if index in chosen.logprobs else None
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
-            drafted, tokens = len(sequence.draft), own[: cut.length]
-            sequence.commit(tokens, min(accepted, cut.length))
+            tokens = produced[: cut.length]
+            sequence.commit(tokens, min(len(rows) - 1, cut.length))
             self.scheduler.keep(sequence)
-            report.outcomes.append(Outcome(sequence.sequence_id, tokens, drafted, sequence.last_accepted, logprobs))
+            report.outcomes.append(_outcome(sequence, tokens, logprobs))
             if cut.reason is not None:
                 report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         return report
+
+    def _compact(self, batch: Batch, kept: SequenceOf[np.ndarray]) -> None:
+        """Bring the keys and values of accepted paths together, right behind the committed tokens."""
+        moves = []
+        for start, span, rows in zip(batch.logit_offsets.tolist(), batch.spans, kept, strict=False):
+            if span.tree is not None and len(rows):
+                from_rows, to_rows = batch.logit_rows[start + rows], batch.logit_rows[start : start + len(rows)]
+                moved = from_rows != to_rows
+                moves.append((batch.slots[from_rows[moved]], batch.slots[to_rows[moved]]))
+        if moves:
+            sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
+            if len(sources):
+                self._runner.move(sources, targets)
 
     def _stopping(self, request: Request) -> Stopping:
         return Stopping(request, self.model.eos_token_ids, self._decode)
@@ -243,3 +272,24 @@ class Engine:
             )
         self.scheduler.remove(sequence)
         return sequence.complete(cut)
+
+
+def _kept_rows(batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> list[np.ndarray]:
+    """For each sequence the rows, int64, whose tokens it produces: behind its last token and accepted draft tokens."""
+    kept = []
+    for index, sequence in enumerate(sequences):
+        own = chosen.tokens[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+        if len(own) == 0:
+            kept.append(np.empty(0, np.int64))
+        elif sequence.tree is None:
+            kept.append(np.arange(accepted_length(sequence.draft, own) + 1))
+        else:
+            path = accepted_path(sequence.draft, sequence.tree.parents, own)
+            kept.append(np.concatenate(([0], 1 + path)))
+    return kept
+
+
+def _outcome(sequence: Sequence, tokens: np.ndarray, logprobs: Logprobs | None) -> Outcome:
+    drafted = len(sequence.draft)
+    depth = drafted if sequence.tree is None else int(sequence.tree.depths.max())
+    return Outcome(sequence.sequence_id, tokens, drafted, depth, sequence.last_accepted, logprobs)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.build import SHIPPED_MODEL, build_engine
-from engine.config import EngineConfig
+from engine.config import DraftShape, EngineConfig
 from engine.core import Engine, StepReport
 from engine.drafters.build import build_drafter
 from engine.models.hub import find_model
@@ -43,6 +43,7 @@ class GenerateOptions:
     sampling: SamplingParams
     """Of the first prompt; each of the others has its own seed, the next one."""
     max_draft: int
+    draft_shape: DraftShape
     max_sequences: int
     kv_memory: int
     prefix_cache: bool
@@ -63,13 +64,14 @@ def run_generate(options: GenerateOptions) -> None:
     config = EngineConfig(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
+        draft_shape=options.draft_shape,
         max_step_tokens=max(2048, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
         prefix_cache=options.prefix_cache,
     )
     drafter = build_drafter(
         options.drafter,
-        DrafterConfig(max_draft=max(1, options.max_draft)),
+        DrafterConfig(shape=options.draft_shape, max_draft=max(1, options.max_draft)),
         options.address,
         warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
         model=folder,

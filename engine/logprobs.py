@@ -26,9 +26,9 @@ class Logprobs:
     top: np.ndarray
     """float32 [N, n]: theirs."""
 
-    def head(self, length: int) -> Logprobs:
-        """The first `length` tokens."""
-        return self.part(0, length, self.top.shape[1])
+    def at(self, rows: np.ndarray) -> Logprobs:
+        """Some of the tokens, by their indices, int64 [n]."""
+        return Logprobs(self.tokens[rows], self.ranks[rows], self.top_ids[rows], self.top[rows])
 
     def part(self, start: int, end: int, count: int) -> Logprobs:
         """Tokens `start` to `end`, with `count` alternatives each."""

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.tree import DraftTree
+
 
 class Occurrences(NamedTuple):
     """What the text holds of D tokens, at each of R places."""
@@ -42,8 +44,11 @@ class TokenCounts:
             self._tokens[place] = token
             self._counts[place] += 1
 
-    def along(self, draft: np.ndarray) -> Occurrences:
-        """Behind the committed tokens and behind each token of a path of draft tokens, uint32 [k]; R = k + 1."""
+    def along(self, draft: np.ndarray, tree: DraftTree | None = None) -> Occurrences:
+        """Behind the committed tokens and behind each token of a draft, uint32 [k]; R = k + 1.
+
+        tree: the draft's shape; without, it is a path.
+        """
         drafted = draft.tolist()
         known = len(self._places)
         unknown = [token for token in dict.fromkeys(drafted) if token not in self._places]
@@ -52,7 +57,8 @@ class TokenCounts:
         counts[:, :known] = self._counts[:known]
         for index, token in enumerate(drafted):
             place = self._places.get(token)
-            counts[index + 1 :, places[token] if place is None else place] += 1
+            behind = slice(index + 1, None) if tree is None else 1 + np.flatnonzero(tree.sees[:, index])
+            counts[behind, places[token] if place is None else place] += 1
         tokens = np.concatenate((self._tokens[:known], np.array(unknown, np.int64)))
         return Occurrences(tokens, np.arange(len(tokens)) < self._of_prompt, counts)
 

@@ -1,7 +1,8 @@
 """What a request's settings do to its logits before the temperature: forbidden ends, bias, penalties.
 
-A sequence has a row for its last token and one for each token of its draft. A row is treated as if the draft before it
-were committed. It is only used if that draft turns out right, and then this is what it would have been without drafts.
+A sequence has a row for its last token and one for each token of its draft. A row is treated as if the draft up to it
+(in a tree, its ancestors and itself) were committed. It is only used if that draft turns out right, and then this is
+what it would have been without drafts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def adjusted(logits: Tensor, offsets: np.ndarray, sequences: SequenceOf[Sequence
 
 def _forbidden(sequence: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows and tokens of ends that come too early."""
-    early = rows[: max(0, sequence.request.sampling.min_tokens - len(sequence.output))]
+    lacking = sequence.request.sampling.min_tokens - len(sequence.output)
+    early = rows[np.concatenate(([0], sequence.draft_depths)) < lacking]
     ends = sequence.stopping.end_ids
     return np.repeat(early, len(ends)), np.tile(ends, len(early))
 
@@ -59,7 +61,7 @@ def _biased(sequence: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def _penalised(sequence: Sequence, rows: np.ndarray) -> Penalised:
     assert sequence.token_counts is not None
     sampling = sequence.request.sampling
-    seen = sequence.token_counts.along(sequence.draft)
+    seen = sequence.token_counts.along(sequence.draft, sequence.tree)
     size = seen.counts.size
     return Penalised(
         rows=np.repeat(rows, len(seen.tokens)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,3 +27,8 @@ class Runner:
         )
         hidden = self._model(tokens, positions, self._attention.begin(batch))
         return self._model.logits(hidden[rows]).float()
+
+    @torch.inference_mode()
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy keys and values between slots of the cache, see `Attention.move`."""
+        self._attention.move(sources, targets)

@@ -6,6 +6,8 @@ keyed by (seed, position), the token of a position is the same in every batch, a
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,15 @@ from engine.truncation import Truncation, truncate
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+class Stream(IntEnum):
+    """What random numbers of a position are for, beside its token itself; each is independent of the others."""
+
+    DRAFT = 1
+    """What a drafter draws from its own distribution."""
+    ACCEPT = 2
+    """Whether that is accepted."""
 
 
 def greedy_tokens(logits: Tensor) -> np.ndarray:
@@ -63,6 +74,16 @@ def sample_seed(seed: int, index: int) -> int:
     return int(mix64(mix64(torch.tensor([seed])) + torch.tensor([index]) * MIX_1)[0])
 
 
+def stream_seeds(seeds: Tensor, stream: Stream) -> Tensor:
+    """Seeds of random numbers for another purpose, int64 [M], from those of the sequences."""
+    return mix64(mix64(seeds) + torch.full_like(seeds, stream) * MIX_2)
+
+
+def uniforms(seeds: Tensor, positions: Tensor, ranks: Tensor) -> Tensor:
+    """Uniform numbers strictly between 0 and 1, float64 [M], keyed by seeds, positions and ranks, int64 [M] each."""
+    return _uniforms(_keys(seeds, positions) + (ranks + 1) * GOLDEN)
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
     """Standard Gumbel noise, float32 [M, size], keyed by seeds and positions, int64 [M] each."""
     return _noise(_keys(seeds, positions)[:, None], torch.arange(size, device=seeds.device))
@@ -73,10 +94,12 @@ def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    bits = _shifted_right(mix64(keys + (tokens + 1) * GOLDEN), 32)
     # Small uniforms make large noise; log1p keeps their precision, where log(u) near u = 1 would lose it.
-    uniform = (bits.double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-uniform)).float()
+    return -torch.log(-torch.log1p(-_uniforms(keys + (tokens + 1) * GOLDEN))).float()
+
+
+def _uniforms(numbers: Tensor) -> Tensor:
+    return (_shifted_right(mix64(numbers), 32).double() + 0.5) * 2.0**-32
 
 
 def mix64(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from engine.penalties import TokenCounts
 from engine.prefix import PageNames
 from engine.request import Completion, Request
 from engine.stopping import Cut, Stopping
+from engine.tree import DraftTree
 
 NO_TOKENS = np.empty(0, np.uint32)
 
@@ -36,6 +37,8 @@ class Sequence:
         """Tokens after those that this step runs."""
         self.draft = NO_TOKENS
         """Draft tokens, uint32, that this step verifies behind them."""
+        self.tree: DraftTree | None = None
+        """The draft's shape; None if each of its tokens follows the one before."""
         self.draft_room = 0
         """Draft tokens that its pages hold behind what is scheduled."""
         self.told = 0
@@ -81,6 +84,11 @@ class Sequence:
     def room(self) -> int:
         """Tokens that may still be produced."""
         return self.max_length - self._length
+
+    @property
+    def draft_depths(self) -> np.ndarray:
+        """int64: how far behind the committed tokens each draft token stands, from 1."""
+        return np.arange(1, len(self.draft) + 1) if self.tree is None else self.tree.depths
 
     @property
     def completes_prompt(self) -> bool:

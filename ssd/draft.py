@@ -115,6 +115,10 @@ class DraftBatch:
         """Draft tokens of one sequence, uint32."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
+    def parents_of(self, index: int) -> np.ndarray:
+        """Their parents, int32."""
+        return self.parents[self.offsets[index] : self.offsets[index + 1]]
+
     @classmethod
     def empty(cls, sequences: int) -> DraftBatch:
         """No draft for any of `sequences`."""

@@ -129,3 +129,14 @@ def accepted_length(draft: Sequence[int], chosen: Sequence[int]) -> int:
     while accepted < len(draft) and draft[accepted] == chosen[accepted]:
         accepted += 1
     return accepted
+
+
+def accepted_path(draft: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """The nodes of a draft tree that the target agrees with, walking down from the context."""
+    path: list[int] = []
+    while True:
+        at = path[-1] if path else -1
+        right = [node for node, parent in enumerate(parents) if parent == at and draft[node] == chosen[at + 1]]
+        if not right:
+            return path
+        path.append(right[0])

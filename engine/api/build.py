@@ -24,13 +24,14 @@ def build(options: EngineOptions) -> Engine:
     config = EngineConfig(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
+        draft_shape=options.draft_shape,
         max_step_tokens=max(2048, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
         prefix_cache=options.prefix_cache,
     )
     drafter = build_drafter(
         options.drafter,
-        DrafterConfig(max_draft=max(1, options.max_draft)),
+        DrafterConfig(shape=options.draft_shape, max_draft=max(1, options.max_draft)),
         options.address,
         warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
         model=options.model,

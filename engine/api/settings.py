@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import DraftShape
 from ssd.errors import UserError
 
 
@@ -19,6 +20,7 @@ class EngineOptions:
     address: str
     """Of a sidecar."""
     max_draft: int
+    draft_shape: DraftShape
     max_sequences: int
     kv_memory: int
     """MiB."""

@@ -33,7 +33,7 @@ class Tally:
             self._drafts += outcome.drafted > 0
             self._drafted += outcome.drafted
             self._accepted += outcome.accepted
-            self._drafted_at[: outcome.drafted] += 1
+            self._drafted_at[: outcome.depth] += 1
             self._accepted_at[: outcome.accepted] += 1
 
     def ended(self, completion: Completion) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+
 from engine.batch import Batch
 from engine.models.decoder import Attend
 
@@ -15,6 +17,11 @@ class Attention(ABC):
     def begin(self, batch: Batch) -> Attend:
         """Attention for one step: a callable that stores a layer's new keys and values and attends to all of them.
 
-        Each token attends to its sequence's tokens up to itself. What earlier steps stored behind a sequence's
-        `computed` tokens (rejected drafts) is overwritten, never read.
+        Each token attends to its sequence's tokens up to itself; in a draft tree, to the committed tokens, its
+        ancestors and itself. What earlier steps stored behind a sequence's `computed` tokens (rejected drafts) is
+        overwritten, never read.
         """
+
+    @abstractmethod
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy the keys and values of all layers between slots, int64 [n] each; all are read before one is written."""

@@ -37,9 +37,11 @@ class Piece:
     """The first query's row within the batch."""
     length: int
     position: int
-    """The first query's position within the sequence."""
+    """The first query's place in the cache, which outside of draft trees is its position."""
     pages: list[int]
     """The sequence's page table."""
+    mask: np.ndarray | None = None
+    """bool [length, K]: keys that each query may see, if those are not just all up to its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +97,13 @@ class PlainAttention(Attention):
 
         return attend
 
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy keys and values between slots; see `Attention.move`."""
+        read, written = self._on_device(sources), self._on_device(targets)
+        for cached in (self._keys, self._values):
+            slots = cached.flatten(1, 2)
+            slots.index_copy_(1, written, slots.index_select(1, read))
+
     def _group(self, pieces: list[Piece], key_count: int) -> Group:
         longest = max(piece.length for piece in pieces)
         query_count = longest + longest % 2
@@ -103,6 +112,9 @@ class PlainAttention(Attention):
         )
         within = np.minimum(np.arange(query_count), lengths - 1)
         mask = np.arange(key_count) <= (positions + within)[:, :, None]
+        for index, piece in enumerate(pieces):
+            if piece.mask is not None:
+                mask[index] = piece.mask[within[index]]
         rows = (starts + within).ravel()
         return Group(
             rows=self._on_device(rows),
@@ -161,6 +173,21 @@ def cut_into_pieces(batch: Batch) -> list[Piece]:
         while done < span.length:
             position = span.computed + done
             length = min(span.length - done, KEY_BLOCK - position % KEY_BLOCK)
-            pieces.append(Piece(span.start + done, length, position, span.pages))
+            mask = None if span.tree is None else _mask(span.tree.sees, span.committed, position, length)
+            pieces.append(Piece(span.start + done, length, position, span.pages, mask))
             done += length
     return pieces
+
+
+def _mask(sees: np.ndarray, committed: int, first: int, length: int) -> np.ndarray:
+    """Which keys the tokens at some places of a sequence see, bool [length, K], K up to the end of their block.
+
+    The token at place `committed` + i is the i-th of a draft tree; `sees`, bool [k, k], is its `DraftTree.sees`.
+    """
+    key_count = (first // KEY_BLOCK + 1) * KEY_BLOCK
+    places = np.arange(first, first + length)
+    mask = np.arange(key_count) <= places[:, None]
+    drafted = places >= committed
+    keys = np.arange(committed, min(committed + len(sees), key_count))
+    mask[np.ix_(drafted, keys)] = sees[np.ix_(places[drafted] - committed, keys - committed)]
+    return mask

@@ -76,11 +76,20 @@ class ChainRunner:
         """What the cache holds for the first `count` tokens of a page table."""
         return [self.cache[pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE] for i in range(count)]
 
+    def move(self, sources, targets):
+        contents = [self.cache[source] for source in sources]
+        for target, content in zip(targets, contents, strict=True):
+            self.cache[target] = content
+
     def forward(self, batch):
         rows = [None] * len(batch.tokens)
         for span in batch.spans:
             context = sum(self.held(span.pages, span.computed))
             for row in range(span.start, span.start + span.length):
+                node = span.computed + row - span.start - span.committed
+                if span.tree is not None and node >= 0:
+                    # Row of the parent; -1 is the last committed token's.
+                    context = rows[row - node + int(span.tree.parents[node])]
                 content = stored(int(batch.tokens[row]), context)
                 self.cache[batch.slots[row]] = content
                 context += content

@@ -39,22 +39,42 @@ class FakeRunner:
         self._cache = np.full(pages * page_size, -1)
         self._page_size = page_size
 
+    def move(self, sources, targets):
+        self._cache[targets] = self._cache[sources]
+
     def forward(self, batch):
         self._cache[batch.slots] = batch.tokens
         logits = []
         for row in batch.logit_rows.tolist():
             [span] = [span for span in batch.spans if span.start <= row < span.start + span.length]
-            positions = np.arange(batch.positions[row] + 1)
-            slots = np.array(span.pages)[positions // self._page_size] * self._page_size + positions % self._page_size
+            places = places_seen(span, row)
+            assert len(places) == batch.positions[row] + 1
+            slots = np.array(span.pages)[places // self._page_size] * self._page_size + places % self._page_size
             text = self._cache[slots]
             assert (text >= 0).all()
             logits.append(logits_after(text))
         return torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB))
 
 
-def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_tokens=64):
+def places_seen(span, row):
+    """Where in its sequence's pages the text up to a token of the batch stands."""
+    place = span.computed + row - span.start
+    if span.tree is None or place < span.committed:
+        return np.arange(place + 1)
+    node, ancestors = place - span.committed, []
+    while node >= 0:
+        ancestors.insert(0, span.committed + node)
+        node = span.tree.parents[node]
+    return np.array([*range(span.committed), *ancestors])
+
+
+def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_tokens=64, draft_shape="path"):
     config = EngineConfig(
-        max_sequences=max_sequences, max_draft=max_draft, max_step_tokens=max_step_tokens, page_size=4
+        max_sequences=max_sequences,
+        max_draft=max_draft,
+        max_step_tokens=max_step_tokens,
+        page_size=4,
+        draft_shape=draft_shape,
     )
     pages = PagePool(200, config.page_size)
     return Engine(MODEL, config, FakeRunner(pages.count, config.page_size), pages, drafter, decode)

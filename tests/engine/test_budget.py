@@ -19,14 +19,25 @@ def flat(paths):
     return np.array([odds for path in paths for odds in path]), np.cumsum([0, *map(len, paths)])
 
 
-def slow_path_odds(paths):
-    return [float(np.prod(path[: index + 1])) for path in paths for index in range(len(path))]
+def parents_of(paths):
+    return np.array([index - 1 for path in paths for index in range(len(path))], np.int32)
 
 
-@given(PATHS)
-def test_odds_of_a_path_are_products(paths):
-    odds, offsets = flat(paths)
-    np.testing.assert_allclose(path_odds(odds, offsets), slow_path_odds(paths), rtol=1e-9)
+def slow_odds(odds, parents, offsets):
+    """One token after the other."""
+    whole = []
+    for start, end in itertools.pairwise(offsets):
+        for at in range(start, end):
+            whole.append(odds[at] * (1.0 if parents[at] < 0 else whole[start + parents[at]]))
+    return whole
+
+
+@given(PATHS, st.data())
+def test_odds_of_a_token_are_those_of_all_its_ancestors_too(drafts, data):
+    odds, offsets = flat(drafts)
+    parents = [data.draw(st.integers(-1, index - 1)) for draft in drafts for index in range(len(draft))]
+    found = path_odds(odds, np.array(parents, np.int32), offsets)
+    np.testing.assert_allclose(found, slow_odds(odds, parents, offsets), rtol=1e-9)
 
 
 def tokens_per_second(paths, lengths, tokens, cost):
@@ -39,7 +50,7 @@ def test_no_other_choice_is_quicker(paths, rises, prompt_tokens, per_sequence):
     cost = StepCost([1, 4, 16, 64], np.cumsum([1.0, *rises]), per_sequence)
     tokens = len(paths) + prompt_tokens
     odds, offsets = flat(paths)
-    lengths = worth_verifying(path_odds(odds, offsets), offsets, tokens, len(paths), cost)
+    lengths = worth_verifying(path_odds(odds, parents_of(paths), offsets), offsets, tokens, len(paths), cost)
     assert all(0 <= length <= len(path) for length, path in zip(lengths, paths, strict=True))
     best = max(
         tokens_per_second(paths, choice, tokens, cost)

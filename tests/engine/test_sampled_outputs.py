@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from engine import processors
 from engine.drafters.none import NoDrafter
+from engine.penalties import TokenCounts
 from engine.request import Request, SamplingParams
 from engine.sampling import gumbel_noise
+from engine.sequence import Sequence
+from engine.tree import DraftTree
 from ssd.draft import DraftBatch, Path
 from ssd.errors import UserError
 from tests.engine import naive_sampling as naive
-from tests.engine.fake_runner import EOS, VOCAB, fake_engine, logits_after
+from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, fake_engine, logits_after
+from tests.engine.trees import batch_of_trees, random_tree
 from tests.strategies import array
 
 PIECES = "abcdefghij".ljust(VOCAB, "k")
@@ -111,6 +115,18 @@ class MixedDrafter(NoDrafter):
         return DraftBatch.of_paths(paths)
 
 
+class MixedTreeDrafter(MixedDrafter):
+    """Trees of any size, partly right."""
+
+    def draft(self, progress):
+        trees = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            right = self.texts[sequence_id][self.lengths[sequence_id] :]
+            trees.append(random_tree(self.rng, right, 9, VOCAB))
+        return batch_of_trees(trees)
+
+
 def as_tuple(request, completion):
     text = decode(completion.content) if completion.text is None else completion.text
     return completion.tokens.tolist(), completion.finish_reason.value, completion.stop_reason, text
@@ -135,10 +151,14 @@ def check_logprobs(request, completion):
             np.testing.assert_allclose([expected[other] for other in found.top_ids[index]], found.top[index], atol=1e-4)
 
 
-def check_all(asked, seed, max_sequences=4, max_step_tokens=40):
+def check_all(asked, seed, max_sequences=4, max_step_tokens=40, shape="path", verified="path"):
+    """Drafts are of one shape, and verified as another."""
     expected = [obvious(request) for request in asked]
-    drafter = MixedDrafter(asked, [answer[0] for answer in expected], seed)
-    engine = fake_engine(drafter, decode, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
+    kind = MixedDrafter if shape == "path" else MixedTreeDrafter
+    drafter = kind(asked, [answer[0] for answer in expected], seed)
+    engine = fake_engine(
+        drafter, decode, max_sequences=max_sequences, max_step_tokens=max_step_tokens, draft_shape=verified
+    )
     completions = engine.generate(asked)
     assert [as_tuple(*pair) for pair in zip(asked, completions, strict=True)] == expected
     for request, completion in zip(asked, completions, strict=True):
@@ -150,6 +170,12 @@ def check_all(asked, seed, max_sequences=4, max_step_tokens=40):
 @given(requests, st.integers(0, 1000), st.integers(1, 4))
 def test_outputs_are_those_of_the_loop(asked, seed, max_sequences):
     check_all(asked, seed, max_sequences)
+
+
+@settings(max_examples=60)
+@given(requests, st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["path", "tree"]))
+def test_outputs_with_trees_are_those_of_the_loop(asked, seed, max_sequences, verified):
+    check_all(asked, seed, max_sequences, shape="tree", verified=verified)
 
 
 def penalised_requests():
@@ -168,6 +194,34 @@ def test_drafts_are_accepted_under_any_settings():
     """Otherwise the tests above would not say much."""
     completions = check_all(penalised_requests(), 0)
     assert sum(completion.accepted for completion in completions) > 100
+    of_trees = check_all(penalised_requests(), 0, shape="tree", verified="tree")
+    of_trunks = check_all(penalised_requests(), 0, shape="tree", verified="path")
+    assert sum(c.steps for c in of_trees) < 0.8 * sum(c.steps for c in of_trunks)
+
+
+def penalties_by_rows(monkeypatch):
+    """Counts as along a path, whatever the tree."""
+    original = TokenCounts.along
+    monkeypatch.setattr(TokenCounts, "along", lambda self, draft, tree=None: original(self, draft))
+
+
+def minimum_by_rows(monkeypatch):
+    monkeypatch.setattr(Sequence, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
+
+
+def positions_by_rows(monkeypatch):
+    monkeypatch.setattr(DraftTree, "depths", property(lambda self: np.arange(1, len(self.parents) + 1)))
+
+
+def nothing_compacted(monkeypatch):
+    monkeypatch.setattr(FakeRunner, "move", lambda self, sources, targets: None)
+
+
+@pytest.mark.parametrize("fault", [penalties_by_rows, minimum_by_rows, positions_by_rows, nothing_compacted])
+def test_a_tree_that_is_taken_for_a_path_is_noticed(monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_all(penalised_requests(), 0, shape="tree", verified="tree")
 
 
 @pytest.mark.parametrize("fault", ["penalties", "min_tokens"])
@@ -183,7 +237,12 @@ def test_a_draft_that_is_not_taken_for_committed_is_noticed(monkeypatch, fault):
         monkeypatch.setattr(processors, "_penalised", all_like_the_first)
     else:
         original = processors._forbidden
-        monkeypatch.setattr(processors, "_forbidden", lambda sequence, rows: original(sequence, rows[:1]))
+
+        def of_the_first_alone(sequence, rows):
+            forbidden, ends = original(sequence, rows)
+            return forbidden[forbidden == rows[0]], ends[forbidden == rows[0]]
+
+        monkeypatch.setattr(processors, "_forbidden", of_the_first_alone)
     with pytest.raises(AssertionError):
         check_all(penalised_requests(), 0)
 

@@ -11,17 +11,17 @@ from engine.drafters.none import NoDrafter
 from engine.pages import PagePool
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler
-from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine
+from tests.engine.chain import PAGE_SIZE, VOCAB, ChainRunner, answer, chain_engine
 from tests.engine.workload import Workload
 
 WORKLOADS = 50
 
 
-@pytest.mark.parametrize("block", range(3))
-def test_random_workloads_give_every_request_what_it_gets_alone(block):
+@pytest.mark.parametrize(("block", "shape"), [(0, "path"), (1, "path"), (2, "path"), (3, "tree"), (4, "tree")])
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
-        workload = Workload(seed)
+        workload = Workload(seed, shape)
         workload.run()
         seen += workload.seen
     # The workloads must meet all that they are for.
@@ -70,6 +70,21 @@ def keeps_the_pages_of_the_cancelled(monkeypatch):
     monkeypatch.setattr(PagePool, "give_back", lambda self, pages: give_back(self, pages[:-1]))
 
 
+def leaves_trees_where_they_are(monkeypatch):
+    monkeypatch.setattr(ChainRunner, "move", lambda self, sources, targets: None)
+
+
+def moves_one_token_after_the_other(monkeypatch):
+    """Right for one path, whose tokens only ever move to the front; wrong in the other order."""
+
+    def move(runner, sources, targets):
+        for source, target in zip(sources[::-1], targets[::-1], strict=True):
+            runner.cache[target] = runner.cache[source]
+
+    monkeypatch.setattr(ChainRunner, "move", move)
+
+
+TREE_FAULTS = [leaves_trees_where_they_are, moves_one_token_after_the_other]
 FAULTS = [
     shares_without_counting,
     names_pages_before_they_are_computed,
@@ -81,13 +96,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS + TREE_FAULTS)
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     fault(monkeypatch)
 
     def run():
         for seed in range(WORKLOADS):
-            Workload(seed).run()
+            Workload(seed, "tree" if fault in TREE_FAULTS else "path").run()
 
     with pytest.raises((AssertionError, IndexError, ValueError)):
         run()

@@ -11,13 +11,15 @@ from engine.request import FinishReason, Request, SamplingParams
 from ssd.draft import DraftBatch, Path
 from ssd.errors import UserError
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
+from tests.engine.trees import batch_of_trees, random_tree
 
 
 class StrictDrafter:
     """Drafts right answers and wrong ones, and holds the engine to the order of a drafter's calls."""
 
-    def __init__(self, rng):
+    def __init__(self, rng, shape):
         self.rng = rng
+        self.shape = shape
         self.answers = {}
         self.texts = {}
         self.offered = {}
@@ -31,16 +33,20 @@ class StrictDrafter:
         self.offered[sequence_id] = 0
 
     def draft(self, progress):
-        paths = []
+        drafts = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
             self.note(sequence_id, committed, progress.verified[index], progress.accepted[index])
             text, limit = self.texts[sequence_id], int(progress.max_draft[index])
+            if self.shape == "tree":
+                drafts.append(random_tree(self.rng, self.answers[sequence_id][len(text) :], limit, VOCAB))
+                self.offered[sequence_id] = len(drafts[-1][0])
+                continue
             draft = (self.answers[sequence_id][len(text) :] + [1] * limit)[: self.rng.integers(0, limit + 1)]
             draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
             self.offered[sequence_id] = len(draft)
-            paths.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
-        return DraftBatch.of_paths(paths)
+            drafts.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
+        return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.of_paths(drafts)
 
     def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
         self.note(sequence_id, tokens, verified, accepted)
@@ -57,7 +63,7 @@ class StrictDrafter:
 class Workload:
     """Arrivals with shared beginnings, tenants, cancellations, tight memory."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, shape="path"):
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
         """How often what the workload is meant to meet has happened."""
@@ -68,9 +74,10 @@ class Workload:
             max_step_tokens=max_sequences * (1 + max_draft) + int(rng.integers(0, 40)),
             prefix_cache=bool(rng.random() < 0.85),
             watermark=float(rng.choice([0.0, 0.01, 0.2])),
+            draft_shape=shape,
         )
         self.config = config
-        self.drafter = StrictDrafter(rng)
+        self.drafter = StrictDrafter(rng, shape)
         self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter)
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
