@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from engine.attention.plain import PlainAttention
@@ -15,12 +13,6 @@ from engine.models.decoder import Decoder
 from engine.pages import PagePool
 from engine.runner import Runner
 from ssd.draft import Drafter
-
-ASSETS = Path(__file__).parent / "assets"
-SHIPPED_MODEL = ASSETS / "stdlib-7m"
-"""The small model that comes with the project."""
-PROMPTS_FILE = "prompts.jsonl"
-"""In its folder: held-out functions to complete."""
 
 
 def build_engine(model: Decoder, config: EngineConfig, drafter: Drafter, decode: Decode | None = None) -> Engine:

@@ -52,17 +52,6 @@ def choose_tokens(
     return greedy_tokens(logits)
 
 
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th of several samples of one request, itself a seed as `SamplingParams` takes it.
-
-    The first sample has the request's own seed, so it is what the request gives when it is asked for one sample. The
-    others are SplitMix64 of the seed and the index, so neighbouring seeds do not share samples.
-    """
-    if index == 0:
-        return seed
-    return int(mix64(mix64(torch.tensor([seed])) + torch.tensor([index]) * MIX_1)[0])
-
-
 def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
     """Standard Gumbel noise, float32 [M, size], keyed by seeds and positions, int64 [M] each."""
     return _noise(_keys(seeds, positions)[:, None], torch.arange(size, device=seeds.device))

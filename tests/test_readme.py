@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from engine.build import SHIPPED_MODEL
+from engine.shipped import SHIPPED_MODEL
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

@@ -10,13 +10,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Figures, Produced, Ready, Refused, Stop
 from engine.api.worker import run_worker
-from engine.core import Engine
 from engine.request import Request
 from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.core import Engine
 
 STOP_TIMEOUT_S = 10.0
 
