@@ -42,6 +42,7 @@ class EngineProcess:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._connection: Connection | None = None
         self._process: Any = None
+        self._is_ready = False
         self._ended = asyncio.Event()
 
     async def start(self) -> Ready:
@@ -55,6 +56,7 @@ class EngineProcess:
         if isinstance(ready, Failed):
             raise UserError(ready.reason)
         assert isinstance(ready, Ready)
+        self._is_ready = True
         loop = asyncio.get_running_loop()
         connection = self._connection
         threading.Thread(target=self._read, args=(loop, connection), name="engine-reader", daemon=True).start()
@@ -66,6 +68,8 @@ class EngineProcess:
         self._commands.put(Stop())
         if self._process is None:
             return
+        if not self._is_ready:
+            self._process.terminate()  # It loads, and listens to nobody yet.
         await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
@@ -129,6 +133,8 @@ class EngineProcess:
                 loop.call_soon_threadsafe(self._dispatch, events)
         except (EOFError, OSError):
             pass
+        except Exception as problem:  # What was cut off in the middle unpickles to anything.
+            reason = f"the engine's process cannot be understood: {problem}"
         with suppress(RuntimeError):  # The loop may be closed by now.
             loop.call_soon_threadsafe(self._lose, reason)
 
