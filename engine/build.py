@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -19,13 +17,8 @@ from engine.pages import PagePool
 from engine.runner import Runner
 from ssd.draft import Drafter
 
-ASSETS = Path(__file__).parent / "assets"
-SHIPPED_MODEL = ASSETS / "stdlib-7m"
-"""The small model that comes with the project."""
 MOST_LOGITS = 512
 """Rows of logits in a step that is measured: of large vocabularies more would not fit into memory."""
-PROMPTS_FILE = "prompts.jsonl"
-"""In its folder: held-out functions to complete."""
 
 
 def build_engine(

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.build import SHIPPED_MODEL, build_engine
+from engine.build import build_engine
 from engine.config import DraftShape, EngineConfig
 from engine.core import Engine, StepReport
 from engine.drafters.build import build_drafter
@@ -25,6 +25,7 @@ from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.output import CompletionWriter, Prompt
 from engine.request import Completion, Request, SamplingParams
+from engine.shipped import SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
 from ssd.config import DrafterConfig
 from ssd.errors import UserError

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # Whoever merely reads them, such as the HTTP process, goes without PyTorch.
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,8 @@ class Logprobs:
 
 def logprobs_of(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs:
     """Of `tokens`, uint32 [N], under logits float32 [N, V], with at most `count` alternatives each."""
+    import torch
+
     logprobs = torch.log_softmax(logits, dim=-1)
     own = logprobs.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None])
     best = logprobs.topk(min(count, logits.shape[1]), dim=-1)

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.logprobs import Logprobs
-from engine.models.config import ModelConfig
 from ssd.errors import UserError
+
+if TYPE_CHECKING:  # Whoever only takes requests, such as the HTTP process, goes without PyTorch.
+    from engine.models.config import ModelConfig
 
 MOST_LOGPROBS = 20
 """Most alternatives a token, as in OpenAI's API."""

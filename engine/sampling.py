@@ -63,17 +63,6 @@ def choose_tokens(
     return greedy_tokens(logits)
 
 
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th of several samples of one request, itself a seed as `SamplingParams` takes it.
-
-    The first sample has the request's own seed, so it is what the request gives when it is asked for one sample. The
-    others are SplitMix64 of the seed and the index, so neighbouring seeds do not share samples.
-    """
-    if index == 0:
-        return seed
-    return int(mix64(mix64(torch.tensor([seed])) + torch.tensor([index]) * MIX_1)[0])
-
-
 def stream_seeds(seeds: Tensor, stream: Stream) -> Tensor:
     """Seeds of random numbers for another purpose, int64 [M], from those of the sequences."""
     return mix64(mix64(seeds) + torch.full_like(seeds, stream) * MIX_2)

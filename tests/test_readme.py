@@ -3,14 +3,25 @@
 import re
 from pathlib import Path
 
-from engine.build import SHIPPED_MODEL
+from engine.shipped import SHIPPED_MODEL
+from tests.engine.api.serving import serving
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
+def examples():
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_of_a_client_runs(capsys):
+    with serving() as server:
+        exec(examples()[0].replace("http://127.0.0.1:8000", server.url), {})
+    assert len(capsys.readouterr().out) > 20
+
+
 def test_the_examples_for_ones_own_engine_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    drafting, keeping = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    _, drafting, keeping = examples()
     names = {}
     exec(drafting, names)
     assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6, 7, 5, 6]

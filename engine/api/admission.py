@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from engine.api.errors import ApiError
 
 
 class Admission:
-    """Counts requests. The event loop alone uses it."""
+    """Counts requests until they have run: whoever reads an answer slowly keeps nobody out. The event loop's alone."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.here = 0
         self.refused = 0
 
-    @contextmanager
-    def hold(self, requests: int) -> Iterator[None]:
-        """So many requests are here within the block. Raises ApiError 429 if there is no room for them."""
+    def enter(self, requests: int) -> None:
+        """So many more are here. Raises ApiError 429 if there is no room for them."""
         if self.here + requests > self.most:
             self.refused += requests
             raise ApiError(429, f"the server has {self.here} requests and takes {self.most}; try again later")
         self.here += requests
-        try:
-            yield
-        finally:
-            self.here -= requests
+
+    def leave(self) -> None:
+        """One of them has run, or runs no more."""
+        self.here -= 1

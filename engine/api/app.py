@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from engine.api.chat import chat
 from engine.api.completions import complete
-from engine.api.errors import ApiError, from_validation, response_of
+from engine.api.errors import ApiError, from_validation, refused, response_of
 from engine.api.gate import Gate
 from engine.api.page import read_page
 from engine.api.respond import ClientGoneError
@@ -91,7 +91,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(UserError)
     async def on_user_error(_: Request, error: UserError) -> Response:
-        return response_of(ApiError(400, str(error)))
+        return response_of(refused(str(error), "prompt"))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, problem: RequestValidationError) -> Response:

@@ -1,24 +1,28 @@
-"""The engine of a server, made in a process of its own."""
+"""The engine of a server. It is built in a process of its own; the other one imports this module without PyTorch."""
 
 from __future__ import annotations
 
 import sys
-
-import torch
+from typing import TYPE_CHECKING
 
 from engine.api.settings import EngineOptions
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.drafters.build import build_drafter
-from engine.models.loader import DTYPES, load_model
-from engine.models.packed import pack
-from engine.tokenizer import Tokenizer
 from ssd.config import DrafterConfig
+
+if TYPE_CHECKING:
+    from engine.core import Engine
 
 
 def build(options: EngineOptions) -> Engine:
     """Raises UserError for a model or a drafter that cannot be had."""
+    import torch
+
+    from engine.build import build_engine
+    from engine.config import EngineConfig
+    from engine.drafters.build import build_drafter
+    from engine.models.loader import DTYPES, load_model
+    from engine.models.packed import pack
+    from engine.tokenizer import Tokenizer
+
     if options.threads:
         torch.set_num_threads(options.threads)
     config = EngineConfig(

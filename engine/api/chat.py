@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from engine.api.errors import ApiError
 from engine.api.generation import Delta, Output
 from engine.api.logprobs import chat_logprobs
 from engine.api.respond import streamed, whole
 from engine.api.schemas import ChatRequest
-from engine.api.service import Service, new_id, now
+from engine.api.service import Service, new_id, now, off_the_loop
 from engine.api.usage import usage_of
 from engine.logprobs import Logprobs
 from engine.request import Completion, Request
+from ssd.errors import UserError
 
 
 async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[str, Any] | Response:
     """Answer a chat. Raises ApiError and UserError."""
     service.check_model(body.model)
-    prompt = service.served.chat.tokens([message.model_dump(exclude_none=True) for message in body.messages])
+    prompt = await _prompt(service, body)
     asked = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = service.requests(body, prompt, asked or service.room_behind(prompt), logprobs=logprobs)
     answer = _Answer(service, body, requests)
     if body.stream:
-        return await streamed(service, body, requests, answer.first(), answer.chunks, answer.last)
+        return await streamed(service, body, requests, http, answer.first(), answer.chunks, answer.last)
     return answer.whole(await whole(service, body, requests, http))
+
+
+async def _prompt(service: Service, body: ChatRequest) -> np.ndarray:
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    render = partial(service.served.chat.tokens, messages, arguments=body.chat_template_kwargs)
+    try:
+        return await off_the_loop(render, sum(len(str(message.content)) for message in body.messages))
+    except UserError as problem:
+        raise ApiError(400, str(problem), param="messages") from None
 
 
 class _Answer:

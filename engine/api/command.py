@@ -9,8 +9,8 @@ import click
 
 from engine.api.serve import serve
 from engine.api.settings import EngineOptions, ServerConfig
-from engine.build import SHIPPED_MODEL
 from engine.models.hub import find_model
+from engine.shipped import SHIPPED_MODEL
 
 
 def run_server(model: str | None, name: str | None, config: ServerConfig, **engine: Any) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from engine.api.errors import ApiError
 from engine.api.generation import Delta, Output
-from engine.api.logprobs import completion_logprobs
+from engine.api.logprobs import completion_logprobs, prompt_logprobs
 from engine.api.respond import streamed, whole
 from engine.api.schemas import CompletionRequest
-from engine.api.service import DEFAULT_MAX_TOKENS, Service, new_id, now
+from engine.api.service import DEFAULT_MAX_TOKENS, Service, new_id, now, off_the_loop
 from engine.api.usage import usage_of
 from engine.logprobs import Logprobs
 from engine.request import Completion, Request
@@ -23,26 +23,27 @@ from engine.request import Completion, Request
 async def complete(service: Service, body: CompletionRequest, http: HttpRequest) -> dict[str, Any] | Response:
     """Complete one prompt or several. Raises ApiError and UserError."""
     service.check_model(body.model)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo cannot be combined with logprobs", param="echo")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    of_prompt = body.logprobs if body.echo else None
     requests = [
         request
-        for prompt in _prompts(service, body)
-        for request in service.requests(body, prompt, max_tokens, logprobs=body.logprobs)
+        for prompt in await _prompts(service, body)
+        for request in service.requests(body, prompt, max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt)
     ]
     answer = _Answer(service, body, requests)
     if body.stream:
-        return await streamed(service, body, requests, answer.first(), answer.chunks, answer.last)
+        return await streamed(service, body, requests, http, answer.first(), answer.chunks, answer.last)
     return answer.whole(await whole(service, body, requests, http))
 
 
-def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray]:
+async def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray]:
     given = body.prompt
     is_one = isinstance(given, str) or isinstance(given[0], int)
     encode = service.served.tokenizer.encode
     return [
-        encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.uint32)
+        await off_the_loop(partial(encode, prompt), len(prompt))
+        if isinstance(prompt, str)
+        else np.array(prompt, np.uint32)
         for prompt in ([given] if is_one else given)
     ]
 
@@ -69,7 +70,9 @@ class _Answer:
         choices = []
         for index, output in enumerate(outputs):
             self._completions[index] = output.completion
-            choice = self._choice(index, self._echo(index) + output.text, output.completion)
+            echo = self._echo(index)
+            self._offsets[index] = len(echo)
+            choice = self._choice(index, echo + output.text, output.completion)
             choice |= self._logprobs(index, output.completion.tokens, output.completion.logprobs)
             choices.append(choice | self._pieces(output))
         return self._head | {"choices": choices, "usage": self._usage()}
@@ -110,7 +113,11 @@ class _Answer:
     def _logprobs(self, index: int, tokens: np.ndarray, logprobs: Logprobs | None) -> dict[str, Any]:
         if logprobs is None:
             return {}
-        return {"logprobs": completion_logprobs(tokens, logprobs, self._decode, self._offsets[index])}
+        own = completion_logprobs(tokens, logprobs, self._decode, self._offsets[index])
+        if self._body.echo:
+            before = prompt_logprobs(self._requests[index].prompt, self._completions[index], self._decode)
+            own = {name: before[name] + values for name, values in own.items()}
+        return {"logprobs": own}
 
     def _pieces(self, output: Output | Delta) -> dict[str, Any]:
         return {"pieces": [list(piece) for piece in output.pieces]} if self._body.return_drafted else {}

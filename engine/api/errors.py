@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
@@ -11,6 +14,10 @@ NAMES = {
     404: "not_found_error",
     413: "invalid_request_error",
 }
+BLAMED = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
+"""How messages about a parameter begin."""
+ALIASES = {"max_draft": "max_draft_tokens", "prompt_logprobs": "logprobs"}
+"""What requests have other names for."""
 
 
 class ApiError(Exception):
@@ -24,7 +31,7 @@ class ApiError(Exception):
 def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
     """The JSON of an error."""
     name = NAMES.get(status, "rate_limit_error" if status == 429 else "server_error" if status >= 500 else NAMES[400])
-    return {"error": {"message": message, "type": name, "param": param, "code": code}}
+    return {"error": {"message": _writable(message), "type": name, "param": param and _writable(param), "code": code}}
 
 
 def response_of(error: ApiError) -> JSONResponse:
@@ -33,6 +40,16 @@ def response_of(error: ApiError) -> JSONResponse:
     return JSONResponse(
         body_of(error.status, error.message, error.param, error.code), error.status, headers.get(error.status)
     )
+
+
+def refused(message: str, prompt: str) -> ApiError:
+    """What the engine says against a request. prompt: what holds its prompt."""
+    if message.startswith("the prompt"):
+        return ApiError(400, message, param=prompt, code="context_length_exceeded" if "shorten" in message else None)
+    if message.startswith("prompt and output"):
+        return ApiError(400, message, param="max_tokens")
+    found = BLAMED.match(message)
+    return ApiError(400, message, param=ALIASES.get(found[1], found[1]) if found else None)
 
 
 def from_validation(problem: RequestValidationError) -> ApiError:
@@ -45,9 +62,24 @@ def from_validation(problem: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
-    what = first["msg"].removeprefix("Value error, ")
+    what = _what(first)
+    if param is None and (found := BLAMED.match(what)):
+        return ApiError(400, what, param=found[1])
     return ApiError(400, f"{param}: {what}" if param else what, param=param)
 
 
+def _what(error: Any) -> str:
+    if error["type"] == "literal_error":
+        return f"this server supports only {error['ctx']['expected']}"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
 def _is_type(part: str) -> bool:
-    return part in ("str", "int", "float", "bool") or part.startswith(("list[", "constrained-", "function-"))
+    return part in ("str", "int", "float", "bool", "ContentPart") or part.startswith(
+        ("list[", "constrained-", "function-")
+    )
+
+
+def _writable(text: str) -> str:
+    """JSON strings may hold halves of surrogate pairs, which no UTF-8 can say again."""
+    return text.encode("utf-8", "backslashreplace").decode()

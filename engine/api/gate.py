@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,14 +18,22 @@ from engine.api.errors import ApiError, response_of
 REQUEST_ID = "x-request-id"
 USABLE_ID = re.compile(r"[\w.:-]{1,128}")
 
+STALL_S = 60.0
+"""A client that takes nothing for so long, with buffers full, is given up."""
+
+
+class StalledError(Exception):
+    """A client takes nothing of its answer."""
+
 
 class Gate:
     """ASGI middleware. Routes below `/v1/` need one of `keys`, if there are any."""
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Collection[str], max_body_bytes: int, stall_s: float = STALL_S) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._most = max_body_bytes
+        self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it with an error."""
@@ -37,13 +47,19 @@ class Gate:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
-            await send(message)
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await send(message)
+            except TimeoutError:
+                raise StalledError from None
 
         error = self._refusal(scope, headers)
         if error is not None:
             await response_of(error)(scope, receive, named)
             return
-        await self._app(scope, self._bounded(receive), named)
+        # uvicorn closes the connection of a response that nobody takes.
+        with suppress(StalledError):
+            await self._app(scope, self._bounded(receive), named)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         if scope["path"].startswith("/v1/") and self._keys and not self._is_known(headers.get("authorization", "")):

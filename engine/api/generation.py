@@ -55,8 +55,12 @@ Run = Callable[[Request], AsyncGenerator[Produced | Ended, None]]
 """Runs a request, as `EngineProcess.run`."""
 
 
-async def deltas_of(run: Run, requests: Sequence[Request], texts: Sequence[OutputText]) -> AsyncGenerator[Delta, None]:
+async def deltas_of(
+    run: Run, requests: Sequence[Request], texts: Sequence[OutputText], ended: Callable[[], None] = lambda: None
+) -> AsyncGenerator[Delta, None]:
     """All deltas of all requests. Closing the iterator cancels what still runs.
+
+    `ended` is called once for each request that runs no more, whether or not its deltas have been taken.
 
     Raises UserError for a request that cannot run, and EngineGoneError.
     """
@@ -65,6 +69,8 @@ async def deltas_of(run: Run, requests: Sequence[Request], texts: Sequence[Outpu
         asyncio.create_task(_follow(run, index, request, text, deltas))
         for index, (request, text) in enumerate(zip(requests, texts, strict=True))
     ]
+    for task in tasks:
+        task.add_done_callback(lambda _: ended())
     try:
         left = len(tasks)
         while left:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from engine.logprobs import Logprobs
+from engine.request import Completion
 
 Decode = Callable[[np.ndarray], str]
 
 
-def completion_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offset: int) -> dict[str, Any]:
+def completion_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offset: int) -> dict[str, list[Any]]:
     """Of `tokens`, uint32 [N], as `/v1/completions` has them; their text begins `offset` characters into the output."""
     texts = [_text(token, decode) for token in tokens.tolist()]
     starts = offset + np.cumsum([0, *map(len, texts)])[: len(texts)]
@@ -25,6 +26,15 @@ def completion_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, 
         ],
         "text_offset": starts.tolist(),
     }
+
+
+def prompt_logprobs(prompt: np.ndarray, completion: Completion, decode: Decode) -> dict[str, list[Any]]:
+    """The same of a prompt, uint32 [P], whose first token has none."""
+    assert completion.prompt_logprobs is not None
+    first = _text(int(prompt[0]), decode)
+    rest = completion_logprobs(prompt[1:], completion.prompt_logprobs, decode, len(first))
+    head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [value, *rest[name]] for name, value in head.items()}
 
 
 def chat_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, Any]:

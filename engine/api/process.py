@@ -10,13 +10,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Figures, Produced, Ready, Refused, Stop
 from engine.api.worker import run_worker
-from engine.core import Engine
 from engine.request import Request
 from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.core import Engine
 
 STOP_TIMEOUT_S = 10.0
 
@@ -40,6 +42,7 @@ class EngineProcess:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._connection: Connection | None = None
         self._process: Any = None
+        self._is_ready = False
         self._ended = asyncio.Event()
 
     async def start(self) -> Ready:
@@ -53,6 +56,7 @@ class EngineProcess:
         if isinstance(ready, Failed):
             raise UserError(ready.reason)
         assert isinstance(ready, Ready)
+        self._is_ready = True
         loop = asyncio.get_running_loop()
         connection = self._connection
         threading.Thread(target=self._read, args=(loop, connection), name="engine-reader", daemon=True).start()
@@ -64,6 +68,8 @@ class EngineProcess:
         self._commands.put(Stop())
         if self._process is None:
             return
+        if not self._is_ready:
+            self._process.terminate()  # It loads, and listens to nobody yet.
         await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
@@ -127,6 +133,8 @@ class EngineProcess:
                 loop.call_soon_threadsafe(self._dispatch, events)
         except (EOFError, OSError):
             pass
+        except Exception as problem:  # What was cut off in the middle unpickles to anything.
+            reason = f"the engine's process cannot be understood: {problem}"
         with suppress(RuntimeError):  # The loop may be closed by now.
             loop.call_soon_threadsafe(self._lose, reason)
 

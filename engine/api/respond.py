@@ -11,7 +11,7 @@ import orjson
 from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 
-from engine.api.errors import ApiError, body_of
+from engine.api.errors import ApiError, body_of, refused
 from engine.api.generation import Delta, Output, deltas_of
 from engine.api.process import EngineGoneError
 from engine.api.schemas import SamplingFields
@@ -33,13 +33,14 @@ async def deltas(service: Service, body: SamplingFields, requests: Sequence[Requ
     watch = service.metrics.watch()
     texts = [service.text_of(request) for request in requests]
     try:
-        with service.admission.hold(len(requests)):
-            async with aclosing(deltas_of(service.runner(body, requests), requests, texts)) as coming:
-                async for delta in coming:
-                    watch.note(delta)
-                    yield delta
+        service.admission.enter(len(requests))
+        run, leave = service.runner(body, requests), service.admission.leave
+        async with aclosing(deltas_of(run, requests, texts, leave)) as coming:
+            async for delta in coming:
+                watch.note(delta)
+                yield delta
     except UserError as problem:
-        raise ApiError(400, str(problem)) from None
+        raise refused(str(problem), body.prompt_field) from None
     except EngineGoneError as problem:
         raise ApiError(503, f"the engine has stopped: {problem}") from None
 
@@ -64,14 +65,18 @@ async def streamed(
     service: Service,
     body: SamplingFields,
     requests: Sequence[Request],
+    http: HttpRequest,
     first: Sequence[dict[str, Any]],
     chunks: Chunks,
     last: Callable[[], list[dict[str, Any]]],
 ) -> StreamingResponse:
-    """Server-sent events: `first`, `chunks` of each delta, and `last`. Raises ApiError if nothing could begin."""
+    """Server-sent events: `first`, `chunks` of each delta, and `last`.
+
+    Raises ApiError if nothing could begin, and ClientGoneError if nobody waits any more.
+    """
     coming = deltas(service, body, requests)
     # What cannot run is known with the first delta: then the answer is an error, not a stream.
-    begun = await anext(coming)
+    begun = await _while_connected(anext(coming), http)
 
     async def events() -> AsyncIterator[bytes]:
         async with aclosing(coming):

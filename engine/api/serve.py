@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Ca
     )  # fmt: skip
     sockets = [_bound(settings)]
     host, port = sockets[0].getsockname()[:2]
-    server = _Server(settings)
+    server = _Server(settings, lambda: say(f"serving at http://{host}:{port}"))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
 
@@ -78,7 +79,6 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Ca
         server.should_exit = True
 
     watching = asyncio.create_task(watch())
-    say(f"serving at http://{host}:{port}")
     try:
         await server.serve(sockets=sockets)
     finally:
@@ -86,7 +86,16 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Ca
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's own handling would raise the signal again once everything has ended in good order."""
+    """Says when it listens, and does not raise a signal again once everything has ended in good order."""
+
+    def __init__(self, settings: uvicorn.Config, listening: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._listening = listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._listening()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from engine.api.text import OutputText
 from engine.chat import ChatPrompts
 from engine.detokenize import Detokenizer
 from engine.request import Request, SamplingParams
-from engine.sampling import sample_seed
+from engine.seeds import sample_seed
 from engine.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -35,6 +36,10 @@ SAMPLING = (
     "min_tokens", "ignore_eos",
 )  # fmt: skip
 """Parameters that are called alike in requests and in `SamplingParams`."""
+
+
+LONG_TEXT = 10_000
+"""Characters; as many take about 10 ms to tokenize."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,11 @@ class Service:
     def room_behind(self, prompt: np.ndarray) -> int:
         """Tokens that an output may have."""
         return max(1, self._ready.max_positions - len(prompt))
+
+
+async def off_the_loop(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:
+    """What `encode` returns; long texts are tokenized in a thread, so that the streams of others go on."""
+    return encode() if characters < LONG_TEXT else await asyncio.to_thread(encode)
 
 
 def new_id(kind: str) -> str:

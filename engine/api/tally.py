@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from engine.api.messages import Figures
-from engine.core import Engine, StepReport
 from engine.request import Completion, Request
+
+if TYPE_CHECKING:
+    from engine.core import Engine, StepReport
 
 
 class Tally:

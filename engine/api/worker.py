@@ -8,11 +8,14 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Produced, Ready, Refused, Stop
 from engine.api.tally import Tally
-from engine.core import Engine
 from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.core import Engine
 
 FIGURES_EVERY_S = 0.25
 

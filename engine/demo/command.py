@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from engine.build import PROMPTS_FILE, SHIPPED_MODEL
 from engine.demo.run import prepare_report, run_demo, write_report
 from engine.demo.workload import EXACT_SHARE, NEAR_SHARE, make_workload, read_prompts
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.request import SamplingParams
+from engine.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.models.config import ModelConfig
+from engine.models.files import token_ids
 from engine.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 from ssd.errors import UserError
 
@@ -216,10 +217,3 @@ def _scaling(rope_type: str, values: Fields, positions: int) -> Scaling | None:
         )
     known = ", ".join(["default", "dynamic", *SCALINGS])
     raise UserError(f"config.json asks for rope scaling {rope_type!r}, which this engine lacks; it has {known}")
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The ids of a field that holds none, one or several."""
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)

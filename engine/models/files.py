@@ -20,3 +20,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UserError(f"{path} holds no JSON object; download or copy it again")
     return fields
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """The ids of a field that holds none, one or several."""
+    if value is None:
+        return ()
+    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)

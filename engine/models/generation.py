@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.families import token_ids
-from engine.models.files import read_json
+from engine.models.files import read_json, token_ids
 from ssd.errors import UserError
 
 GENERATION_FILE = "generation_config.json"

@@ -4,7 +4,8 @@ import torch
 from scipy.stats import chisquare
 
 from engine.request import SamplingParams
-from engine.sampling import choose_tokens, gumbel_noise, mix64, sample_seed
+from engine.sampling import choose_tokens, gumbel_noise, mix64
+from engine.seeds import sample_seed
 
 SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
 """The first output of SplitMix64 seeded with 0, as published with the generator."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.build import SHIPPED_MODEL, build_engine
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.demo.workload import read_prompts
 from engine.drafters.build import build_drafter
@@ -15,6 +15,7 @@ from engine.drafters.none import NoDrafter
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.request import Request, SamplingParams
+from engine.shipped import SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
 from ssd.config import DrafterConfig
 from tests.engine.forward import prompt_logits

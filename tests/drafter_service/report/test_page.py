@@ -11,7 +11,7 @@ from drafter_service.report import page as page_module
 from drafter_service.report import units
 from drafter_service.report.build import build_report
 from drafter_service.report.page import render_page
-from tests.drafter_service.report.browser import CHROMIUM, DRIVER, browser
+from tests.browser import CHROMIUM, DRIVER, browser
 from tests.drafter_service.report.samples import begun_namespace, busy_namespace, new_namespace, passages, service
 
 EVIL = "<script>alert(1)</script>\"'&<b>" + "x" * 80

@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from engine.build import SHIPPED_MODEL
+from engine.shipped import SHIPPED_MODEL
 
 TIMEOUT_S = 60
 """Generous: machines are shared."""

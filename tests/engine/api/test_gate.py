@@ -1,5 +1,7 @@
 """What every request passes first, over a small application of its own."""
 
+import asyncio
+
 import httpx
 import pytest
 from fastapi import FastAPI, Request
@@ -66,3 +68,26 @@ async def test_requests_have_ids():
         assert first != second
         strange = await http.get("/health", headers={"X-Request-Id": "a b\tc"})
         assert strange.headers["x-request-id"] != "a b\tc"
+
+
+async def test_a_client_that_takes_nothing_is_given_up():
+    ended = []
+
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        finally:
+            ended.append(True)
+
+    taken = []
+
+    async def send(message):
+        taken.append(message)
+        if len(taken) > 3:
+            await asyncio.Event().wait()
+
+    scope = {"type": "http", "path": "/", "headers": []}
+    await asyncio.wait_for(Gate(endless, (), 10, stall_s=0.05)(scope, None, send), 30)
+    assert (ended, len(taken)) == ([True], 4)

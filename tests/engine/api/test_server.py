@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from engine.build import SHIPPED_MODEL
+from engine.shipped import SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
 from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
 

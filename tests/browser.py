@@ -32,13 +32,16 @@ class Browser:
         self._url += "/session/" + self._post("/session", {"capabilities": {"alwaysMatch": options}})["sessionId"]
 
     def show(self, page, width, *, dark=False):
-        """Load a file at a width in CSS pixels; gives what the console said and the addresses that were asked for."""
+        """Load a file, or the page at an address, at a width in CSS pixels.
+
+        Gives what the console said and the addresses that were asked for.
+        """
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.devtools("Emulation.setEmulatedMedia", {"features": [scheme]})
         self._logs("browser"), self._logs("performance")
-        self._post("/url", {"url": page.as_uri()})
+        self._post("/url", {"url": page if isinstance(page, str) else page.as_uri()})
         said = [entry["message"] for entry in self._logs("browser")]
         events = [json.loads(entry["message"])["message"] for entry in self._logs("performance")]
         asked = [

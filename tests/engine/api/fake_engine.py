@@ -1,0 +1,63 @@
+"""An engine that counts instead of thinking: each output is 1, 2, 3, ..., two tokens a step, the first one drafted."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+from engine.core import Outcome, StepReport
+from engine.request import Completion, FinishReason
+from ssd.errors import UserError
+
+PAGES = 64
+
+
+class FakeEngine:
+    """Holds a page for each request. Steps only while `gate` is set; `breaks` after so many steps."""
+
+    max_draft = 2
+    model = SimpleNamespace(vocab_size=1000, max_positions=100)
+
+    def __init__(self, breaks=None):
+        self.requests, self.cancelled, self.steps, self.breaks = {}, [], 0, breaks
+        self.gate = threading.Event()
+        self.gate.set()
+        self._next = 0
+
+    @property
+    def scheduler(self):
+        pages = SimpleNamespace(free=PAGES - len(self.requests), count=PAGES)
+        return SimpleNamespace(
+            running=list(self.requests), waiting=[], has_work=bool(self.requests) and self.gate.is_set(), pages=pages
+        )
+
+    def add(self, request):
+        if len(request.prompt) == 0:
+            raise UserError("the prompt is empty; give at least one token")
+        self._next += 1
+        self.requests[self._next] = (request, [])
+        return self._next
+
+    def cancel(self, sequence_id):
+        self.cancelled.append(self.requests.pop(sequence_id))
+
+    def step(self):
+        self.steps += 1
+        if self.breaks is not None and self.steps > self.breaks:
+            raise RuntimeError("on purpose")
+        report = StepReport()
+        for sequence_id, (request, out) in list(self.requests.items()):
+            new = list(range(len(out) + 1, min(len(out) + 2, request.sampling.max_tokens) + 1))
+            out += new
+            tokens = np.array(new, np.uint32)
+            report.outcomes.append(Outcome(sequence_id, tokens, 2, 1, None))
+            if len(out) == request.sampling.max_tokens:
+                whole = np.array(out, np.uint32)
+                report.finished[sequence_id] = Completion(whole, FinishReason.LENGTH, len(out) // 2, len(out), 1)
+                del self.requests[sequence_id]
+        return report
+
+    def close(self):
+        pass

@@ -1,0 +1,117 @@
+"""What common clients send without being asked, and what they read from the answers."""
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+from tests.engine.api.test_server import folder  # noqa: F401  # a model with a chat template
+
+
+@pytest.fixture(scope="module")
+def http(folder):  # noqa: F811
+    with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        yield http
+
+
+COMPLETIONS = {
+    "vllm bench": {
+        "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "stream": True,
+        "stream_options": {"include_usage": True}, "best_of": 1, "use_beam_search": False, "ignore_eos": True,
+    },
+    "langchain OpenAI": {
+        "temperature": 0.7, "max_tokens": 4, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1,
+        "best_of": 1, "logit_bias": {}, "seed": None, "logprobs": None, "prompt": ["def f("],
+    },
+    "lm-eval generate": {"prompt": [[5, 6, 7]], "max_tokens": 4, "temperature": 0, "stop": ["\n\n"], "seed": 1234},
+    "all nulls": dict.fromkeys(("n", "stream", "echo", "stop", "suffix", "user", "logit_bias", "stream_options")),
+}  # fmt: skip
+CHATS = {
+    "vllm bench": {
+        "max_completion_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    },
+    "langchain ChatOpenAI": {"stream": False, "n": 1, "temperature": 0.7, "max_completion_tokens": 4, "stop": None},
+    "explicit defaults": {
+        "max_tokens": 4, "response_format": {"type": "text"}, "parallel_tool_calls": True, "tools": [],
+        "tool_choice": "none", "store": False, "metadata": {"run": "7"}, "service_tier": "auto", "logit_bias": {},
+        "logprobs": False, "modalities": ["text"], "audio": None, "prediction": None, "reasoning_effort": None,
+    },
+    "an answer handed back": {
+        "max_tokens": 4,
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y", "refusal": None, "annotations": [], "audio": None,
+             "function_call": None, "tool_calls": None},
+            {"role": "user", "content": "z", "name": "me"},
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", COMPLETIONS.values(), ids=COMPLETIONS)
+def test_completions_of_common_clients_work(http, body):
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x"} | body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("body", CHATS.values(), ids=CHATS)
+def test_chats_of_common_clients_work(http, body):
+    messages = [{"role": "user", "content": "x"}]
+    answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages} | body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"store": True}, "store"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"modalities": ["audio"]}, "modalities.0"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"stop_token_ids": [1_000_000]}, "stop_token_ids"),
+        ({"stop": [""]}, "stop"),
+        ({"stream_options": {}}, "stream_options"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_its_name(http, given, param):
+    messages = [{"role": "user", "content": "x"}]
+    answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 3} | given)
+    assert answer.status_code == 400, answer.text
+    assert (answer.json()["error"]["param"] or "").startswith(param), answer.text
+
+
+def test_a_prompt_too_long_has_openais_code(http):
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x " * 5000})
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
+    tokens = [5, 6, 7, 8, 9]
+    asked = {"model": MODEL, "prompt": [tokens], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    scores = choice["logprobs"]
+    assert len(scores["tokens"]) == len(scores["top_logprobs"]) == len(scores["text_offset"]) == 6
+    assert scores["token_logprobs"][0] is None
+    assert all(value < 0 for value in scores["token_logprobs"][1:])
+    assert [len(top) for top in scores["top_logprobs"][1:]] == [1] * 5
+    assert choice["text"] == "".join(scores["tokens"])
+    # What the model says next has the score that it has as a part of the prompt.
+    longer = asked | {"prompt": [tokens[:4]]}
+    [shorter] = http.post("/v1/completions", json=longer).json()["choices"]
+    assert shorter["logprobs"]["token_logprobs"][1:4] == pytest.approx(scores["token_logprobs"][1:4], abs=1e-4)
+
+
+def test_the_official_client_reads_errors(http):
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt="x", best_of=3)
+        assert caught.value.param == "best_of"

@@ -1,0 +1,134 @@
+"""Requests made up from the server's own OpenAPI description, and worse ones: none is the server's fault."""
+
+import json
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+
+from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+
+EXAMPLES = 25
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("--max-sequences", "4") as server:
+        yield server
+        # Whatever came, it still works, and nothing is left.
+        asked = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+        assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=TIMEOUT_S).status_code == 200
+        assert httpx.get(f"{server.url}/figures").json()["pages_used"] == 0
+
+
+@pytest.fixture(scope="module")
+def description(server):
+    return schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json").json())
+
+
+ROUTES = [
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{name}", "GET"),
+    ("/health", "GET"),
+    ("/metrics", "GET"),
+]
+
+
+def test_every_route_is_fuzzed(description):
+    described = {(path, method.upper()) for path in description for method in description[path]}
+    assert described == set(ROUTES)
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "forbidden"])
+@pytest.mark.parametrize(("path", "method"), ROUTES)
+def test_what_the_description_allows_and_forbids_is_answered(server, description, path, method, mode):
+    operation = description[path][method]
+    if mode is GenerationMode.NEGATIVE and method == "GET":
+        pytest.skip("there is nothing that could be wrong")
+
+    @settings(max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def fuzz(case):
+        if isinstance(case.body, dict):
+            case.body.update(model=MODEL, max_tokens=2)  # so that more is looked at than the name
+        response = case.call(base_url=server.url, timeout=TIMEOUT_S)
+        case.validate_response(response, checks=(not_a_server_error,))
+        if response.status_code >= 400:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    fuzz()
+
+
+ODD = st.sampled_from(
+    [
+        1e308,
+        -1e308,
+        float("nan"),
+        float("inf"),
+        10**400,
+        -1,
+        0,
+        1.5,
+        True,
+        "",
+        "\ud800",
+        "\x00",
+        [],
+        {},
+        [[]],
+        [""],
+        "1",
+    ]
+)
+FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "seed", "n", "stop", "stop_token_ids", "min_tokens", "stream", "stream_options", "user",
+    "max_draft_tokens", "logprobs", "echo", "prompt", "model", "max_tokens", "best_of", "\ud800", "response_format",
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=3))
+@settings(max_examples=60)
+def test_odd_values_are_answered(server, odd):
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2} | odd).encode()
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=TIMEOUT_S)
+    assert response.status_code in (200, 400, 404), (odd, response.text)
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
+
+
+JSON = {"Content-Type": "application/json"}
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * DEEP + b"]" * DEEP,
+        b'{"model": "stdlib-7m", "prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+        b'{"model": "stdlib-7m", "prompt": "x", "metadata": ' + b'{"a":' * 500 + b"1" + b"}" * 500 + b"}",
+        b'{"model": "stdlib-7m", "prompt": "x", "seed": ' + b"1" * 100_000 + b"}",
+        b'{"model": "stdlib-7m", "prompt": "x", "\\ud800": 1}',
+        b'{"model": "stdlib-7m", "prompt": "\\ud800"}',
+        b'{"model": "stdlib-7m", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"",
+        b"null",
+        b"\x00",
+    ],
+)
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_malformed_bodies_are_answered(server, route, body):
+    response = httpx.post(f"{server.url}/v1/{route}", content=body, headers=JSON, timeout=TIMEOUT_S)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_salt_that_is_no_text_harms_nobody(server):
+    body = b'{"model": "stdlib-7m", "prompt": "x", "max_tokens": 2, "user": "\\ud800", "stop": ["\\udfff"]}'
+    assert httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=TIMEOUT_S).status_code == 200

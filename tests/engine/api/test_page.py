@@ -1,0 +1,123 @@
+"""The page in a real browser, against a real server."""
+
+import time
+
+import httpx
+import pytest
+
+from tests.browser import CHROMIUM, DRIVER, browser
+from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+KEY = "secret"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(KEY)
+    with serving("--api-keys", str(keys)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tab():
+    with browser() as tab:
+        yield tab
+
+
+def text_of(tab, name):
+    return tab.run(f"return document.getElementById({name!r}).textContent")
+
+
+def eventually(condition):
+    until = time.monotonic() + TIMEOUT_S
+    while not (value := condition()):
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.02)
+    return value
+
+
+def ask(tab, prompt, *, key=KEY, tokens=60):
+    """Fill the form, send it, and wait until the answer has ended."""
+    for name, value in (("prompt", prompt), ("key", key), ("tokens", tokens), ("heat", 0)):
+        tab.run(f"document.getElementById({name!r}).value = {value!r}")
+    tab.run("document.getElementById('go').click()")
+    eventually(lambda: tab.run("return document.getElementById('state').textContent === ''"))
+
+
+def complete(server, prompt):
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "temperature": 0}
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=asked, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT_S
+    )
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (380, False)])
+def test_it_fits_says_nothing_wrong_and_asks_nobody_else(server, tab, width, dark):
+    said, asked = tab.show(server.url, width, dark=dark)
+    assert said == []
+    assert all(address.startswith(server.url) for address in asked)
+    assert tab.run("return document.documentElement.scrollWidth") <= width
+    shade = tab.run("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, shade.removeprefix("rgb(").rstrip(")").split(","))) < 200) is dark
+
+
+def test_figures_appear_and_change(server, tab):
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    complete(server, "def before(")
+    before = eventually(lambda: text_of(tab, "perstep").strip("\N{EN DASH}"))
+    complete(server, "def before(")  # drafted now, so that steps bear more
+    eventually(lambda: float(text_of(tab, "perstep")) > float(before))
+    eventually(lambda: tab.run("return document.querySelectorAll('#bars rect').length") > 0)
+    eventually(lambda: tab.run("return document.querySelector('#curve polyline')") is not None)
+
+
+def test_an_answer_streams_and_what_was_drafted_is_marked(server, tab):
+    text = complete(server, "class Page(")
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    ask(tab, "class Page(")
+    assert text_of(tab, "answer") == text
+    marked = tab.run("return [...document.querySelectorAll('#answer mark')].map(mark => mark.textContent).join('')")
+    assert len(marked) > len(text) / 2
+    assert len(marked) < len(text)
+    assert "60 tokens in" in text_of(tab, "worth")
+
+
+def test_what_goes_wrong_is_said(server, tab):
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    ask(tab, "x", key="wrong")
+    assert "give a valid key" in text_of(tab, "wrong")
+    ask(tab, "x " * 5000)
+    assert "shorten the prompt" in text_of(tab, "wrong")
+    ask(tab, "def f(", tokens=5)
+    assert text_of(tab, "wrong") == ""
+
+
+def test_a_running_answer_can_be_stopped(server, tab):
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    for name, value in (("prompt", "def f("), ("key", KEY), ("tokens", 900), ("heat", 1.5)):
+        tab.run(f"document.getElementById({name!r}).value = {value!r}")
+    tab.run("document.getElementById('go').click()")
+    eventually(lambda: text_of(tab, "answer"))
+    tab.run("document.getElementById('halt').click()")
+    eventually(lambda: text_of(tab, "state") == "")
+    eventually(lambda: httpx.get(f"{server.url}/figures").json()["running"] == 0)
+
+
+def test_a_server_out_of_reach_is_said_to_be(server, tab):
+    def reach(is_there):
+        conditions = {"offline": not is_there, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        tab.devtools("Network.emulateNetworkConditions", conditions)
+
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    reach(False)
+    eventually(lambda: "no figures" in text_of(tab, "trouble"))
+    reach(True)
+    eventually(lambda: text_of(tab, "trouble") == "")
