@@ -38,7 +38,10 @@ test: $(READY) ## run the tests
 	@echo "running the tests (about 2 minutes)"
 	@$(BIN)/python -m pytest
 
-soak: $(READY) ## run the randomised tests with many more examples (minutes to hours)
+SOAK_MINUTES ?= 60
+
+soak: $(READY) ## mixed load for SOAK_MINUTES, then the randomised tests with many more examples (hours)
+	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES)
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest
 
 bench: $(READY) ## measure drafting and the engine's steps
