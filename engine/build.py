@@ -14,6 +14,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.pages import PagePool
 from engine.runner import Runner
+from engine.sampler import Choose, choose
 from ssd.draft import Drafter
 
 ASSETS = Path(__file__).parent / "assets"
@@ -23,16 +24,18 @@ PROMPTS_FILE = "prompts.jsonl"
 """In its folder: held-out functions to complete."""
 
 
-def build_engine(model: Decoder, config: EngineConfig, drafter: Drafter, decode: Decode | None = None) -> Engine:
+def build_engine(
+    model: Decoder, config: EngineConfig, drafter: Drafter, decode: Decode | None = None, choose: Choose = choose
+) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
-    `decode` is the tokenizer's, for requests with stop strings.
+    `decode` is the tokenizer's, for requests with stop strings; `choose` makes tokens of logits.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     pages = PagePool(_page_count(model.config, config, dtype), config.page_size)
     attention = PlainAttention(model.config, pages.count, config.page_size, dtype, device)
-    return Engine(model.config, config, Runner(model, attention, device), pages, drafter, decode)
+    return Engine(model.config, config, Runner(model, attention, device), pages, drafter, decode, choose)
 
 
 def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

@@ -16,10 +16,11 @@ from engine.models.config import ModelConfig
 from engine.pages import PagePool
 from engine.request import Completion, FinishReason, Request
 from engine.runner import Runner
-from engine.sampler import Chosen, choose
+from engine.sampler import Choose, Chosen, choose
 from engine.scheduler import Scheduler
 from engine.sequence import NO_TOKENS, Sequence
 from engine.stopping import Cut, Stopping
+from engine.times import StageTimes, Stopwatch
 from engine.verify import accepted_length
 from ssd.draft import Drafter, Progress, offsets_of
 from ssd.errors import UserError
@@ -49,6 +50,8 @@ class StepReport:
     """Of the sequences that produced something."""
     finished: dict[int, Completion] = field(default_factory=dict)
     """By the ids that `Engine.add` gave."""
+    times: StageTimes = StageTimes()
+    """How long it took."""
 
     @property
     def tokens(self) -> dict[int, np.ndarray]:
@@ -72,14 +75,19 @@ class Engine:
         pages: PagePool,
         drafter: Drafter,
         decode: Decode | None = None,
+        choose: Choose = choose,
     ) -> None:
-        """`decode` reads the output of requests that have stop strings; without it those are refused."""
+        """`decode` reads the output of requests that have stop strings; without it those are refused.
+
+        `choose` makes tokens of logits.
+        """
         self.model = model
         self.scheduler = Scheduler(config, pages)
         self._config = config
         self._runner = runner
         self._drafter = drafter
         self._decode = decode
+        self._choose = choose
         self._next_id = 0
 
     @property
@@ -112,15 +120,26 @@ class Engine:
 
     def step(self) -> StepReport:
         """Advance the running sequences by a token or more, or by a part of a prompt, within a step's tokens."""
-        for sequence in self.scheduler.admit():
-            self._introduce(sequence)
+        watch = Stopwatch()
+        admitted = self.scheduler.admit()
         sequences = self.scheduler.schedule()
+        watch.lap("schedule")
+        for sequence in admitted:
+            self._introduce(sequence)
         if not sequences:
             return StepReport()
         self._draft(sequences)
+        watch.lap("draft")
         batch = build_batch(sequences, self.scheduler.pages.page_size)
-        chosen = choose(batch, self._runner.forward(batch), sequences)
-        return self._commit(batch, chosen, sequences)
+        watch.lap("schedule")
+        logits = self._runner.forward(batch)
+        watch.lap("forward")
+        chosen = self._choose(batch, logits, sequences)
+        watch.lap("verify")
+        report = self._commit(batch, chosen, sequences)
+        watch.lap("commit")
+        report.times = watch.times()
+        return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
         """End a request between two steps, wherever it is; its completion has what it has produced, and says ABORT.
