@@ -50,7 +50,7 @@ class StepReport:
     """Of the sequences that produced something."""
     finished: dict[int, Completion] = field(default_factory=dict)
     """By the ids that `Engine.add` gave."""
-    times: StageTimes = StageTimes()
+    times: StageTimes = field(default_factory=StageTimes)
     """How long it took."""
 
     @property
