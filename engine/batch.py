@@ -55,33 +55,49 @@ class Batch:
 
 def build_batch(sequences: SequenceOf[Sequence], page_size: int) -> Batch:
     """The batch of a step; each sequence brings its `scheduled` tokens and its `draft`."""
-    tokens, slots, spans, logit_rows = [], [], [], []
-    positions: list[np.ndarray] = []
-    scored_rows, logit_counts, scored_counts = [], [0], [0]
+    tokens, spans, page_shifts, wanted, scored_rows, scored_counts = [], [], [], [], [], [0]
+    pages: list[int] = []
     start = 0
     for sequence in sequences:
-        end = sequence.computed + sequence.scheduled
-        length = sequence.scheduled + len(sequence.draft)
-        tokens += [sequence.tokens[sequence.computed : end], sequence.draft]
-        place = np.arange(sequence.computed, sequence.computed + length)
-        positions += [place] if sequence.tree is None else [place[: sequence.scheduled], end - 1 + sequence.tree.depths]
-        page_table = np.asarray(sequence.pages, np.int64)
-        slots.append(page_table[place // page_size] * page_size + place % page_size)
-        spans.append(Span(start, length, sequence.computed, sequence.pages, sequence.tree))
-        wanted = 1 + len(sequence.draft) if sequence.completes_prompt else 0
-        logit_rows.append(np.arange(start + length - wanted, start + length))
-        logit_counts.append(wanted)
+        computed, drafted = sequence.computed, len(sequence.draft)
+        end = computed + sequence.scheduled
+        length = sequence.scheduled + drafted
+        tokens.append(sequence.tokens[computed:end])
+        if drafted:
+            tokens.append(sequence.draft)
+        first_page = computed // page_size
+        page_shifts.append(len(pages) - first_page)
+        pages += sequence.pages[first_page : (computed + length - 1) // page_size + 1]
+        spans.append(Span(start, length, computed, sequence.pages, sequence.tree))
+        wanted.append(1 + drafted if sequence.completes_prompt else 0)
         scored = sequence.scored
         if scored:
-            scored_rows.append(np.arange(scored.start, scored.stop) - sequence.computed + start)
+            scored_rows.append(np.arange(scored.start, scored.stop) - computed + start)
         scored_counts.append(len(scored))
         start += length
+    lengths = np.array([span.length for span in spans])
+    starts = np.array([span.start for span in spans])
+    places = np.arange(start) + np.repeat(np.array([span.computed for span in spans]) - starts, lengths)
+    page_indices = places // page_size + np.repeat(page_shifts, lengths)
+    slots = np.array(pages, np.int64)[page_indices] * page_size + places % page_size
+    logit_offsets = np.cumsum([0, *wanted])
+    logit_rows = np.arange(logit_offsets[-1]) + np.repeat(starts + lengths - logit_offsets[1:], wanted)
     return Batch(
         tokens=np.concatenate(tokens, dtype=np.int64),
-        positions=np.concatenate(positions),
-        slots=np.concatenate(slots),
+        positions=_positions(places, spans),
+        slots=slots,
         spans=spans,
-        logit_rows=np.concatenate(logit_rows + scored_rows),
-        logit_offsets=np.cumsum(logit_counts),
-        scored_offsets=sum(logit_counts) + np.cumsum(scored_counts),
+        logit_rows=np.concatenate([logit_rows, *scored_rows]),
+        logit_offsets=logit_offsets,
+        scored_offsets=logit_offsets[-1] + np.cumsum(scored_counts),
     )
+
+
+def _positions(places: np.ndarray, spans: SequenceOf[Span]) -> np.ndarray:
+    """int64 [N]: as the tokens lie in their sequences, `places`, but for trees, where siblings share a position."""
+    for span in spans:
+        if span.tree is not None:
+            end = span.start + span.length
+            first = end - len(span.tree.depths)
+            places[first:end] = places[first] - 1 + span.tree.depths
+    return places

@@ -15,6 +15,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.pages import PagePool
 from engine.runner import Runner
+from engine.sampler import Choose, choose
 from ssd.draft import Drafter
 
 MOST_LOGITS = 512
@@ -22,12 +23,18 @@ MOST_LOGITS = 512
 
 
 def build_engine(
-    model: Decoder, config: EngineConfig, drafter: Drafter, decode: Decode | None = None, *, has_budget: bool = False
+    model: Decoder,
+    config: EngineConfig,
+    drafter: Drafter,
+    decode: Decode | None = None,
+    *,
+    has_budget: bool = False,
+    choose: Choose = choose,
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
-    seconds, and verify only what pays; otherwise everything that was drafted.
+    seconds, and verify only what pays; otherwise everything that was drafted. `choose` makes tokens of logits.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -35,7 +42,7 @@ def build_engine(
     attention = PlainAttention(model.config, pages.count, config.page_size, dtype, device)
     runner = Runner(model, attention, device)
     budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
-    return Engine(model.config, config, runner, pages, drafter, decode, budget)
+    return Engine(model.config, config, runner, pages, drafter, decode, budget, choose)
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:

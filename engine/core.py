@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from engine.models.config import ModelConfig
 from engine.pages import PagePool
 from engine.request import Completion, FinishReason, Request
 from engine.runner import Runner
-from engine.sampler import Chosen, choose
+from engine.sampler import Choose, Chosen, choose
 from engine.scheduler import Scheduler
 from engine.sequence import NO_TOKENS, Sequence
 from engine.stopping import Cut, Stopping
+from engine.times import StageTimes, Stopwatch
 from engine.tree import DraftTree, straight_length
 from engine.verify import accepted_length, accepted_path
 from ssd.draft import Drafter, Progress, offsets_of
@@ -54,6 +54,8 @@ class StepReport:
     """Of the sequences that produced something."""
     finished: dict[int, Completion] = field(default_factory=dict)
     """By the ids that `Engine.add` gave."""
+    times: StageTimes = field(default_factory=StageTimes)
+    """How long it took."""
 
     @property
     def tokens(self) -> dict[int, np.ndarray]:
@@ -78,9 +80,10 @@ class Engine:
         drafter: Drafter,
         decode: Decode | None = None,
         budget: Budget | None = None,
+        choose: Choose = choose,
     ) -> None:
         """`decode` reads the output of requests that have stop strings; without it those are refused. Without a
-        `budget` everything is verified that was drafted.
+        `budget` everything is verified that was drafted. `choose` makes tokens of logits.
         """
         self.model = model
         self.scheduler = Scheduler(config, pages)
@@ -89,6 +92,7 @@ class Engine:
         self._drafter = drafter
         self._decode = decode
         self._budget = budget
+        self._choose = choose
         self._next_id = 0
 
     @property
@@ -121,19 +125,28 @@ class Engine:
 
     def step(self) -> StepReport:
         """Advance the running sequences by a token or more, or by a part of a prompt, within a step's tokens."""
-        for sequence in self.scheduler.admit():
-            self._introduce(sequence)
+        watch = Stopwatch()
+        admitted = self.scheduler.admit()
         sequences = self.scheduler.schedule()
+        watch.lap("schedule")
+        for sequence in admitted:
+            self._introduce(sequence)
         if not sequences:
             return StepReport()
         self._draft(sequences)
+        watch.lap("draft")
         batch = build_batch(sequences, self.scheduler.pages.page_size)
-        began = perf_counter()
-        chosen = choose(batch, self._runner.forward(batch), sequences)
-        seconds = perf_counter() - began
+        watch.lap("schedule")
+        logits = self._runner.forward(batch)
+        watch.lap("forward")
+        chosen = self._choose(batch, logits, sequences)
+        watch.lap("verify")
         report = self._commit(batch, chosen, sequences)
+        watch.lap("commit")
+        report.times = watch.times()
         if self._budget is not None:
             accepted = sum(outcome.accepted for outcome in report.outcomes)
+            seconds = report.times.forward + report.times.verify
             self._budget.note(len(batch.tokens), len(sequences), accepted, seconds)
         return report
 

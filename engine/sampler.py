@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ class Chosen(NamedTuple):
     """uint32 [M]: the one behind each of the rows that `Batch.logit_offsets` cuts."""
     logprobs: dict[int, Logprobs]
     """Of those tokens, by the index of each sequence that asked."""
+
+
+Choose = Callable[[Batch, Tensor, SequenceOf[Sequence]], Chosen]
+"""Tokens from a batch, its logits, float32 [rows, V], and its sequences."""
 
 
 def choose(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:

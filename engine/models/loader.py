@@ -33,7 +33,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
         decoder = Decoder(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in checkpoint_views(decoder).items()}
     checkpoint.check(wanted, is_tied=config.tie_embeddings)
-    _give_memory(decoder.to(dtype), device)
+    give_memory(decoder.to(dtype), device)
     checkpoint.copy_into(checkpoint_views(decoder))
     return decoder.eval().requires_grad_(False)
 
@@ -70,7 +70,7 @@ def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
     return views
 
 
-def _give_memory(decoder: Decoder, device: str) -> None:
+def give_memory(decoder: Decoder, device: str) -> None:
     """From a decoder without memory to one with room for weights, and with its rope tables."""
     config = decoder.config
     try:

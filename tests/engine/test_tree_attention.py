@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.attention.plain import PlainAttention
 from engine.batch import build_batch
-from engine.build import SHIPPED_MODEL, build_engine
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.demo.workload import read_prompts
 from engine.drafters.none import NoDrafter
@@ -20,6 +20,7 @@ from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.prefix import PageNames
 from engine.request import Request, SamplingParams
+from engine.shipped import SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
 from engine.tree import DraftTree
 from ssd.config import DrafterConfig

@@ -1,0 +1,254 @@
+"""How fast the engine serves with each drafter, at each concurrency, beside transformers' `generate`.
+
+    python -m benchmarks.engine --model PATH | --shape llama3-8b|llama3-1b|qwen3-0.6b|tiny [--replay TRACE.npz]
+        [--drafter none,ngram,ssd] [--concurrency 1,4,16,64]
+
+Requests are those of the demo's workload, new ones and repeats, or with --replay recorded traffic: then what the model
+says is replaced by what was recorded, so that a shape without its weights runs with the acceptance of real text. A
+trace is an .npz file as benchmarks/traces.py describes it. Every run begins with an empty cache and a drafter that has
+seen nothing. Contestants take turns, forwards and backwards; figures are medians over the rounds. What is reported:
+
+    tokens_per_s          output tokens by the time of the whole run, prompts included
+    speedup_vs_none       of that, to `none` at the same concurrency in the same round
+    itl_ms                between two tokens of a request; those that come together share the time that they took
+    ttft_ms               from handing over a request to its first token
+    tokens_per_step       of one sequence; drafted_per_step likewise
+    overhead_ms_per_step  all but the model and the drafter, median of the steps in which the whole batch produced
+    share                 of all steps' time; what drafters do at the end of a request counts as commit
+    peak_mib              of the process, which holds the models of all contestants
+    identical_to_none     whether all outputs were; null if there is nothing to compare, and under --replay
+
+The last line is one JSON document. Times are of this machine: compare within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.engine_rows import Contestant, Row, rows_of
+from benchmarks.replay import PLAIN_WIDTH, list_of, positive
+from benchmarks.requests import Item, Limits, ReplayChooser, demo_items, replay_items
+from benchmarks.serving import Run, serve
+from benchmarks.shapes import SHAPES, random_model
+from benchmarks.traces import load_trace
+from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.demo.sidecar import running_sidecar
+from engine.drafters.build import DRAFTER_NAMES, build_drafter
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.hub import find_model
+from engine.models.loader import DTYPES, load_model
+from engine.models.packed import pack
+from engine.sampler import choose
+from engine.shipped import SHIPPED_MODEL
+from ssd.config import DrafterConfig
+from ssd.errors import UserError
+
+COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
+MORE_COLUMNS = ("tokens_per_step", "drafted_per_step", "overhead_ms_per_step", "peak_mib", "identical_to_none")
+WARM_UP_TOKENS = 8
+
+
+class Contest:
+    """One model, its requests, and whoever is to run them."""
+
+    def __init__(self, model: Decoder, items: Sequence[Item], peers: dict[str, TransformersPeer]) -> None:
+        self._model = model
+        self._items = items
+        self._peers = peers
+
+    @property
+    def size(self) -> int:
+        """Requests."""
+        return len(self._items)
+
+    def warm_up(self, contestant: Contestant) -> None:
+        """A few tokens, so that nothing is compiled or allocated for the first time while it is timed."""
+        short = [
+            replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))
+            for item in self._items[: contestant[1]]
+            if (most := min(WARM_UP_TOKENS, item.request.sampling.max_tokens))
+        ]
+        self.run(contestant, short)
+
+    def run(self, contestant: Contestant, items: Sequence[Item] | None = None, progress: Progress | None = None) -> Run:
+        """All items, or those given."""
+        drafter, concurrency = contestant
+        items = self._items if items is None else items
+
+        def advance() -> None:
+            if progress is not None:
+                progress.advance(progress.task_ids[0])
+
+        if drafter in self._peers:
+            return self._peers[drafter].run(items, advance)
+        config = engine_config(self._model.config, items, concurrency)
+        chooser = ReplayChooser() if items[0].output is not None else None
+        with ExitStack() as stack:
+            address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
+            drafts = build_drafter(drafter, DrafterConfig(max_draft=config.max_draft), address, _warn)
+            engine = stack.enter_context(closing(build_engine(self._model, config, drafts, choose=chooser or choose)))
+            return serve(engine, items, concurrency, chooser, advance)
+
+
+def engine_config(model: ModelConfig, items: Sequence[Item], concurrency: int) -> EngineConfig:
+    """Room for `concurrency` of the longest requests, and for as much again in the prefix cache."""
+    usual = EngineConfig()
+    longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in items)
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * torch.float32.itemsize
+    wanted = 2 * concurrency * (longest + usual.max_draft + usual.page_size) * bytes_per_token
+    return EngineConfig(
+        max_sequences=concurrency,
+        max_step_tokens=max(usual.max_step_tokens, concurrency * (1 + usual.max_draft)),
+        kv_memory_mib=max(usual.kv_memory_mib, -(-wanted >> 20)),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run every contestant, print the table and the document."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    try:
+        contest, contestants, notes = prepare(options)
+        for note in notes:
+            console.print(note, markup=False)
+        rounds = run_rounds(contest, contestants, options.rounds)
+    except UserError as error:
+        parser.error(str(error))
+    rows = rows_of(rounds, replayed=options.replay is not None)
+    print_rows(console, rows)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    document = {"results": rows, "notes": notes, "settings": settings, "load": os.getloadavg()[0]}
+    print(json.dumps(document))
+
+
+def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], list[str]]:
+    """The models, the requests and the contestants that the command line asks for, and what a reader must know."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    folder = None if options.shape else find_model(options.model) if options.model else SHIPPED_MODEL
+    dtype = DTYPES[options.dtype]
+    notes = [f"{options.dtype}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before"]
+    model = load_model(folder, dtype=dtype) if folder else random_model(SHAPES[options.shape], dtype)
+    if folder is None:
+        notes.append(f"random weights of the shape {options.shape}: what they write means nothing")
+    items = read_items(options, folder, model.config, notes)
+    longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in items)
+    if longest > model.config.max_positions:
+        raise UserError(
+            f"prompts of up to {options.prompt_tokens} and outputs of up to {options.max_tokens} tokens do not fit "
+            f"into the model's context of {model.config.max_positions}; lower --prompt-tokens or --max-tokens"
+        )
+    names: tuple[str, ...] = PEERS if options.peers else ()
+    if names and not is_installed():
+        names = ()
+        notes.append("skipped transformers: it is not installed (pip install transformers), or say --no-peers")
+    other = same_model(folder, model, dtype) if names else None
+    peers = {
+        name: TransformersPeer(other, lookup=name != "transformers", eos_token_ids=model.config.eos_token_ids)
+        for name in names
+    }
+    for name, peer in peers.items():
+        peer.find_best_cache(items[0])
+        notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
+    contestants = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
+    return Contest(pack(model), items, peers), [(name, 1) for name in names] + contestants, notes
+
+
+def read_items(options: argparse.Namespace, folder: Path | None, model: ModelConfig, notes: list[str]) -> list[Item]:
+    """The requests; adds to `notes` what they are. Raises UserError if there are none."""
+    limits = Limits(options.prompt_tokens, options.max_tokens, options.temperature, options.ignore_eos)
+    if options.replay is None:
+        return demo_items(folder, options.requests, limits, repeats=options.repeats)
+    try:
+        trace = load_trace(options.replay)
+    except ValueError as error:
+        raise UserError(f"{error}; without --replay the shipped model's prompts are run") from None
+    notes.append(
+        f"replay of {trace.name}: outputs are the recorded ones, whatever the model says; "
+        "token ids are renumbered if the model has fewer"
+    )
+    return replay_items(trace, options.requests, limits, model)
+
+
+def run_rounds(contest: Contest, contestants: Sequence[Contestant], rounds: int) -> dict[Contestant, list[Run]]:
+    """Every contestant once a round, in turns forwards and backwards, with progress on stderr."""
+    runs: dict[Contestant, list[Run]] = {contestant: [] for contestant in contestants}
+    with Progress(console=Console(stderr=True)) as progress:
+        progress.add_task("warming up", total=rounds * len(contestants) * contest.size)
+        for contestant in contestants:
+            contest.warm_up(contestant)
+        for number in range(rounds):
+            for contestant in contestants if number % 2 == 0 else reversed(contestants):
+                drafter, concurrency = contestant
+                progress.update(progress.task_ids[0], description=f"round {number + 1}: {drafter} x{concurrency}")
+                runs[contestant].append(contest.run(contestant, progress=progress))
+    return runs
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    """The figures as a table."""
+    table = Table()
+    for name in (*COLUMNS, *MORE_COLUMNS):
+        table.add_column(name.replace("_", " "), justify="left" if name == "drafter" else "right")
+    for row in rows:
+        table.add_row(*("-" if row[name] is None else str(row[name]) for name in (*COLUMNS, *MORE_COLUMNS)))
+    console.print(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, metavar="PATH", help="a Hugging Face folder or name (the shipped model)")
+    which.add_argument("--shape", choices=SHAPES, help="or random weights of this shape")
+    add: Any = parser.add_argument
+    add("--dtype", choices=DTYPES, default="float32", help="float32")
+    add("--replay", type=Path, metavar="TRACE", help="recorded traffic, .npz, in place of what the model says")
+    add(
+        "--drafter", type=list_of(drafter_name), default=["none", "ssd"], help=f"none,ssd; of {','.join(DRAFTER_NAMES)}"
+    )
+    add("--concurrency", type=list_of(positive), default=[1, 4, 16, 64], help="requests that run at once (1,4,16,64)")
+    add("--requests", type=positive, default=64, metavar="N", help="64")
+    add("--repeats", action=argparse.BooleanOptionalAction, default=True, help="the demo's repeats, or all prompts new")
+    add("--prompt-tokens", type=positive, default=512, metavar="N", help="the end of longer prompts is taken (512)")
+    add("--max-tokens", type=positive, default=128, metavar="N", help="of an output (128)")
+    add("--ignore-eos", action="store_true", help="every output has --max-tokens")
+    add("--temperature", type=float, default=0.0, help="0, greedy")
+    add("--rounds", type=positive, default=3, metavar="N", help="3")
+    add("--threads", type=positive, metavar="N", help="of PyTorch, for all contestants")
+    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers as well")
+    return parser
+
+
+def drafter_name(text: str) -> str:
+    """The name of a drafter."""
+    if text not in DRAFTER_NAMES:
+        raise argparse.ArgumentTypeError(f"drafters are {', '.join(DRAFTER_NAMES)}, not {text!r}")
+    return text
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

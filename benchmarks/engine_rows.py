@@ -1,0 +1,80 @@
+"""From the runs of a contestant to the figures of `benchmarks.engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.serving import Run
+from engine.times import Stage
+
+Row = dict[str, Any]
+Contestant = tuple[str, int]
+"""A drafter or peer, and how many requests run at a time."""
+STAGES: tuple[Stage, ...] = ("schedule", "draft", "forward", "verify", "commit")
+
+
+def rows_of(rounds: Mapping[Contestant, Sequence[Run]], *, replayed: bool) -> list[Row]:
+    """A row for each contestant: medians over its rounds, ratios to `none` within each round."""
+    return [
+        row_of(drafter, concurrency, runs, rounds.get(("none", concurrency)), replayed=replayed)
+        for (drafter, concurrency), runs in rounds.items()
+    ]
+
+
+def row_of(drafter: str, concurrency: int, runs: Sequence[Run], plain: Sequence[Run] | None, *, replayed: bool) -> Row:
+    """Figures of one contestant; `plain`: the runs of `none` in the same rounds."""
+    pairs = [] if plain is None else list(zip(runs, plain, strict=True))
+    has_steps = bool(runs[0].steps)
+    return {
+        "drafter": drafter,
+        "concurrency": concurrency,
+        "tokens_per_s": _median(runs, lambda run: run.tokens / run.seconds, 1),
+        "speedup_vs_none": round(median(_speedup(run, other) for run, other in pairs), 3) if pairs else None,
+        "itl_ms_p50": _median(runs, lambda run: 1e3 * _percentile(_gaps(run), 50), 3),
+        "itl_ms_p99": _median(runs, lambda run: 1e3 * _percentile(_gaps(run), 99), 3),
+        "ttft_ms_p50": _median(runs, lambda run: 1e3 * _percentile([clock.ttft for clock in run.clocks], 50), 3),
+        "tokens_per_step": _median(runs, lambda run: run.tokens / run.deliveries, 3),
+        "drafted_per_step": (
+            None if runs[0].drafted is None else _median(runs, lambda run: (run.drafted or 0) / run.deliveries, 3)
+        ),
+        "overhead_ms_per_step": _median(runs, lambda run: 1e3 * overhead(run, concurrency), 4) if has_steps else None,
+        "share": {stage: _median(runs, lambda run: share(run, stage), 4) for stage in STAGES} if has_steps else None,  # noqa: B023  # called at once
+        "peak_mib": _median(runs, lambda run: run.peak_bytes / (1 << 20), 0),
+        "identical_to_none": None if replayed or not pairs else all(_identical(run, other) for run, other in pairs),
+    }
+
+
+def overhead(run: Run, concurrency: int) -> float:
+    """Seconds of a step beside model and drafter: the median of the steps in which all produced, if there are any."""
+    full = [times.overhead for times, sequences in run.steps if sequences == concurrency]
+    return median(full or [times.overhead for times, _ in run.steps])
+
+
+def share(run: Run, stage: Stage) -> float:
+    """A stage's part of all steps' time."""
+    return sum(getattr(times, stage) for times, _ in run.steps) / sum(times.total for times, _ in run.steps)
+
+
+def _speedup(run: Run, other: Run) -> float:
+    return (run.tokens / run.seconds) / (other.tokens / other.seconds)
+
+
+def _identical(run: Run, other: Run) -> bool:
+    return all(np.array_equal(own, its) for own, its in zip(run.outputs, other.outputs, strict=True))
+
+
+def _gaps(run: Run) -> list[float]:
+    return [gap for clock in run.clocks for gap in clock.gaps]
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    """0 if there are none: an output of one token has no gap."""
+    return float(np.percentile(values, percent)) if values else 0.0
+
+
+def _median(runs: Sequence[Run], figure: Callable[[Run], float], digits: int) -> float:
+    return round(median(figure(run) for run in runs), digits)

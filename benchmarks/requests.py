@@ -1,0 +1,120 @@
+"""What is asked of a model: prompts of the demo's workload, or recorded traffic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.traces import Trace
+from engine.batch import Batch
+from engine.demo.workload import make_workload, read_prompts
+from engine.models.config import ModelConfig
+from engine.request import Request, SamplingParams
+from engine.sampler import Chosen
+from engine.sampling import greedy_tokens
+from engine.sequence import Sequence
+from engine.shipped import PROMPTS_FILE, SHIPPED_MODEL
+from engine.tokenizer import Tokenizer
+from ssd.errors import UserError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is asked of every request."""
+
+    prompt_tokens: int
+    """A longer prompt loses its beginning."""
+    max_tokens: int
+    temperature: float = 0.0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One request, and what it is to be answered with if that was recorded."""
+
+    request: Request
+    session: int
+    """A request waits for the earlier ones of its session."""
+    output: np.ndarray | None = None
+    """uint32, of `max_tokens` tokens."""
+
+
+def demo_items(model: Path | None, count: int, limits: Limits, *, repeats: bool, seed: int = 0) -> list[Item]:
+    """Requests of the demo's workload, in the vocabulary of `model` or, without one, of the shipped model.
+
+    Without `repeats`, every prompt is another one. Raises UserError if there are too few prompts.
+    """
+    prompts = read_prompts(SHIPPED_MODEL / PROMPTS_FILE)
+    tokenizer = Tokenizer(model or SHIPPED_MODEL)
+    if repeats:
+        texts = [(item.prompt, item.seed) for item in make_workload(prompts, count, seed)]
+    elif count > len(prompts):
+        raise UserError(f"{count} requests without repeats need as many prompts; there are {len(prompts)}")
+    else:
+        chosen = random.Random(seed).sample(prompts, count)
+        texts = [(text, number) for number, (_, text) in enumerate(chosen)]
+    return [
+        Item(Request(tokenizer.encode(text)[-limits.prompt_tokens :], _sampling(limits, own_seed)), session)
+        for session, (text, own_seed) in enumerate(texts)
+    ]
+
+
+def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -> list[Item]:
+    """The first requests of a trace. Raises UserError if they hold more kinds of tokens than the model has."""
+    requests = trace.requests[:count]
+    texts = [
+        np.concatenate((request.prompt[-limits.prompt_tokens :], request.output[: limits.max_tokens]))
+        for request in requests
+    ]
+    kept = [min(len(request.output), limits.max_tokens) for request in requests]
+    return [
+        Item(
+            Request(text[:-length], SamplingParams(max_tokens=length, ignore_eos=True)),
+            request.session,
+            text[len(text) - length :],
+        )
+        for text, length, request in zip(_dense(texts, model.vocab_size), kept, requests, strict=True)
+    ]
+
+
+def _dense(texts: list[np.ndarray], vocab_size: int) -> list[np.ndarray]:
+    """The same texts in ids below `vocab_size`: renumbered, if they hold larger ones."""
+    flat = np.concatenate(texts)
+    if int(flat.max()) < vocab_size:
+        return texts
+    kinds, dense = np.unique(flat, return_inverse=True)
+    if len(kinds) > vocab_size:
+        raise UserError(
+            f"the trace's requests hold {len(kinds):,} kinds of tokens, the model has {vocab_size:,}; "
+            f"take fewer requests (--requests) or a shape with a larger vocabulary"
+        )
+    ends = np.cumsum([len(text) for text in texts])[:-1]
+    return np.split(dense.astype(np.uint32), ends)
+
+
+def _sampling(limits: Limits, seed: int) -> SamplingParams:
+    return SamplingParams(limits.max_tokens, limits.temperature, seed, ignore_eos=limits.ignore_eos)
+
+
+class ReplayChooser:
+    """Stands in for the sampler: the target's token is the recorded one."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, np.ndarray] = {}
+        """uint32, by the ids that the engine gave."""
+
+    def __call__(self, batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:
+        """The recorded tokens behind every row; behind the record's end, whatever the model says."""
+        # Choosing is part of what a step costs.
+        tokens = greedy_tokens(logits)
+        for index, sequence in enumerate(sequences):
+            start, end = batch.logit_offsets[index : index + 2].tolist()
+            recorded = self.outputs[sequence.sequence_id][len(sequence.output) :][: end - start]
+            tokens[start : start + len(recorded)] = recorded
+        return Chosen(tokens, {})

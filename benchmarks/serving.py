@@ -1,0 +1,103 @@
+"""Requests through an engine, so many at a time, and what a client and a profiler would note of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from benchmarks.index import forget_peak, peak_bytes
+from benchmarks.requests import Item, ReplayChooser
+from engine.core import Engine
+from engine.times import StageTimes
+
+
+@dataclass
+class Clock:
+    """When the tokens of one request came."""
+
+    began: float
+    """When it was handed over."""
+    last: float = 0.0
+    """When the latest ones came."""
+    ttft: float = 0.0
+    """Seconds to the first token."""
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between tokens: those that came together share the time that they took."""
+    deliveries: int = 0
+
+    def note(self, tokens: int) -> None:
+        """So many came just now."""
+        now = perf_counter()
+        if self.deliveries == 0:
+            self.ttft = now - self.began
+        else:
+            self.gaps += [(now - self.last) / tokens] * tokens
+        self.last = now
+        self.deliveries += 1
+
+
+@dataclass(eq=False)
+class Run:
+    """What one contestant did with all requests."""
+
+    seconds: float
+    outputs: list[np.ndarray]
+    """uint32, in the order of the requests."""
+    clocks: list[Clock]
+    peak_bytes: int
+    """Of the whole process."""
+    drafted: int | None = None
+    """None if the contestant does not say."""
+    steps: list[tuple[StageTimes, int]] = field(default_factory=list)
+    """How long every step took, and how many sequences produced in it."""
+
+    @property
+    def tokens(self) -> int:
+        """Produced in all."""
+        return sum(len(output) for output in self.outputs)
+
+    @property
+    def deliveries(self) -> int:
+        """Verify steps, each sequence's counted by itself."""
+        return sum(clock.deliveries for clock in self.clocks)
+
+
+def serve(
+    engine: Engine, items: Sequence[Item], concurrency: int, chooser: ReplayChooser | None, advance: Callable[[], None]
+) -> Run:
+    """Keep `concurrency` requests running, in the order given but never two of a session; `advance` after each."""
+    gc.collect()
+    forget_peak()
+    waiting = list(range(len(items)))
+    running: dict[int, int] = {}
+    clocks = [Clock(0.0) for _ in items]
+    run = Run(0.0, [np.empty(0, np.uint32) for _ in items], clocks, 0, drafted=0)
+    began = perf_counter()
+    while waiting or running:
+        while len(running) < concurrency and (number := _next(items, waiting, running)) is not None:
+            waiting.remove(number)
+            clocks[number].began = perf_counter()
+            sequence_id = engine.add(items[number].request)
+            running[sequence_id] = number
+            if chooser is not None and (output := items[number].output) is not None:
+                chooser.outputs[sequence_id] = output
+        report = engine.step()
+        run.steps.append((report.times, len(report.outcomes)))
+        for outcome in report.outcomes:
+            clocks[running[outcome.sequence_id]].note(len(outcome.tokens))
+        run.drafted = (run.drafted or 0) + sum(outcome.drafted for outcome in report.outcomes)
+        for sequence_id, completion in report.finished.items():
+            run.outputs[running.pop(sequence_id)] = completion.tokens
+            advance()
+    run.seconds = perf_counter() - began
+    run.peak_bytes = peak_bytes()
+    return run
+
+
+def _next(items: Sequence[Item], waiting: Sequence[int], running: dict[int, int]) -> int | None:
+    busy = {items[number].session for number in running.values()}
+    return next((number for number in waiting if items[number].session not in busy), None)

@@ -1,0 +1,145 @@
+"""Hugging Face transformers' `generate` as a contestant, one request after the other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.index import forget_peak, peak_bytes
+from benchmarks.requests import Item
+from benchmarks.serving import Clock, Run
+from engine.models.decoder import Decoder
+from engine.models.families import config_to_hf
+from engine.models.loader import checkpoint_views
+
+PEERS = ("transformers", "transformers-pld")
+"""Plain, and with prompt lookup."""
+LOOKUP_TOKENS = 10
+"""Drafted by prompt lookup, as transformers' documentation has it."""
+CACHES = (None, "static")
+"""None is transformers' default, a cache that grows."""
+TRIAL_TOKENS = 32
+TRIALS = 3
+
+
+def is_installed() -> bool:
+    """Whether there is a transformers to compare with."""
+    return find_spec("transformers") is not None
+
+
+def same_model(folder: Path | None, decoder: Decoder, dtype: torch.dtype) -> Any:
+    """transformers' model of a folder, or without one with the weights of `decoder`, which must not be packed yet."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if folder is not None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    else:
+        fields = config_to_hf(decoder.config, str(dtype).removeprefix("torch."))
+        config = AutoConfig.for_model(**{name: value for name, value in fields.items() if name != "rope_theta"})
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        missing, unexpected = model.load_state_dict(checkpoint_views(decoder), strict=False)
+        assert not [*unexpected, *(name for name in missing if name != "lm_head.weight")]
+        model.tie_weights()
+    # What the folder recommends would fill in what is left unsaid below.
+    model.generation_config = GenerationConfig()
+    return model.eval()
+
+
+class TransformersPeer:
+    """`generate`, plain or with prompt lookup."""
+
+    def __init__(self, model: Any, *, lookup: bool, eos_token_ids: Sequence[int]) -> None:
+        self._model = model
+        self._lookup = lookup
+        self._eos = list(eos_token_ids)
+        self.cache: str | None = None
+
+    def find_best_cache(self, item: Item) -> None:
+        """Try all kinds of cache and keep the fastest. Prompt lookup works with the default alone."""
+        if self._lookup:
+            return
+        seconds: dict[str | None, float] = {}
+        for _ in range(TRIALS):
+            for self.cache in CACHES:
+                clock = Clock(perf_counter())
+                self._generate(item, clock, TRIAL_TOKENS)
+                seconds[self.cache] = min(seconds.get(self.cache, np.inf), clock.last - clock.began)
+        self.cache = min(seconds, key=lambda cache: seconds[cache])
+
+    def run(self, items: Sequence[Item], advance: Callable[[], None]) -> Run:
+        """All requests; `advance` after each."""
+        gc.collect()
+        forget_peak()
+        clocks, outputs = [], []
+        began = perf_counter()
+        for item in items:
+            clocks.append(Clock(perf_counter()))
+            outputs.append(self._generate(item, clocks[-1], item.request.sampling.max_tokens))
+            advance()
+        return Run(perf_counter() - began, outputs, clocks, peak_bytes())
+
+    @torch.inference_mode()
+    def _generate(self, item: Item, clock: Clock, max_tokens: int) -> np.ndarray:
+        """What comes after the prompt, uint32."""
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        sampling = item.request.sampling
+        torch.manual_seed(sampling.seed)
+        settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": 0} if sampling.is_drawn else {}
+        config = GenerationConfig(
+            max_new_tokens=max_tokens,
+            do_sample=sampling.is_drawn,
+            eos_token_id=None if sampling.ignore_eos else self._eos,
+            pad_token_id=0,
+            cache_implementation=self.cache,
+            prompt_lookup_num_tokens=LOOKUP_TOKENS if self._lookup else None,
+            **settings,
+        )
+        prompt = torch.from_numpy(item.request.prompt.astype(np.int64))[None]
+        text = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([] if item.output is None else [_Replay(item)]),
+            streamer=_Arrivals(clock),
+        )
+        return text[0, prompt.shape[1] :].numpy().astype(np.uint32)
+
+
+class _Replay:
+    """Leaves only the recorded token. Verified drafts pass through it too, each with the text before it."""
+
+    def __init__(self, item: Item) -> None:
+        assert item.output is not None
+        self._tokens = item.output
+        self._prompt_length = len(item.request.prompt)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        position = min(input_ids.shape[1] - self._prompt_length, len(self._tokens) - 1)
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, int(self._tokens[position])] = 0.0
+        return forced
+
+
+class _Arrivals:
+    """A streamer that notes when tokens come; the first that it is given is the prompt."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._is_prompt = True
+
+    def put(self, tokens: Tensor) -> None:
+        if not self._is_prompt and tokens.numel():
+            self._clock.note(tokens.numel())
+        self._is_prompt = False
+
+    def end(self) -> None:
+        """Nothing to do."""

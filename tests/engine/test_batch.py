@@ -1,0 +1,62 @@
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from engine.batch import build_batch
+from engine.request import Request, SamplingParams
+from engine.sequence import Sequence
+
+
+def random_sequence(rng, page_size):
+    """Somewhere in its prompt, at the end of it, or behind it, with a draft or without."""
+    prompt = rng.integers(0, 1000, rng.integers(2, 60)).astype(np.uint32)
+    asked = SamplingParams(prompt_logprobs=0 if rng.random() < 0.3 else None)
+    sequence = Sequence(0, Request(prompt, asked), len(prompt) + 50)
+    if asked.prompt_logprobs is None:
+        sequence.computed = int(rng.integers(0, len(prompt)))
+    sequence.scheduled = int(rng.integers(1, len(prompt) - sequence.computed + 1))
+    if sequence.completes_prompt:
+        sequence.draft = rng.integers(0, 1000, rng.integers(0, 7)).astype(np.uint32)
+    held = sequence.computed + sequence.scheduled + len(sequence.draft)
+    sequence.pages = rng.permutation(500)[: -(-held // page_size) + rng.integers(0, 3)].tolist()
+    return sequence
+
+
+def naive_batch(sequences, page_size):
+    """Token by token."""
+    tokens, positions, slots, rows, offsets, scored, scored_counts = [], [], [], [], [0], [], [0]
+    for sequence in sequences:
+        start = len(tokens)
+        new = sequence.tokens[sequence.computed :][: sequence.scheduled].tolist() + sequence.draft.tolist()
+        for position, token in enumerate(new, start=sequence.computed):
+            tokens.append(token)
+            positions.append(position)
+            slots.append(sequence.pages[position // page_size] * page_size + position % page_size)
+        if sequence.completes_prompt:
+            rows += range(len(tokens) - len(sequence.draft) - 1, len(tokens))
+        offsets.append(len(rows))
+        scored += [start + position - sequence.computed for position in sequence.scored]
+        scored_counts.append(len(scored))
+    return {
+        "tokens": tokens,
+        "positions": positions,
+        "slots": slots,
+        "logit_rows": rows + scored,
+        "logit_offsets": offsets,
+        "scored_offsets": [len(rows) + count for count in scored_counts],
+    }
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_batch_is_what_a_loop_over_tokens_makes(seed):
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.integers(1, 20))
+    sequences = [random_sequence(rng, page_size) for _ in range(rng.integers(1, 8))]
+    batch = build_batch(sequences, page_size)
+    expected = naive_batch(sequences, page_size)
+    assert {name: getattr(batch, name).tolist() for name in expected} == expected
+    assert all(getattr(batch, name).dtype == np.int64 for name in expected)
+    assert {field.name for field in fields(batch)} == {*expected, "spans"}
+    assert [span.context for span in batch.spans] == [s.computed + s.scheduled + len(s.draft) for s in sequences]
+    assert [span.pages for span in batch.spans] == [sequence.pages for sequence in sequences]
