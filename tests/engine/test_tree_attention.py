@@ -30,7 +30,7 @@ from tests.engine.forward import PAGE_SIZE, new_runner, prompt_logits, sequence_
 from tests.engine.trees import batch_of_trees, random_tree
 
 TEXT = np.random.default_rng(0).integers(1, VOCAB, 300).astype(np.uint32)
-CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=9, draft_shape="tree")
+CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=9, draft_shape="tree", watermark=0.0)
 
 
 class RandomTrees(NoDrafter):
