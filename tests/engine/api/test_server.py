@@ -6,12 +6,15 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine.shipped import SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
@@ -308,3 +311,23 @@ def test_an_engine_that_dies_is_said_to_be_gone(folder):
             os.kill(engine_of(server.process), signal.SIGKILL)
             assert any("the engine has stopped" in line for line in lines)
         assert server.process.wait(TIMEOUT_S) == 2
+
+
+def test_weights_that_are_no_numbers_are_a_line_and_exit_code_2(folder, tmp_path):
+    spoilt = tmp_path / MODEL
+    shutil.copytree(folder, spoilt)
+    for path in spoilt.glob("*.safetensors"):
+        tensors = load_file(path)
+        name = next(name for name in tensors if "norm" in name)
+        tensors[name][0] = float("nan")
+        save_file(tensors, path, {"format": "pt"})
+    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(spoilt), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 2
+    assert "not finite" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_the_http_process_goes_without_pytorch():
+    asked = "import sys, engine.api.command; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "False\n"
