@@ -6,10 +6,11 @@ import pytest
 from engine.batch import build_batch
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence
+from engine.tree import DraftTree
 
 
 def random_sequence(rng, page_size):
-    """Somewhere in its prompt, at the end of it, or behind it, with a draft or without."""
+    """Somewhere in its prompt, at the end of it, or behind it, with a path, with a tree or without a draft."""
     prompt = rng.integers(0, 1000, rng.integers(2, 60)).astype(np.uint32)
     asked = SamplingParams(prompt_logprobs=0 if rng.random() < 0.3 else None)
     sequence = Sequence(0, Request(prompt, asked), len(prompt) + 50)
@@ -18,9 +19,22 @@ def random_sequence(rng, page_size):
     sequence.scheduled = int(rng.integers(1, len(prompt) - sequence.computed + 1))
     if sequence.completes_prompt:
         sequence.draft = rng.integers(0, 1000, rng.integers(0, 7)).astype(np.uint32)
+        if len(sequence.draft) and rng.random() < 0.5:
+            sequence.tree = DraftTree(
+                np.array([rng.integers(-1, index) for index in range(len(sequence.draft))], np.int32)
+            )
     held = sequence.computed + sequence.scheduled + len(sequence.draft)
     sequence.pages = rng.permutation(500)[: -(-held // page_size) + rng.integers(0, 3)].tolist()
     return sequence
+
+
+def depths(sequence):
+    """How far each draft token lies behind the last committed one."""
+    found = []
+    for index in range(len(sequence.draft)):
+        parent = index - 1 if sequence.tree is None else int(sequence.tree.parents[index])
+        found.append(1 + (found[parent] if parent >= 0 else 0))
+    return found
 
 
 def naive_batch(sequences, page_size):
@@ -29,10 +43,11 @@ def naive_batch(sequences, page_size):
     for sequence in sequences:
         start = len(tokens)
         new = sequence.tokens[sequence.computed :][: sequence.scheduled].tolist() + sequence.draft.tolist()
-        for position, token in enumerate(new, start=sequence.computed):
+        for place, token in enumerate(new, start=sequence.computed):
             tokens.append(token)
-            positions.append(position)
-            slots.append(sequence.pages[position // page_size] * page_size + position % page_size)
+            slots.append(sequence.pages[place // page_size] * page_size + place % page_size)
+        end = sequence.computed + sequence.scheduled
+        positions += [*range(sequence.computed, end), *(end - 1 + depth for depth in depths(sequence))]
         if sequence.completes_prompt:
             rows += range(len(tokens) - len(sequence.draft) - 1, len(tokens))
         offsets.append(len(rows))
@@ -58,5 +73,8 @@ def test_a_batch_is_what_a_loop_over_tokens_makes(seed):
     assert {name: getattr(batch, name).tolist() for name in expected} == expected
     assert all(getattr(batch, name).dtype == np.int64 for name in expected)
     assert {field.name for field in fields(batch)} == {*expected, "spans"}
-    assert [span.context for span in batch.spans] == [s.computed + s.scheduled + len(s.draft) for s in sequences]
+    assert [span.computed + span.length for span in batch.spans] == [
+        s.computed + s.scheduled + len(s.draft) for s in sequences
+    ]
+    assert [span.tree for span in batch.spans] == [sequence.tree for sequence in sequences]
     assert [span.pages for span in batch.spans] == [sequence.pages for sequence in sequences]

@@ -52,7 +52,7 @@ class FakeEngine:
             new = list(range(len(out) + 1, min(len(out) + 2, request.sampling.max_tokens) + 1))
             out += new
             tokens = np.array(new, np.uint32)
-            report.outcomes.append(Outcome(sequence_id, tokens, 2, 1, None))
+            report.outcomes.append(Outcome(sequence_id, tokens, 2, 2, 1, None))
             if len(out) == request.sampling.max_tokens:
                 whole = np.array(out, np.uint32)
                 report.finished[sequence_id] = Completion(whole, FinishReason.LENGTH, len(out) // 2, len(out), 1)
