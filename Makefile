@@ -35,7 +35,7 @@ run: $(READY) ## serve a workload with and without drafts, show the difference (
 	@$(BIN)/ssd-engine demo --out build
 
 test: $(READY) ## run the tests
-	@echo "running the tests (about 2 minutes)"
+	@echo "running the tests (about 8 minutes)"
 	@$(BIN)/python -m pytest
 
 SOAK_MINUTES ?= 60
