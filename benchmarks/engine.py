@@ -102,7 +102,8 @@ class Contest:
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
             drafts = build_drafter(drafter, DrafterConfig(max_draft=config.max_draft), address, _warn)
-            engine = stack.enter_context(closing(build_engine(self._model, config, drafts, choose=chooser or choose)))
+            engine = build_engine(self._model, config, drafts, choose=chooser or choose, has_budget=drafter != "none")
+            stack.enter_context(closing(engine))
             return serve(engine, items, concurrency, chooser, advance)
 
 
