@@ -141,7 +141,12 @@ def test_logprobs_come_with_their_tokens(client):
     assert [token for each in streamed if each for token in each.tokens] == choice.logprobs.tokens
     assert [at for each in streamed if each for at in each.text_offset] == choice.logprobs.text_offset
     chat = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=4, logprobs=True, top_logprobs=2
+        model=MODEL,
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
     )
     assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [2] * 4
 
