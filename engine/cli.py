@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from engine.config import DraftShape
+from engine.options import EngineOptions, engine_options
 from engine.sampling_options import sampling_options
 from ssd.errors import UserError
-
-DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
-SHAPES = ("path", "tree")
-DTYPES = ("float32", "bfloat16")
-DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -32,85 +28,27 @@ def cli() -> None:
     type=click.Path(path_type=Path),
     help="A prompt a line, in a .jsonl file a `prompt` (text or token ids) a line; - is one prompt from stdin.",
 )
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="Hugging Face folder or hub name.  [default: the small model that ships with the package]",
-)
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="What the model computes in.")
-@click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
-@click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
+@engine_options(max_sequences=16)
 @sampling_options
-@click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
-@click.option("--draft-shape", type=click.Choice(SHAPES), default="path", help="Of drafts: with branches or without.")
-@click.option("--max-sequences", type=click.IntRange(min=1), default=16, help="Most prompts running at once.")
-@click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")
-@click.option(
-    "--prefix-cache/--no-prefix-cache", default=True, help="Compute what prompts have in common at their start once."
-)
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Write completions as JSON lines instead of printing them."
 )
-def generate(
-    prompts: tuple[str, ...],
-    path: Path | None,
-    model: Path | None,
-    dtype: str,
-    drafter: str,
-    address: str,
-    max_draft: int,
-    draft_shape: DraftShape,
-    max_sequences: int,
-    kv_memory: int,
-    prefix_cache: bool,
-    threads: int | None,
-    output: Path | None,
-    **sampling: Any,
-) -> None:
+def generate(prompts: tuple[str, ...], path: Path | None, model: str | None, output: Path | None, **given: Any) -> None:
     """Complete prompts from arguments, a file or stdin."""
     from engine.generate import GenerateOptions, run_generate
     from engine.request import SamplingParams
 
-    run_generate(
-        GenerateOptions(
-            prompts,
-            path,
-            model,
-            dtype,
-            drafter,
-            address,
-            SamplingParams(**sampling),
-            max_draft,
-            draft_shape,
-            max_sequences,
-            kv_memory,
-            prefix_cache,
-            threads,
-            output,
-        )
-    )
+    engine = {field.name: given.pop(field.name) for field in fields(EngineOptions) if field.name in given}
+    options = EngineOptions.of(model, **engine)
+    run_generate(GenerateOptions(prompts, path, options, SamplingParams(**given), output))
 
 
 @cli.command()
+@engine_options(max_sequences=64)
 @click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one.")
-@click.option(
-    "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
-)
 @click.option("--name", help="What clients call the model.  [default: its folder's name]")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="What the model computes in.")
-@click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens.")
-@click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote.")
-@click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step.")
-@click.option("--draft-shape", type=click.Choice(SHAPES), default="path", help="Of drafts: with branches or without.")
-@click.option("--max-sequences", type=click.IntRange(min=1), default=64, help="Most requests running at once.")
 @click.option("--max-waiting", type=click.IntRange(min=0), default=256, help="Most beyond those; more get a 429.")
-@click.option("--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache.")
-@click.option(
-    "--prefix-cache/--no-prefix-cache", default=True, help="Compute what prompts have in common at their start once."
-)
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]")
 @click.option("--api-keys", type=click.Path(path_type=Path, dir_okay=False), help="File with a key a line.")
 @click.option(
     "--cached-responses",

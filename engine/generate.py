@@ -11,23 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.build import build_engine
-from engine.config import DraftShape, EngineConfig
 from engine.core import Engine, StepReport
-from engine.drafters.build import build_drafter
-from engine.models.hub import find_model
-from engine.models.loader import DTYPES, load_model
-from engine.models.packed import pack
+from engine.launch import launch, load
+from engine.options import EngineOptions
 from engine.output import CompletionWriter, Prompt
 from engine.request import Completion, Request, SamplingParams
-from engine.shipped import SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
-from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
 
@@ -37,47 +30,22 @@ class GenerateOptions:
 
     prompts: tuple[str, ...]
     path: Path | None
-    model: Path | None
-    dtype: str
-    drafter: str
-    address: str
+    engine: EngineOptions
     sampling: SamplingParams
     """Of the first prompt; each of the others has its own seed, the next one."""
-    max_draft: int
-    draft_shape: DraftShape
-    max_sequences: int
-    kv_memory: int
-    prefix_cache: bool
-    threads: int | None
     output: Path | None
 
 
 def run_generate(options: GenerateOptions) -> None:
     """Read the prompts, check all of them, complete them, and print. Raises UserError before anything runs."""
     prompts = read_prompts(options)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    folder = find_model(options.model) if options.model else SHIPPED_MODEL
-    model = pack(load_model(folder, dtype=DTYPES[options.dtype]))
-    tokenizer = Tokenizer(folder)
+    model = load(options.engine)
+    tokenizer = Tokenizer(options.engine.model)
     requests = _requests(prompts, tokenizer, options)
     console = Console(stderr=True, highlight=False)
-    config = EngineConfig(
-        max_sequences=options.max_sequences,
-        max_draft=options.max_draft,
-        draft_shape=options.draft_shape,
-        max_step_tokens=max(2048, options.max_sequences * (1 + options.max_draft)),
-        kv_memory_mib=options.kv_memory,
-        prefix_cache=options.prefix_cache,
+    engine = launch(
+        model, tokenizer, options.engine, warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}")
     )
-    drafter = build_drafter(
-        options.drafter,
-        DrafterConfig(shape=options.draft_shape, max_draft=max(1, options.max_draft)),
-        options.address,
-        warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
-        model=folder,
-    )
-    engine = build_engine(model, config, drafter, tokenizer.decode, has_budget=options.drafter != "none")
     with closing(engine):
         for number, request in enumerate(requests, start=1):
             with _naming_prompt(number):
@@ -86,7 +54,7 @@ def run_generate(options: GenerateOptions) -> None:
             began = time.perf_counter()
             completions = _complete(engine, requests, writer, console)
             seconds = time.perf_counter() - began
-    _summarise(completions, seconds, options.drafter, console)
+    _summarise(completions, seconds, options.engine.drafter, console)
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:

@@ -22,9 +22,10 @@ from engine.api.build import build
 from engine.api.cache import ResponseCache
 from engine.api.process import EngineProcess
 from engine.api.service import SAMPLING, Served, Service
-from engine.api.settings import EngineOptions, ServerConfig, read_keys
+from engine.api.settings import ServerConfig, read_keys
 from engine.chat import ChatPrompts
 from engine.models.generation import load_generation_defaults
+from engine.options import EngineOptions
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
 

@@ -5,27 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import DraftShape
 from ssd.errors import UserError
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What the engine's process builds."""
-
-    model: Path
-    """A Hugging Face folder."""
-    dtype: str
-    drafter: str
-    address: str
-    """Of a sidecar."""
-    max_draft: int
-    draft_shape: DraftShape
-    max_sequences: int
-    kv_memory: int
-    """MiB."""
-    prefix_cache: bool
-    threads: int | None
 
 
 @dataclass(frozen=True)

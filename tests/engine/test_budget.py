@@ -1,6 +1,7 @@
 """What pays, against trying everything."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.budget import Budget, StepCost, path_odds, worth_verifying
+from engine.launch import launch, load
+from engine.options import EngineOptions
+from engine.request import Request, SamplingParams
+from engine.tokenizer import Tokenizer
 from ssd.draft import DraftBatch, Path
 
 PROBABILITIES = st.floats(0.01, 1.0)
@@ -148,3 +153,17 @@ def test_who_keeps_what_was_promised_is_trusted():
 
 def test_the_price_is_that_of_the_step():
     assert Budget(CHEAP).price(51, 10) == CHEAP.of_one_more(51, 10)
+
+
+def test_an_engine_that_may_draft_nothing_measures_nothing():
+    options = EngineOptions.of(
+        None, dtype="float32", drafter="ngram", address="", max_draft=0, draft_shape="path", max_sequences=1,
+        kv_memory=16, prefix_cache=True, threads=None,
+    )  # fmt: skip
+    model, tokenizer = load(options), Tokenizer(options.model)
+    engine = launch(model, tokenizer, options, warn=print)
+    [completion] = engine.generate([Request(tokenizer.encode("def f(x):"), SamplingParams(max_tokens=5))])
+    assert (len(completion.tokens), completion.drafted) == (5, 0)
+    drafting = launch(model, tokenizer, replace(options, max_draft=1), warn=print)
+    [again] = drafting.generate([Request(tokenizer.encode("def f(x):"), SamplingParams(max_tokens=5))])
+    assert again.tokens.tolist() == completion.tokens.tolist()

@@ -15,6 +15,7 @@ from tokenizers import decoders, models
 from drafter_service.client import DrafterClient
 from engine import cli
 from engine.drafters.build import DRAFTER_NAMES
+from engine.options import DRAFTERS
 from engine.output import CompletionWriter
 from engine.tokenizer import Tokenizer
 from tests.servers import served
@@ -80,7 +81,7 @@ def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server
         assert code == 0, err
         outputs[drafter] = completions(path)
     assert all(output == outputs["none"] for output in outputs.values())
-    assert set(outputs) == set(cli.DRAFTERS)
+    assert set(outputs) == set(DRAFTERS)
 
 
 def test_only_newlines_part_the_prompts_of_a_file(run, model_folder, tmp_path):

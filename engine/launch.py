@@ -1,0 +1,41 @@
+"""An engine as a command's options describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.drafters.build import build_drafter
+from engine.models.decoder import Decoder
+from engine.models.loader import DTYPES, load_model
+from engine.models.packed import pack
+from engine.options import EngineOptions
+from engine.tokenizer import Tokenizer
+from ssd.config import DrafterConfig
+
+
+def load(options: EngineOptions) -> Decoder:
+    """The model, packed. Raises UserError."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return pack(load_model(options.model, dtype=DTYPES[options.dtype]))
+
+
+def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: Callable[[str], None]) -> Engine:
+    """The engine around a loaded model; `warn` as in `build_drafter`. Raises UserError."""
+    config = EngineConfig(
+        max_sequences=options.max_sequences,
+        max_draft=options.max_draft,
+        draft_shape=options.draft_shape,
+        max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
+        kv_memory_mib=options.kv_memory,
+        prefix_cache=options.prefix_cache,
+    )
+    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=max(1, options.max_draft))
+    drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
+    may_draft = options.drafter != "none" and options.max_draft > 0
+    return build_engine(model, config, drafter, tokenizer.decode, has_budget=may_draft)

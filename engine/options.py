@@ -1,0 +1,78 @@
+"""Which engine to run: options that all commands share, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.config import DraftShape
+from engine.models.hub import find_model
+from engine.shipped import SHIPPED_MODEL
+
+DTYPES = ("float32", "bfloat16")
+DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
+SHAPES = ("path", "tree")
+DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is made of."""
+
+    model: Path
+    """A Hugging Face folder."""
+    dtype: str
+    drafter: str
+    address: str
+    """Of a sidecar."""
+    max_draft: int
+    draft_shape: DraftShape
+    max_sequences: int
+    kv_memory: int
+    """MiB."""
+    prefix_cache: bool
+    threads: int | None
+
+    @classmethod
+    def of(cls, model: str | None, **given: Any) -> EngineOptions:
+        """From a command's options; `model`: a folder or a hub's name, None for the shipped one. Raises UserError."""
+        return cls(find_model(model) if model else SHIPPED_MODEL, **given)
+
+
+def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the options to a command that runs so many sequences unless told otherwise."""
+    options = (
+        click.option(
+            "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
+        ),
+        click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="What the model computes in."),
+        click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens."),
+        click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote."),
+        click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step."),
+        click.option(
+            "--draft-shape", type=click.Choice(SHAPES), default="path", help="Of drafts: with branches or without."
+        ),
+        click.option(
+            "--max-sequences", type=click.IntRange(min=1), default=max_sequences, help="Most requests running at once."
+        ),
+        click.option(
+            "--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache."
+        ),
+        click.option(
+            "--prefix-cache/--no-prefix-cache",
+            default=True,
+            help="Compute what prompts have in common at their start once.",
+        ),
+        click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]"),
+    )
+
+    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return with_options
