@@ -28,6 +28,8 @@ class EngineConfig:
     """Most draft tokens verified for a sequence in one step."""
     draft_shape: DraftShape = "path"
     """`path`: of a draft tree only its beginning is verified, up to the first branch. `tree`: all of it."""
+    overlap: bool = False
+    """Whether the drafter drafts beside the forward for what may come next, or before it for what has come."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting out of its range."""

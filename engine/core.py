@@ -12,19 +12,20 @@ from engine.batch import Batch, build_batch
 from engine.budget import Budget
 from engine.config import EngineConfig
 from engine.detokenize import Decode
+from engine.drafting import Drafting
 from engine.logprobs import Logprobs
 from engine.models.config import ModelConfig
+from engine.overlap import OverlappedDrafting
 from engine.pages import PagePool
 from engine.request import Completion, FinishReason, Request
 from engine.runner import Runner
 from engine.sampler import Choose, Chosen, choose
 from engine.scheduler import Scheduler
-from engine.sequence import NO_TOKENS, Sequence
+from engine.sequence import Sequence
 from engine.stopping import Cut, Stopping
 from engine.times import StageTimes, Stopwatch
-from engine.tree import DraftTree, straight_length
 from engine.verify import accepted_length, accepted_path
-from ssd.draft import Drafter, Progress, offsets_of
+from ssd.draft import Drafter
 from ssd.errors import UserError
 
 
@@ -89,7 +90,8 @@ class Engine:
         self.scheduler = Scheduler(config, pages)
         self._config = config
         self._runner = runner
-        self._drafter = drafter
+        drafting = OverlappedDrafting if config.overlap else Drafting
+        self._drafting = drafting(drafter, config, model.vocab_size, budget)
         self._decode = decode
         self._budget = budget
         self._choose = choose
@@ -130,19 +132,23 @@ class Engine:
         sequences = self.scheduler.schedule()
         watch.lap("schedule")
         for sequence in admitted:
-            self._introduce(sequence)
+            self._drafting.introduce(sequence)
         if not sequences:
             return StepReport()
-        self._draft(sequences)
+        self._drafting.draft(sequences)
         watch.lap("draft")
         batch = build_batch(sequences, self.scheduler.pages.page_size)
         watch.lap("schedule")
+        self._drafting.look_ahead(sequences)
+        watch.lap("draft")
         logits = self._runner.forward(batch)
         watch.lap("forward")
         chosen = self._choose(batch, logits, sequences)
         watch.lap("verify")
         report = self._commit(batch, chosen, sequences)
         watch.lap("commit")
+        self._drafting.look_back(sequences)
+        watch.lap("draft")
         report.times = watch.times()
         if self._budget is not None:
             accepted = sum(outcome.accepted for outcome in report.outcomes)
@@ -180,60 +186,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the drafter."""
-        self._drafter.close()
-
-    def _introduce(self, sequence: Sequence) -> None:
-        """Tell the drafter of a sequence, unless it was told before a preemption."""
-        if sequence.told == 0:
-            self._drafter.start(sequence.sequence_id, sequence.request.prompt)
-            sequence.told = len(sequence.request.prompt)
-
-    def _draft(self, sequences: SequenceOf[Sequence]) -> None:
-        """Give a draft to every sequence that is to produce."""
-        producing = [sequence for sequence in sequences if sequence.completes_prompt]
-        for sequence in sequences:
-            sequence.draft, sequence.tree = NO_TOKENS, None
-        if not producing:
-            return
-        tokens = sum(sequence.scheduled for sequence in sequences)
-        cost = None if self._budget is None else self._budget.price(tokens, len(producing))
-        drafts = self._drafter.draft(self._progress(producing, cost))
-        lengths = np.diff(drafts.offsets) if self._budget is None else self._budget.spend(drafts, tokens)
-        for index, (sequence, length) in enumerate(zip(producing, lengths.tolist(), strict=True)):
-            # A remote drafter's word is no reason to index out of the embedding.
-            draft = drafts.tokens_of(index)[: min(length, self._draft_limit(sequence))]
-            foreign = np.flatnonzero(draft >= self.model.vocab_size)
-            sequence.draft = draft[: foreign[0]] if len(foreign) else draft
-            self._shape_draft(sequence, drafts.parents_of(index))
-            sequence.told = len(sequence)
-
-    def _shape_draft(self, sequence: Sequence, parents: np.ndarray) -> None:
-        """Note whose child each draft token is; parents come first, so what is left of a cut tree is one."""
-        parents = parents[: len(sequence.draft)]
-        straight = straight_length(parents)
-        if straight == len(parents):
-            return
-        if self._config.draft_shape == "tree":
-            sequence.tree = DraftTree(parents)
-        else:
-            sequence.draft = sequence.draft[:straight]
-
-    def _progress(self, sequences: SequenceOf[Sequence], cost: float | None) -> Progress:
-        untold = [sequence.untold for sequence in sequences]
-        return Progress(
-            sequence_ids=np.array([sequence.sequence_id for sequence in sequences], np.uint64),
-            tokens=np.concatenate(untold),
-            offsets=offsets_of(np.array([len(tokens) for tokens in untold])),
-            verified=np.array([sequence.last_verified for sequence in sequences], np.uint32),
-            accepted=np.array([sequence.last_accepted for sequence in sequences], np.uint32),
-            max_draft=np.array([self._draft_limit(sequence) for sequence in sequences], np.uint32),
-            cost=cost,
-        )
-
-    def _draft_limit(self, sequence: Sequence) -> int:
-        # The target adds a token of its own behind the draft.
-        most = self.max_draft if sequence.request.max_draft is None else sequence.request.max_draft
-        return min(most, self.max_draft, sequence.room - 1, sequence.draft_room)
+        self._drafting.close()
 
     def _commit(self, batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> StepReport:
         """Verify the drafts, append what was produced, and let go of what has ended."""
@@ -271,18 +224,8 @@ class Engine:
             if len(sources):
                 self._runner.move(sources, targets)
 
-    def _stopping(self, request: Request) -> Stopping:
-        return Stopping(request, self.model.eos_token_ids, self._decode)
-
     def _finish(self, sequence: Sequence, cut: Cut) -> Completion:
-        if sequence.told > 0:
-            self._drafter.finish(
-                sequence.sequence_id,
-                sequence.untold,
-                verified=sequence.last_verified,
-                accepted=sequence.last_accepted,
-                learn=sequence.request.learn and cut.reason is not FinishReason.ABORT,
-            )
+        self._drafting.end(sequence, learn=sequence.request.learn and cut.reason is not FinishReason.ABORT)
         self.scheduler.remove(sequence)
         return sequence.complete(cut)
 

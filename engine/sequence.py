@@ -44,7 +44,7 @@ class Sequence:
         self.told = 0
         """Leading tokens that the drafter knows of; none before it was told of the sequence."""
         self.last_verified = 0
-        """Draft tokens verified in the last step that had a draft slot; the drafter is told with its next draft."""
+        """Draft tokens that were verified since the drafter was told last."""
         self.last_accepted = 0
         self.preemptions = 0
         self.stopping = stopping or Stopping(request)

@@ -131,6 +131,18 @@ class DraftBatch:
         )
 
     @classmethod
+    def joined(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
+        """The sequences of several batches in a row."""
+        lengths = [batch.offsets[1:] - batch.offsets[:-1] for batch in batches]
+        return cls(
+            tokens=np.concatenate([batch.tokens for batch in batches]),
+            parents=np.concatenate([batch.parents for batch in batches]),
+            odds=np.concatenate([batch.odds for batch in batches]),
+            source=np.concatenate([batch.source for batch in batches]),
+            offsets=offsets_of(np.concatenate(lengths)),
+        )
+
+    @classmethod
     def of_paths(cls, paths: Sequence[Path]) -> DraftBatch:
         """One path a sequence, as a batch."""
         lengths = np.array([len(path.tokens) for path in paths], np.uint32)
