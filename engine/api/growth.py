@@ -6,7 +6,7 @@ MOST_POINTS = 200
 
 
 class Growth:
-    """Points at equal distances or more; when there are too many, every other one goes and distances double."""
+    """Points at some distance or more; whenever there are too many, the distance doubles."""
 
     def __init__(self, apart_s: float = 1.0) -> None:
         self._apart_s = apart_s
@@ -16,14 +16,20 @@ class Growth:
     def note(self, time: float, total: int) -> None:
         """So much it is now, in seconds that do not fall."""
         self._newest = (time, total)
-        if not self._points or time >= self._points[-1][0] + self._apart_s:
-            self._points.append(self._newest)
-        if len(self._points) > MOST_POINTS:
-            self._points = self._points[::2]
+        self._add(self._newest)
+        while len(self._points) > MOST_POINTS:
             self._apart_s *= 2
+            before, self._points = self._points, []
+            for point in before:
+                self._add(point)
 
     @property
     def points(self) -> list[tuple[float, int]]:
-        """Times and totals, the newest last; between two points the total is the earlier one's or grows."""
-        is_newer = self._newest is not None and self._newest != self._points[-1]
-        return [*self._points, self._newest] if is_newer and self._newest is not None else list(self._points)
+        """Times and totals, the newest last."""
+        if self._newest is None or self._newest == self._points[-1]:
+            return self._points[:]
+        return [*self._points, self._newest]
+
+    def _add(self, point: tuple[float, int]) -> None:
+        if not self._points or point[0] >= self._points[-1][0] + self._apart_s:
+            self._points.append(point)
