@@ -2,12 +2,13 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api.growth import MOST_POINTS, Growth
 
 
+@example([(1.0, 1)], 40 * 60)
 @given(
     st.lists(st.tuples(st.floats(0, 50), st.integers(0, 5)), max_size=60),
     st.integers(1, 40),

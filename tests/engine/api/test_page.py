@@ -129,15 +129,22 @@ def test_acceptance_by_where_drafts_were_found(server, tab):
     assert shown["accepted_from"]["corpus"] > 30
 
 
-def test_a_drafter_that_remembers_nothing(tab):
-    with serving("--drafter", "ngram") as server:
-        tab.show(server.url, 1100)
-        eventually(lambda: text_of(tab, "corpus") == "the drafter \N{LEFT DOUBLE QUOTATION MARK}ngram"
-                   "\N{RIGHT DOUBLE QUOTATION MARK} remembers nothing of finished requests")  # fmt: skip
-        assert text_of(tab, "sources") == "no drafts yet"
-        complete(server, "x = [1, 1, 1, 1, 1, 1, 1,")
-        eventually(lambda: source_of(tab, "local"))
-        assert source_of(tab, "corpus") is None
+def test_a_drafter_that_remembers_nothing(server, tab):
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    # Shown and read at once, before the next figures come.
+    said = tab.run("""
+        show({...before, drafter: "ngram", corpus: null, drafted_from: {corpus: 0, local: 0}});
+        const none = [$("corpus").textContent, $("sources").textContent, $("growth").style.display];
+        show({...before, drafted_from: {corpus: 0, local: 200}, accepted_from: {corpus: 0, local: 50}});
+        return [...none, $("sources").innerText.replaceAll("\\n", " ")];
+    """)
+    assert (
+        said[0]
+        == "the drafter \N{LEFT DOUBLE QUOTATION MARK}ngram\N{RIGHT DOUBLE QUOTATION MARK} remembers nothing of finished requests"
+    )
+    assert said[1:3] == ["no drafts yet", "none"]
+    assert said[3] == "the request's own text 25 % 50 of 200"
 
 
 def test_a_drafter_that_remembers_elsewhere(tab, tmp_path):

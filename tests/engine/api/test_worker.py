@@ -104,9 +104,13 @@ def test_what_the_corpus_took_late_is_said_while_the_engine_rests(pipe, monkeypa
     engine = FakeEngine()
     tokens = iter([7, 8])
     engine.drafter = SimpleNamespace(corpus=Growing(tokens))
-    running = threading.Thread(target=Worker(engine, theirs).run)
+    running = threading.Thread(target=Worker(engine, theirs).run, daemon=True)
     running.start()
-    [_], [before], [after] = [ours.recv() for _ in range(3)]
+    said = []
+    for _ in range(3):
+        assert ours.poll(PATIENCE_S)
+        said += ours.recv()
+    _, before, after = said
     ours.send(Stop())
     running.join(PATIENCE_S)
     assert not running.is_alive()
