@@ -139,11 +139,8 @@ def test_a_drafter_that_remembers_nothing(server, tab):
         show({...before, drafted_from: {corpus: 0, local: 200}, accepted_from: {corpus: 0, local: 50}});
         return [...none, $("sources").innerText.replaceAll("\\n", " ")];
     """)
-    assert (
-        said[0]
     assert "ngram" in said[0]
     assert "remembers nothing of finished requests" in said[0]
-    )
     assert said[1:3] == ["no drafts yet", "none"]
     assert said[3] == "the request's own text 25 % 50 of 200"
 
