@@ -45,6 +45,10 @@ class Outcome:
     """How many of those were kept: the first so many of `tokens`."""
     logprobs: Logprobs | None
     """Of `tokens`, if asked for."""
+    sources: np.ndarray
+    """uint8 [drafted]: where each draft token was found, see `ssd.draft.Source`."""
+    kept: np.ndarray
+    """int64 [accepted]: which of them were kept."""
 
 
 @dataclass
@@ -101,6 +105,11 @@ class Engine:
     def max_draft(self) -> int:
         """Most draft tokens of a sequence in a step."""
         return self._config.max_draft
+
+    @property
+    def drafter(self) -> Drafter:
+        """Whom drafts come from."""
+        return self._drafting.drafter
 
     def add(self, request: Request) -> int:
         """Queue a request; returns the id that its completion comes with. Raises UserError for one that cannot run."""
@@ -206,7 +215,7 @@ class Engine:
             tokens = produced[: cut.length]
             sequence.commit(tokens, min(len(rows) - 1, cut.length))
             self.scheduler.keep(sequence)
-            report.outcomes.append(_outcome(sequence, tokens, logprobs))
+            report.outcomes.append(_outcome(sequence, tokens, rows, logprobs))
             if cut.reason is not None:
                 report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         return report
@@ -245,7 +254,8 @@ def _kept_rows(batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) ->
     return kept
 
 
-def _outcome(sequence: Sequence, tokens: np.ndarray, logprobs: Logprobs | None) -> Outcome:
-    drafted = len(sequence.draft)
+def _outcome(sequence: Sequence, tokens: np.ndarray, rows: np.ndarray, logprobs: Logprobs | None) -> Outcome:
+    drafted, accepted = len(sequence.draft), sequence.last_accepted
     depth = drafted if sequence.tree is None else int(sequence.tree.depths.max())
-    return Outcome(sequence.sequence_id, tokens, drafted, depth, sequence.last_accepted, logprobs)
+    sources, kept = sequence.draft_sources[:drafted], rows[1 : 1 + accepted] - 1
+    return Outcome(sequence.sequence_id, tokens, drafted, depth, accepted, logprobs, sources, kept)

@@ -23,6 +23,11 @@ class Drafting:
         self._vocab_size = vocab_size
         self._budget = budget
 
+    @property
+    def drafter(self) -> Drafter:
+        """Whom drafts come from."""
+        return self._drafter
+
     def introduce(self, sequence: Sequence) -> None:
         """Tell the drafter of a sequence, unless it was told before a preemption."""
         if sequence.told == 0:
@@ -45,6 +50,7 @@ class Drafting:
             draft = drafts.tokens_of(index)[: min(length, self._limit(sequence))]
             foreign = np.flatnonzero(draft >= self._vocab_size)
             sequence.draft = draft[: foreign[0]] if len(foreign) else draft
+            sequence.draft_sources = drafts.sources_of(index)
             self._shape(sequence, drafts.parents_of(index))
 
     def look_ahead(self, sequences: SequenceOf[Sequence]) -> None:

@@ -12,6 +12,7 @@ from engine.stopping import Cut, Stopping
 from engine.tree import DraftTree
 
 NO_TOKENS = np.empty(0, np.uint32)
+NO_SOURCES = np.empty(0, np.uint8)
 
 
 class Sequence:
@@ -37,6 +38,8 @@ class Sequence:
         """Tokens after those that this step runs."""
         self.draft = NO_TOKENS
         """Draft tokens, uint32, that this step verifies behind them."""
+        self.draft_sources = NO_SOURCES
+        """Where each of them was found, uint8, as in `ssd.draft.Source`; behind them perhaps of some left out."""
         self.tree: DraftTree | None = None
         """The draft's shape; None if each of its tokens follows the one before."""
         self.draft_room = 0

@@ -119,6 +119,10 @@ class DraftBatch:
         """Their parents, int32."""
         return self.parents[self.offsets[index] : self.offsets[index + 1]]
 
+    def sources_of(self, index: int) -> np.ndarray:
+        """Where they were found, uint8."""
+        return self.source[self.offsets[index] : self.offsets[index + 1]]
+
     @classmethod
     def empty(cls, sequences: int) -> DraftBatch:
         """No draft for any of `sequences`."""

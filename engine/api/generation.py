@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.api.messages import Ended, Produced
+from engine.api.messages import Ended, Produced, RequestTimes
 from engine.api.text import OutputText, Piece
 from engine.logprobs import Logprobs
 from engine.request import Completion, Request
@@ -28,6 +28,8 @@ class Delta:
     """Of these tokens, if they were asked for."""
     completion: Completion | None = None
     """With the last delta of an output."""
+    times: RequestTimes | None = None
+    """The same, if the engine ran it."""
 
     @property
     def text(self) -> str:
@@ -97,7 +99,8 @@ async def _follow(
             async for event in events:
                 if isinstance(event, Ended):
                     completion = event.completion
-                    deltas.put_nowait(Delta(index, text.finish(completion.text), NO_TOKENS, completion=completion))
+                    pieces = text.finish(completion.text)
+                    deltas.put_nowait(Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times))
                 else:
                     pieces = text.feed(event.tokens[: event.shown], event.accepted)
                     deltas.put_nowait(Delta(index, pieces, event.tokens, event.logprobs))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.logprobs import Logprobs
 from engine.request import Completion, Request
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of vLLM's histogram of tokens in a step."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,9 @@ class Ready:
     vocab_size: int
     max_positions: int
     """Tokens of a prompt and its output together."""
+    page_size: int
+    """Tokens in a page of the KV cache."""
+    pages: int
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,35 @@ class Produced:
     """Of these tokens, if they were asked for."""
 
 
+@dataclass(frozen=True)
+class RequestTimes:
+    """Where the time of a request went, in seconds."""
+
+    queue: float
+    """Until it was scheduled."""
+    prefill: float
+    """From there to its first token."""
+    decode: float
+    """From there to its last token."""
+
+
 @dataclass(frozen=True, eq=False)
 class Ended:
     """A request is over; `Produced` told of all its tokens."""
 
     request_id: int
     completion: Completion
+    times: RequestTimes | None = None
+    """None if the engine did not run it."""
+
+
+@dataclass(frozen=True)
+class CorpusFigures:
+    """What a drafter remembers of finished requests."""
+
+    tokens: int
+    capacity: int
+    """The most; beyond it the oldest are forgotten."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +112,12 @@ class Figures:
 
     running: int = 0
     waiting: int = 0
+    preemptions: int = 0
     steps: int = 0
     """Of the engine."""
+    step_tokens: tuple[int, ...] = ()
+    """Steps by the tokens of prompts and outputs that they completed: up to each of `STEP_TOKENS`, and beyond."""
+    step_tokens_sum: int = 0
     prompt_tokens: int = 0
     """Of requests that were begun."""
     cached_tokens: int = 0
@@ -100,6 +133,13 @@ class Figures:
     """How many drafts were accepted at least up to each position."""
     drafted_at: tuple[int, ...] = ()
     """How many drafts reached each position."""
+    drafted_from: dict[str, int] = field(default_factory=dict)
+    """`drafted` by where the tokens were found: the names of `ssd.draft.Source` in small letters."""
+    accepted_from: dict[str, int] = field(default_factory=dict)
+    learned_tokens: int = 0
+    """Of finished outputs that the drafter was given to remember."""
+    corpus: CorpusFigures | None = None
+    """None: the drafter has none, or has it in another process."""
     pages_used: float = 0.0
     """Part of the KV cache's pages."""
     pages: int = 0

@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import multiprocessing
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from engine.api.growth import Growth
 from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Figures, Produced, Ready, Refused, Stop
 from engine.api.worker import run_worker
 from engine.request import Request
@@ -34,6 +36,8 @@ class EngineProcess:
         """`build` makes the engine, over there: it must be picklable."""
         self.figures = Figures()
         """What the engine said last."""
+        self.growth = Growth()
+        """Of the corpus, or if it is elsewhere of what was given to it; by the monotonic clock."""
         self.gone: str | None = None
         """Why there is no engine any more."""
         self._build = build
@@ -142,6 +146,8 @@ class EngineProcess:
         for event in events:
             if isinstance(event, Figures):
                 self.figures = event
+                total = event.learned_tokens if event.corpus is None else event.corpus.tokens
+                self.growth.note(time.monotonic(), total)
             elif isinstance(event, (Produced, Ended, Refused)) and (stream := self._streams.get(event.request_id)):
                 stream.put_nowait(event)
 

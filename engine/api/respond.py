@@ -30,7 +30,7 @@ class ClientGoneError(Exception):
 
 async def deltas(service: Service, body: SamplingFields, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
     """The deltas of requests that were let in. Raises ApiError."""
-    watch = service.metrics.watch()
+    watch = service.metrics.watch(requests, body.n)
     texts = [service.text_of(request) for request in requests]
     try:
         service.admission.enter(len(requests))
@@ -43,6 +43,9 @@ async def deltas(service: Service, body: SamplingFields, requests: Sequence[Requ
         raise refused(str(problem), body.prompt_field) from None
     except EngineGoneError as problem:
         raise ApiError(503, f"the engine has stopped: {problem}") from None
+    except (asyncio.CancelledError, GeneratorExit):
+        watch.abandon()
+        raise
 
 
 async def whole(service: Service, body: SamplingFields, requests: Sequence[Request], http: HttpRequest) -> list[Output]:

@@ -42,6 +42,7 @@ async def serve(engine_options: EngineOptions, config: ServerConfig, name: str, 
         defaults=_sampling_defaults(folder),
         created=int(time.time()),
         drafter=engine_options.drafter,
+        prefix_cache=engine_options.prefix_cache,
     )
     engine = EngineProcess(partial(build, engine_options))
     say(f"loading {name} ...")

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.api.admission import Admission
 from engine.api.cache import ResponseCache
+from engine.api.engine_metrics import EngineMetrics
 from engine.api.errors import ApiError
 from engine.api.generation import Run
 from engine.api.messages import Ready
@@ -53,6 +54,7 @@ class Served:
     """Sampling parameters for requests that do not say, from the model's folder."""
     created: int
     drafter: str
+    prefix_cache: bool
 
 
 class Service:
@@ -65,7 +67,14 @@ class Service:
         self._cache = cache
         self.served = served
         self.admission = admission
-        self.metrics = Metrics(served.name, engine, admission)
+        pages = {
+            "block_size": ready.page_size,
+            "num_gpu_blocks": ready.pages,
+            "enable_prefix_caching": served.prefix_cache,
+        }
+        self.metrics = Metrics(
+            served.name, EngineMetrics(served.name, engine, admission, pages), max_tokens=ready.max_positions
+        )
         self._ready = ready
 
     def described(self) -> dict[str, Any]:
@@ -80,8 +89,8 @@ class Service:
 
     def figures(self) -> dict[str, Any]:
         """What the page shows."""
-        about = {"model": self.served.name, "drafter": self.served.drafter, "time": time.time()}
-        return about | asdict(self.engine.figures)
+        about = {"model": self.served.name, "drafter": self.served.drafter, "time": time.monotonic()}
+        return about | asdict(self.engine.figures) | {"growth": self.engine.growth.points}
 
     def runner(self, body: SamplingFields, requests: Sequence[Request]) -> Run:
         """What runs the requests of a body: those that have the same output each time may come from the cache."""

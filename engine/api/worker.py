@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 
 from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Produced, Ready, Refused, Stop
 from engine.api.tally import Tally
+from engine.api.timing import Timing
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
     from engine.core import Engine
 
 FIGURES_EVERY_S = 0.25
+INDEXED_AFTER_S = 0.5
+"""By then a drafter's corpus shows what ended last: the figures are told once more."""
 
 
 def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
@@ -46,16 +49,17 @@ class Worker:
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine
         self._connection = connection
-        self._requests: dict[int, int] = {}
-        """The caller's ids by the engine's."""
+        self._requests: dict[int, Begin] = {}
+        """By the engine's ids."""
         self._tally = Tally(engine)
+        self._timing = Timing()
         self._told_at = 0.0
         self._is_stopping = False
 
     def run(self) -> None:
         """Serve until told to stop. Raises EOFError and BrokenPipeError if nobody is there any more."""
-        model = self._engine.model
-        self._connection.send([Ready(model.vocab_size, model.max_positions)])
+        model, pages = self._engine.model, self._engine.scheduler.pages
+        self._connection.send([Ready(model.vocab_size, model.max_positions, pages.page_size, pages.count)])
         while not self._is_stopping:
             self._take_commands()
             if self._engine.scheduler.has_work:
@@ -65,6 +69,8 @@ class Worker:
         """Obey what has come; with nothing else to do, wait for it."""
         if not self._engine.scheduler.has_work and not self._connection.poll():
             self._connection.send([self._tally.figures()])
+            if not self._connection.poll(INDEXED_AFTER_S):
+                self._connection.send([self._tally.figures()])
             self._obey(self._connection.recv())
         while not self._is_stopping and self._connection.poll():
             self._obey(self._connection.recv())
@@ -83,29 +89,36 @@ class Worker:
         except UserError as problem:
             self._connection.send([Refused(command.request_id, str(problem))])
             return
-        self._requests[sequence_id] = command.request_id
-        self._tally.begun(command.request)
+        self._requests[sequence_id] = command
+        self._tally.begun(sequence_id, command.request)
+        self._timing.begun(sequence_id)
 
     def _cancel(self, command: Cancel) -> None:
-        for sequence_id, request_id in self._requests.items():
-            if request_id == command.request_id:
-                self._engine.cancel(sequence_id)
+        for sequence_id, begun in self._requests.items():
+            if begun.request_id == command.request_id:
+                completion = self._engine.cancel(sequence_id)
+                assert completion is not None
+                self._tally.ended(sequence_id, begun.request, completion)
+                self._timing.dropped(sequence_id)
                 del self._requests[sequence_id]
                 return
         # It ended while the command was on its way.
 
     def _step(self) -> None:
+        began = time.monotonic()
         report = self._engine.step()
         self._tally.stepped(report)
+        self._timing.stepped(began, self._engine.scheduler.running, report)
         events: list[Event] = []
         for outcome in report.outcomes:
             ended = report.finished.get(outcome.sequence_id)
             hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)
-            request_id, shown = self._requests[outcome.sequence_id], len(outcome.tokens) - hidden
+            request_id, shown = self._requests[outcome.sequence_id].request_id, len(outcome.tokens) - hidden
             events.append(Produced(request_id, outcome.tokens, outcome.accepted, shown, outcome.logprobs))
         for sequence_id, completion in report.finished.items():
-            events.append(Ended(self._requests.pop(sequence_id), completion))
-            self._tally.ended(completion)
+            begun = self._requests.pop(sequence_id)
+            self._tally.ended(sequence_id, begun.request, completion)
+            events.append(Ended(begun.request_id, completion, self._timing.ended(sequence_id)))
         if time.monotonic() - self._told_at > FIGURES_EVERY_S:
             self._told_at = time.monotonic()
             events.append(self._tally.figures())

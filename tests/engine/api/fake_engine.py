@@ -1,4 +1,7 @@
-"""An engine that counts instead of thinking: each output is 1, 2, 3, ..., two tokens a step, the first one drafted."""
+"""An engine that counts instead of thinking: each output is 1, 2, 3, ..., two tokens a step, the first one drafted.
+
+It was found in a finished request, the one drafted in vain behind it in the request's own text.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import numpy as np
 
 from engine.core import Outcome, StepReport
 from engine.request import Completion, FinishReason
+from ssd.draft import Source
 from ssd.errors import UserError
 
-PAGES = 64
+PAGES, PAGE_SIZE = 64, 16
+SOURCES = np.array([Source.CORPUS, Source.LOCAL], np.uint8)
 
 
 class FakeEngine:
@@ -19,6 +24,7 @@ class FakeEngine:
 
     max_draft = 2
     model = SimpleNamespace(vocab_size=1000, max_positions=100)
+    drafter = SimpleNamespace(corpus=SimpleNamespace(tokens=7, capacity=9))
 
     def __init__(self, breaks=None):
         self.requests, self.cancelled, self.steps, self.breaks = {}, [], 0, breaks
@@ -28,9 +34,13 @@ class FakeEngine:
 
     @property
     def scheduler(self):
-        pages = SimpleNamespace(free=PAGES - len(self.requests), count=PAGES)
+        pages = SimpleNamespace(free=PAGES - len(self.requests), count=PAGES, page_size=PAGE_SIZE)
         return SimpleNamespace(
-            running=list(self.requests), waiting=[], has_work=bool(self.requests) and self.gate.is_set(), pages=pages
+            running=[SimpleNamespace(sequence_id=sequence_id) for sequence_id in self.requests],
+            waiting=[],
+            preemptions=0,
+            has_work=bool(self.requests) and self.gate.is_set(),
+            pages=pages,
         )
 
     def add(self, request):
@@ -41,7 +51,9 @@ class FakeEngine:
         return self._next
 
     def cancel(self, sequence_id):
-        self.cancelled.append(self.requests.pop(sequence_id))
+        request, out = self.requests.pop(sequence_id)
+        self.cancelled.append((request, out))
+        return Completion(np.array(out, np.uint32), FinishReason.ABORT, len(out) // 2, len(out), 1)
 
     def step(self):
         self.steps += 1
@@ -52,7 +64,7 @@ class FakeEngine:
             new = list(range(len(out) + 1, min(len(out) + 2, request.sampling.max_tokens) + 1))
             out += new
             tokens = np.array(new, np.uint32)
-            report.outcomes.append(Outcome(sequence_id, tokens, 2, 2, 1, None))
+            report.outcomes.append(Outcome(sequence_id, tokens, 2, 2, 1, None, SOURCES, np.array([0])))
             if len(out) == request.sampling.max_tokens:
                 whole = np.array(out, np.uint32)
                 report.finished[sequence_id] = Completion(whole, FinishReason.LENGTH, len(out) // 2, len(out), 1)

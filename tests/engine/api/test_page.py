@@ -1,5 +1,6 @@
 """The page in a real browser, against a real server."""
 
+import re
 import time
 
 import httpx
@@ -7,6 +8,7 @@ import pytest
 
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+from tests.servers import served
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 KEY = "secret"
@@ -46,8 +48,24 @@ def ask(tab, prompt, *, key=KEY, tokens=60):
     eventually(lambda: tab.run("return document.getElementById('state').textContent === ''"))
 
 
-def complete(server, prompt):
-    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "temperature": 0}
+def numbers_of(text):
+    return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", text)]
+
+
+def figures(server):
+    return httpx.get(f"{server.url}/figures").json()
+
+
+def source_of(tab, name):
+    """Of the tokens found there: how many were accepted, how many were drafted, and the bar's part that is full."""
+    row = f"document.getElementById('source-{name}')"
+    counts = tab.run(f"return {row}?.querySelector('small').textContent ?? ''")
+    part = tab.run(f"return {row}?.querySelector('i').style.getPropertyValue('--part') ?? ''")
+    return (*numbers_of(counts), float(part)) if counts else None
+
+
+def complete(server, prompt, **more):
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "temperature": 0} | more
     answer = httpx.post(
         f"{server.url}/v1/completions", json=asked, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT_S
     )
@@ -73,6 +91,77 @@ def test_figures_appear_and_change(server, tab):
     eventually(lambda: float(text_of(tab, "perstep")) > float(before))
     eventually(lambda: tab.run("return document.querySelectorAll('#bars rect').length") > 0)
     eventually(lambda: tab.run("return document.querySelector('#curve polyline')") is not None)
+
+
+def test_the_corpus_grows_and_the_page_was_not_there(server, tab):
+    def remembered():
+        return figures(server)["corpus"]["tokens"]
+
+    before = remembered()
+    complete(server, "def grow(", ignore_eos=True)
+    eventually(lambda: remembered() > before + 50)
+    first = remembered()
+    tab.show(server.url, 1100)
+    eventually(lambda: numbers_of(text_of(tab, "corpus"))[:2] == [first, 16_000_000])
+    assert "top line" in text_of(tab, "corpus")
+    rises = "return document.querySelector('#growth .curve').getAttribute('d').split('V').map(parseFloat)"
+    heights = tab.run(rises)[1:]
+    assert heights == sorted(heights, reverse=True)  # upwards
+    assert heights[-1] == 4  # the top line
+    complete(server, "def grow_more(", learn=False, ignore_eos=True)
+    complete(server, "class Grow(", ignore_eos=True)
+    eventually(lambda: first + 50 < numbers_of(text_of(tab, "corpus"))[0] < first + 70)
+
+
+def test_acceptance_by_where_drafts_were_found(server, tab):
+    complete(server, "def found(")
+    complete(server, "def found(")  # from the corpus
+    complete(server, "x = [1, 1, 1, 1, 1, 1, 1,")  # from itself
+    tab.show(server.url, 1100)
+    assert eventually(lambda: text_of(tab, "drafter")) == "ssd"
+    eventually(lambda: figures(server)["running"] == 0)
+    shown = eventually(lambda: all(figures(server)["drafted_from"].values()) and figures(server))
+    for name in ("corpus", "local"):
+        accepted, drafted = shown["accepted_from"][name], shown["drafted_from"][name]
+        eventually(lambda: source_of(tab, name) == (accepted, drafted, pytest.approx(accepted / drafted)))  # noqa: B023
+    assert sum(shown["drafted_from"].values()) == shown["drafted"]
+    assert sum(shown["accepted_from"].values()) == shown["accepted"]
+    assert shown["accepted_from"]["corpus"] > 30
+
+
+def test_a_drafter_that_remembers_nothing(server, tab):
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    # Shown and read at once, before the next figures come.
+    said = tab.run("""
+        show({...before, drafter: "ngram", corpus: null, drafted_from: {corpus: 0, local: 0}});
+        const none = [$("corpus").textContent, $("sources").textContent, $("growth").style.display];
+        show({...before, drafted_from: {corpus: 0, local: 200}, accepted_from: {corpus: 0, local: 50}});
+        return [...none, $("sources").innerText.replaceAll("\\n", " ")];
+    """)
+    assert "ngram" in said[0]
+    assert "remembers nothing of finished requests" in said[0]
+    assert said[1:3] == ["no drafts yet", "none"]
+    assert said[3] == "the request's own text 25 % 50 of 200"
+
+
+def test_a_drafter_that_remembers_elsewhere(tab, tmp_path):
+    address = f"unix:{tmp_path}/drafter"
+    with (
+        served("--listen", address, "--capacity", "100k"),
+        serving("--drafter", "ssd-remote", "--address", address) as server,
+    ):
+        complete(server, "def elsewhere(", ignore_eos=True)
+        tab.show(server.url, 1100)
+        eventually(
+            lambda: text_of(tab, "corpus").startswith("60 given to the drafter's service from here, which alone")
+        )
+        # The service learns in its own time.
+        eventually(
+            lambda: complete(server, "def elsewhere(", learn=False) and figures(server)["accepted_from"]["corpus"]
+        )
+        eventually(lambda: source_of(tab, "corpus"))
+        assert figures(server)["corpus"] is None
 
 
 def test_an_answer_streams_and_what_was_drafted_is_marked(server, tab):

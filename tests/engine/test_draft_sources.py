@@ -1,0 +1,65 @@
+"""Steps report where the draft tokens were found, and which of them were kept: in paths and in trees, cut or whole."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
+from engine.request import Request, SamplingParams
+from tests.engine.conftest import VOCAB
+from tests.engine.trees import batch_of_trees, random_tree
+
+ASKED = [
+    Request(np.random.default_rng(seed).integers(1, 60, 20).astype(np.uint32), SamplingParams(max_tokens=40))
+    for seed in range(5)
+]
+
+
+class ParityTrees(NoDrafter):
+    """Trees that are partly right; odd tokens come from one source and even ones from the other."""
+
+    def __init__(self, answers):
+        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(ASKED, answers, strict=True)]
+        self.lengths, self.drafts = {}, {}
+        self.rng = np.random.default_rng(4)
+
+    def start(self, sequence_id, prompt):
+        self.lengths[sequence_id] = len(prompt)
+
+    def draft(self, progress):
+        trees = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            right = self.texts[sequence_id][self.lengths[sequence_id] :]
+            # More than may be verified, and some that no vocabulary has.
+            tree = random_tree(self.rng, right, 14, VOCAB + 10)
+            trees.append(tree)
+            self.drafts[sequence_id] = np.array(tree[0], np.int64)
+        batch = batch_of_trees(trees)
+        return replace(batch, source=(batch.tokens % 2).astype(np.uint8))
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_sources_are_those_of_the_tokens(model, shape):
+    config = EngineConfig(max_sequences=3, max_step_tokens=256, max_draft=9, draft_shape=shape)
+    answers = [each.tokens for each in build_engine(model, config, NoDrafter()).generate(ASKED)]
+    drafter = ParityTrees(answers)
+    kept_elsewhere = drafted = 0
+
+    def observe(report):
+        nonlocal kept_elsewhere, drafted
+        for outcome in report.outcomes:
+            draft = drafter.drafts[outcome.sequence_id][: outcome.drafted]
+            drafted += outcome.drafted
+            assert outcome.sources.tolist() == (draft % 2).tolist()
+            assert draft[outcome.kept].tolist() == outcome.tokens[: outcome.accepted].tolist()
+            kept_elsewhere += outcome.kept.tolist() != list(range(outcome.accepted))
+
+    engine = build_engine(model, config, drafter)
+    assert [each.tokens.tolist() for each in engine.generate(ASKED, observe)] == [each.tolist() for each in answers]
+    assert drafted > 20
+    assert (kept_elsewhere > 5) is (shape == "tree")
+    assert engine.drafter is drafter
