@@ -30,17 +30,20 @@ def cli() -> None:
 )
 @engine_options(max_sequences=16)
 @sampling_options
+@click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs of each prompt.")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Write completions as JSON lines instead of printing them."
 )
-def generate(prompts: tuple[str, ...], path: Path | None, model: str | None, output: Path | None, **given: Any) -> None:
+def generate(
+    prompts: tuple[str, ...], path: Path | None, model: str | None, samples: int, output: Path | None, **given: Any
+) -> None:
     """Complete prompts from arguments, a file or stdin."""
     from engine.generate import GenerateOptions, run_generate
     from engine.request import SamplingParams
 
     engine = {field.name: given.pop(field.name) for field in fields(EngineOptions) if field.name in given}
     options = EngineOptions.of(model, **engine)
-    run_generate(GenerateOptions(prompts, path, options, SamplingParams(**given), output))
+    run_generate(GenerateOptions(prompts, path, options, SamplingParams(**given), samples, output))
 
 
 @cli.command()

@@ -113,12 +113,7 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Queue a request; returns the id that its completion comes with. Raises UserError for one that cannot run."""
-        longest = self.check(request)
-        stopping = Stopping(request, self.model.eos_token_ids, self._decode)
-        sequence = Sequence(self._next_id, request, longest, stopping)
-        self.scheduler.add(sequence)
-        self._next_id += 1
-        return sequence.sequence_id
+        return self._queue(request).sequence_id
 
     def check(self, request: Request) -> int:
         """The length that a request may reach, prompt and output. Raises UserError for one that cannot run."""
@@ -180,22 +175,33 @@ class Engine:
     ) -> list[Completion]:
         """Run requests and return their completions in the same order; `observe` sees every step.
 
+        It may cancel requests; their completions say ABORT.
+
         Raises UserError if one of them cannot run, before any does.
         """
         asked = list(requests)
         for request in asked:
             self.check(request)
-        ids = [self.add(request) for request in asked]
+        sequences = [self._queue(request) for request in asked]
         completions: dict[int, Completion] = {}
         while self.scheduler.has_work:
             report = self.step()
             completions.update(report.finished)
             observe(report)
-        return [completions[sequence_id] for sequence_id in ids]
+        cancelled = Cut(0, FinishReason.ABORT)
+        return [completions.get(sequence.sequence_id) or sequence.complete(cancelled) for sequence in sequences]
 
     def close(self) -> None:
         """Release the drafter."""
         self._drafting.close()
+
+    def _queue(self, request: Request) -> Sequence:
+        longest = self.check(request)
+        stopping = Stopping(request, self.model.eos_token_ids, self._decode)
+        sequence = Sequence(self._next_id, request, longest, stopping)
+        self.scheduler.add(sequence)
+        self._next_id += 1
+        return sequence
 
     def _commit(self, batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> StepReport:
         """Verify the drafts, append what was produced, and let go of what has ended."""

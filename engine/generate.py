@@ -20,6 +20,7 @@ from engine.launch import launch, load
 from engine.options import EngineOptions
 from engine.output import CompletionWriter, Prompt
 from engine.request import Completion, Request, SamplingParams
+from engine.seeds import sample_seed
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
 
@@ -33,6 +34,8 @@ class GenerateOptions:
     engine: EngineOptions
     sampling: SamplingParams
     """Of the first prompt; each of the others has its own seed, the next one."""
+    samples: int
+    """Outputs of each prompt, each with a seed made of the prompt's."""
     output: Path | None
 
 
@@ -47,10 +50,10 @@ def run_generate(options: GenerateOptions) -> None:
         model, tokenizer, options.engine, warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}")
     )
     with closing(engine):
-        for number, request in enumerate(requests, start=1):
+        for number, request in enumerate(requests[:: options.samples], start=1):
             with _naming_prompt(number):
                 engine.check(request)
-        with closing(CompletionWriter(prompts, [r.prompt for r in requests], tokenizer, options.output)) as writer:
+        with closing(CompletionWriter(prompts, requests, tokenizer, options.output)) as writer:
             began = time.perf_counter()
             completions = _complete(engine, requests, writer, console)
             seconds = time.perf_counter() - began
@@ -108,13 +111,16 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
 
 
 def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
-    """Each prompt as a request with a seed of its own, so that a prompt given twice is sampled twice."""
+    """A request for each sample of each prompt; prompts have their own seeds, so one given twice is sampled twice."""
     requests = []
     for index, prompt in enumerate(prompts):
-        sampling = replace(options.sampling, seed=options.sampling.seed + index)
+        seed = options.sampling.seed + index
         with _naming_prompt(index + 1):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.uint32)
-        requests.append(Request(tokens, sampling))
+        requests += [
+            Request(tokens, replace(options.sampling, seed=sample_seed(seed, sample)))
+            for sample in range(options.samples)
+        ]
     return requests
 
 

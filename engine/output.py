@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
-
 from engine.logprobs import Logprobs
-from engine.request import Completion
+from engine.request import Completion, Request
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
 
@@ -23,11 +21,12 @@ class CompletionWriter:
     """Writes JSON lines to a file as completions come, or plain text to stdout once all have."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], tokens: Sequence[np.ndarray], tokenizer: Tokenizer, path: Path | None
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], tokenizer: Tokenizer, path: Path | None
     ) -> None:
-        """`tokens`: each prompt's, uint32 [P]. Raises UserError if `path` cannot be written."""
+        """`requests`: equally many for each prompt, in their order. Raises UserError if `path` cannot be written."""
         self._prompts = prompts
-        self._tokens = tokens
+        self._requests = requests
+        self._samples = len(requests) // len(prompts)
         self._tokenizer = tokenizer
         self._path = path
         self._waiting: dict[int, Completion] = {}
@@ -38,7 +37,7 @@ class CompletionWriter:
             raise self._refusal(problem) from None
 
     def take(self, finished: Mapping[int, Completion]) -> None:
-        """Note completions by the index of their prompt, and write those whose turn has come to the file."""
+        """Note completions by the index of their request, and write those whose turn has come to the file."""
         self._waiting.update(finished)
         while self._file is not None and self._next in self._waiting:
             self._write_line(self._file, self._next)
@@ -56,9 +55,11 @@ class CompletionWriter:
 
     def _write_line(self, file: TextIO, index: int) -> None:
         completion = self._waiting[index]
+        prompt, sample = divmod(index, self._samples)
         line = {
-            "index": index,
-            "prompt": self._prompts[index],
+            "index": prompt,
+            "sample": sample,
+            "prompt": self._prompts[prompt],
             "completion": self._text(index),
             "tokens": completion.tokens.tolist(),
             "finish_reason": completion.finish_reason.value,
@@ -66,6 +67,9 @@ class CompletionWriter:
         }
         if completion.logprobs is not None:
             line["logprobs"] = _as_json(completion.logprobs)
+        if completion.prompt_logprobs is not None:
+            line["prompt_tokens"] = self._requests[index].prompt.tolist()
+            line["prompt_logprobs"] = [None, *_as_json(completion.prompt_logprobs)]
         try:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -77,17 +81,17 @@ class CompletionWriter:
         del self._waiting[index]
 
     def _print(self, index: int) -> None:
-        prompt = self._prompts[index]
+        prompt = self._prompts[index // self._samples]
         shown = prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
         sys.stdout.write(f"{shown}{self._text(index)}\n")
-        if len(self._prompts) > 1:
+        if len(self._requests) > 1:
             sys.stdout.write("-" * 40 + "\n")
 
     def _text(self, index: int) -> str:
         completion = self._waiting[index]
         if completion.text is not None:
             return completion.text
-        return self._tokenizer.decode_behind(self._tokens[index], completion.content)
+        return self._tokenizer.decode_behind(self._requests[index].prompt, completion.content)
 
     def _refusal(self, problem: OSError) -> UserError:
         return UserError(f"cannot write {self._path}: {problem.strerror}")

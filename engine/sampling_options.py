@@ -10,6 +10,21 @@ from typing import Any
 
 import click
 
+from ssd.errors import UserError
+
+
+def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[int, float]:
+    """What `TOKEN=BIAS` says, of each. Raises UserError."""
+    biases = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise UserError(f"logit-bias must be a token id and a number, such as 42=-100, not {text!r}") from None
+    return biases
+
+
 OPTIONS = (
     click.option("--max-tokens", type=int, default=128, help="Most tokens in an output."),
     click.option("--min-tokens", type=int, default=0, help="Nothing ends an output before this many tokens."),
@@ -24,6 +39,13 @@ OPTIONS = (
         "--presence-penalty", type=float, default=0.0, help="-2 to 2, off the logits of tokens in the output."
     ),
     click.option("--frequency-penalty", type=float, default=0.0, help="-2 to 2, for each time that they are in it."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="TOKEN=BIAS",
+        callback=_biases,
+        help="Add -100 to 100 to the logits of a token id; may be given again.",
+    ),
     click.option("--seed", type=int, default=0, help="The same seed gives the same text, with any drafter."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text; may be given again."),
     click.option(
@@ -35,6 +57,7 @@ OPTIONS = (
     ),
     click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end token."),
     click.option("--logprobs", type=int, help="With --output: this many likeliest alternatives to each token."),
+    click.option("--prompt-logprobs", type=int, help="The same for the tokens of the prompt but the first."),
 )
 
 

@@ -15,14 +15,24 @@ ADAPTER_FILE = "adapter_model.safetensors"
 def model_identity(folder: Path, *, adapter: Path | None = None, name: str = "") -> ModelIdentity:
     """The identity of the model in a Hugging Face folder, with a LoRA adapter's folder if there is one.
 
-    name: what it is called, by default as its folder is. Raises UserError if a file that is needed cannot be read.
+    name: what it is called, by default as its folder is, or as the hub calls what lies in its cache.
+
+    Raises UserError if a file that is needed cannot be read.
     """
     return ModelIdentity(
-        name=name or folder.resolve().name,
+        name=name or _name(folder.resolve()),
         tokenizer=fingerprint(folder),
         adapter="" if adapter is None else fingerprint(adapter / ADAPTER_FILE),
         vocabulary_size=_vocabulary_size(folder / "config.json"),
     )
+
+
+def _name(folder: Path) -> str:
+    """In the hub's cache a folder is called after a revision, and lies in models--owner--name/snapshots."""
+    snapshots = folder.parent
+    if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+        return snapshots.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def _vocabulary_size(path: Path) -> int:

@@ -23,7 +23,8 @@ from engine.request import Completion, Request
 async def complete(service: Service, body: CompletionRequest, http: HttpRequest) -> dict[str, Any] | Response:
     """Complete one prompt or several. Raises ApiError and UserError."""
     service.check_model(body.model)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    # The engine always produces a token; who wants none is not shown it.
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     of_prompt = body.logprobs if body.echo else None
     requests = [
         request

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.api.messages import Ended, Produced, RequestTimes
 from engine.api.text import OutputText, Piece
 from engine.logprobs import Logprobs
-from engine.request import Completion, Request
+from engine.request import Completion, FinishReason, Request
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,30 @@ NO_TOKENS = np.empty(0, np.uint32)
 
 Run = Callable[[Request], AsyncGenerator[Produced | Ended, None]]
 """Runs a request, as `EngineProcess.run`."""
+
+
+def dropping_output(run: Run) -> Run:
+    """Runs requests of one token for the sake of their prompts alone: there is an end, and nothing before it."""
+
+    async def run_and_drop(request: Request) -> AsyncGenerator[Produced | Ended, None]:
+        async with aclosing(run(request)) as events:
+            async for event in events:
+                if isinstance(event, Ended):
+                    yield replace(event, completion=_without_output(event.completion))
+
+    return run_and_drop
+
+
+def _without_output(completion: Completion) -> Completion:
+    return replace(
+        completion,
+        tokens=NO_TOKENS,
+        finish_reason=FinishReason.LENGTH,
+        steps=0,
+        stop_reason=None,
+        text=None,
+        logprobs=None if completion.logprobs is None else completion.logprobs.at(np.arange(0)),
+    )
 
 
 async def deltas_of(

@@ -74,6 +74,16 @@ class CompletionRequest(SamplingFields, NeutralCompletion):
     echo: bool = False
     """Whether the text begins with the prompt; with `logprobs`, those of the prompt come first."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 with `echo` alone: for the log-probabilities of the prompt."""
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: must be at least 1 unless echo is true")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise ValueError("min_tokens: must be at most max_tokens (0)")
+        return self
 
     @model_validator(mode="after")
     def _check_neutral(self) -> CompletionRequest:

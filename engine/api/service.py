@@ -16,7 +16,7 @@ from engine.api.admission import Admission
 from engine.api.cache import ResponseCache
 from engine.api.engine_metrics import EngineMetrics
 from engine.api.errors import ApiError
-from engine.api.generation import Run
+from engine.api.generation import Run, dropping_output
 from engine.api.messages import Ready
 from engine.api.metrics import Metrics
 from engine.api.process import EngineProcess
@@ -95,9 +95,8 @@ class Service:
     def runner(self, body: SamplingFields, requests: Sequence[Request]) -> Run:
         """What runs the requests of a body: those that have the same output each time may come from the cache."""
         is_repeatable = body.seed is not None or not any(request.sampling.is_drawn for request in requests)
-        if self._cache is None or not is_repeatable:
-            return self.engine.run
-        return partial(self._cache.run, self.engine)
+        run = partial(self._cache.run, self.engine) if self._cache is not None and is_repeatable else self.engine.run
+        return dropping_output(run) if body.max_tokens == 0 else run
 
     def check_model(self, name: str) -> None:
         """Raises ApiError for another model than the one that is served."""
@@ -123,7 +122,7 @@ class Service:
                     logit_bias=_bias(body.logit_bias),
                     **shared,
                 ),
-                learn=body.learn,
+                learn=body.learn and body.max_tokens != 0,
                 salt=body.user or "",
                 max_draft=body.max_draft_tokens,
             )

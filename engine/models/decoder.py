@@ -32,8 +32,8 @@ class Decoder(nn.Module):
     products are what a step of few tokens gains most from.
     """
 
-    cos: Tensor
-    sin: Tensor
+    frequencies: Tensor
+    """Of rope, for both halves of a head, float32 [head_dim] whatever the weights are."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,21 +43,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
-        cos, sin = config.rope.tables(config.head_dim, config.max_positions)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("frequencies", config.rope.frequencies(config.head_dim).repeat(2), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
         hidden = self.embedding(tokens)
-        rope = self._angles(self.cos, positions, hidden.dtype), self._angles(self.sin, positions, hidden.dtype)
+        cos, sin = self.config.rope.turns(positions, self.frequencies)
+        rope = cos.to(hidden.dtype), sin.to(hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rope, attend)
         return self.norm(hidden)
-
-    def _angles(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of a rope table for both halves of a head, [N, 1, head_dim]; the tables stay float32 for precision."""
-        return table[positions].to(dtype).repeat(1, 2).unsqueeze(1)
 
     def tie(self) -> None:
         """Let the output projection share the embedding's weight, where the model does."""

@@ -71,18 +71,17 @@ def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def give_memory(decoder: Decoder, device: str) -> None:
-    """From a decoder without memory to one with room for weights, and with its rope tables."""
+    """From a decoder without memory to one with room for weights, and with the frequencies of its rope."""
     config = decoder.config
     try:
         decoder.to_empty(device=device)
         decoder.tie()  # `to_empty` gave each its own memory
-        tables = config.rope.tables(config.head_dim, config.max_positions)
-        decoder.cos, decoder.sin = (table.to(device) for table in tables)
+        decoder.frequencies = config.rope.frequencies(config.head_dim).repeat(2).to(device)
     except RuntimeError as problem:
         if "memory" not in str(problem):
             raise
         size = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
         raise UserError(
-            f"{size / (1 << 30):.1f} GiB of weights and the tables of {config.max_positions} positions do not fit into "
-            f"the memory of {device!r}; load the model as bfloat16, or give a smaller one"
+            f"{size / (1 << 30):.1f} GiB of weights do not fit into the memory of {device!r}; "
+            "load the model as bfloat16, or give a smaller one"
         ) from None

@@ -123,11 +123,16 @@ class Rope:
         frequencies = 1.0 / self.theta**exponents
         return frequencies if self.scaling is None else self.scaling.scale(frequencies, self.theta)
 
-    def tables(self, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions from 0 on, float32 [positions, head_dim / 2] each."""
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.frequencies(head_dim))
-        stretch = self.scaling.attention_factor if isinstance(self.scaling, Yarn) else 1.0
-        return angles.cos() * stretch, angles.sin() * stretch
+    def turns(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for `rotate`, float32 [N, 1, head_dim] each.
+
+        positions: int64 [N]. frequencies: float32 [head_dim], as `frequencies` gives them, for each half of a head.
+        """
+        angles = positions[:, None, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if isinstance(self.scaling, Yarn):
+            cos, sin = cos * self.scaling.attention_factor, sin * self.scaling.attention_factor
+        return cos, sin
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -29,6 +29,24 @@ def test_a_model_is_what_its_folder_says(folder, monkeypatch):
     assert model_identity(folder, name="org/model").name == "org/model"
 
 
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("models--Org--Some-Model-1.5B/snapshots/8f3a2b", "Org/Some-Model-1.5B"),
+        ("models--gpt2/snapshots/8f3a2b", "gpt2"),
+        ("snapshots/8f3a2b", "8f3a2b"),
+        ("models--Org--Model/others/8f3a2b", "8f3a2b"),
+        ("models--Org--Model", "models--Org--Model"),
+    ],
+)
+def test_what_lies_in_the_hubs_cache_is_called_as_the_hub_calls_it(folder, tmp_path, place, name):
+    moved = tmp_path / "hub" / place
+    moved.parent.mkdir(parents=True)
+    folder.rename(moved)
+    assert model_identity(moved).name == name
+    assert model_identity(moved, name="mine").name == "mine"
+
+
 def test_an_adapter_makes_a_difference(folder, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     assert model_identity(folder, adapter=tmp_path).adapter == sha256(b"weights")

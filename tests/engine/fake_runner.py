@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.models.config import ModelConfig
 from engine.pages import PagePool
+from tests.engine import chain
 
 VOCAB = 12
 EOS = 0
 WINDOW = 128
-MODEL = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    max_positions=WINDOW,
-    eos_token_ids=(EOS,),
-)
+MODEL = replace(chain.MODEL, vocab_size=VOCAB, max_positions=WINDOW, eos_token_ids=(EOS,))
 TABLE = np.random.default_rng(7).normal(0, 2, (VOCAB, VOCAB, VOCAB)).round(1).astype(np.float32)
 
 

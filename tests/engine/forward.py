@@ -7,6 +7,7 @@ import torch
 
 from engine.attention.plain import PlainAttention
 from engine.batch import build_batch
+from engine.prefix import PageNames
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
 from engine.sequence import Sequence
@@ -34,3 +35,19 @@ def prompt_logits(model, tokens):
     pages = range(-(-len(tokens) // PAGE_SIZE))
     sequence = sequence_of(tokens[:1], pages, draft=tokens[1:])
     return new_runner(model, len(pages)).forward(build_batch([sequence], PAGE_SIZE))
+
+
+def cached_and_fresh(model, engine, text):
+    """Of each page of a text that the engine's cache has: what it holds, and what a fresh computation gives.
+
+    Both float32 [2, layers, ...]: keys, then values.
+    """
+    pool, names = engine.scheduler.pages, PageNames("")
+    pages = [pool.find(names.name(text, index, PAGE_SIZE)) for index in range((len(text) - 1) // PAGE_SIZE)]
+    runner = new_runner(model, 32)
+    runner.forward(build_batch([sequence_of(text, range(32))], PAGE_SIZE))
+
+    def held(runner, page):
+        return torch.stack((runner._attention._keys[:, page], runner._attention._values[:, page]))
+
+    return [(held(engine._runner, page), held(runner, index)) for index, page in enumerate(pages) if page is not None]

@@ -233,6 +233,29 @@ def test_the_same_seed_gives_the_same_text_and_another_another(model):
     assert first != other
 
 
+def test_who_watches_may_cancel(model, plain):
+    """Those that run and those that wait; each still has its place in the list, with what it had produced."""
+    engine = build_engine(model, replace(CONFIG, max_sequences=2), NoDrafter())
+    asked, cancelled, steps = requests(5), {}, iter(range(1000))
+
+    def observe(_):
+        if next(steps) == 6:
+            cancelled.update((index, engine.cancel(index)) for index in (1, 3))
+
+    completions = engine.generate(asked, observe)
+    assert len(cancelled[1].tokens) > 0
+    for index, completion in enumerate(completions):
+        whole = plain[0.0][index]
+        assert completion.tokens.tolist() == whole[: len(completion.tokens)]
+        assert (completion.finish_reason is FinishReason.ABORT) == (index in cancelled)
+        if index in cancelled:
+            assert completion.tokens.tolist() == cancelled[index].tokens.tolist()
+            assert (completion.steps, completion.drafted) == (cancelled[index].steps, cancelled[index].drafted)
+        else:
+            assert completion.tokens.tolist() == whole
+    assert engine.scheduler.pages.free == engine.scheduler.pages.count
+
+
 BAD_REQUESTS = {
     "empty": (Request(np.empty(0, np.uint32)), "empty"),
     "too long": (Request(np.ones(512, np.uint32)), "context window of 512"),

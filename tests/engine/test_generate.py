@@ -17,6 +17,7 @@ from engine import cli
 from engine.drafters.build import DRAFTER_NAMES
 from engine.options import DRAFTERS
 from engine.output import CompletionWriter
+from engine.seeds import sample_seed
 from engine.tokenizer import Tokenizer
 from tests.servers import served
 from tests.strategies import array
@@ -181,12 +182,16 @@ def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatc
         "frequency_penalty": 0.4,
         "seed": 5,
         "logprobs": 4,
+        "prompt_logprobs": 1,
     }
     flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     flags += ["--stop", "a", "--stop", "b", "--stop-token-id", 8, "--ignore-eos"]
+    flags += ["--logit-bias", "7=-1.5", "--logit-bias", "9=3"]
     assert run("generate", *flags, "x")[0] == 0
     assert run("generate", "x")[0] == 0
-    expected = SamplingParams(**given, stop=("a", "b"), stop_token_ids=(8,), ignore_eos=True)
+    expected = SamplingParams(
+        **given, stop=("a", "b"), stop_token_ids=(8,), ignore_eos=True, logit_bias={7: -1.5, 9: 3}
+    )
     assert asked == [expected, SamplingParams()]
 
 
@@ -199,6 +204,50 @@ def test_log_probabilities_are_written_beside_the_tokens(run, model_folder, tmp_
         assert record["rank"] == 1  # greedy
         assert record["top"][0] == [token, record["logprob"]]
         assert len(record["top"]) == 2
+
+
+def test_log_probabilities_of_the_prompt_are_those_that_its_tokens_had_as_output(run, model_folder, tmp_path):
+    asked = ("generate", "--model", model_folder, "--drafter", "none")
+    output = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out")
+    assert run(*asked, *output, PROMPT)[0] == 0
+    [said] = completions(tmp_path / "out")
+    assert "prompt_logprobs" not in said
+    tokens = Tokenizer(model_folder).encode(PROMPT).tolist()
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + said["tokens"]}) + "\n")
+    scored = ("--file", tmp_path / "whole.jsonl", "--prompt-logprobs", 2, "--output", tmp_path / "scored")
+    assert run(*asked, "--max-tokens", 1, *scored)[0] == 0
+    [line] = completions(tmp_path / "scored")
+    assert line["prompt_tokens"] == tokens + said["tokens"]
+    assert len(line["prompt_logprobs"]) == len(line["prompt_tokens"])
+    assert line["prompt_logprobs"][0] is None
+    for mine, theirs in zip(line["prompt_logprobs"][len(tokens) :], said["logprobs"], strict=True):
+        assert mine["logprob"] == pytest.approx(theirs["logprob"], abs=1e-4)
+        assert [token for token, _ in mine["top"]] == [token for token, _ in theirs["top"]]
+    assert "logprobs" not in line
+
+
+def test_a_bias_decides_the_output(run, model_folder, tmp_path):
+    arguments = ("--drafter", "none", "--max-tokens", 4, "--logit-bias", "17=100", "--output", tmp_path / "out", PROMPT)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    assert completions(tmp_path / "out")[0]["tokens"] == [17] * 4
+
+
+def test_each_of_several_samples_of_a_prompt_has_a_seed_of_its_own(run, model_folder, tmp_path):
+    base = ("generate", "--model", model_folder, "--drafter", "none", "--temperature", 1, "--max-tokens", 12)
+    asked = (*base, PROMPT, "class Pair:")
+    assert run(*asked, "--output", tmp_path / "one")[0] == 0
+    assert run(*asked, "--n", 3, "--max-sequences", 2, "--output", tmp_path / "three")[0] == 0
+    three = completions(tmp_path / "three")
+    assert [(line["index"], line["sample"]) for line in three] == [(i, k) for i in range(2) for k in range(3)]
+    assert [line["prompt"] for line in three] == [PROMPT] * 3 + ["class Pair:"] * 3
+    assert three[::3] == completions(tmp_path / "one")
+    assert len({tuple(line["tokens"]) for line in three}) == 6
+    # As the server seeds them.
+    assert run(*base, PROMPT, "--seed", sample_seed(0, 2), "--output", tmp_path / "third")[0] == 0
+    assert completions(tmp_path / "third")[0]["tokens"] == three[2]["tokens"]
+    code, out, err = run(*base, PROMPT, "--n", 2)
+    assert (code, out.count(PROMPT)) == (0, 2)
+    assert "2 outputs" in err
 
 
 def test_token_ids_are_prompts_too(run, model_folder, tmp_path):
@@ -232,6 +281,12 @@ BAD_INPUT = {
     "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
     "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
     "an empty stop string": (("--stop", ""), ["x"], "stop must be"),
+    "a bias out of range": (("--logit-bias", "5=101"), ["x"], "logit_bias of token 5 must be"),
+    "a bias that is none": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
+    "a bias of no token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
+    "a bias of a token outside the vocabulary": (("--logit-bias", "300=5"), ["x"], "prompt 1: logit_bias holds"),
+    "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
+    "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
     "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
 }
 

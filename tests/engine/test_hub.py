@@ -4,7 +4,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 
+from drafter_service.client.identity import model_identity
+from drafter_service.identity import default_namespace
 from engine.models.hub import FILES, find_model
 from engine.models.loader import load_model
 from ssd.errors import UserError
@@ -43,6 +46,20 @@ def test_a_name_is_downloaded(tmp_path, hub):
     hub.answer = tmp_path
     assert load_model(find_model("owner/Name-1.5B")).config.num_layers == 2
     assert hub.asked == ("owner/Name-1.5B", FILES)
+
+
+def test_the_drafters_namespace_is_called_after_the_hubs_name(tmp_path, monkeypatch):
+    """With the library's own layout of its cache, and without a network."""
+    make_folder(folder := tmp_path / repo_folder_name(repo_id="owner/Name-1.5B", repo_type="model") / "snapshots" / "0")
+    refs = folder.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert find_model("owner/Name-1.5B") == folder
+    identity = model_identity(find_model("owner/Name-1.5B"))
+    assert identity.name == "owner/Name-1.5B"
+    assert default_namespace(identity).startswith("Name-1.5B-")
 
 
 @pytest.mark.parametrize("name", ["missing", "./owner/name", "../name", "/owner/name", "a/b/c", "owner/", ".hidden/x"])

@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import build_batch
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.prefix import PageNames
 from engine.request import Request, SamplingParams
 from ssd.config import DrafterConfig
-from tests.engine.forward import PAGE_SIZE, new_runner, sequence_of
+from tests.engine.forward import cached_and_fresh
 
 CONFIG = EngineConfig(max_sequences=6, max_step_tokens=160, max_draft=6, kv_memory_mib=1)
 PAGES = 14
@@ -67,22 +65,10 @@ def test_cached_keys_and_values_are_those_of_a_fresh_computation_to_the_last_bit
     engine = engine_on(packed, prefix_cache=True, pages=100)
     completions = [*engine.generate(asked[:5]), *engine.generate(asked[5:])]
     assert sum(completion.cached_tokens for completion in completions[1:5]) > 0
-    found = sum(
-        check_against_fresh(packed, engine, np.concatenate([request.prompt, completion.tokens]))
+    pages = [
+        page
         for request, completion in zip(asked, completions, strict=True)
-    )
-    assert found > 30
-
-
-def check_against_fresh(model, engine, text):
-    """Compare all cached pages of a text; returns how many there were."""
-    pool, names = engine.scheduler.pages, PageNames("")
-    pages = [pool.find(names.name(text, index, PAGE_SIZE)) for index in range((len(text) - 1) // PAGE_SIZE)]
-    runner = new_runner(model, 32)
-    runner.forward(build_batch([sequence_of(text, range(32))], PAGE_SIZE))
-    kept, fresh = engine._runner._attention, runner._attention
-    for index, page in enumerate(pages):
-        if page is not None:
-            assert torch.equal(kept._keys[:, page], fresh._keys[:, index])
-            assert torch.equal(kept._values[:, page], fresh._values[:, index])
-    return sum(page is not None for page in pages)
+        for page in cached_and_fresh(packed, engine, np.concatenate([request.prompt, completion.tokens]))
+    ]
+    assert len(pages) > 30
+    assert all(torch.equal(cached, fresh) for cached, fresh in pages)

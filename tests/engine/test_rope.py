@@ -1,4 +1,4 @@
-"""Rope tables against those of transformers, up to positions where another rounding would be another angle."""
+"""Rope's turns against those of transformers, up to positions where another rounding would be another angle."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from engine.models.decoder import Decoder
 from engine.models.families import config_from_hf
 from engine.models.rope import rotate
 
@@ -78,13 +79,18 @@ def fields_of(rope, head_dim, max_positions):
     }
 
 
+def turns_of(config, positions):
+    """Cosines and sines, float32 [N, 1, head_dim] each."""
+    return config.rope.turns(positions, config.rope.frequencies(config.head_dim).repeat(2))
+
+
 def both_tables(rope, head_dim, max_positions):
     """Cosines and sines: ours, and those of transformers."""
     fields = fields_of(rope, head_dim, max_positions)
     config = config_from_hf(fields)
-    ours = config.rope.tables(head_dim, max_positions)
+    ours = [table[:, 0] for table in turns_of(config, torch.arange(max_positions))]
     theirs = LlamaRotaryEmbedding(LlamaConfig(**fields))(torch.zeros(1), torch.arange(max_positions)[None])
-    return ours, [table[0, :, : head_dim // 2] for table in theirs]
+    return ours, [table[0] for table in theirs]
 
 
 @pytest.mark.parametrize("rope", PUBLISHED.values(), ids=PUBLISHED.keys())
@@ -93,6 +99,23 @@ def test_tables_are_those_of_transformers_at_long_positions(rope):
         assert ours.shape == theirs.shape
         # One more rounding of a frequency would be 0.004 radians out here.
         assert (ours - theirs).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("rope", PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_a_position_turns_alike_in_every_step(rope):
+    """To the last bit, as keys in the cache were turned in other steps than those that they are compared with."""
+    config = config_from_hf(fields_of(rope, 64, LONG))
+    positions = torch.cat((torch.arange(300), torch.randint(LONG, (300,), generator=torch.Generator().manual_seed(0))))
+    whole = turns_of(config, positions)
+    for count in (1, 2, 7, 64):
+        parts = [turns_of(config, part) for part in positions.split(count)]
+        for table, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.equal(table, torch.cat(pieces))
+
+
+def test_a_long_context_takes_no_memory():
+    config = config_from_hf(fields_of(PUBLISHED["llama 3.1"], 64, 1 << 30))
+    assert sum(buffer.numel() for buffer in Decoder(config).buffers()) == 64
 
 
 @settings(max_examples=100)
@@ -117,7 +140,7 @@ def test_any_scaling_is_that_of_transformers(data):
 def test_scores_depend_on_distances_alone():
     """What rope is for: a query and a key turned by the same number of tokens more have the same product."""
     config = config_from_hf(fields_of(PUBLISHED["llama 3.1"], 64, 4096))
-    cos, sin = (table.repeat(1, 2).unsqueeze(1) for table in config.rope.tables(64, 4096))
+    cos, sin = turns_of(config, torch.arange(4096))
     query, key = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
 
     def score(query_at, key_at):

@@ -137,6 +137,52 @@ def test_drafts_never_cost_another_sequence_its_pages():
     assert [c.tokens.tolist() for c in completions] == [answer(p, PAGE_SIZE) for p in prompts]
 
 
+def test_drafts_leave_the_watermark_free():
+    engine = engine_of(pages=10, watermark=0.5, max_draft=16, max_sequences=1)
+    engine.add(Request(text(4 * PAGE_SIZE), SamplingParams(max_tokens=20)))
+    engine.scheduler.admit()
+    [sequence] = engine.scheduler.schedule()
+    assert engine.scheduler.pages.free == 5
+    assert sequence.draft_room == PAGE_SIZE  # four pages were wanted, and six were free
+
+
+def test_who_comes_later_is_not_let_in_on_pages_that_a_prompt_still_needs():
+    """A prompt of 20 pages has taken 4 of 24: another one of 10 would fit now, and not to its end."""
+    engine = engine_of(pages=24, max_sequences=2, max_step_tokens=4 * PAGE_SIZE)
+    first = engine.add(Request(text(20 * PAGE_SIZE - 1), SamplingParams(max_tokens=1)))
+    engine.step()
+    assert engine.scheduler.pages.free == 20
+    engine.add(Request(text(10 * PAGE_SIZE, 1), SamplingParams(max_tokens=1)))
+    ended = []
+    while engine.scheduler.has_work:
+        engine.scheduler.admit()
+        assert [sequence.sequence_id for sequence in engine.scheduler.running] == [first if not ended else first + 1]
+        ended += engine.step().finished
+    assert ended == [first, first + 1]
+    assert engine.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "length", "ends"),
+    [
+        (10, 23, [8, 16, 23]),
+        (10, 10, [10]),
+        (10, 11, [8, 11]),
+        (4, 8, [4, 8]),
+        (3, 11, [3, 4, 7, 8, 11]),
+    ],
+)
+def test_parts_of_a_prompt_end_with_pages_where_they_reach_one_and_with_the_prompt(step_tokens, length, ends):
+    engine = engine_of(max_sequences=1, max_step_tokens=step_tokens)
+    engine.add(Request(text(length), SamplingParams(max_tokens=2)))
+    [sequence] = engine.scheduler.waiting
+    computed = []
+    for _ in ends:
+        engine.step()
+        computed.append(sequence.computed)
+    assert computed == ends
+
+
 def test_a_beginning_that_many_share_is_computed_once():
     """At once, in parts, and by those that come later."""
     stem = text(40)

@@ -18,7 +18,6 @@ from engine.demo.workload import read_prompts
 from engine.drafters.none import NoDrafter
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.prefix import PageNames
 from engine.request import Request, SamplingParams
 from engine.shipped import SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
@@ -26,7 +25,7 @@ from engine.tree import DraftTree
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.conftest import VOCAB
-from tests.engine.forward import PAGE_SIZE, new_runner, prompt_logits, sequence_of
+from tests.engine.forward import PAGE_SIZE, cached_and_fresh, new_runner, prompt_logits, sequence_of
 from tests.engine.trees import batch_of_trees, random_tree
 
 TEXT = np.random.default_rng(0).integers(1, VOCAB, 300).astype(np.uint32)
@@ -129,34 +128,23 @@ def test_outputs_with_trees_of_the_corpus_are_the_plain_ones(model, temperature)
         assert drafter.stats.accepted == sum(completion.accepted for completion in completions) > 0
 
 
-def check_against_fresh(model, engine, text):
-    """Compare all cached pages of a text with a fresh computation; returns how many there were."""
-    pool, names = engine.scheduler.pages, PageNames("")
-    pages = [pool.find(names.name(text, index, PAGE_SIZE)) for index in range((len(text) - 1) // PAGE_SIZE)]
-    runner = new_runner(model, 32)
-    runner.forward(build_batch([sequence_of(text, range(32))], PAGE_SIZE))
-    kept, fresh = engine._runner._attention, runner._attention
-    for index, page in enumerate(pages):
-        if page is not None:
-            for mine, other in ((kept._keys, fresh._keys), (kept._values, fresh._values)):
-                if torch.backends.mkldnn.is_available():
-                    # The first layer's do not depend on what is attended to.
-                    assert torch.equal(mine[0, page], other[0, index])
-                assert torch.allclose(mine[:, page], other[:, index], rtol=0, atol=1e-4)
-    return sum(page is not None for page in pages)
-
-
 def run_and_compare(model):
     """On packed weights, whose products are rounded alike in any step."""
     asked = requests(10)
     expected = alone(model, asked)
     engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
     engine.generate(asked)
-    found = sum(
-        check_against_fresh(model, engine, np.array([*request.prompt, *answer], np.uint32))
+    pages = [
+        page
         for request, answer in zip(asked, expected, strict=True)
-    )
-    assert found > 30
+        for page in cached_and_fresh(model, engine, np.array([*request.prompt, *answer], np.uint32))
+    ]
+    assert len(pages) > 30
+    for cached, fresh in pages:
+        if torch.backends.mkldnn.is_available():
+            # The first layer's do not depend on what is attended to.
+            assert torch.equal(cached[:, 0], fresh[:, 0])
+        assert torch.allclose(cached, fresh, rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

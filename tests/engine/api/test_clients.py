@@ -110,6 +110,38 @@ def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
     assert shorter["logprobs"]["token_logprobs"][1:4] == pytest.approx(scores["token_logprobs"][1:4], abs=1e-4)
 
 
+def test_echo_without_output_scores_the_prompt_alone(http):
+    asked = {"model": MODEL, "prompt": ["def add(a, b):", "class Pair:"], "echo": True, "temperature": 0}
+    longer = http.post("/v1/completions", json=asked | {"logprobs": 2, "max_tokens": 1}).json()
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
+        answer = client.completions.create(**asked, logprobs=2, max_tokens=0, stop=["\n"])
+        plain = client.completions.create(**asked, max_tokens=0)
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, max_tokens=0, stream=True)]
+    for choice, other in zip(answer.choices, longer["choices"], strict=True):
+        count = len(choice.logprobs.tokens)
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.top_logprobs[0] is None
+        assert choice.logprobs.token_logprobs == pytest.approx(other["logprobs"]["token_logprobs"][:-1], abs=1e-4)
+        assert choice.logprobs.tokens == other["logprobs"]["tokens"][:-1]
+        assert choice.logprobs.text_offset == other["logprobs"]["text_offset"][:-1]
+        assert [len(top) for top in choice.logprobs.top_logprobs[1:]] == [2] * (count - 1)
+        assert choice.text == "".join(choice.logprobs.tokens)
+        assert choice.finish_reason == "length"
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (0, longer["usage"]["prompt_tokens"])
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == "def add(a, b):"
+    assert [choice.text for choice in plain.choices] == texts
+    assert [choice.logprobs for choice in plain.choices] == [None, None]
+    assert ["".join(chunk.text for chunk in chunks if chunk.index == index) for index in range(2)] == texts
+    assert [chunk.finish_reason for chunk in chunks].count("length") == 2
+
+
+@pytest.mark.parametrize(("given", "param"), [({"echo": False}, "max_tokens"), ({"min_tokens": 1}, "min_tokens")])
+def test_no_output_is_asked_for_with_echo_alone(http, given, param):
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 0, "echo": True} | given)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_the_official_client_reads_errors(http):
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as caught:
