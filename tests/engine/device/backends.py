@@ -1,0 +1,79 @@
+"""The implementations of verification that there are on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.device import verify, verify_torch
+
+COUNTER = itertools.count()
+
+
+class Backend:
+    """An implementation and the device of its tensors."""
+
+    def __init__(self, module, device="cpu"):
+        self.verify, self.reject = module.verify, module.reject
+        self.module = module
+        self.device = torch.device(device)
+
+
+def triton_module():
+    """The kernels; without a GPU they are interpreted on the CPU, which has to be said before they are defined."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    from engine.device import verify_triton
+
+    return verify_triton
+
+
+def interpreted():
+    module = triton_module()
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run on this machine's GPU; nothing is interpreted")
+    return Backend(module)
+
+
+def on_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return Backend(verify, "cuda")
+
+
+def torch_on_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return Backend(verify_torch, "cuda")
+
+
+BACKENDS = {"torch": lambda: Backend(verify), "interpreted": interpreted, "gpu": on_gpu, "torch-gpu": torch_on_gpu}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.gpu) if "gpu" in name else name for name in BACKENDS],
+)
+def backend(request):
+    return BACKENDS[request.param]()
+
+
+def planted(module, old, new, folder):
+    """The module with a piece of its source replaced; a file, since Triton reads the source of its kernels."""
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, old
+    name = f"planted_{next(COUNTER)}"
+    path = folder / f"{name}.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(name, path)
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
