@@ -15,6 +15,10 @@ from engine.device import verify, verify_torch
 
 COUNTER = itertools.count()
 
+if not torch.cuda.is_available():
+    # Then kernels are interpreted on the CPU, which Triton has to know before it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 class Backend:
     """An implementation and the device of its tensors."""
@@ -23,13 +27,13 @@ class Backend:
         self.verify, self.reject = module.verify, module.reject
         self.module = module
         self.device = torch.device(device)
+        self.cases = 15 if module.__name__.endswith("triton") else 100
+        """How many to try: interpreting is slow."""
 
 
 def triton_module():
-    """The kernels; without a GPU they are interpreted on the CPU, which has to be said before they are defined."""
+    """The kernels."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
     from engine.device import verify_triton
 
     return verify_triton
