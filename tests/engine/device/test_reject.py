@@ -25,12 +25,13 @@ class Problem:
         self.tokens, self.parents, self.starts, self.q_starts, self.counts = [0], [7], [], [], []
         p, q = [self._odds(rng, vocab)], []
         for _ in range(rng.integers(1, 5)):
+            bushy = int(rng.choice([1, WIDTH]))
             gap = int(rng.integers(0, 2))
             count = int(rng.integers(0, WIDTH + 1))
             self.starts.append(len(self.tokens) + gap)
             self.q_starts.append(len(q))
             self.counts.append(count)
-            parents = [int(rng.integers(-1, node)) if trees else node - 1 for node in range(count - 1)]
+            parents = [int(rng.integers(-1, min(node, bushy))) if trees else node - 1 for node in range(count - 1)]
             own_p = [self._odds(rng, vocab, zeros=0.3) for _ in range(gap + count)]
             # Often close to the target, and sometimes the target itself.
             nearness = rng.choice([0.0, 0.7, 1.0])
@@ -39,7 +40,9 @@ class Problem:
             drawn = []
             for parent in parents:
                 odds = left[parent + 1]
-                drawn.append(int(rng.choice(vocab, p=odds / odds.sum() if odds.sum() else None)))
+                # Beyond what q can give, candidates are any; all must bear it.
+                is_given = odds.sum() > 0 and rng.random() < 0.9
+                drawn.append(int(rng.choice(vocab, p=odds / odds.sum() if is_given else None)))
                 left[parent + 1][drawn[-1]] = 0
             self.tokens += [0] * (gap + min(count, 1)) + drawn
             self.parents += [7] * (gap + min(count, 1)) + parents
@@ -150,7 +153,7 @@ KERNEL_FAULTS = {
 
 
 def caught(backend):
-    problems = [Problem(seed, trees=True, dtype=torch.float64, vocab=5) for seed in range(60)]
+    problems = [Problem(seed, trees=True, dtype=torch.float64, vocab=5) for seed in range(100)]
     problems += [Problem(seed, trees=True, dtype=torch.float64, vocab=5000) for seed in range(2)]
     try:
         return not all(problem.solved(backend) == list(problem.expected()) for problem in problems)
