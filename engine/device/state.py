@@ -45,9 +45,7 @@ class DeviceState:
     """A page that is nobody's: keys and values of padding go there."""
 
     @classmethod
-    def empty(
-        cls, seats: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device
-    ) -> DeviceState:
+    def empty(cls, seats: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> DeviceState:
         """Seats that nobody has."""
 
         def column(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -35,9 +35,7 @@ def verify(state: DeviceState, drafted: Drafted, chosen: Tensor, width: int) -> 
     return _commit(state, drafted, rows.tokens, kept, own.gather(1, last[:, None]))
 
 
-def reject(
-    state: DeviceState, drafted: Drafted, p: Tensor, q: Tensor, q_starts: Tensor, width: int
-) -> Verified:
+def reject(state: DeviceState, drafted: Drafted, p: Tensor, q: Tensor, q_starts: Tensor, width: int) -> Verified:
     """See `engine.device.verify.reject`."""
     rows = _grid(drafted, width)
     q_at = (q_starts[:, None] + torch.arange(width, device=q.device)).clamp(max=max(len(q) - 1, 0))

@@ -61,14 +61,6 @@ def torch_on_gpu():
 BACKENDS = {"torch": lambda: Backend(verify), "interpreted": interpreted, "gpu": on_gpu, "torch-gpu": torch_on_gpu}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.gpu) if "gpu" in name else name for name in BACKENDS],
-)
-def backend(request):
-    return BACKENDS[request.param]()
-
-
 def planted(module, old, new, folder):
     """The module with a piece of its source replaced; a file, since Triton reads the source of its kernels."""
     source = Path(module.__file__).read_text()

@@ -88,7 +88,10 @@ def test_inputs_are_those_of_the_batch(device, trees):
 
 
 FAULTS = {
-    "padding is written": ("torch.where(counts_in, pages * page_size", "torch.where(total[:, None] > 0, pages * page_size"),
+    "padding is written": (
+        "torch.where(counts_in, pages * page_size",
+        "torch.where(total[:, None] > 0, pages * page_size",
+    ),
     "drafts beyond the room": ("torch.minimum(drafts.lengths, room - 1)", "drafts.lengths"),
     "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(scheduled > 0, torch.minimum"),
     "positions of trees are places": ("lengths[:, None] - 1 + ahead", "places"),
@@ -117,7 +120,9 @@ def test_seats_of_nobody_and_of_ended_sequences_do_nothing():
     state.limits[1] = 5
     seats = torch.tensor([0, 1, state.idle, state.idle])
     drafts = padded_drafts([sequence] * 4, 3, "cpu", trees=False, rng=np.random.default_rng(0))
-    inputs = build_inputs(state, seats, torch.full((4,), 1, dtype=torch.int32), drafts._replace(lengths=torch.full((4,), 3)), 4, PAGE_SIZE)
+    inputs = build_inputs(
+        state, seats, torch.full((4,), 1, dtype=torch.int32), drafts._replace(lengths=torch.full((4,), 3)), 4, PAGE_SIZE
+    )
     for left in (inputs.tokens, inputs.positions, inputs.lengths, inputs.drafted.counts, inputs.drafted.scheduled):
         assert not left.any()
     assert (inputs.slots == SCRATCH).all()

@@ -10,7 +10,7 @@ from engine import rejection
 from engine.device import verify_torch
 from engine.device.drafted import Drafted
 from engine.device.state import DeviceState
-from tests.engine.device.backends import Backend, backend, planted, triton_module  # noqa: F401
+from tests.engine.device.backends import Backend, planted, triton_module
 
 WIDTH = 7
 LENGTH = 30
@@ -134,17 +134,26 @@ TORCH_FAULTS = {
     "rows of q as those of p": ("(q_starts[:, None]", "(drafted.starts[:, None]"),
     "one position too late": ("state.lengths[seats].long()", "state.lengths[seats].long() + 1"),
     "seeds of others": ("seeds, positions = state.seeds[seats]", "seeds, positions = state.seeds[seats.flip(0)]"),
-    "padding is tried": ("verdict.kept & rows.exist[:, 1:]", "verdict.kept.new_ones(verdict.kept.shape) & rows.exist[:, 1:]"),
+    "padding is tried": (
+        "verdict.kept & rows.exist[:, 1:]",
+        "verdict.kept.new_ones(verdict.kept.shape) & rows.exist[:, 1:]",
+    ),
 }
 
 KERNEL_FAULTS = {
-    "rows of q as those of p": ("q += tl.load(q_starts + sequence).to(tl.int64) * vocab", "q += start.to(tl.int64) * vocab"),
+    "rows of q as those of p": (
+        "q += tl.load(q_starts + sequence).to(tl.int64) * vocab",
+        "q += start.to(tl.int64) * vocab",
+    ),
     "accepts with p": ("uniform(key(accept_seed, place), rank) * q_drafted", "uniform(key(accept_seed, place), rank)"),
     "the noise of tokens": ("uniform(key(accept_seed,", "uniform(key(seed,"),
     "one chance for all siblings": ("place), rank) *", "place), tl.zeros([], tl.int64)) *"),
     "one chance for all depths": ("                place += 1\n", ""),
     "residual from p": ("tl.sum(tl.maximum(target - drafter, 0)", "tl.sum(tl.maximum(target, 0)"),
-    "residual not normalised": ("_divided(tl.maximum(target - drafter, 0), p_total)", "tl.maximum(target - drafter, 0)"),
+    "residual not normalised": (
+        "_divided(tl.maximum(target - drafter, 0), p_total)",
+        "tl.maximum(target - drafter, 0)",
+    ),
     "q keeps the refused": ("_divided(tl.where(token == refused, 0, drafter), q_total)", "_divided(drafter, q_total)"),
     "no residual": ("                _leave_rest(p + at * vocab, q + at * vocab, token, vocab, VOCAB_BLOCK)\n", ""),
     "first block alone": ("(first + block_token).to", "block_token.to"),

@@ -14,7 +14,7 @@ from engine.device.inputs import build_inputs, compaction
 from engine.device.state import DeviceState
 from engine.sampler import Chosen
 from tests import naive
-from tests.engine.device.backends import Backend, backend, planted, triton_module  # noqa: F401
+from tests.engine.device.backends import Backend, planted, triton_module
 from tests.engine.device.hosted import (
     PAGE_SIZE,
     PAGES,
@@ -33,7 +33,9 @@ def commit_on_host(sequences, chosen):
     """What each produces, and the slots whose keys move, as the engine's core does it."""
     batch = build_batch(sequences, PAGE_SIZE)
     produced, moves = [], {}
-    for index, (sequence, rows) in enumerate(zip(sequences, _kept_rows(batch, Chosen(chosen, {}), sequences), strict=True)):
+    for index, (sequence, rows) in enumerate(
+        zip(sequences, _kept_rows(batch, Chosen(chosen, {}), sequences), strict=True)
+    ):
         if len(rows) == 0:
             sequence.computed += sequence.scheduled
             produced.append(([], []))
@@ -166,7 +168,10 @@ KERNEL_FAULTS = {
     "computed without accepted": ("tl.load(scheduled + sequence) + accepted", "tl.load(scheduled + sequence)"),
     "history overwritten": ("seat * history_stride + length", "seat * history_stride + length - 1"),
     "draft not shifted": ("out_tokens + line + rank - 1", "out_tokens + line + rank"),
-    "rest not cleared": ("mask=(row >= produced) & (row < width))\n    tl.store(out_counts", "mask=row < 0)\n    tl.store(out_counts"),
+    "rest not cleared": (
+        "mask=(row >= produced) & (row < width))\n    tl.store(out_counts",
+        "mask=row < 0)\n    tl.store(out_counts",
+    ),
 }
 
 
