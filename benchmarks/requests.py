@@ -15,7 +15,7 @@ from engine.batch import Batch
 from engine.demo.workload import make_workload, read_prompts
 from engine.models.config import ModelConfig
 from engine.request import Request, SamplingParams
-from engine.sampler import Chosen
+from engine.sampler import Chosen, on_host
 from engine.sampling import greedy_tokens
 from engine.sequence import Sequence
 from engine.shipped import PROMPTS_FILE, SHIPPED_MODEL
@@ -112,7 +112,7 @@ class ReplayChooser:
     def __call__(self, batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:
         """The recorded tokens behind every row; behind the record's end, whatever the model says."""
         # Choosing is part of what a step costs.
-        tokens = greedy_tokens(logits)
+        tokens = on_host(greedy_tokens(logits))
         for index, sequence in enumerate(sequences):
             start, end = batch.logit_offsets[index : index + 2].tolist()
             recorded = self.outputs[sequence.sequence_id][len(sequence.output) :][: end - start]

@@ -35,13 +35,23 @@ def choose(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Cho
     if len(logits) > batch.logit_offsets[-1]:
         _score_prompts(batch, logits, sequences)
         logits = logits[: batch.logit_offsets[-1]]
-    if all(sequence.request.sampling.is_plain_greedy for sequence in sequences):
-        return Chosen(greedy_tokens(logits), {})
-    tokens = _drawn(batch, adjusted(logits, batch.logit_offsets, sequences), sequences)
+    tokens = on_host(chosen_tokens(batch, logits, sequences))
     return Chosen(tokens, _logprobs(batch, logits, tokens, sequences))
 
 
-def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> np.ndarray:
+def chosen_tokens(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    """The same tokens where the logits are, int64 [M]. logits: float32 [M, V]."""
+    if all(sequence.request.sampling.is_plain_greedy for sequence in sequences):
+        return greedy_tokens(logits)
+    return _drawn(batch, adjusted(logits, batch.logit_offsets, sequences), sequences)
+
+
+def on_host(tokens: Tensor) -> np.ndarray:
+    """Tokens as the host has them, uint32, once the device is done with them."""
+    return tokens.to("cpu").numpy().astype(np.uint32)
+
+
+def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
     samplings = [sequence.request.sampling for sequence in sequences]
     counts = np.diff(batch.logit_offsets)
     truncation = None

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device.transfer import on_device
 from engine.request import GREEDY_BELOW
-from engine.truncation import Truncation, truncate
+from engine.truncation import Limits, Truncation, truncate, truncate_all
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -29,9 +30,9 @@ class Stream(IntEnum):
     """Whether that is accepted."""
 
 
-def greedy_tokens(logits: Tensor) -> np.ndarray:
-    """The token of the largest logit in each row, uint32 [M]. logits: float32 [M, V]."""
-    return logits.argmax(dim=-1).cpu().numpy().astype(np.uint32)
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """The token of the largest logit in each row, int64 [M]. logits: float32 [M, V]."""
+    return logits.argmax(dim=-1)
 
 
 def choose_tokens(
@@ -40,18 +41,18 @@ def choose_tokens(
     seeds: np.ndarray,
     positions: np.ndarray,
     truncation: Truncation | None = None,
-) -> np.ndarray:
-    """The target's token for each row of logits.
+) -> Tensor:
+    """The target's token for each row of logits, by settings that the host has; it works on the rows that need it.
 
     logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
-    token to be chosen within its sequence. Returns uint32 [M].
+    token to be chosen within its sequence. Returns int64 [M].
     """
     drawn = np.flatnonzero(temperatures > GREEDY_BELOW)
     if len(drawn):
-        rows = torch.from_numpy(drawn).to(logits.device)
-        scores = logits[rows] / torch.from_numpy(temperatures[drawn]).to(logits)[:, None]
-        own_seeds = torch.from_numpy(seeds[drawn]).to(logits.device)
-        own_positions = torch.from_numpy(positions[drawn]).to(logits.device)
+        rows, warmth, own_seeds, own_positions = (
+            on_device(array, logits.device) for array in (drawn, temperatures[drawn], seeds[drawn], positions[drawn])
+        )
+        scores = logits[rows] / warmth.to(logits)[:, None]
         if truncation is None:
             scores += gumbel_noise(own_seeds, own_positions, logits.shape[1])
         else:
@@ -61,6 +62,21 @@ def choose_tokens(
             scores[left, tokens] += _noise(_keys(own_seeds, own_positions)[left], tokens)
         logits = logits.index_copy(0, rows, scores)
     return greedy_tokens(logits)
+
+
+def draw_tokens(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
+) -> Tensor:
+    """The same tokens by settings that the device has, without waiting for it: every row takes the whole way.
+
+    logits: float32 [M, V]. temperatures: float64 [M]. seeds, positions: int64 [M]. Returns int64 [M].
+    """
+    is_drawn = temperatures > GREEDY_BELOW
+    scores = logits / torch.where(is_drawn, temperatures, 1).to(logits)[:, None]
+    if limits is not None:
+        scores = truncate_all(scores, limits)
+    scores = scores + gumbel_noise(seeds, positions, logits.shape[1])
+    return torch.where(is_drawn, greedy_tokens(scores), greedy_tokens(logits))
 
 
 def stream_seeds(seeds: Tensor, stream: Stream) -> Tensor:

@@ -7,10 +7,13 @@ are kept or dropped together; so the outcome depends on no order of sorting.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from engine.device.transfer import on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,30 +31,66 @@ class Truncation:
         """Those of some rows."""
         return Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
+    def on(self, scores: Tensor) -> Limits:
+        """The same where the scores are, float32 [M, V]."""
+        top_k, top_p, min_p = (on_device(array, scores.device) for array in (self.top_k, self.top_p, self.min_p))
+        return Limits(top_k, top_p, min_p, self.most(scores.shape[1]))
+
+    def most(self, vocab: int) -> int:
+        """Tokens to be ranked, see `Limits.most`."""
+        ranked = (self.top_k > 0) | (self.top_p < 1)
+        kept = np.where(self.top_k > 0, np.minimum(self.top_k, vocab), vocab)
+        return int(kept.max(initial=0, where=ranked))
+
+
+class Limits(NamedTuple):
+    """The same on the device."""
+
+    top_k: Tensor
+    """int64 [M]."""
+    top_p: Tensor
+    """float64 [M]."""
+    min_p: Tensor
+    """float64 [M]."""
+    most: int
+    """Tokens to be ranked: as many as any of the rows may keep, if it has a top-k or top-p; 0 if none has."""
+
 
 def truncate(scores: Tensor, limits: Truncation) -> Tensor:
     """`scores`, float32 [M, V], logits over temperature, with -inf for the tokens that are not to be drawn."""
-    floor = scores.amax(dim=-1) + torch.log(torch.from_numpy(limits.min_p)).to(scores)
+    floor = _floor(scores, on_device(limits.min_p, scores.device))
     ranked = np.flatnonzero((limits.top_k > 0) | (limits.top_p < 1))
     if len(ranked):
-        rows = torch.from_numpy(ranked).to(scores.device)
-        floor[rows] = _floor_of_ranks(scores[rows], floor[rows], limits.rows(ranked))
+        rows = on_device(ranked, scores.device)
+        floor[rows] = _floor_of_ranks(scores[rows], floor[rows], limits.rows(ranked).on(scores))
     return scores.masked_fill(scores < floor[:, None], float("-inf"))
 
 
-def _floor_of_ranks(scores: Tensor, floor: Tensor, limits: Truncation) -> Tensor:
+def truncate_all(scores: Tensor, limits: Limits) -> Tensor:
+    """The same, without waiting for the device: all rows are ranked if any needs it."""
+    floor = _floor(scores, limits.min_p)
+    if limits.most:
+        is_ranked = (limits.top_k > 0) | (limits.top_p < 1)
+        floor = torch.where(is_ranked, _floor_of_ranks(scores, floor, limits), floor)
+    return scores.masked_fill(scores < floor[:, None], float("-inf"))
+
+
+def _floor(scores: Tensor, min_p: Tensor) -> Tensor:
+    return scores.amax(dim=-1) + torch.log(min_p).to(scores)
+
+
+def _floor_of_ranks(scores: Tensor, floor: Tensor, limits: Limits) -> Tensor:
     """The score of the last token that top-k and top-p keep of those above `floor`, float32 [M]."""
-    size = scores.shape[1]
-    kept = np.where(limits.top_k > 0, np.minimum(limits.top_k, size), size)
-    share = np.where(limits.top_p < 1, limits.top_p, np.inf)  # 1 keeps what rounding would lose
-    best = _best(scores, int(kept.max()))
+    kept = torch.where(limits.top_k > 0, limits.top_k, scores.shape[1])
+    share = torch.where(limits.top_p < 1, limits.top_p, float("inf"))  # 1 keeps what rounding would lose
+    best = _best(scores, min(limits.most, scores.shape[1]))
     # Sums run from the likeliest token on, so that they do not depend on the rows beside this one.
     weights = torch.exp((best - best[:, :1]).double())
-    is_kept = torch.arange(best.shape[1], device=best.device) < torch.from_numpy(kept).to(best.device)[:, None]
+    is_kept = torch.arange(best.shape[1], device=best.device) < kept[:, None]
     weights = weights.masked_fill(~is_kept | (best < floor[:, None]), 0)
     mass = weights.cumsum(dim=-1)
     # The token that crosses the share is kept: what counts is the mass before it.
-    enough = torch.from_numpy(share).to(best.device)[:, None] * mass[:, -1:]
+    enough = share[:, None] * mass[:, -1:]
     last = ((mass - weights < enough) & (weights > 0)).sum(dim=-1) - 1
     return best.gather(1, last[:, None])[:, 0]
 

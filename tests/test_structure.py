@@ -51,6 +51,7 @@ ALLOWED = {
         "starlette",
         "tokenizers",
         "torch",
+        "triton",
         "uvicorn",
     },
 }

@@ -1,0 +1,33 @@
+"""Compiles every kernel for a GPU that this machine need not have; a process of its own, since others interpret."""
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.device import verify_triton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+DRAFTED = {
+    "tokens": "*i64",
+    "parents": "*i32",
+    "starts": "*i32",
+    "counts": "*i32",
+    "scheduled": "*i32",
+    "seats": "*i64",
+}
+STATE = {"lengths": "*i32", "computed": "*i32", "last_tokens": "*i32", "history": "*i32", "history_stride": "i32"}
+OUT = {"out_tokens": "*i32", "out_rows": "*i32", "out_counts": "*i32", "width": "i32"}
+
+
+def compile_kernel(kernel, signature, constants, warps):
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    triton.compile(source, target=HOPPER, options={"num_warps": warps})
+
+
+for is_tree in (False, True):
+    shape = {"IS_TREE": is_tree, "BLOCK": 32}
+    common = {**DRAFTED, **STATE, **OUT}
+    compile_kernel(verify_triton._verify, {"chosen": "*i64", **common}, shape, 1)
+    odds = {"p": "*fp32", "q": "*fp32", "q_starts": "*i32", "seeds": "*i64", "vocab": "i32"}
+    compile_kernel(verify_triton._reject, {**odds, **common}, {**shape, "VOCAB_BLOCK": 4096}, 8)

@@ -1,0 +1,147 @@
+"""The inputs that the device makes, against the batch that the host makes of the same sequences."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import build_batch
+from engine.device import inputs as made
+from engine.device.inputs import build_inputs, depths
+from engine.device.state import DeviceState
+from engine.request import Request
+from engine.sequence import Sequence
+from engine.tree import DraftTree
+from tests.engine.device.backends import planted
+from tests.engine.device.hosted import (
+    PAGE_SIZE,
+    PAGES,
+    give_drafts,
+    new_sequence,
+    padded_drafts,
+    state_of,
+)
+
+SCRATCH = PAGES * PAGE_SIZE
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def on(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return device
+
+
+def random_step(seed, device, trees):
+    """Sequences with drafts and pages, their state, and what the device is given for a step."""
+    rng = np.random.default_rng(seed)
+    sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
+    most = int(rng.integers(0, 7))
+    give_drafts(sequences, rng, most, trees=trees)
+    free = iter(rng.permutation(PAGES).tolist())
+    for sequence in sequences:
+        held = sequence.computed + sequence.scheduled + len(sequence.draft)
+        sequence.pages = [next(free) for _ in range(-(-held // PAGE_SIZE))]
+    state, seats = state_of(sequences, device)
+    scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
+    drafts = padded_drafts(sequences, most, device, trees=trees, rng=rng)
+    width = max(sequence.scheduled for sequence in sequences) + most + int(rng.integers(0, 3))
+    return sequences, state, (seats, scheduled, drafts, width, PAGE_SIZE)
+
+
+def matches(sequences, inputs, width, most):
+    """Whether inputs are those of `build_batch` where they count, and harmless elsewhere."""
+    batch = build_batch(sequences, PAGE_SIZE)
+    tokens, positions, slots = (
+        getattr(inputs, name).view(-1, width).tolist() for name in ("tokens", "positions", "slots")
+    )
+    rows = inputs.logit_rows.view(-1, most + 1).tolist()
+    drafted = inputs.drafted
+    row_tokens = drafted.tokens.tolist()
+    good = inputs.contexts.tolist() == [sequence.computed for sequence in sequences]
+    good &= drafted.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
+    for index, (sequence, span) in enumerate(zip(sequences, batch.spans, strict=True)):
+        own = slice(span.start, span.start + span.length)
+        pad = width - span.length
+        good &= int(inputs.lengths[index]) == span.length
+        good &= tokens[index] == [*batch.tokens[own].tolist(), *[0] * pad]
+        good &= positions[index] == [*batch.positions[own].tolist(), *[0] * pad]
+        good &= slots[index] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
+        wanted = batch.logit_rows[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+        count = int(drafted.counts[index])
+        good &= count == len(wanted)
+        good &= rows[index][:count] == (wanted - span.start + index * width).tolist()
+        start = int(drafted.starts[index])
+        good &= row_tokens[start : start + count] == batch.tokens[wanted].tolist()
+        if drafted.parents is not None and count:
+            parents = np.arange(-1, count - 2) if sequence.tree is None else sequence.tree.parents
+            good &= drafted.parents[start + 1 : start + count].tolist() == parents.tolist()
+    return good
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("trees", [False, True], ids=["paths", "trees"])
+def test_inputs_are_those_of_the_batch(device, trees):
+    for seed in range(100):
+        sequences, state, step = random_step(seed, on(device), trees)
+        inputs = build_inputs(state, *step)
+        assert matches(sequences, inputs, step[3], step[2].tokens.shape[1])
+
+
+FAULTS = {
+    "padding is written": (
+        "torch.where(counts_in, pages * page_size",
+        "torch.where(total[:, None] > 0, pages * page_size",
+    ),
+    "drafts beyond the room": ("torch.minimum(drafts.lengths, room - 1)", "drafts.lengths"),
+    "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(scheduled > 0, torch.minimum"),
+    "positions of trees are places": ("lengths[:, None] - 1 + ahead", "places"),
+    "pages by position": ("state.page_tables, seats, places", "state.page_tables, seats, positions"),
+    "logits one row early": ("scheduled[:, None] - 1 + row", "scheduled[:, None] - 1 + row - (row > 0).int()"),
+    "too few rounds": ("parents.shape[1].bit_length()", "(parents.shape[1].bit_length() - 1)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault, tmp_path):
+    module = planted(made, *FAULTS[fault], tmp_path)
+    steps = [random_step(seed, "cpu", True) for seed in range(100)]
+    assert not all(
+        matches(sequences, module.build_inputs(state, *step), step[3], step[2].tokens.shape[1])
+        for sequences, state, step in steps
+    )
+
+
+def test_seats_of_nobody_and_of_ended_sequences_do_nothing():
+    """Whatever the host still asks for."""
+    sequence = Sequence(0, Request(np.arange(5, dtype=np.uint32)), 9)
+    sequence.pages = [3, 5]
+    state, _ = state_of([sequence, sequence, sequence], "cpu")
+    state.rise(0)
+    state.limits[1] = 5
+    seats = torch.tensor([0, 1, state.idle, state.idle])
+    drafts = padded_drafts([sequence] * 4, 3, "cpu", trees=False, rng=np.random.default_rng(0))
+    inputs = build_inputs(
+        state, seats, torch.full((4,), 1, dtype=torch.int32), drafts._replace(lengths=torch.full((4,), 3)), 4, PAGE_SIZE
+    )
+    for left in (inputs.tokens, inputs.positions, inputs.lengths, inputs.drafted.counts, inputs.drafted.scheduled):
+        assert not left.any()
+    assert (inputs.slots == SCRATCH).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 17, 33])
+def test_depths_are_those_of_the_tree(size):
+    rng = np.random.default_rng(size)
+    parents = np.array([[rng.integers(max(-1, node - 2), node) for node in range(size)] for _ in range(50)], np.int32)
+    parents[0] = np.arange(-1, size - 1)
+    assert depths(torch.from_numpy(parents)).tolist() == [DraftTree(row).depths.tolist() for row in parents]
+
+
+def test_pages_are_appended_where_each_table_ends():
+    state = DeviceState.empty(3, 20, 6, PAGES, torch.device("cpu"))
+    state.add_pages([2, 0], [0, 0], [[7, 8], [1]])
+    state.add_pages([0, 1, 2], [1, 0, 2], [[4, 5, 6], [], [9]])
+    state.add_pages([1], [0], [[]])
+    none = [PAGES] * 6
+    expected = [[1, 4, 5, 6, *none[:2]], none, [7, 8, 9, *none[:3]], none]
+    assert state.page_tables.tolist() == expected
+    assert state.page_tables.dtype == torch.int32
