@@ -12,13 +12,13 @@ from torch import Tensor
 
 from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, checkpoint_parts
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, angles_of
 from engine.models.families import config_from_hf, config_to_hf
 from engine.models.files import read_json
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from ssd.errors import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What a model can run in, whatever its weights are stored as."""
 
 
@@ -72,17 +72,15 @@ def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
 
 def give_memory(decoder: Decoder, device: str) -> None:
     """From a decoder without memory to one with room for weights, and with its rope tables."""
-    config = decoder.config
     try:
         decoder.to_empty(device=device)
         decoder.tie()  # `to_empty` gave each its own memory
-        tables = config.rope.tables(config.head_dim, config.max_positions)
-        decoder.cos, decoder.sin = (table.to(device) for table in tables)
+        decoder.angles = angles_of(decoder.config).to(device)
     except RuntimeError as problem:
         if "memory" not in str(problem):
             raise
         size = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
         raise UserError(
-            f"{size / (1 << 30):.1f} GiB of weights and the tables of {config.max_positions} positions do not fit into "
+            f"{size / (1 << 30):.1f} GiB of weights and the tables of {decoder.config.max_positions} positions do not fit into "
             f"the memory of {device!r}; load the model as bfloat16, or give a smaller one"
         ) from None
