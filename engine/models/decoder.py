@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.ops import Ops, Turn
+from engine.models.ops import PLAIN, Ops, Turn
 
 
 class Attend(Protocol):
@@ -37,7 +37,6 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.ops = Ops()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -45,13 +44,13 @@ class Decoder(nn.Module):
         self.tie()
         self.register_buffer("angles", angles_of(config), persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN) -> Tensor:
         """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
         residual, change = self.embedding(tokens), None
-        turn = self.ops.turning(self.angles, positions, residual.dtype)
+        turn = ops.turning(self.angles, positions, residual.dtype)
         for layer in self.layers:
-            residual, change = layer(residual, change, self.ops, turn, attend)
-        return self.norm.of_sum(residual, change, self.ops)[1]
+            residual, change = layer(residual, change, ops, turn, attend)
+        return self.norm.of_sum(residual, change, ops)[1]
 
     def tie(self) -> None:
         """Let the output projection share the embedding's weight, where the model does."""

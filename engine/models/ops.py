@@ -42,12 +42,14 @@ class Ops:
 
         angles: float32 [max_positions, head_dim], the cosines of a position, then its sines.
         """
-        cos, sin = (
-            half.to(dtype).repeat(1, 2).unsqueeze(1) for half in angles[positions].chunk(2, dim=-1)
-        )
+        cos, sin = (half.to(dtype).repeat(1, 2).unsqueeze(1) for half in angles[positions].chunk(2, dim=-1))
         return lambda heads: rotate(heads, cos, sin)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, [N, 2 * size] -> [N, size]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+PLAIN = Ops()
+"""It has no state, so one does for all."""
