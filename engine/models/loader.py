@@ -81,6 +81,6 @@ def give_memory(decoder: Decoder, device: str) -> None:
             raise
         size = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
         raise UserError(
-            f"{size / (1 << 30):.1f} GiB of weights and the tables of {decoder.config.max_positions} positions do not fit "
+            f"{size / (1 << 30):.1f} GiB of weights and tables of {decoder.config.max_positions} positions do not fit "
             f"into the memory of {device!r}; load the model as bfloat16, or give a smaller one"
         ) from None
