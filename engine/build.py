@@ -68,7 +68,7 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
                 logit_offsets=offsets,
                 scored_offsets=np.full(sequences + 1, len(rows)),
             )
-        ).argmax(dim=-1)
+        ).argmax(dim=-1).cpu()  # a GPU would still be at it
 
     most = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
     return StepCost.measured(run, most, config.max_sequences)

@@ -272,7 +272,7 @@ def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path, monkeypatch
     monkeypatch.setattr("engine.attention.flashinfer.Kernels", lambda: kernels)
     config = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16)
     trees = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16, draft_shape="tree")
-    asked = requests(4, max_tokens=10)
+    asked = requests(3, max_tokens=6)
     expected = outputs(build_engine(model, config, NoDrafter(), attention="flashinfer"), asked)
     if place.device == "cpu":
         assert expected == outputs(build_engine(model, config, NoDrafter(), attention="plain"), asked)
