@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.attention.plain import PlainAttention
+from engine.backend import choose_backend, make_attention, make_ops
 from engine.batch import Batch, Span
 from engine.budget import Budget, StepCost
 from engine.config import EngineConfig
@@ -30,17 +30,20 @@ def build_engine(
     *,
     has_budget: bool = False,
     choose: Choose = choose,
+    attention: str = "auto",
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
     seconds, and verify only what pays; otherwise everything that was drafted. `choose` makes tokens of logits.
+    `attention`: as in `choose_backend`. Raises UserError for one that cannot run.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     pages = PagePool(_page_count(model.config, config, dtype), config.page_size)
-    attention = PlainAttention(model.config, pages.count, config.page_size, dtype, device)
-    runner = Runner(model, attention, device)
+    backend = choose_backend(attention, model.config, dtype, device)
+    cache = make_attention(backend, model.config, pages.count, config.page_size, dtype, device)
+    runner = Runner(model, cache, device, make_ops(backend))
     budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
     return Engine(model.config, config, runner, pages, drafter, decode, budget, choose)
 
@@ -65,7 +68,7 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
                 logit_offsets=offsets,
                 scored_offsets=np.full(sequences + 1, len(rows)),
             )
-        ).argmax(dim=-1)
+        ).argmax(dim=-1).cpu()  # a GPU would still be at it
 
     most = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
     return StepCost.measured(run, most, config.max_sequences)

@@ -16,13 +16,33 @@ from engine.models.packed import pack
 from engine.options import EngineOptions
 from engine.tokenizer import Tokenizer
 from ssd.config import DrafterConfig
+from ssd.errors import UserError
 
 
 def load(options: EngineOptions) -> Decoder:
     """The model, packed. Raises UserError."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    return pack(load_model(options.model, dtype=DTYPES[options.dtype]))
+    device = find_device(options.device)
+    return pack(load_model(options.model, dtype=find_dtype(options.dtype, device), device=device))
+
+
+def find_device(wanted: str) -> str:
+    """A device that is here, for `auto` a GPU if there is one. Raises UserError."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"--device {wanted}: PyTorch finds no such device here; give cpu, or leave it out") from None
+    return wanted
+
+
+def find_dtype(wanted: str, device: str) -> torch.dtype:
+    """What to compute in: `auto` is what a device is fast in."""
+    if wanted == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    return DTYPES[wanted]
 
 
 def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: Callable[[str], None]) -> Engine:
@@ -38,4 +58,4 @@ def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: C
     drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=max(1, options.max_draft))
     drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
     may_draft = options.drafter != "none" and options.max_draft > 0
-    return build_engine(model, config, drafter, tokenizer.decode, has_budget=may_draft)
+    return build_engine(model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention)

@@ -13,7 +13,8 @@ from engine.config import DraftShape
 from engine.models.hub import find_model
 from engine.shipped import SHIPPED_MODEL
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTIONS = ("auto", "plain", "flashinfer")
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
 SHAPES = ("path", "tree")
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
@@ -25,7 +26,12 @@ class EngineOptions:
 
     model: Path
     """A Hugging Face folder."""
+    device: str
+    """As PyTorch calls it, or `auto`: a GPU where there is one."""
     dtype: str
+    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
+    attention: str
+    """As in `engine.backend.choose_backend`."""
     drafter: str
     address: str
     """Of a sidecar."""
@@ -49,7 +55,19 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         click.option(
             "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
         ),
-        click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="What the model computes in."),
+        click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...  [default: a GPU where there is one]"),
+        click.option(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            default="auto",
+            help="What the model computes in.  [default: float32 on a CPU, bfloat16 on a GPU]",
+        ),
+        click.option(
+            "--attention",
+            type=click.Choice(ATTENTIONS),
+            default="auto",
+            help="Whose kernels run it.  [default: FlashInfer's on a GPU where it is installed]",
+        ),
         click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens."),
         click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote."),
         click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step."),

@@ -9,15 +9,17 @@ from torch import Tensor
 from engine.attention.base import Attention
 from engine.batch import Batch
 from engine.models.decoder import Decoder
+from engine.models.ops import PLAIN, Ops
 
 
 class Runner:
     """A model and the attention over its cache."""
 
-    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu") -> None:
+    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
         self._model = model
         self._attention = attention
         self._device = device
+        self._ops = ops
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -25,7 +27,7 @@ class Runner:
         tokens, positions, rows = (
             torch.from_numpy(array).to(self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
         )
-        hidden = self._model(tokens, positions, self._attention.begin(batch))
+        hidden = self._model(tokens, positions, self._attention.begin(batch), self._ops)
         return self._model.logits(hidden[rows]).float()
 
     @torch.inference_mode()

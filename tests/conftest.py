@@ -25,3 +25,15 @@ def server(socket_address):
     """A running sidecar at `socket_address`."""
     with served("--listen", socket_address, "--capacity", "100k", "--refresh-interval", "0.01") as process:
         yield process
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that need a GPU are skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # most tests do without it
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -41,6 +41,7 @@ ALLOWED = {
         "drafter_service.client",
         "click",
         "fastapi",
+        "flashinfer",
         "huggingface_hub",
         "numpy",
         "orjson",

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.rope import rotate
+from engine.models.ops import PLAIN, Ops, Turn
 
 
 class Attend(Protocol):
@@ -45,14 +44,14 @@ class Decoder(nn.Module):
         self.tie()
         self.register_buffer("frequencies", config.rope.frequencies(config.head_dim).repeat(2), persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN) -> Tensor:
         """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
-        hidden = self.embedding(tokens)
+        residual, change = self.embedding(tokens), None
         cos, sin = self.config.rope.turns(positions, self.frequencies)
-        rope = cos.to(hidden.dtype), sin.to(hidden.dtype)
+        turn = ops.turning(cos, sin, residual.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, rope, attend)
-        return self.norm(hidden)
+            residual, change = layer(residual, change, ops, turn, attend)
+        return self.norm.of_sum(residual, change, ops)[1]
 
     def tie(self) -> None:
         """Let the output projection share the embedding's weight, where the model does."""
@@ -80,19 +79,24 @@ class Layer(nn.Module):
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Hidden states [N, hidden_size] in and out; `rope` holds the cosines and sines of their positions."""
-        hidden = hidden + self._attention(self.input_norm(hidden), rope, attend)
-        gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        return hidden + self.down_proj(F.silu(gate) * up)
+    def forward(
+        self, residual: Tensor, change: Tensor | None, ops: Ops, turn: Turn, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states are residual + change, [N, hidden_size] each, in and out.
 
-    def _attention(self, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        They are kept as two, so that an addition and the norm behind it can be one operation.
+        """
+        residual, hidden = self.input_norm.of_sum(residual, change, ops)
+        residual, hidden = self.mlp_norm.of_sum(residual, self._attention(hidden, ops, turn, attend), ops)
+        return residual, self.down_proj(ops.gate(self.gate_up_proj(hidden)))
+
+    def _attention(self, hidden: Tensor, ops: Ops, turn: Turn, attend: Attend) -> Tensor:
         heads = self.qkv_proj(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         # Query and key heads lie side by side, so one rotation serves both.
         turning = heads[:, : self.heads + self.kv_heads]
         if self.qk_norm is not None:
-            turning = self.qk_norm(turning)
-        query, key = rotate(turning, *rope).split((self.heads, self.kv_heads), dim=1)
+            turning = self.qk_norm(turning, ops)
+        query, key = turn(turning).split((self.heads, self.kv_heads), dim=1)
         value = heads[:, self.heads + self.kv_heads :]
         return self.o_proj(attend(self.index, query, key, value).flatten(1))
 
@@ -105,9 +109,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [N, size] in and out."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+    def of_sum(self, residual: Tensor, change: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        """residual + change, and that normalised, [N, size] each."""
+        return ops.add_norm(residual, change, self.weight, self.eps)
 
 
 class QKNorm(nn.Module):
@@ -119,6 +123,6 @@ class QKNorm(nn.Module):
         self.key = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.heads = config.num_heads
 
-    def forward(self, heads: Tensor) -> Tensor:
+    def forward(self, heads: Tensor, ops: Ops) -> Tensor:
         """Query heads, then key heads, [N, heads + kv_heads, head_dim] in and out."""
-        return torch.cat((self.query(heads[:, : self.heads]), self.key(heads[:, self.heads :])), dim=1)
+        return ops.norm_heads(heads, self.query.weight, self.key.weight, self.heads, self.query.eps)

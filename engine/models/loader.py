@@ -18,7 +18,7 @@ from engine.models.files import read_json
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from ssd.errors import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What a model can run in, whatever its weights are stored as."""
 
 

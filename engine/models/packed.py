@@ -37,6 +37,8 @@ def pack(decoder: Decoder) -> Decoder:
     weight = decoder.embedding.weight
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return decoder
+    if weight.dtype == torch.float16:
+        return decoder
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return decoder
     for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:

@@ -1,0 +1,102 @@
+"""What attention of a draft tree costs against a path of as many tokens, on a GPU, for each way of computing it.
+
+    python -m benchmarks.tree_attention [--contexts 2048 8192 32768] [--nodes 32] [--sequences 1]
+
+One layer of the llama3-8b shape in bfloat16, times by CUDA events. `prepare_us` is what the CPU does once a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.kernels import Kernels
+from engine.batch import Batch, build_batch
+from engine.models.config import ModelConfig
+from engine.request import Request
+from engine.sequence import Sequence as Running
+from engine.tree import DraftTree
+
+PAGE_SIZE = 16
+ROUNDS = 50
+SHAPE = ModelConfig(1, 4096, 14336, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, max_positions=1 << 20)
+WAYS: dict[str, tuple[bool, Kernels]] = {
+    "path, fa2": (False, Kernels()),
+    "path, xqa": (False, Kernels(paths="xqa")),
+    "tree, merged": (True, Kernels(trees="merge")),
+    "tree, merged in PyTorch": (True, Kernels(trees="padded")),
+    "tree, mask over everything": (True, Kernels(trees="mask")),
+    "tree, xqa": (True, Kernels(trees="xqa")),
+}
+"""Whether the draft is a tree, and the kernels."""
+
+
+def draft_batch(context: int, nodes: int, sequences: int, *, is_tree: bool) -> Batch:
+    """A step that verifies `nodes` tokens behind `context` cached ones, in each sequence on pages of its own."""
+    parents = np.random.default_rng(0).integers(-1, np.arange(nodes)) if is_tree else np.arange(nodes) - 1
+    count = -(-(context + 1 + nodes) // PAGE_SIZE)
+    running = []
+    for index in range(sequences):
+        sequence = Running(index, Request(np.zeros(context + 1, np.uint32)), context + 1 + nodes)
+        sequence.pages = list(range(index * count, (index + 1) * count))
+        sequence.computed, sequence.scheduled = context, 1
+        sequence.draft = np.zeros(nodes, np.uint32)
+        sequence.tree = DraftTree(parents.astype(np.int32)) if is_tree else None
+        running.append(sequence)
+    return build_batch(running, PAGE_SIZE)
+
+
+def measure(batch: Batch, kernels: Kernels, pages: int) -> dict[str, float]:
+    """Median microseconds: on the GPU of one layer, and on the CPU of what is done once a step."""
+    attention = FlashInferAttention(SHAPE, pages, PAGE_SIZE, torch.bfloat16, "cuda", kernels=kernels)
+    heads = torch.randn(len(batch.tokens), 48, 128, device="cuda", dtype=torch.bfloat16)
+    query, key, value = heads.split((32, 8, 8), dim=1)
+    prepared, ran = [], []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        attend = attention.begin(batch)
+        prepared.append((time.perf_counter() - began) * 1e6)
+        ran.append(_gpu_us(lambda attend=attend: attend(0, query, key, value)))  # type: ignore[misc]
+    return {"layer_us": round(statistics.median(ran), 1), "prepare_us": round(statistics.median(prepared), 1)}
+
+
+def _gpu_us(run: Callable[[], object]) -> float:
+    """Of one run. Work is queued before it, so that the CPU's launches are ahead of it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every way at every context."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--sequences", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is needed; there is none here")
+    results = []
+    for context in options.contexts:
+        pages = options.sequences * -(-(context + 1 + options.nodes) // PAGE_SIZE)
+        for name, (is_tree, kernels) in WAYS.items():
+            batch = draft_batch(context, options.nodes, options.sequences, is_tree=is_tree)
+            results.append({"context": context, "way": name, **measure(batch, kernels, pages)})
+            print(results[-1], flush=True)
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "settings": vars(options), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

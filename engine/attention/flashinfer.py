@@ -1,0 +1,95 @@
+"""Attention by FlashInfer's kernels, on GPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import Attention
+from engine.attention.cache import PagedCache
+from engine.attention.calls import WORKSPACE_BYTES, Call, Shape, make_call
+from engine.attention.kernels import Kernels, Kind, assign
+from engine.attention.layout import cut, rows_of
+from engine.batch import Batch
+from engine.models.config import ModelConfig
+from engine.models.decoder import Attend
+from engine.optional import flashinfer
+
+
+class FlashInferAttention(Attention):
+    """Paged keys and values, and the calls that attend to them; see `kernels.py` for which."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        kernels: Kernels | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """dtype: of queries, 16 bits. kv_dtype: of the cache, the same or float8_e4m3fn, stored without a scale.
+
+        Raises UserError where FlashInfer cannot be imported.
+        """
+        self._library = flashinfer()
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        self._cache = PagedCache(config, pages, page_size, kv_dtype, device)
+        self._shape = Shape(
+            config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
+        )
+        self._kernels = Kernels() if kernels is None else kernels
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._calls: dict[Kind, Call] = {}
+        # For the kernel that appends, the whole cache is one long sequence in which a slot is a position.
+        self._all_pages = torch.arange(pages, dtype=torch.int32, device=device)
+        self._all_indptr = torch.tensor([0, pages], dtype=torch.int32, device=device)
+        self._all_last = torch.tensor([page_size], dtype=torch.int32, device=device)
+
+    def begin(self, batch: Batch) -> Attend:
+        """Attention for one step; see `Attention.begin`."""
+        slots = torch.from_numpy(batch.slots.astype(np.int32)).to(self._shape.device)
+        first = torch.zeros_like(slots)
+        prepared: list[tuple[slice | Tensor, Call]] = []
+        for kind, pieces in assign(cut(batch), self._kernels).items():
+            call = self._call(kind)
+            call.prepare(pieces)
+            rows = rows_of(pieces)
+            prepared.append((rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._shape.device), call))
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            cache = self._cache.layers[layer]
+            self._append(cache, key, value, first, slots)
+            if len(prepared) == 1:
+                return prepared[0][1].run(query, key, value, cache)
+            attended = query.new_empty(query.shape)
+            for rows, call in prepared:
+                attended[rows] = call.run(query[rows], key[rows], value[rows], cache)
+            return attended
+
+        return attend
+
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy keys and values between slots; see `Attention.move`."""
+        self._cache.move(sources, targets)
+
+    def _append(self, cache: Tensor, key: Tensor, value: Tensor, first: Tensor, slots: Tensor) -> None:
+        self._library.append_paged_kv_cache(
+            key.to(cache.dtype),
+            value.to(cache.dtype),
+            first,
+            slots,
+            cache,
+            self._all_pages,
+            self._all_indptr,
+            self._all_last,
+        )
+
+    def _call(self, kind: Kind) -> Call:
+        """The call of a kind, made when it is first needed: each holds memory."""
+        if kind not in self._calls:
+            self._calls[kind] = make_call(kind, self._library, self._shape, self._workspace)
+        return self._calls[kind]

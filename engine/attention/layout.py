@@ -1,0 +1,132 @@
+"""What paged kernels are told about a batch: its pieces, and their flat arrays. NumPy alone, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.batch import Batch
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of one sequence that attend alike."""
+
+    start: int
+    """The first one's row within the batch."""
+    length: int
+    context: int
+    """Tokens of the sequence before them; each of them sees all of those."""
+    pages: list[int]
+    """The sequence's page table."""
+    sees: np.ndarray | None = None
+    """bool [length, length]: which of the piece's tokens each of them sees; None: itself and those before it."""
+
+    @property
+    def keys(self) -> int:
+        """Tokens of the sequence up to the piece's end."""
+        return self.context + self.length
+
+
+class PagedKeys(NamedTuple):
+    """Where the keys of B pieces are, all int32."""
+
+    indptr: np.ndarray
+    """[B + 1], into `indices`."""
+    indices: np.ndarray
+    """Pages of the cache. A piece without keys has a page too: kernels need not be told of empty tables."""
+    last_page_len: np.ndarray
+    """[B]: keys in the last page."""
+
+
+def cut(batch: Batch) -> list[Piece]:
+    """The pieces of a batch, in its order.
+
+    A draft tree is a piece of its own, led by the last committed token as its root. So every token of it sees at
+    least one of the piece, and of the context either all or nothing is seen.
+    """
+    pieces = []
+    for span in batch.spans:
+        if span.tree is None:
+            pieces.append(Piece(span.start, span.length, span.computed, span.pages))
+            continue
+        nodes = len(span.tree.parents)
+        before = span.length - nodes - 1
+        if before:
+            pieces.append(Piece(span.start, before, span.computed, span.pages))
+        sees = rooted(span.tree.sees)
+        pieces.append(Piece(span.start + before, 1 + nodes, span.computed + before, span.pages, sees))
+    return pieces
+
+
+def rooted(sees: np.ndarray) -> np.ndarray:
+    """`DraftTree.sees`, bool [k, k], with a root before all, bool [k + 1, k + 1]."""
+    whole = np.zeros((len(sees) + 1, len(sees) + 1), bool)
+    whole[:, 0] = True
+    whole[1:, 1:] = sees
+    return whole
+
+
+def indptr(lengths: Sequence[int]) -> np.ndarray:
+    """Where each of neighbouring segments begins, and the end of the last one, int32 [B + 1]."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def paged_keys(tables: Sequence[list[int]], lengths: Sequence[int], page_size: int) -> PagedKeys:
+    """The first `lengths` keys of each page table."""
+    counts = [max(1, -(-length // page_size)) for length in lengths]
+    indices = np.concatenate([table[:count] for table, count in zip(tables, counts, strict=True)], dtype=np.int32)
+    return PagedKeys(indptr(counts), indices, last_page_lengths(lengths, counts, page_size))
+
+
+def last_page_lengths(lengths: Sequence[int], counts: Sequence[int], page_size: int) -> np.ndarray:
+    """Keys in the last of `counts` pages, int32 [B], such that (counts - 1) * page_size + these are `lengths`.
+
+    A call may be planned with upper bounds of lengths before the true ones are known. The pages stay those of the
+    bound then, and a number here may be 0 or less: kernels of the FA2 kind only ever use the sum.
+    """
+    return (np.asarray(lengths) - (np.asarray(counts) - 1) * page_size).astype(np.int32)
+
+
+def block_tables(tables: Sequence[list[int]], lengths: Sequence[int], page_size: int) -> np.ndarray:
+    """The pages of the first `lengths` keys as the rows of one table, int32 [B, most pages], filled up with page 0."""
+    counts = [-(-length // page_size) for length in lengths]
+    rows = np.zeros((len(tables), max(counts)), np.int32)
+    for row, table, count in zip(rows, tables, counts, strict=True):
+        row[:count] = table[:count]
+    return rows
+
+
+def among_themselves(piece: Piece) -> np.ndarray:
+    """Which of a piece's tokens each of them sees, bool [length, length]."""
+    return np.tri(piece.length, dtype=bool) if piece.sees is None else piece.sees
+
+
+def flat_mask(pieces: Sequence[Piece], *, with_context: bool) -> np.ndarray:
+    """What each token sees of its piece, or of its whole sequence up to the piece's end; bool, rows end to end."""
+    masks = []
+    for piece in pieces:
+        mask = among_themselves(piece)
+        if with_context:
+            mask = np.concatenate((np.ones((piece.length, piece.context), bool), mask), axis=1)
+        masks.append(mask.ravel())
+    return np.concatenate(masks)
+
+
+def packed_rows(pieces: Sequence[Piece]) -> np.ndarray:
+    """What each token sees of its piece as bits, uint16 [N, 2 * words], words of 32 bits, lowest bit first."""
+    words = -(-max(piece.length for piece in pieces) // 32)
+    rows = np.zeros((sum(piece.length for piece in pieces), 32 * words), bool)
+    at = 0
+    for piece in pieces:
+        rows[at : at + piece.length, : piece.length] = among_themselves(piece)
+        at += piece.length
+    return np.packbits(rows, axis=1, bitorder="little").view(np.uint16)
+
+
+def rows_of(pieces: Sequence[Piece]) -> slice | np.ndarray:
+    """The rows of the batch that pieces, in its order, consist of: a slice where they are neighbours, or int64."""
+    rows = np.concatenate([np.arange(piece.start, piece.start + piece.length) for piece in pieces])
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    return slice(first, end) if end - first == len(rows) else rows

@@ -1,0 +1,59 @@
+"""From `--attention` to what runs attention and the small operations of a model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from engine.attention.base import Attention
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.plain import PlainAttention
+from engine.models.config import ModelConfig
+from engine.models.fused import FusedOps
+from engine.models.ops import PLAIN, Ops
+from engine.optional import flashinfer, has_flashinfer
+from ssd.errors import UserError
+
+Backend = Literal["plain", "flashinfer"]
+
+HEAD_DIMS = (64, 128, 256)
+"""Of the kernels that FlashInfer compiles."""
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device: str) -> Backend:
+    """The backend for `auto`, `plain` or `flashinfer`. Raises UserError for FlashInfer where it cannot run."""
+    if wanted == "plain":
+        return "plain"
+    obstacle = _obstacle(config, dtype, device)
+    if wanted == "auto":
+        return "flashinfer" if obstacle is None and has_flashinfer() else "plain"
+    if obstacle is not None:
+        raise UserError(f"--attention flashinfer {obstacle}")
+    flashinfer()
+    return "flashinfer"
+
+
+def make_attention(
+    backend: Backend, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: str
+) -> Attention:
+    """An attention with an empty cache. Raises UserError."""
+    kind = FlashInferAttention if backend == "flashinfer" else PlainAttention
+    return kind(config, pages, page_size, dtype, device)
+
+
+def make_ops(backend: Backend) -> Ops:
+    """The small operations of a model. Raises UserError."""
+    return FusedOps() if backend == "flashinfer" else PLAIN
+
+
+def _obstacle(config: ModelConfig, dtype: torch.dtype, device: str) -> str | None:
+    """Why FlashInfer cannot run a model there, to stand behind its name."""
+    if torch.device(device).type != "cuda":
+        return f"needs a CUDA device, not {device!r}; give --device cuda, or --attention plain"
+    if dtype not in DTYPES:
+        return "computes in 16 bits; give --dtype bfloat16, or --attention plain"
+    if config.head_dim not in HEAD_DIMS:
+        return f"has no kernels for heads of {config.head_dim}; give --attention plain"
+    return None

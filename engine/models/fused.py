@@ -1,0 +1,50 @@
+"""The small operations of a decoder as FlashInfer's fused kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.models.ops import Ops, Turn
+from engine.optional import flashinfer
+
+
+class FusedOps(Ops):
+    """One kernel each, which keeps float32 inside. For inference alone: inputs are overwritten where that may be."""
+
+    def __init__(self) -> None:
+        """Raises UserError where FlashInfer cannot be imported."""
+        self._flashinfer = flashinfer()
+
+    def add_norm(self, residual: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_norm`."""
+        if change is None:
+            return residual, self._flashinfer.rmsnorm(residual, weight, eps)
+        self._flashinfer.fused_add_rmsnorm(change, residual, weight, eps)
+        return residual, change
+
+    def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, count: int, eps: float) -> Tensor:
+        """See `Ops.norm_heads`."""
+        for part, weight in ((heads[:, :count], query_weight), (heads[:, count:], key_weight)):
+            self._flashinfer.rmsnorm(part, weight, eps, out=part)
+        return heads
+
+    def turning(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:  # noqa: ARG002  # any dtype
+        """See `Ops.turning`."""
+        # The kernel looks its angles up in a table by position: here that of the step, in which each token has a row.
+        half = cos.shape[-1] // 2
+        table = torch.cat((cos[:, 0, :half], sin[:, 0, :half]), dim=-1)
+        rows = torch.arange(len(table), device=table.device)
+
+        def turn(heads: Tensor) -> Tensor:
+            # The kernel wants two tensors of heads; which lies in which does not matter to it.
+            most, last = heads[:, :-1], heads[:, -1:]
+            self._flashinfer.apply_rope_with_cos_sin_cache_inplace(rows, most, last, heads.shape[-1], table)
+            return heads
+
+        return turn
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gate`."""
+        gated: Tensor = self._flashinfer.silu_and_mul(gate_up)
+        return gated

@@ -1,0 +1,29 @@
+"""The steps that the benchmark of tree attention times, and what it says without a GPU."""
+
+import pytest
+import torch
+
+from benchmarks.tree_attention import draft_batch, main
+from engine.attention.layout import cut
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_steps_verify_as_many_tokens_in_either_shape(is_tree):
+    batch = draft_batch(100, 32, 2, is_tree=is_tree)
+    assert [(piece.length, piece.context) for piece in cut(batch)] == [(33, 100)] * 2
+    assert all((piece.sees is not None) == is_tree for piece in cut(batch))
+    assert len(set(batch.slots.tolist())) == len(batch.slots)
+
+
+def test_it_says_what_it_lacks(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main([])
+    assert "a CUDA device is needed" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_it_runs(capsys):
+    pytest.importorskip("flashinfer")
+    main(["--contexts", "64", "--nodes", "8"])
+    assert '"tree, merged"' in capsys.readouterr().out
