@@ -1,7 +1,7 @@
 """How fast the engine serves with each drafter, at each concurrency, beside transformers' `generate`.
 
     python -m benchmarks.engine --model PATH | --shape llama3-8b|llama3-1b|qwen3-0.6b|tiny [--replay TRACE.npz]
-        [--drafter none,ngram,ssd] [--concurrency 1,4,16,64]
+        [--drafter none,ngram,ssd] [--concurrency 1,4,16,64] [--device cuda --dtype bfloat16]
 
 Requests are those of the demo's workload, new ones and repeats, or with --replay recorded traffic: then what the model
 says is replaced by what was recorded, so that a shape without its weights runs with the acceptance of real text. A
@@ -15,7 +15,7 @@ seen nothing. Contestants take turns, forwards and backwards; figures are median
     tokens_per_step       of one sequence; drafted_per_step likewise
     overhead_ms_per_step  all but the model and the drafter, median of the steps in which the whole batch produced
     share                 of all steps' time; what drafters do at the end of a request counts as commit
-    peak_mib              of the process, which holds the models of all contestants
+    peak_mib              of the process, which holds the models of all contestants; on a GPU, of its memory there
     identical_to_none     whether all outputs were; null if there is nothing to compare, and under --replay
 
 The last line is one JSON document. Times are of this machine: compare within one run.
@@ -39,8 +39,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.engine_rows import Contestant, Row, rows_of
+from benchmarks.memory import device_name, free_bytes
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
-from benchmarks.requests import Item, Limits, ReplayChooser, demo_items, replay_items
+from benchmarks.requests import Item, Limits, ReplayChooser, demo_items, is_renumbered, replay_items
 from benchmarks.serving import Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import load_trace
@@ -97,7 +98,8 @@ class Contest:
 
         if drafter in self._peers:
             return self._peers[drafter].run(items, advance)
-        config = engine_config(self._model.config, items, concurrency)
+        weight = self._model.embedding.weight
+        config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
         chooser = ReplayChooser() if items[0].output is not None else None
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
@@ -107,12 +109,16 @@ class Contest:
             return serve(engine, items, concurrency, chooser, advance)
 
 
-def engine_config(model: ModelConfig, items: Sequence[Item], concurrency: int) -> EngineConfig:
-    """Room for `concurrency` of the longest requests, and for as much again in the prefix cache."""
+def engine_config(
+    model: ModelConfig, items: Sequence[Item], concurrency: int, dtype: torch.dtype, free: int | None = None
+) -> EngineConfig:
+    """Room for `concurrency` of the longest requests, and for as much again in the prefix cache, in `free` bytes."""
     usual = EngineConfig()
     longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in items)
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * torch.float32.itemsize
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     wanted = 2 * concurrency * (longest + usual.max_draft + usual.page_size) * bytes_per_token
+    if free is not None:
+        wanted = min(wanted, free)
     return EngineConfig(
         max_sequences=concurrency,
         max_step_tokens=max(usual.max_step_tokens, concurrency * (1 + usual.max_draft)),
@@ -145,8 +151,14 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
         torch.set_num_threads(options.threads)
     folder = None if options.shape else find_model(options.model) if options.model else SHIPPED_MODEL
     dtype = DTYPES[options.dtype]
-    notes = [f"{options.dtype}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before"]
-    model = load_model(folder, dtype=dtype) if folder else random_model(SHAPES[options.shape], dtype)
+    notes = [
+        f"{options.dtype} on {device_name(options.device)}, {torch.get_num_threads()} threads, "
+        f"load {os.getloadavg()[0]:.1f} before"
+    ]
+    if folder:
+        model = load_model(folder, dtype=dtype, device=options.device)
+    else:
+        model = random_model(SHAPES[options.shape], dtype, options.device)
     if folder is None:
         notes.append(f"random weights of the shape {options.shape}: what they write means nothing")
     items = read_items(options, folder, model.config, notes)
@@ -181,10 +193,8 @@ def read_items(options: argparse.Namespace, folder: Path | None, model: ModelCon
         trace = load_trace(options.replay)
     except ValueError as error:
         raise UserError(f"{error}; without --replay the shipped model's prompts are run") from None
-    notes.append(
-        f"replay of {trace.name}: outputs are the recorded ones, whatever the model says; "
-        "token ids are renumbered if the model has fewer"
-    )
+    numbers = "are renumbered" if is_renumbered(trace, options.requests, limits, model) else "are the trace's"
+    notes.append(f"replay of {trace.name}: outputs are the recorded ones, whatever the model says; token ids {numbers}")
     return replay_items(trace, options.requests, limits, model)
 
 
@@ -223,6 +233,7 @@ def build_parser() -> argparse.ArgumentParser:
     which.add_argument("--shape", choices=SHAPES, help="or random weights of this shape")
     add: Any = parser.add_argument
     add("--dtype", choices=DTYPES, default="float32", help="float32")
+    add("--device", type=device, default="cpu", help="cpu, or cuda for a GPU")
     add("--replay", type=Path, metavar="TRACE", help="recorded traffic, .npz, in place of what the model says")
     add(
         "--drafter", type=list_of(drafter_name), default=["none", "ssd"], help=f"none,ssd; of {','.join(DRAFTER_NAMES)}"
@@ -244,6 +255,15 @@ def drafter_name(text: str) -> str:
     """The name of a drafter."""
     if text not in DRAFTER_NAMES:
         raise argparse.ArgumentTypeError(f"drafters are {', '.join(DRAFTER_NAMES)}, not {text!r}")
+    return text
+
+
+def device(text: str) -> str:
+    """A device that is there."""
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"devices are cpu and cuda, not {text!r}")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("PyTorch finds no CUDA device; say --device cpu")
     return text
 
 

@@ -13,6 +13,18 @@ settings.register_profile("soak", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture
 def socket_address():
     """An address in a folder of its own; its path is short, as Unix sockets need."""
