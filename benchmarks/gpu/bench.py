@@ -45,7 +45,7 @@ class Scale:
     rounds: int
     concurrencies: tuple[int, ...]
     served: tuple[int, ...]
-    """Requests of the trace at each concurrency."""
+    """Requests of the trace in a round, at each concurrency."""
     learned: int
     """Requests of the trace before those, which the drafter has seen."""
     prompt_tokens: int
@@ -64,7 +64,7 @@ FULL = Scale(
     steps=100,
     rounds=3,
     concurrencies=(1, 16, 64, 256),
-    served=(16, 96, 192, 512),
+    served=(12, 64, 128, 384),
     learned=400,
     prompt_tokens=5000,
     output_tokens=128,

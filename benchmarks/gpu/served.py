@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from statistics import median
 from time import sleep
 
@@ -30,19 +31,18 @@ DRAFT = 16
 MISFIT_PROMPT = 128
 """At most; beside many streams prompts would take most of the time."""
 LEAST_MISFIT_REQUESTS = 4
+MANY = 64
+"""Streams at a time from which two rounds have to do."""
 LEARNING_S = 1.0
 """For a sidecar, which does not say when it is done; it needs 25 ms from a request to its being draftable."""
 
 
 def replay(bench: Bench) -> Iterator[Figure]:
-    """`ssd` against `none` on recorded traffic."""
+    """`ssd` against `none` on recorded traffic, as it goes on from round to round."""
     for concurrency, count in zip(bench.scale.concurrencies, bench.scale.served, strict=True):
-        asked = traffic(bench, count, concurrency)
-        runs: dict[str, list[Run]] = {"none": [], "ssd": []}
-        for name in runs:
-            serve_traffic(bench, name, asked.beginning(concurrency), concurrency)
-        for name in turns(runs, bench.scale.rounds if concurrency < 64 else min(2, bench.scale.rounds)):
-            runs[name].append(serve_traffic(bench, name, asked, concurrency))
+        rounds = bench.scale.rounds if concurrency < MANY else min(2, bench.scale.rounds)
+        asked = traffic(bench, count * rounds, concurrency)
+        runs = {name: serve_traffic(bench, name, asked, concurrency, rounds) for name in ("none", "ssd")}
         target = SPEEDUPS.get(concurrency)
         yield Figure(
             f"ssd by none, {concurrency} at a time",
@@ -59,19 +59,16 @@ def misfits(bench: Bench) -> Iterator[Figure]:
     prompt_tokens = min(MISFIT_PROMPT, bench.scale.context)
     for concurrency in bench.scale.concurrencies:
         count = max(LEAST_MISFIT_REQUESTS, concurrency)
-        items = [
-            Item(request, number)
-            for number, request in enumerate(random_requests(bench, count, prompt_tokens, bench.scale.output_tokens))
-        ]
-        serve_items(bench, NoDrafter(), shortened(items), concurrency, has_budget=False)
-        runs: dict[str, list[Run]] = {"none": [], "misfits": []}
-        for name in turns(runs, bench.scale.rounds):
-            drafter = NoDrafter() if name == "none" else FixedDrafter(path(DRAFT), bench.config.vocab_size)
-            runs[name].append(serve_items(bench, drafter, items, concurrency, has_budget=name != "none"))
+        drafters = {"none": NoDrafter(), "misfits": FixedDrafter(path(DRAFT), bench.config.vocab_size)}
+        warm, *rounds = (random_items(bench, count, prompt_tokens, seed) for seed in range(1 + bench.scale.rounds))
+        runs = {
+            name: serve_rounds(bench, drafter, warm, rounds, concurrency, has_budget=name != "none")
+            for name, drafter in drafters.items()
+        }
         details = serving_details(runs, concurrency)
         ratio = speedup(runs["misfits"], runs["none"])
         name = f"drafts that never fit by none, {concurrency} at a time"
-        yield Figure(name, ratio, "x", len(runs["misfits"]), at_least(NEVER_SLOWER), details)
+        yield Figure(name, ratio, "x", len(rounds), at_least(NEVER_SLOWER), details)
 
 
 def peers(bench: Bench) -> Iterator[Figure]:
@@ -91,21 +88,23 @@ def peers(bench: Bench) -> Iterator[Figure]:
         caches[name] = peer.cache or "dynamic"
         runs[name].append(peer.run(asked.served, lambda: None))
     del other, model, peer
-    serve_traffic(bench, "ssd", asked.beginning(1), 1)
-    runs["ssd"] += [serve_traffic(bench, "ssd", asked, 1) for _ in range(bench.scale.rounds)]
+    runs["ssd"] = serve_traffic(bench, "ssd", asked, 1, rounds=1)
     ours = median(tokens_per_s(run) for run in runs["ssd"])
     for name in PEERS:
         theirs = tokens_per_s(runs[name][0])
         details = {**asked.notes, "tokens_per_s": round(ours, 1), f"{name}_tokens_per_s": round(theirs, 1)}
-        details |= {"cache": caches[name], "torch.compile": False, "their_rounds": 1}
+        details |= {"cache": caches[name], "torch.compile": False}
         yield Figure(f"ssd by {name}", ours / theirs, "x", len(runs["ssd"]), at_least(PEERS_BEHIND), details)
 
 
-def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int) -> Run:
-    """All requests through an engine with this drafter, which has seen the earlier ones."""
+def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int, rounds: int) -> list[Run]:
+    """All requests, a part of them a round, through an engine with this drafter, which has seen the earlier ones."""
+    size = -(-len(asked.served) // rounds)
+    parts = [asked.served[first : first + size] for first in range(0, len(asked.served), size)]
     with ExitStack() as stack:
         drafter = taught_drafter(stack, name, asked)
-        return serve_items(bench, drafter, asked.served, concurrency, has_budget=name != "none")
+        # Of those that the drafter knows already, so that it is told nothing of what is to come.
+        return serve_rounds(bench, drafter, asked.learned, parts, concurrency, has_budget=name != "none")
 
 
 def taught_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
@@ -121,19 +120,31 @@ def taught_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
     return drafter
 
 
-def serve_items(bench: Bench, drafter: Drafter, items: Sequence[Item], concurrency: int, *, has_budget: bool) -> Run:
-    """All requests through a new engine, with what was recorded in place of what the model says, if it was."""
-    longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in items)
-    chooser = ReplayChooser() if items[0].output is not None else None
+def serve_rounds(
+    bench: Bench,
+    drafter: Drafter,
+    warm: Sequence[Item],
+    rounds: Sequence[Sequence[Item]],
+    concurrency: int,
+    *,
+    has_budget: bool,
+) -> list[Run]:
+    """Each round's requests through one new engine, with what was recorded in place of what the model says, if it was.
+
+    Requests of `warm` run before for a few tokens, so that nothing is compiled or allocated first while it is timed.
+    """
+    longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in chain(warm, *rounds))
+    chooser = ReplayChooser() if rounds[0][0].output is not None else None
     engine = bench.engine(drafter, concurrency, longest, has_budget=has_budget, choose=chooser or choose)
     with closing(engine):
-        return serve(engine, items, concurrency, chooser, lambda: None)
+        serve(engine, shortened(warm[:concurrency]), concurrency, chooser, lambda: None)
+        return [serve(engine, items, concurrency, chooser, lambda: None) for items in rounds]
 
 
-def turns(names: Sequence[str] | dict[str, list[Run]], rounds: int) -> Iterator[str]:
-    """Every name once a round, forwards and backwards in turn."""
-    for number in range(rounds):
-        yield from names if number % 2 == 0 else reversed(list(names))
+def random_items(bench: Bench, count: int, prompt_tokens: int, seed: int) -> list[Item]:
+    """Requests that have nothing in common."""
+    requests = random_requests(bench, count, prompt_tokens, bench.scale.output_tokens, seed)
+    return [Item(request, session) for session, request in enumerate(requests)]
 
 
 def tokens_per_s(run: Run) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from statistics import median
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from benchmarks.gpu.bench import CEILING_TRIES, Bench
 from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
 from benchmarks.gpu.figures import Figure, at_least, at_most
-from benchmarks.gpu.stepping import FixedDrafter, path, time_steps
+from benchmarks.gpu.stepping import FixedDrafter, path, ratios, time_steps
 from benchmarks.gpu.timeline import LEAST_GAP_US, Interval, by_name, idle_share, span
 from engine.drafters.none import NoDrafter
 
@@ -29,12 +30,8 @@ def ceilings(bench: Bench) -> Iterator[Figure]:
 def decode(bench: Bench) -> Iterator[Figure]:
     """One stream without drafts: bytes that a step must read, by its time, against the copy bandwidth."""
     context = bench.scale.context
-    rounds = [
-        time_steps(bench, NoDrafter(), 1, context, recorded=RECORDED_STEPS if last else 0)
-        for last in [False] * (bench.scale.rounds - 1) + [True]
-    ]
-    step = median(second for seconds, _, _ in rounds for second in seconds)
-    count = sum(len(seconds) for seconds, _, _ in rounds)
+    timed = time_steps(bench, {"none": NoDrafter()}, 1, context, recorded=RECORDED_STEPS)["none"]
+    step, count = median(chain(*timed.rounds)), sum(map(len, timed.rounds))
     read = step_bytes(bench.config, [context], 1, bench.dtype.itemsize)
     share = 100 * read / step / bench.ceilings.bytes_per_s
     details = {
@@ -44,9 +41,8 @@ def decode(bench: Bench) -> Iterator[Figure]:
         "copy_gb_per_s": round(bench.ceilings.bytes_per_s / 1e9),
     }
     yield Figure(f"bandwidth of a step, {context} tokens before it", share, "%", count, at_least(85), details)
-    kernels = rounds[-1][2]
-    if kernels:
-        yield from idle_figures(kernels)
+    if timed.kernels:
+        yield from idle_figures(timed.kernels)
 
 
 def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
@@ -62,28 +58,20 @@ def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
 
 def verify(bench: Bench) -> Iterator[Figure]:
     """A step that verifies 16 draft tokens, of which none fits, against one without drafts, in turns."""
-    drafted = FixedDrafter(path(DRAFT), bench.config.vocab_size)
-    plain_ms, verify_ms, tokens = [], [], []
-    for _ in range(bench.scale.rounds):
-        plain_ms.append(1e3 * median(time_steps(bench, NoDrafter(), 1, bench.scale.context)[0]))
-        seconds, reports, _ = time_steps(bench, drafted, 1, bench.scale.context, max_draft=DRAFT)
-        verify_ms.append(1e3 * median(seconds))
-        tokens.append(median(outcome.drafted for report in reports for outcome in report.outcomes))
-    ratio = median(drafting / plain for drafting, plain in zip(verify_ms, plain_ms, strict=True))
-    details = {
-        "plain_ms": round(median(plain_ms), 3),
-        "verify_ms": round(median(verify_ms), 3),
-        "draft_tokens": int(median(tokens)),
-        "steps_a_round": bench.scale.steps,
-    }
+    drafters = {"plain": NoDrafter(), "verify": FixedDrafter(path(DRAFT), bench.config.vocab_size)}
+    timed = time_steps(bench, drafters, 1, bench.scale.context, max_draft=DRAFT)
+    ratio = median(ratios(timed["verify"], timed["plain"]))
+    drafted = median(outcome.drafted for report in timed["verify"].reports for outcome in report.outcomes)
+    details = {f"{name}_ms": round(1e3 * median(own.medians), 3) for name, own in timed.items()}
+    details |= {"draft_tokens": int(drafted), "steps_a_round": bench.scale.steps}
     yield Figure("verify of 16 draft tokens, by a plain step", ratio, "x", bench.scale.rounds, at_most(1.10), details)
 
 
 def streams(bench: Bench) -> Iterator[Figure]:
     """Many streams without drafts against what their bytes and products take."""
     count, context = bench.scale.streams, bench.scale.context
-    seconds = time_steps(bench, NoDrafter(), count, context)[0]
-    measured = median(seconds)
+    timed = time_steps(bench, {"none": NoDrafter()}, count, context)["none"]
+    measured, steps = median(chain(*timed.rounds)), sum(map(len, timed.rounds))
     shape, itemsize = bench.config, bench.dtype.itemsize
     expected = step_seconds(shape, [context] * count, 1, itemsize, bench.ceilings)
     bound = overlapped_seconds(shape, [context] * count, 1, itemsize, bench.ceilings)
@@ -95,4 +83,4 @@ def streams(bench: Bench) -> Iterator[Figure]:
         "peak_mib": torch.cuda.max_memory_allocated() >> 20 if bench.on_gpu else None,
     }
     name = f"a step of {count} streams, {context} tokens before each, by bandwidth + compute"
-    yield Figure(name, measured / expected, "x", len(seconds), at_most(1.10), details)
+    yield Figure(name, measured / expected, "x", steps, at_most(1.10), details)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -63,9 +65,9 @@ def binary_tree(nodes: int) -> np.ndarray:
     return ((np.arange(nodes, dtype=np.int32) + 1) // 2 - 1).astype(np.int32)
 
 
-def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
+def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[Request]:
     """Prompts of random tokens that have no beginning in common, and outputs of a fixed length."""
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(seed)
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
     vocabulary = bench.config.vocab_size
     return [Request(random.integers(0, vocabulary, prompt_tokens, np.uint32), sampling) for _ in range(count)]
@@ -107,24 +109,57 @@ class Stream:
         return record(lambda: [self.step() for _ in range(steps)])
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What came of one drafter's steps."""
+
+    rounds: list[list[float]]
+    """Seconds of each step, a list a round."""
+    reports: list[StepReport]
+    kernels: list[Interval]
+    """Of further steps; none without a GPU."""
+
+    @property
+    def medians(self) -> list[float]:
+        """Seconds of a step, of each round."""
+        return [median(seconds) for seconds in self.rounds]
+
+
 def time_steps(
     bench: Bench,
-    drafter: Drafter,
+    drafters: Mapping[str, Drafter],
     sequences: int,
     context: int,
     *,
     max_draft: int = 16,
     shape: DraftShape = "path",
     recorded: int = 0,
-) -> tuple[list[float], list[StepReport], list[Interval]]:
-    """Seconds and reports of `bench.scale.steps` steps around a context of so many tokens; kernels of further ones."""
+) -> dict[str, Timed]:
+    """Steps around a context of so many tokens with each drafter, in turns of `bench.scale.steps`, each with an engine
+    that lives through all rounds; at the end, `recorded` more with the profiler.
+    """
     # Those whose prompts run first produce while the others' prompts run.
     prompt_steps = -(-sequences * context // PROMPT_STEP_TOKENS)
-    most = prompt_steps + WARM_STEPS + bench.scale.steps + recorded + 2
+    most = prompt_steps + WARM_STEPS + bench.scale.rounds * bench.scale.steps + recorded + 2
     requests = random_requests(bench, sequences, max(1, context - most // 2), most + max_draft)
-    engine = bench.engine(drafter, sequences, context + most + max_draft, max_draft=max_draft, shape=shape)
-    with closing(engine):
-        stream = Stream(engine, requests)
-        seconds, reports = stream.timed(bench.scale.steps)
-        kernels = stream.recorded(recorded) if recorded and bench.on_gpu else []
-    return seconds, reports, kernels
+    with ExitStack() as stack:
+        streams = {}
+        for name, drafter in drafters.items():
+            engine = bench.engine(drafter, sequences, context + most + max_draft, max_draft=max_draft, shape=shape)
+            stack.enter_context(closing(engine))
+            streams[name] = Stream(engine, requests)
+        found = {name: Timed([], [], []) for name in drafters}
+        for _ in range(bench.scale.rounds):
+            for name, stream in streams.items():
+                seconds, reports = stream.timed(bench.scale.steps)
+                found[name].rounds.append(seconds)
+                found[name].reports.extend(reports)
+        if recorded and bench.on_gpu:
+            for name, stream in streams.items():
+                found[name].kernels.extend(stream.recorded(recorded))
+    return found
+
+
+def ratios(timed: Timed, other: Timed) -> list[float]:
+    """Of a step's time to the other's, within each round."""
+    return [own / its for own, its in zip(timed.medians, other.medians, strict=True)]

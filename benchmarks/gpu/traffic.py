@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.gpu.bench import Bench
@@ -24,12 +25,8 @@ class Traffic:
     notes: dict[str, object]
     """What a reader must know of them."""
 
-    def beginning(self, count: int) -> Traffic:
-        """A few tokens of the first requests, so that nothing is compiled or allocated first while it is timed."""
-        return replace(self, served=shortened(self.served[:count]))
 
-
-def shortened(items: list[Item]) -> list[Item]:
+def shortened(items: Sequence[Item]) -> list[Item]:
     """The same requests, with outputs of a few tokens."""
     return [
         replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import Figure, at_least, at_most
-from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, time_steps
+from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
 from engine.attention.base import Attention
 from engine.attention.plain import PlainAttention
 from engine.batch import Batch, build_batch
@@ -35,14 +35,10 @@ def trees(bench: Bench) -> Iterator[Figure]:
 def whole_step(bench: Bench) -> Figure:
     """Steps with a tree by steps with a path, in turns."""
     shapes = {"path": path(NODES), "tree": binary_tree(NODES)}
-    ms: dict[str, list[float]] = {name: [] for name in shapes}
-    for _ in range(bench.scale.rounds):
-        for name, parents in shapes.items():
-            drafter = FixedDrafter(parents, bench.config.vocab_size)
-            seconds, _, _ = time_steps(bench, drafter, 1, bench.scale.long_context, max_draft=NODES, shape="tree")
-            ms[name].append(1e3 * median(seconds))
-    ratio = median(tree / line for tree, line in zip(ms["tree"], ms["path"], strict=True))
-    details = {f"{name}_ms": round(median(values), 3) for name, values in ms.items()}
+    drafters = {name: FixedDrafter(parents, bench.config.vocab_size) for name, parents in shapes.items()}
+    timed = time_steps(bench, drafters, 1, bench.scale.long_context, max_draft=NODES, shape="tree")
+    ratio = median(ratios(timed["tree"], timed["path"]))
+    details = {f"{name}_ms": round(1e3 * median(own.medians), 3) for name, own in timed.items()}
     name = f"a step with a tree of {NODES} nodes at {bench.scale.long_context} tokens, by one with a path of {NODES}"
     return Figure(name, ratio, "x", bench.scale.rounds, at_most(1.05), details)
 
