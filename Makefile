@@ -38,11 +38,14 @@ test: $(READY) ## run the tests
 	@echo "running the tests (about 8 minutes)"
 	@$(BIN)/python -m pytest
 
-# These also run without .venv, from the source tree alone: a GPU machine may have no network to install from.
-GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_ARGS ?=
-ON_GPU = if [ -f .gpu/setup.sh ] && $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then . .gpu/setup.sh || exit 1; fi; $(GPU_PYTHON)
+# A GPU machine may have no network to install from: where $(PYTHON) has PyTorch, the source tree alone will do.
+ON_GPU = python=$(BIN)/python; \
+	[ -x $$python ] || python=$(PYTHON); \
+	$$python -c 'import torch' 2>/dev/null || { $(MAKE) --no-print-directory setup && python=$(BIN)/python; } || exit 1; \
+	if [ -f .gpu/setup.sh ] && $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then PYTHON=$$python . .gpu/setup.sh || exit 1; fi; \
+	$$python
 
 gpu: gpu-test gpu-bench ## on a machine with a GPU: its tests, then its benchmarks, about 9 minutes; see docs/gpu.md
 

@@ -258,3 +258,24 @@ def test_what_a_part_reported_counts_however_it_ends(monkeypatch, program, statu
     ended = processes.run_part(Part("any", "a question", 2, iter), [], 2)
     assert (ended["status"], ended["reason"]) == (status, reason)
     assert ended["figures"] == [row()]
+
+
+def test_a_kv_cache_is_as_large_as_wanted_but_no_larger_than_the_room_left():
+    from benchmarks.engine import engine_config
+    from benchmarks.requests import Item
+    from engine.request import Request, SamplingParams
+
+    items = [Item(Request([1] * 1000, SamplingParams(max_tokens=1000)), 0)]
+    wide = engine_config(LLAMA, items, 16, torch.bfloat16)
+    assert wide.kv_memory_mib == 2 * 16 * (2000 + 16 + 16) * 128 // 1024
+    assert engine_config(LLAMA, items, 16, torch.float32).kv_memory_mib == 2 * wide.kv_memory_mib
+    assert engine_config(LLAMA, items, 16, torch.bfloat16, free=1 << 30).kv_memory_mib == 1024
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_a_line(monkeypatch, capsys):
+    from benchmarks.engine import main
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda"])
+    assert "PyTorch finds no CUDA device; say --device cpu" in capsys.readouterr().err
