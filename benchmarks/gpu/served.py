@@ -41,7 +41,7 @@ def replay(bench: Bench) -> Iterator[Figure]:
     """`ssd` against `none` on recorded traffic, as it goes on from round to round."""
     for concurrency, count in zip(bench.scale.concurrencies, bench.scale.served, strict=True):
         rounds = bench.scale.rounds if concurrency < MANY else min(2, bench.scale.rounds)
-        asked = traffic(bench, count * rounds, concurrency)
+        asked = traffic(bench, count * rounds, concurrency * rounds)
         runs = {name: serve_traffic(bench, name, asked, concurrency, rounds) for name in ("none", "ssd")}
         target = SPEEDUPS.get(concurrency)
         yield Figure(

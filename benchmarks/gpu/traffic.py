@@ -35,8 +35,12 @@ def shortened(items: Sequence[Item]) -> list[Item]:
     ]
 
 
-def traffic(bench: Bench, count: int, concurrency: int) -> Traffic:
-    """`count` requests of the trace to be served, so many at a time. Raises SkippedError without a trace."""
+def traffic(bench: Bench, count: int, places: int) -> Traffic:
+    """`count` requests of the trace to be served. Raises SkippedError without a trace.
+
+    places: requests that run at once, added up over the rounds. With fewer than two conversations for each, turns that
+    wait for earlier ones would leave places empty, so then none waits.
+    """
     trace = read_trace(bench)
     cap = bench.scale.prompt_tokens
     short = [request for request in trace.requests if len(request.prompt) <= cap]
@@ -48,7 +52,7 @@ def traffic(bench: Bench, count: int, concurrency: int) -> Traffic:
     items = replay_items(chosen, len(chosen.requests), limits, bench.config)
     served = items[learned:]
     sessions = len({item.session for item in served})
-    if apart := sessions < 2 * concurrency:
+    if apart := sessions < 2 * places:
         served = [replace(item, session=number) for number, item in enumerate(served)]
     notes: dict[str, object] = {
         "trace": trace.name,
