@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test soak bench peers lint format protos protos-baseline clean
+.PHONY: help setup run test gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,25 @@ run: $(READY) ## serve a workload with and without drafts, show the difference (
 test: $(READY) ## run the tests
 	@echo "running the tests (about 8 minutes)"
 	@$(BIN)/python -m pytest
+
+GPU_ARGS ?=
+# A GPU machine may have no network to install from: where $(PYTHON) has PyTorch, the source tree alone will do.
+ON_GPU = python=$(BIN)/python; \
+	[ -x $$python ] || python=$(PYTHON); \
+	$$python -c 'import torch' 2>/dev/null || { $(MAKE) --no-print-directory setup && python=$(BIN)/python; } || exit 1; \
+	if [ -f .gpu/setup.sh ] && $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then PYTHON=$$python . .gpu/setup.sh || exit 1; fi; \
+	$$python
+
+gpu: gpu-test gpu-bench ## on a machine with a GPU: its tests, then its benchmarks, about 9 minutes; see docs/gpu.md
+
+gpu-test gpu-bench: SHELL := bash
+
+gpu-test: ## the tests that need a GPU
+	@$(ON_GPU) -m benchmarks.gpu.tests
+
+gpu-bench: ## what the engine does on a GPU, into benchmarks/results and docs/gpu.md (GPU_ARGS="--part decode")
+	@$(ON_GPU) -m benchmarks.gpu $(GPU_ARGS)
 
 SOAK_MINUTES ?= 60
 

@@ -1,7 +1,8 @@
 """How fast the engine serves with each drafter, at each concurrency, beside transformers' `generate`.
 
     python -m benchmarks.engine --model PATH | --shape llama3-8b|llama3-1b|qwen3-0.6b|tiny [--replay TRACE.npz]
-        [--drafter none,ngram,ssd] [--concurrency 1,4,16,64]
+        [--drafter none,ngram,ssd] [--concurrency 1,4,16,64] [--device cuda] [--dtype bfloat16]
+        [--attention flashinfer]
 
 Requests are those of the demo's workload, new ones and repeats, or with --replay recorded traffic: then what the model
 says is replaced by what was recorded, so that a shape without its weights runs with the acceptance of real text. A
@@ -15,7 +16,7 @@ seen nothing. Contestants take turns, forwards and backwards; figures are median
     tokens_per_step       of one sequence; drafted_per_step likewise
     overhead_ms_per_step  all but the model and the drafter, median of the steps in which the whole batch produced
     share                 of all steps' time; what drafters do at the end of a request counts as commit
-    peak_mib              of the process, which holds the models of all contestants
+    peak_mib              of the process, which holds the models of all contestants; on a GPU, of its memory there
     identical_to_none     whether all outputs were; null if there is nothing to compare, and under --replay
 
 The last line is one JSON document. Times are of this machine: compare within one run.
@@ -39,21 +40,25 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.engine_rows import Contestant, Row, rows_of
+from benchmarks.memory import device_name, free_bytes
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
-from benchmarks.requests import Item, Limits, ReplayChooser, demo_items, replay_items
+from benchmarks.requests import Item, Limits, ReplayChooser, demo_items, is_renumbered, replay_items
 from benchmarks.serving import Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import load_trace
 from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
+from engine.backend import choose_backend
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.demo.sidecar import running_sidecar
 from engine.drafters.build import DRAFTER_NAMES, build_drafter
+from engine.launch import find_device, find_dtype
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model
-from engine.models.loader import DTYPES, load_model
+from engine.models.loader import load_model
 from engine.models.packed import pack
+from engine.options import ATTENTIONS, DTYPES
 from engine.sampler import choose
 from engine.shipped import SHIPPED_MODEL
 from ssd.config import DrafterConfig
@@ -67,10 +72,21 @@ WARM_UP_TOKENS = 8
 class Contest:
     """One model, its requests, and whoever is to run them."""
 
-    def __init__(self, model: Decoder, items: Sequence[Item], peers: dict[str, TransformersPeer]) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        items: Sequence[Item],
+        peers: dict[str, TransformersPeer],
+        *,
+        folder: Path | None = None,
+        attention: str = "auto",
+    ) -> None:
+        """`folder`: of the model, if it has one. `attention`: as in `build_engine`."""
         self._model = model
         self._items = items
         self._peers = peers
+        self._folder = folder
+        self._attention = attention
 
     @property
     def size(self) -> int:
@@ -97,22 +113,36 @@ class Contest:
 
         if drafter in self._peers:
             return self._peers[drafter].run(items, advance)
-        config = engine_config(self._model.config, items, concurrency)
+        weight = self._model.embedding.weight
+        config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
         chooser = ReplayChooser() if items[0].output is not None else None
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
-            drafts = build_drafter(drafter, DrafterConfig(max_draft=config.max_draft), address, _warn)
-            engine = build_engine(self._model, config, drafts, choose=chooser or choose, has_budget=drafter != "none")
+            drafts = build_drafter(
+                drafter, DrafterConfig(max_draft=config.max_draft), address, _warn, model=self._folder
+            )
+            engine = build_engine(
+                self._model,
+                config,
+                drafts,
+                choose=chooser or choose,
+                has_budget=drafter != "none",
+                attention=self._attention,
+            )
             stack.enter_context(closing(engine))
             return serve(engine, items, concurrency, chooser, advance)
 
 
-def engine_config(model: ModelConfig, items: Sequence[Item], concurrency: int) -> EngineConfig:
-    """Room for `concurrency` of the longest requests, and for as much again in the prefix cache."""
+def engine_config(
+    model: ModelConfig, items: Sequence[Item], concurrency: int, dtype: torch.dtype, free: int | None = None
+) -> EngineConfig:
+    """Room for `concurrency` of the longest requests, and for as much again in the prefix cache, in `free` bytes."""
     usual = EngineConfig()
     longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in items)
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * torch.float32.itemsize
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     wanted = 2 * concurrency * (longest + usual.max_draft + usual.page_size) * bytes_per_token
+    if free is not None:
+        wanted = min(wanted, free)
     return EngineConfig(
         max_sequences=concurrency,
         max_step_tokens=max(usual.max_step_tokens, concurrency * (1 + usual.max_draft)),
@@ -144,9 +174,16 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
     if options.threads:
         torch.set_num_threads(options.threads)
     folder = None if options.shape else find_model(options.model) if options.model else SHIPPED_MODEL
-    dtype = DTYPES[options.dtype]
-    notes = [f"{options.dtype}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before"]
-    model = load_model(folder, dtype=dtype) if folder else random_model(SHAPES[options.shape], dtype)
+    device = find_device(options.device)
+    dtype = find_dtype(options.dtype, device)
+    model = (
+        load_model(folder, dtype=dtype, device=device) if folder else random_model(SHAPES[options.shape], dtype, device)
+    )
+    attention = choose_backend(options.attention, model.config, dtype, device)
+    notes = [
+        f"{str(dtype).removeprefix('torch.')} on {device_name(device)}, {attention} attention, "
+        f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before"
+    ]
     if folder is None:
         notes.append(f"random weights of the shape {options.shape}: what they write means nothing")
     items = read_items(options, folder, model.config, notes)
@@ -169,7 +206,8 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
         peer.find_best_cache(items[0])
         notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
     contestants = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
-    return Contest(pack(model), items, peers), [(name, 1) for name in names] + contestants, notes
+    contest = Contest(pack(model), items, peers, folder=folder, attention=attention)
+    return contest, [(name, 1) for name in names] + contestants, notes
 
 
 def read_items(options: argparse.Namespace, folder: Path | None, model: ModelConfig, notes: list[str]) -> list[Item]:
@@ -181,10 +219,8 @@ def read_items(options: argparse.Namespace, folder: Path | None, model: ModelCon
         trace = load_trace(options.replay)
     except ValueError as error:
         raise UserError(f"{error}; without --replay the shipped model's prompts are run") from None
-    notes.append(
-        f"replay of {trace.name}: outputs are the recorded ones, whatever the model says; "
-        "token ids are renumbered if the model has fewer"
-    )
+    numbers = "are renumbered" if is_renumbered(trace, options.requests, limits, model) else "are the trace's"
+    notes.append(f"replay of {trace.name}: outputs are the recorded ones, whatever the model says; token ids {numbers}")
     return replay_items(trace, options.requests, limits, model)
 
 
@@ -222,7 +258,9 @@ def build_parser() -> argparse.ArgumentParser:
     which.add_argument("--model", type=Path, metavar="PATH", help="a Hugging Face folder or name (the shipped model)")
     which.add_argument("--shape", choices=SHAPES, help="or random weights of this shape")
     add: Any = parser.add_argument
-    add("--dtype", choices=DTYPES, default="float32", help="float32")
+    add("--device", default="auto", help="cpu, cuda, ... (a GPU where there is one)")
+    add("--dtype", choices=DTYPES, default="auto", help="float32 on a CPU, bfloat16 on a GPU")
+    add("--attention", choices=ATTENTIONS, default="auto", help="FlashInfer's on a GPU where it is installed")
     add("--replay", type=Path, metavar="TRACE", help="recorded traffic, .npz, in place of what the model says")
     add(
         "--drafter", type=list_of(drafter_name), default=["none", "ssd"], help=f"none,ssd; of {','.join(DRAFTER_NAMES)}"

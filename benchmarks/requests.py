@@ -68,10 +68,7 @@ def demo_items(model: Path | None, count: int, limits: Limits, *, repeats: bool,
 def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -> list[Item]:
     """The first requests of a trace. Raises UserError if they hold more kinds of tokens than the model has."""
     requests = trace.requests[:count]
-    texts = [
-        np.concatenate((request.prompt[-limits.prompt_tokens :], request.output[: limits.max_tokens]))
-        for request in requests
-    ]
+    texts = _texts(trace, count, limits)
     kept = [min(len(request.output), limits.max_tokens) for request in requests]
     return [
         Item(
@@ -80,6 +77,18 @@ def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -
             text[len(text) - length :],
         )
         for text, length, request in zip(_dense(texts, model.vocab_size), kept, requests, strict=True)
+    ]
+
+
+def is_renumbered(trace: Trace, count: int, limits: Limits, model: ModelConfig) -> bool:
+    """Whether `replay_items` gives other token ids than the trace has."""
+    return max(int(text.max()) for text in _texts(trace, count, limits)) >= model.vocab_size
+
+
+def _texts(trace: Trace, count: int, limits: Limits) -> list[np.ndarray]:
+    return [
+        np.concatenate((request.prompt[-limits.prompt_tokens :], request.output[: limits.max_tokens]))
+        for request in trace.requests[:count]
     ]
 
 

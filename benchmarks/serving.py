@@ -9,7 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.index import forget_peak, peak_bytes
+from benchmarks.memory import forget_peak, peak_bytes
 from benchmarks.requests import Item, ReplayChooser
 from engine.core import Engine
 from engine.times import StageTimes
@@ -49,7 +49,7 @@ class Run:
     """uint32, in the order of the requests."""
     clocks: list[Clock]
     peak_bytes: int
-    """Of the whole process."""
+    """Of the whole process; of its memory on the GPU, where there is one."""
     drafted: int | None = None
     """None if the contestant does not say."""
     steps: list[tuple[StageTimes, int]] = field(default_factory=list)

@@ -64,12 +64,15 @@ DEVIATION = 0.02
 """Of the weights; what the models of these families start their training with."""
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    """A decoder with weights drawn from seed 0, ready to run. Raises UserError if they do not fit into memory."""
+def random_model(config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> Decoder:
+    """A decoder with weights drawn from seed 0 where they are to be, ready to run; each kind of device draws others.
+
+    Raises UserError if they do not fit into memory.
+    """
     with torch.device("meta"):
         decoder = Decoder(config)
-    give_memory(decoder.to(dtype), "cpu")
-    generator = torch.Generator().manual_seed(0)
+    give_memory(decoder.to(dtype), device)
+    generator = torch.Generator(device).manual_seed(0)
     for parameter in decoder.eval().requires_grad_(False).parameters():
         if parameter.ndim == 1:
             parameter.fill_(1.0)  # these shapes have norms, but no biases

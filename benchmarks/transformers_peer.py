@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.index import forget_peak, peak_bytes
+from benchmarks.memory import forget_peak, peak_bytes
 from benchmarks.requests import Item
 from benchmarks.serving import Clock, Run
 from engine.models.decoder import Decoder
@@ -36,16 +36,21 @@ def is_installed() -> bool:
 
 
 def same_model(folder: Path | None, decoder: Decoder, dtype: torch.dtype) -> Any:
-    """transformers' model of a folder, or without one with the weights of `decoder`, which must not be packed yet."""
+    """transformers' model of a folder, or without one with the weights of `decoder`, which must not be packed yet.
+
+    It lies on the decoder's device.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     if folder is not None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(decoder.embedding.weight.device)
     else:
         fields = config_to_hf(decoder.config, str(dtype).removeprefix("torch."))
         config = AutoConfig.for_model(**{name: value for name, value in fields.items() if name != "rope_theta"})
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        missing, unexpected = model.load_state_dict(checkpoint_views(decoder), strict=False)
+        with torch.device(decoder.embedding.weight.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # Assigned, so that a model that fills half of a GPU needs no memory of its own for them.
+        missing, unexpected = model.load_state_dict(checkpoint_views(decoder), strict=False, assign=True)
         assert not [*unexpected, *(name for name in missing if name != "lm_head.weight")]
         model.tie_weights()
     # What the folder recommends would fill in what is left unsaid below.
@@ -101,9 +106,11 @@ class TransformersPeer:
             pad_token_id=0,
             cache_implementation=self.cache,
             prompt_lookup_num_tokens=LOOKUP_TOKENS if self._lookup else None,
+            # With a static cache on a GPU it would compile for a minute and more.
+            disable_compile=True,
             **settings,
         )
-        prompt = torch.from_numpy(item.request.prompt.astype(np.int64))[None]
+        prompt = torch.from_numpy(item.request.prompt.astype(np.int64))[None].to(self._model.device)
         text = self._model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -111,7 +118,7 @@ class TransformersPeer:
             logits_processor=LogitsProcessorList([] if item.output is None else [_Replay(item)]),
             streamer=_Arrivals(clock),
         )
-        return text[0, prompt.shape[1] :].numpy().astype(np.uint32)
+        return text[0, prompt.shape[1] :].cpu().numpy().astype(np.uint32)
 
 
 class _Replay:

@@ -16,41 +16,50 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from benchmarks.gpu.stepping import binary_tree, path
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kernels import Kernels
 from engine.batch import Batch, build_batch
 from engine.models.config import ModelConfig
 from engine.request import Request
 from engine.sequence import Sequence as Running
-from engine.tree import DraftTree
+from engine.tree import DraftTree, straight_length
 
 PAGE_SIZE = 16
 ROUNDS = 50
 SHAPE = ModelConfig(1, 4096, 14336, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, max_positions=1 << 20)
-WAYS: dict[str, tuple[bool, Kernels]] = {
-    "path, fa2": (False, Kernels()),
-    "path, xqa": (False, Kernels(paths="xqa")),
-    "tree, merged": (True, Kernels(trees="merge")),
-    "tree, merged in PyTorch": (True, Kernels(trees="padded")),
-    "tree, mask over everything": (True, Kernels(trees="mask")),
-    "tree, xqa": (True, Kernels(trees="xqa")),
+WAYS: dict[str, tuple[Callable[[int], np.ndarray], Kernels]] = {
+    "path, fa2": (path, Kernels()),
+    "path, xqa": (path, Kernels(paths="xqa")),
+    "tree, merged": (binary_tree, Kernels(trees="merge")),
+    "tree, merged in PyTorch": (binary_tree, Kernels(trees="padded")),
+    "tree, mask over everything": (binary_tree, Kernels(trees="mask")),
+    "tree, xqa": (binary_tree, Kernels(trees="xqa")),
 }
-"""Whether the draft is a tree, and the kernels."""
+"""The draft's shape, and the kernels."""
 
 
-def draft_batch(context: int, nodes: int, sequences: int, *, is_tree: bool) -> Batch:
-    """A step that verifies `nodes` tokens behind `context` cached ones, in each sequence on pages of its own."""
-    parents = np.random.default_rng(0).integers(-1, np.arange(nodes)) if is_tree else np.arange(nodes) - 1
-    count = -(-(context + 1 + nodes) // PAGE_SIZE)
+def draft_batch(context: int, parents: np.ndarray, sequences: int = 1, page_size: int = PAGE_SIZE) -> Batch:
+    """A step that verifies a draft behind `context` cached tokens, in each sequence on pages of its own.
+
+    parents: int32 [nodes], of the draft's tokens, as in `DraftBatch`.
+    """
+    nodes = len(parents)
+    count = pages_for(context, nodes, page_size)
     running = []
     for index in range(sequences):
         sequence = Running(index, Request(np.zeros(context + 1, np.uint32)), context + 1 + nodes)
         sequence.pages = list(range(index * count, (index + 1) * count))
         sequence.computed, sequence.scheduled = context, 1
         sequence.draft = np.zeros(nodes, np.uint32)
-        sequence.tree = DraftTree(parents.astype(np.int32)) if is_tree else None
+        sequence.tree = None if straight_length(parents) == nodes else DraftTree(parents)
         running.append(sequence)
-    return build_batch(running, PAGE_SIZE)
+    return build_batch(running, page_size)
+
+
+def pages_for(context: int, nodes: int, page_size: int = PAGE_SIZE) -> int:
+    """Pages that a sequence needs in such a step."""
+    return -(-(context + 1 + nodes) // page_size)
 
 
 def measure(batch: Batch, kernels: Kernels, pages: int) -> dict[str, float]:
@@ -90,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("a CUDA device is needed; there is none here")
     results = []
     for context in options.contexts:
-        pages = options.sequences * -(-(context + 1 + options.nodes) // PAGE_SIZE)
-        for name, (is_tree, kernels) in WAYS.items():
-            batch = draft_batch(context, options.nodes, options.sequences, is_tree=is_tree)
+        pages = options.sequences * pages_for(context, options.nodes)
+        for name, (shape, kernels) in WAYS.items():
+            batch = draft_batch(context, shape(options.nodes), options.sequences)
             results.append({"context": context, "way": name, **measure(batch, kernels, pages)})
             print(results[-1], flush=True)
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "settings": vars(options), "results": results}))

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from benchmarks.gpu.stepping import binary_tree, path
 from benchmarks.tree_attention import draft_batch, main
 from engine.attention.layout import cut
 
 
-@pytest.mark.parametrize("is_tree", [False, True])
-def test_steps_verify_as_many_tokens_in_either_shape(is_tree):
-    batch = draft_batch(100, 32, 2, is_tree=is_tree)
+@pytest.mark.parametrize("shape", [path, binary_tree])
+def test_steps_verify_as_many_tokens_in_either_shape(shape):
+    batch = draft_batch(100, shape(32), 2)
     assert [(piece.length, piece.context) for piece in cut(batch)] == [(33, 100)] * 2
-    assert all((piece.sees is not None) == is_tree for piece in cut(batch))
+    assert all((piece.sees is not None) == (shape is binary_tree) for piece in cut(batch))
     assert len(set(batch.slots.tolist())) == len(batch.slots)
 
 

@@ -1,0 +1,94 @@
+"""What the engine does on a GPU, in named parts, against the figures it is meant to reach.
+
+    python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--shape llama3-8b] [--trace FILE.npz]
+
+Weights are random, of a well-known shape; acceptance comes from recorded traffic, whose token ids are renumbered if
+the model has fewer. Each part is a fixed amount of work in a process of its own and has its own time limit, all of them
+together 9 minutes. Results go to benchmarks/results/gpu-DATE.json, and into the tables of docs/gpu.md. Without a GPU it
+says what it would have run. `--device cpu --shape tiny --dtype float32 --scale tiny` tries the benchmark itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.command import PAGE, RESULTS, build_parser, child_arguments
+from benchmarks.gpu.machine import describe, today
+from benchmarks.gpu.page import merged, read_results, update_page
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.processes import run_part
+from ssd.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts and write what they found."""
+    parser = build_parser(__doc__)
+    options = parser.parse_args(arguments)
+    parts = [part for part in PARTS if not options.part or part.name in options.part]
+    if options.page:
+        try:
+            update_page(PAGE, merged([read_results(path) for path in options.page]))
+        except UserError as error:
+            parser.error(str(error))
+    elif options.list:
+        list_parts(parts)
+    elif options.device == "cuda" and not torch.cuda.is_available():
+        print("There is no CUDA device here, so nothing was measured. On a machine with one this would have run:")
+        list_parts(parts)
+    else:
+        path = options.out or new_results_path(RESULTS, today())
+        document = run(parts, options, path)
+        print(f"wrote {path}")
+        if options.out is None and options.device == "cuda":
+            update_page(PAGE, document)
+            print(f"updated {PAGE}")
+
+
+def list_parts(parts: Sequence[Part]) -> None:
+    """Names, questions and time limits."""
+    for part in parts:
+        print(f"  {part.name:10} {part.limit_s:4} s  {part.title}")
+
+
+def run(parts: Sequence[Part], options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Run the parts one after the other; `path` holds what is known so far, should this process be stopped."""
+    settings = {name: getattr(options, name) for name in ("device", "dtype", "attention", "shape", "scale")}
+    document: dict[str, Any] = {**describe(options.device, options.commit), "settings": settings, "parts": []}
+    for part in parts:
+        print(f"{part.name}: {part.title}", flush=True)
+        result = run_part(part, child_arguments(options), part.limit_s * options.time)
+        document["parts"].append({**result, "commit": document["commit"]})
+        print("\n".join(lines_of(result)), flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    return document
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """A part's figures as people read them."""
+    lines = [f"  {row['value']:10.3f} {row['unit']:12} {row['name']}{verdict(row)}" for row in result["figures"]]
+    return [*lines, f"  {result['status']}, {result['seconds']} s{': ' if result['reason'] else ''}{result['reason']}"]
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """How a figure stands to its target."""
+    if row["target"] is None:
+        return ""
+    return f" ({row['target']['sense']} {row['target']['value']:g}: {'reached' if row['met'] else 'NOT reached'})"
+
+
+def new_results_path(folder: Path, date: str) -> Path:
+    """A file that does not exist yet: gpu-DATE.json, gpu-DATE-b.json and so on."""
+    names = chain([f"gpu-{date}.json"], (f"gpu-{date}-{letter}.json" for letter in "bcdefghijklmnopqrstuvwxyz"))
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+if __name__ == "__main__":
+    main()

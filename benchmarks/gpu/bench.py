@@ -1,0 +1,205 @@
+"""What all parts share: the device, the model, how much of everything, and engines around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
+from benchmarks.memory import free_bytes
+from benchmarks.shapes import SHAPES, random_model
+from engine.build import build_engine
+from engine.config import DraftShape, EngineConfig
+from engine.core import Engine
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.loader import DTYPES
+from engine.models.packed import pack
+from engine.sampler import Choose, choose
+from ssd.draft import Drafter
+
+PROMPT_STEP_TOKENS = 4096
+"""Tokens of prompts in a step, beside a draft for every sequence."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything. Fixed, so that two runs can be compared and the whole fits its time."""
+
+    copy_bytes: int
+    product: int
+    """Rows and columns of the matrices that are multiplied for the compute ceiling."""
+    context: int
+    """Tokens before the steps of one stream."""
+    long_context: int
+    """The same where trees are verified."""
+    steps: int
+    """Timed, of one kind and round."""
+    rounds: int
+    concurrencies: tuple[int, ...]
+    served: tuple[int, ...]
+    """Requests of the trace in a round, at each concurrency."""
+    learned: int
+    """Requests of the trace before those, which the drafter has seen."""
+    prompt_tokens: int
+    """Requests with longer prompts are left out, rather than cut: turns of a session keep their common beginning."""
+    output_tokens: int
+    streams: int
+    """In one batch, where a figure names no concurrency."""
+    peer_requests: int
+
+
+FULL = Scale(
+    copy_bytes=4 << 30,
+    product=8192,
+    context=2048,
+    long_context=32_768,
+    steps=100,
+    rounds=3,
+    concurrencies=(1, 16, 64, 256),
+    served=(12, 64, 128, 384),
+    learned=400,
+    prompt_tokens=5000,
+    output_tokens=128,
+    streams=64,
+    peer_requests=6,
+)
+TINY = Scale(
+    copy_bytes=1 << 20,
+    product=64,
+    context=40,
+    long_context=200,
+    steps=6,
+    rounds=1,
+    concurrencies=(1, 2),
+    served=(2, 3),
+    learned=2,
+    prompt_tokens=40,
+    output_tokens=20,
+    streams=4,
+    peer_requests=2,
+)
+SCALES = {"full": FULL, "tiny": TINY}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line chose."""
+
+    device: str
+    dtype: str
+    attention: str
+    """As `--attention` has it."""
+    shape: str
+    scale: Scale
+    trace: Path | None
+
+
+class Bench:
+    """A setting, and what takes long to make, made once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.scale = setting.scale
+        self.dtype = DTYPES[setting.dtype]
+        self.on_gpu = setting.device.startswith("cuda")
+
+    @cached_property
+    def model(self) -> Decoder:
+        """Random weights of the shape, with room for the long context."""
+        return pack(self.plain_model())
+
+    def plain_model(self) -> Decoder:
+        """The same, not packed: a model of its own."""
+        return random_model(self.config, self.dtype, self.setting.device)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape; its context window holds the long context."""
+        shape = SHAPES[self.setting.shape]
+        # Nothing that is measured grows with it.
+        return replace(shape, max_positions=max(shape.max_positions, self.scale.long_context + 4096))
+
+    def engine(
+        self,
+        drafter: Drafter,
+        sequences: int,
+        context: int,
+        *,
+        max_draft: int = 16,
+        shape: DraftShape = "path",
+        has_budget: bool = False,
+        choose: Choose = choose,
+    ) -> Engine:
+        """As users get it, with room for `sequences` of up to `context` tokens."""
+        return build_engine(
+            self.model,
+            self.engine_config(sequences, context, max_draft, shape),
+            drafter,
+            has_budget=has_budget,
+            choose=choose,
+            attention=self.setting.attention,
+        )
+
+    def engine_config(self, sequences: int, context: int, max_draft: int, shape: DraftShape) -> EngineConfig:
+        """Room for so many sequences, as far as there is."""
+        usual = EngineConfig()
+        wanted = sequences * (context + max_draft + 2 * usual.page_size) * self.kv_bytes
+        free = free_bytes(self.setting.device)
+        return EngineConfig(
+            max_sequences=sequences,
+            max_step_tokens=sequences * (1 + max_draft) + PROMPT_STEP_TOKENS,
+            kv_memory_mib=max(64, -(-min(wanted, free or wanted) >> 20)),
+            max_draft=max_draft,
+            draft_shape=shape,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token."""
+        return kv_bytes_per_token(self.config, self.dtype.itemsize)
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, run: Callable[[], object], times: int) -> float:
+        """Median time of `run`, which was run twice before."""
+        taken = []
+        for number in range(times + 2):
+            self.wait()
+            began = perf_counter()
+            run()
+            self.wait()
+            if number >= 2:
+                taken.append(perf_counter() - began)
+        return median(taken)
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Measured at once, so in the process and on the device that use them."""
+        return measure_ceilings(self)
+
+
+CEILING_TRIES = 20
+
+
+def measure_ceilings(bench: Bench) -> Ceilings:
+    """A large copy and a large matrix product of random numbers: zeros would be multiplied faster."""
+    count = bench.scale.copy_bytes // 2  # what is counted is read and written
+    source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=bench.setting.device)
+    target = torch.empty_like(source)
+    copying = bench.seconds(lambda: target.copy_(source), CEILING_TRIES)
+    size = bench.scale.product
+    factors = [torch.randn(size, size, dtype=bench.dtype, device=bench.setting.device) for _ in range(2)]
+    product: Tensor = torch.empty_like(factors[0])
+    multiplying = bench.seconds(lambda: torch.mm(factors[0], factors[1], out=product), CEILING_TRIES)
+    return Ceilings(2 * count / copying, 2 * size**3 / multiplying)

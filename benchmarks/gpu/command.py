@@ -1,0 +1,55 @@
+"""The command line of the benchmark, shared by the whole and by the process of each part."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.gpu.bench import SCALES, Setting
+from benchmarks.gpu.parts import PARTS
+from benchmarks.shapes import SHAPES
+from engine.models.loader import DTYPES
+from engine.options import ATTENTIONS
+
+TRACE = Path("../shared/traces/agent-tau-airline-gpt4o.npz")
+RESULTS = Path("benchmarks/results")
+PAGE = Path("docs/gpu.md")
+
+
+def build_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """All options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="say what would run, and stop")
+    add("--part", action="append", choices=[part.name for part in PARTS], help="only this one; may be given again")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="bfloat16")
+    add(
+        "--attention",
+        choices=ATTENTIONS,
+        default="auto",
+        help="whose kernels run it (auto: FlashInfer's, if installed)",
+    )
+    add("--shape", choices=SHAPES, default="llama3-8b", help="of the random weights (llama3-8b)")
+    add("--scale", choices=SCALES, default="full", help="how much of everything: tiny tries the benchmark (full)")
+    add("--trace", type=Path, default=TRACE, metavar="FILE", help=f"recorded traffic, .npz ({TRACE})")
+    add("--time", type=float, default=1.0, metavar="FACTOR", help="of every part's time limit (1)")
+    add("--commit", help="what the results are of; git is asked otherwise")
+    add("--out", type=Path, metavar="FILE", help=f"results; otherwise {RESULTS}/gpu-DATE.json, and {PAGE} is updated")
+    add("--page", type=Path, nargs="+", metavar="FILE", help=f"update {PAGE} from these results, and stop")
+    return parser
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """What the parts need to know."""
+    return Setting(
+        options.device, options.dtype, options.attention, options.shape, SCALES[options.scale], options.trace
+    )
+
+
+def child_arguments(options: argparse.Namespace) -> list[str]:
+    """The command line of a part's process, less the part."""
+    names = ("device", "dtype", "attention", "shape", "scale", "trace")
+    return [word for name in names for word in (f"--{name}", str(getattr(options, name)))]

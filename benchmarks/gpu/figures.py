@@ -1,0 +1,53 @@
+"""What a part of the benchmark reports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+
+class SkippedError(Exception):
+    """A part cannot run here; says why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure to reach."""
+
+    value: float
+    sense: Literal["at least", "at most"]
+
+    def is_met(self, value: float) -> bool:
+        """Whether `value` reaches it."""
+        return value >= self.value if self.sense == "at least" else value <= self.value
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value."""
+
+    name: str
+    value: float
+    unit: str
+    of: int
+    """How many values it is the median of; 1 for one that is counted or derived."""
+    target: Target | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    """Whatever else a reader may want: of the same run, named with its unit."""
+
+    def as_row(self) -> dict[str, Any]:
+        """As it stands in a document."""
+        row = asdict(self)
+        row["value"] = round(self.value, 5)
+        row["met"] = None if self.target is None else self.target.is_met(self.value)
+        return row
+
+
+def at_least(value: float) -> Target:
+    """A target that larger values meet."""
+    return Target(value, "at least")
+
+
+def at_most(value: float) -> Target:
+    """A target that smaller values meet."""
+    return Target(value, "at most")

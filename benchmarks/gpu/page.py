@@ -1,0 +1,106 @@
+"""Tables of `docs/gpu.md` from results; the prose around them is written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ssd.errors import UserError
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+NOTHING = "Nothing has been measured on a GPU yet: none of the figures below has ever run on one.\n"
+
+Document = dict[str, Any]
+
+
+def read_results(path: Path) -> Document:
+    """A document of results. Raises UserError for a file that holds none."""
+    try:
+        document: Document = json.loads(path.read_text())
+        if {"date", "gpu", "versions", "commit", "settings", "parts"} <= document.keys():
+            return document
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"cannot read results from {path}: {error}") from None
+    raise UserError(f"{path} holds no results of benchmarks.gpu")
+
+
+def merged(documents: Sequence[Document]) -> Document:
+    """Results of several runs on one kind of GPU, in the order of their parts; of a part that ran twice, the later.
+
+    Raises UserError for results that do not belong together.
+    """
+    for field in ("gpu", "settings"):
+        if any(document[field] != documents[0][field] for document in documents):
+            raise UserError(f"these results differ in their {field}; give those of one run, or of runs that agree")
+    parts = {part["name"]: part for document in documents for part in document["parts"]}
+    return {**documents[-1], "parts": list(parts.values())}
+
+
+def update_page(page: Path, document: Document | None) -> None:
+    """Put the tables between the page's markers. Raises UserError for a page that has none."""
+    text = page.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UserError(f"{page} has lost its markers {BEGIN} and {END}; put them back")
+    page.write_text(f"{before}{BEGIN}\n{tables(document)}{END}{after}")
+
+
+def tables(document: Document | None) -> str:
+    """All of what stands between the markers, Markdown."""
+    if document is None:
+        return NOTHING
+    settings, versions = document["settings"], document["versions"]
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    lines = [
+        f"{document['date']}, {document['gpu']}, {known}. "
+        f"Random weights of the shape {settings['shape']}, {settings['dtype']}.",
+        "",
+        "| figure | measured | median of | target | |",
+        "|---|---|---|---|---|",
+    ]
+    for part in document["parts"]:
+        lines += [figure_row(row) for row in part["figures"]]
+    lines += ["", *part_table(document["parts"]), ""]
+    for part in document["parts"]:
+        lines += details(part)
+    return "\n".join(lines)
+
+
+def figure_row(row: Document) -> str:
+    """A figure against its target."""
+    target = row["target"]
+    wanted = f"{target['sense']} {target['value']:g}" if target else ""
+    verdict = "" if target is None else "reached" if row["met"] else "**not reached**"
+    return f"| {row['name']} | {row['value']:,.4g} {row['unit']} | {row['of']} | {wanted} | {verdict} |"
+
+
+def part_table(parts: Sequence[Document]) -> list[str]:
+    """How each part ended."""
+    rows = [
+        f"| {part['name']} | {part['title']} | {ending(part)} | {part['seconds']:g} | {part['commit']} |"
+        for part in parts
+    ]
+    return ["| part | question | ended | s | commit |", "|---|---|---|---|---|", *rows]
+
+
+def details(part: Document) -> list[str]:
+    """What else each figure of a part tells."""
+    lines = []
+    for row in part["figures"]:
+        plain = {name: value for name, value in row["details"].items() if name != "kernels"}
+        if plain:
+            told = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items())
+            lines += [f"- {row['name']}: {told}"]
+        if kernels := row["details"].get("kernels"):
+            lines += ["", "| kernel | share of the kernels' time |", "|---|---|"]
+            lines += [f"| `{name.replace('|', '/')}` | {100 * share:.1f} % |" for name, share in kernels] + [""]
+    return [f"**{part['name']}**", "", *lines, ""] if lines else []
+
+
+def ending(part: Document) -> str:
+    """How a part ended, with the last line of the reason."""
+    reason = (part["reason"].splitlines() or [""])[-1].replace("|", "/")
+    return f"{part['status']}: {reason}" if reason else str(part["status"])

@@ -1,0 +1,170 @@
+"""Parts about whole requests: recorded traffic with and without drafts, drafts that never fit, transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from itertools import chain
+from statistics import median
+from time import sleep
+
+from benchmarks.engine_rows import overhead, share
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.figures import Figure, SkippedError, at_least
+from benchmarks.gpu.stepping import FixedDrafter, path, random_requests
+from benchmarks.gpu.traffic import Traffic, shortened, teach, traffic
+from benchmarks.requests import Item, ReplayChooser
+from benchmarks.serving import Run, serve
+from engine.demo.sidecar import running_sidecar
+from engine.drafters.build import build_drafter
+from engine.drafters.none import NoDrafter
+from engine.sampler import choose
+from ssd.config import DrafterConfig
+from ssd.draft import Drafter
+from ssd.drafter import SuffixDrafter
+
+SPEEDUPS = {1: 2.2, 16: 1.8, 64: 1.3, 256: 1.0}
+"""What `ssd` is to reach on recorded traffic, by concurrency."""
+NEVER_SLOWER = 0.98
+PEERS_BEHIND = 4.0
+DRAFT = 16
+MISFIT_PROMPT = 128
+"""At most; beside many streams prompts would take most of the time."""
+LEAST_MISFIT_REQUESTS = 4
+MANY = 64
+"""Streams at a time from which two rounds have to do."""
+LEARNING_S = 1.0
+"""For a sidecar, which does not say when it is done; it needs 25 ms from a request to its being draftable."""
+
+
+def replay(bench: Bench) -> Iterator[Figure]:
+    """`ssd` against `none` on recorded traffic, as it goes on from round to round."""
+    for concurrency, count in zip(bench.scale.concurrencies, bench.scale.served, strict=True):
+        rounds = bench.scale.rounds if concurrency < MANY else min(2, bench.scale.rounds)
+        asked = traffic(bench, count * rounds, concurrency * rounds)
+        runs = {name: serve_traffic(bench, name, asked, concurrency, rounds) for name in ("none", "ssd")}
+        target = SPEEDUPS.get(concurrency)
+        yield Figure(
+            f"ssd by none, {concurrency} at a time",
+            speedup(runs["ssd"], runs["none"]),
+            "x",
+            len(runs["ssd"]),
+            at_least(target) if target else None,
+            {**asked.notes, **serving_details(runs, concurrency)},
+        )
+
+
+def misfits(bench: Bench) -> Iterator[Figure]:
+    """A drafter that promises much and keeps nothing, with the budget that is to stop it, against none."""
+    prompt_tokens = min(MISFIT_PROMPT, bench.scale.context)
+    for concurrency in bench.scale.concurrencies:
+        count = max(LEAST_MISFIT_REQUESTS, concurrency)
+        drafters = {"none": NoDrafter(), "misfits": FixedDrafter(path(DRAFT), bench.config.vocab_size)}
+        warm, *rounds = (random_items(bench, count, prompt_tokens, seed) for seed in range(1 + bench.scale.rounds))
+        runs = {
+            name: serve_rounds(bench, drafter, warm, rounds, concurrency, has_budget=name != "none")
+            for name, drafter in drafters.items()
+        }
+        details = serving_details(runs, concurrency)
+        ratio = speedup(runs["misfits"], runs["none"])
+        name = f"drafts that never fit by none, {concurrency} at a time"
+        yield Figure(name, ratio, "x", len(rounds), at_least(NEVER_SLOWER), details)
+
+
+def peers(bench: Bench) -> Iterator[Figure]:
+    """transformers' `generate` and its prompt lookup on the same weights and requests, one stream."""
+    from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
+
+    if not is_installed():
+        raise SkippedError("transformers is not installed")
+    asked = traffic(bench, bench.scale.peer_requests, 1)
+    model = bench.plain_model()
+    other = same_model(None, model, bench.dtype)
+    runs: dict[str, list[Run]] = {name: [] for name in (*PEERS, "ssd")}
+    caches = {}
+    for name in PEERS:
+        peer = TransformersPeer(other, lookup=name != "transformers", eos_token_ids=())
+        peer.find_best_cache(asked.served[0])
+        caches[name] = peer.cache or "dynamic"
+        runs[name].append(peer.run(asked.served, lambda: None))
+    del other, model, peer
+    runs["ssd"] = serve_traffic(bench, "ssd", asked, 1, rounds=1)
+    ours = median(tokens_per_s(run) for run in runs["ssd"])
+    for name in PEERS:
+        theirs = tokens_per_s(runs[name][0])
+        details = {**asked.notes, "tokens_per_s": round(ours, 1), f"{name}_tokens_per_s": round(theirs, 1)}
+        details |= {"cache": caches[name], "torch.compile": False}
+        yield Figure(f"ssd by {name}", ours / theirs, "x", len(runs["ssd"]), at_least(PEERS_BEHIND), details)
+
+
+def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int, rounds: int) -> list[Run]:
+    """All requests, a part of them a round, through an engine with this drafter, which has seen the earlier ones."""
+    size = -(-len(asked.served) // rounds)
+    parts = [asked.served[first : first + size] for first in range(0, len(asked.served), size)]
+    with ExitStack() as stack:
+        drafter = taught_drafter(stack, name, asked)
+        # Of those that the drafter knows already, so that it is told nothing of what is to come.
+        return serve_rounds(bench, drafter, asked.learned, parts, concurrency, has_budget=name != "none")
+
+
+def taught_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
+    """A drafter by its name; a sidecar runs until `stack` is closed."""
+    address = stack.enter_context(running_sidecar()) if name == "ssd-remote" else ""
+    drafter = build_drafter(name, DrafterConfig(max_draft=DRAFT), address, lambda text: print(text, flush=True))
+    if name != "none":
+        teach(drafter, asked.learned)
+    if isinstance(drafter, SuffixDrafter):
+        drafter.corpus.refresh()
+    elif name == "ssd-remote":
+        sleep(LEARNING_S)
+    return drafter
+
+
+def serve_rounds(
+    bench: Bench,
+    drafter: Drafter,
+    warm: Sequence[Item],
+    rounds: Sequence[Sequence[Item]],
+    concurrency: int,
+    *,
+    has_budget: bool,
+) -> list[Run]:
+    """Each round's requests through one new engine, with what was recorded in place of what the model says, if it was.
+
+    Requests of `warm` run before for a few tokens, so that nothing is compiled or allocated first while it is timed.
+    """
+    longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in chain(warm, *rounds))
+    chooser = ReplayChooser() if rounds[0][0].output is not None else None
+    engine = bench.engine(drafter, concurrency, longest, has_budget=has_budget, choose=chooser or choose)
+    with closing(engine):
+        serve(engine, shortened(warm[:concurrency]), concurrency, chooser, lambda: None)
+        return [serve(engine, items, concurrency, chooser, lambda: None) for items in rounds]
+
+
+def random_items(bench: Bench, count: int, prompt_tokens: int, seed: int) -> list[Item]:
+    """Requests that have nothing in common."""
+    requests = random_requests(bench, count, prompt_tokens, bench.scale.output_tokens, seed)
+    return [Item(request, session) for session, request in enumerate(requests)]
+
+
+def tokens_per_s(run: Run) -> float:
+    """Output tokens by the time of the whole run, prompts included."""
+    return run.tokens / run.seconds
+
+
+def speedup(runs: Sequence[Run], others: Sequence[Run]) -> float:
+    """Median over the rounds of the ratio within each."""
+    return median(tokens_per_s(run) / tokens_per_s(other) for run, other in zip(runs, others, strict=True))
+
+
+def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, object]:
+    """What else the runs tell, medians."""
+    details: dict[str, object] = {}
+    for name, own in runs.items():
+        details[f"{name}_tokens_per_s"] = round(median(tokens_per_s(run) for run in own), 1)
+        details[f"{name}_tokens_per_step"] = round(median(run.tokens / run.deliveries for run in own), 3)
+        details[f"{name}_drafted_per_step"] = round(median((run.drafted or 0) / run.deliveries for run in own), 3)
+        details[f"{name}_overhead_ms"] = round(median(1e3 * overhead(run, concurrency) for run in own), 3)
+        details[f"{name}_draft_share"] = round(median(share(run, "draft") for run in own), 4)
+        details[f"{name}_peak_mib"] = max(run.peak_bytes for run in own) >> 20
+    return details

@@ -1,0 +1,86 @@
+"""Parts about steps: ceilings, plain decoding, verification, many streams without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from statistics import median
+
+import torch
+
+from benchmarks.gpu.bench import CEILING_TRIES, Bench
+from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
+from benchmarks.gpu.figures import Figure, at_least, at_most
+from benchmarks.gpu.stepping import FixedDrafter, path, ratios, time_steps
+from benchmarks.gpu.timeline import LEAST_GAP_US, Interval, by_name, idle_share, span
+from engine.drafters.none import NoDrafter
+
+DRAFT = 16
+RECORDED_STEPS = 20
+
+
+def ceilings(bench: Bench) -> Iterator[Figure]:
+    """What the device reaches at best: the figures that all others are held against."""
+    reached = bench.ceilings
+    yield Figure("copy bandwidth, read and write", reached.bytes_per_s / 1e9, "GB/s", CEILING_TRIES)
+    size = bench.scale.product
+    yield Figure(f"matrix product {size} x {size} x {size}", reached.flops_per_s / 1e12, "TFLOP/s", CEILING_TRIES)
+
+
+def decode(bench: Bench) -> Iterator[Figure]:
+    """One stream without drafts: bytes that a step must read, by its time, against the copy bandwidth."""
+    context = bench.scale.context
+    timed = time_steps(bench, {"none": NoDrafter()}, 1, context, recorded=RECORDED_STEPS)["none"]
+    step, count = median(chain(*timed.rounds)), sum(map(len, timed.rounds))
+    read = step_bytes(bench.config, [context], 1, bench.dtype.itemsize)
+    share = 100 * read / step / bench.ceilings.bytes_per_s
+    details = {
+        "tokens_per_s": round(1 / step, 1),
+        "step_ms": round(1e3 * step, 3),
+        "gb_read": round(read / 1e9, 3),
+        "copy_gb_per_s": round(bench.ceilings.bytes_per_s / 1e9),
+    }
+    yield Figure(f"bandwidth of a step, {context} tokens before it", share, "%", count, at_least(85), details)
+    if timed.kernels:
+        yield from idle_figures(timed.kernels)
+
+
+def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
+    """How long the GPU waits between steps, and what takes its time otherwise."""
+    details = {
+        "idle_with_all_gaps_%": round(100 * idle_share(kernels), 2),
+        "recorded_ms": round(span(kernels) / 1e3, 2),
+        "kernels": by_name(kernels),
+    }
+    name = f"GPU idle between steps, gaps of {LEAST_GAP_US:g} us or more"
+    yield Figure(name, 100 * idle_share(kernels, LEAST_GAP_US), "%", 1, at_most(2), details)
+
+
+def verify(bench: Bench) -> Iterator[Figure]:
+    """A step that verifies 16 draft tokens, of which none fits, against one without drafts, in turns."""
+    drafters = {"plain": NoDrafter(), "verify": FixedDrafter(path(DRAFT), bench.config.vocab_size)}
+    timed = time_steps(bench, drafters, 1, bench.scale.context, max_draft=DRAFT)
+    ratio = median(ratios(timed["verify"], timed["plain"]))
+    drafted = median(outcome.drafted for report in timed["verify"].reports for outcome in report.outcomes)
+    details = {f"{name}_ms": round(1e3 * median(own.medians), 3) for name, own in timed.items()}
+    details |= {"draft_tokens": int(drafted), "steps_a_round": bench.scale.steps}
+    yield Figure("verify of 16 draft tokens, by a plain step", ratio, "x", bench.scale.rounds, at_most(1.10), details)
+
+
+def streams(bench: Bench) -> Iterator[Figure]:
+    """Many streams without drafts against what their bytes and products take."""
+    count, context = bench.scale.streams, bench.scale.context
+    timed = time_steps(bench, {"none": NoDrafter()}, count, context)["none"]
+    measured, steps = median(chain(*timed.rounds)), sum(map(len, timed.rounds))
+    shape, itemsize = bench.config, bench.dtype.itemsize
+    expected = step_seconds(shape, [context] * count, 1, itemsize, bench.ceilings)
+    bound = overlapped_seconds(shape, [context] * count, 1, itemsize, bench.ceilings)
+    details = {
+        "step_ms": round(1e3 * measured, 3),
+        "estimate_ms": round(1e3 * expected, 3),
+        "bound_ms": round(1e3 * bound, 3),
+        "tokens_per_s": round(count / measured, 1),
+        "peak_mib": torch.cuda.max_memory_allocated() >> 20 if bench.on_gpu else None,
+    }
+    name = f"a step of {count} streams, {context} tokens before each, by bandwidth + compute"
+    yield Figure(name, measured / expected, "x", steps, at_most(1.10), details)

@@ -1,0 +1,71 @@
+"""What a GPU's timeline says: when it worked, when it waited, and on what its time went."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+LEAST_GAP_US = 5.0
+"""Shorter pauses lie between the kernels of one step: within a CUDA graph they are 1 to 2 us."""
+NOT_WORK = ("Memcpy", "Memset")
+"""As the profiler calls copies: the multiprocessors wait all the same."""
+
+
+@dataclass(frozen=True, order=True)
+class Interval:
+    """A kernel's time, in microseconds."""
+
+    begin: float
+    end: float
+    name: str = ""
+
+
+def gaps(kernels: Sequence[Interval]) -> list[float]:
+    """Microseconds in which no kernel ran, between first and last; kernels may overlap, in any order."""
+    found, busy_until = [], None
+    for kernel in sorted(kernels):
+        if busy_until is not None and kernel.begin > busy_until:
+            found.append(kernel.begin - busy_until)
+        busy_until = kernel.end if busy_until is None else max(busy_until, kernel.end)
+    return found
+
+
+def span(kernels: Sequence[Interval]) -> float:
+    """Microseconds from the first kernel's beginning to the last one's end."""
+    return max(kernel.end for kernel in kernels) - min(kernel.begin for kernel in kernels) if kernels else 0.0
+
+
+def idle_share(kernels: Sequence[Interval], least: float = 0.0) -> float:
+    """Share of the time that is gaps of at least so many microseconds, 0 to 1. Raises ValueError if nothing ran."""
+    if not span(kernels):
+        raise ValueError("no kernel ran, so there is no time to take a share of")
+    return sum(gap for gap in gaps(kernels) if gap >= least) / span(kernels)
+
+
+def by_name(kernels: Sequence[Interval], most: int = 12) -> list[tuple[str, float]]:
+    """Kernels that took most of the kernels' time, and their shares of it."""
+    sums: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        sums[kernel.name] += kernel.end - kernel.begin
+    total = sum(sums.values())
+    ranked = sorted(sums.items(), key=lambda item: -item[1])[:most]
+    return [(name[:80], round(taken / total, 4)) for name, taken in ranked]
+
+
+def record(run: Callable[[], object]) -> list[Interval]:
+    """The kernels that ran on the GPU during `run`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    return [
+        Interval(event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3, event.name())
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith(NOT_WORK)
+    ]

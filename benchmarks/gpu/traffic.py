@@ -1,0 +1,84 @@
+"""Recorded traffic as it stands in the middle of a day: requests to serve, and those that the drafter saw before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.figures import SkippedError
+from benchmarks.requests import Item, Limits, is_renumbered, replay_items
+from benchmarks.traces import Trace, load_trace
+from ssd.draft import Drafter
+
+WARM_UP_TOKENS = 8
+FIRST_LEARNED_ID = 1 << 32
+"""Ids of requests that only the drafter knows; an engine's own begin at 0."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests in the vocabulary of the model."""
+
+    learned: list[Item]
+    served: list[Item]
+    notes: dict[str, object]
+    """What a reader must know of them."""
+
+
+def shortened(items: Sequence[Item]) -> list[Item]:
+    """The same requests, with outputs of a few tokens."""
+    return [
+        replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))
+        for item in items
+        if (most := min(WARM_UP_TOKENS, item.request.sampling.max_tokens))
+    ]
+
+
+def traffic(bench: Bench, count: int, places: int) -> Traffic:
+    """`count` requests of the trace to be served. Raises SkippedError without a trace.
+
+    places: requests that run at once, added up over the rounds. With fewer than two conversations for each, turns that
+    wait for earlier ones would leave places empty, so then none waits.
+    """
+    trace = read_trace(bench)
+    cap = bench.scale.prompt_tokens
+    short = [request for request in trace.requests if len(request.prompt) <= cap]
+    learned = min(bench.scale.learned, len(short) // 2)
+    chosen = Trace(trace.name, short[: learned + count])
+    if len(chosen.requests) <= learned:
+        raise SkippedError(f"the trace {trace.name} has no requests with prompts of at most {cap} tokens")
+    limits = Limits(cap, bench.scale.output_tokens)
+    items = replay_items(chosen, len(chosen.requests), limits, bench.config)
+    served = items[learned:]
+    sessions = len({item.session for item in served})
+    if apart := sessions < 2 * places:
+        served = [replace(item, session=number) for number, item in enumerate(served)]
+    notes: dict[str, object] = {
+        "trace": trace.name,
+        "requests": len(served),
+        "output_tokens": sum(item.request.sampling.max_tokens for item in served),
+        "seen_before": learned,
+        "renumbered": is_renumbered(chosen, len(chosen.requests), limits, bench.config),
+        "turns_wait_for_each_other": not apart,
+    }
+    return Traffic(items[:learned], served, notes)
+
+
+def read_trace(bench: Bench) -> Trace:
+    """The recorded traffic. Raises SkippedError if there is none."""
+    path = bench.setting.trace
+    if path is None or not path.exists():
+        raise SkippedError(f"no recorded traffic at {path}; say --trace FILE.npz" if path else "no --trace was given")
+    try:
+        return load_trace(path)
+    except ValueError as error:
+        raise SkippedError(str(error)) from None
+
+
+def teach(drafter: Drafter, learned: list[Item]) -> None:
+    """Let a drafter see what was produced earlier, as if it had been served."""
+    for number, item in enumerate(learned, FIRST_LEARNED_ID):
+        assert item.output is not None
+        drafter.start(number, item.request.prompt)
+        drafter.finish(number, item.output)

@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu.bench import TINY, Bench, Setting
+
+PHRASE = 7
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    """A trace file: eight requests of four sessions that repeat one phrase, in token ids that no small model has."""
+    phrase = np.random.default_rng(0).integers(150_000, 200_000, PHRASE).astype(np.uint32)
+    lengths = np.full(8, 20, np.int32)
+    path = tmp_path_factory.mktemp("trace") / "phrase.npz"
+    np.savez(
+        path,
+        tokens=np.tile(np.resize(phrase, 40), 8),
+        prompt_len=lengths,
+        output_len=lengths,
+        session=np.arange(8, dtype=np.int32) % 4,
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def bench(recorded):
+    """The GPU's benchmark on a CPU, with as little of everything as will do."""
+    return Bench(Setting("cpu", "float32", "auto", "tiny", TINY, recorded))

@@ -1,0 +1,53 @@
+"""The parts of the GPU benchmark that time steps, on a CPU."""
+
+import pytest
+
+from benchmarks.gpu.bench import TINY, Bench, Setting
+from benchmarks.gpu.figures import SkippedError
+from benchmarks.gpu.parts import PARTS
+from tests.benchmarks.gpu_parts import figures_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_ceilings(bench):
+    copying, multiplying = figures_of(bench, "ceilings")
+    assert (copying.unit, multiplying.unit) == ("GB/s", "TFLOP/s")
+
+
+def test_decode_says_what_share_of_the_bandwidth_a_step_reaches(bench):
+    [figure] = figures_of(bench, "decode")
+    told = figure.details
+    reached = 1e9 * told["gb_read"] / (told["step_ms"] / 1e3) / (1e9 * told["copy_gb_per_s"])
+    assert figure.value == pytest.approx(100 * reached, rel=0.5)
+    assert figure.of == TINY.steps * TINY.rounds
+
+
+def test_verify_verifies_sixteen_tokens(bench):
+    [figure] = figures_of(bench, "verify")
+    assert figure.details["draft_tokens"] == 16
+    assert figure.value == pytest.approx(figure.details["verify_ms"] / figure.details["plain_ms"], rel=0.01)
+
+
+def test_trees_are_measured_in_a_step_and_in_attention_alone(bench):
+    step, attention = figures_of(bench, "trees")
+    assert set(step.details) == {"path_ms", "tree_ms"}
+    assert attention.details["backend"] == "plain"
+
+
+def test_streams_are_held_against_the_estimate(bench):
+    [figure] = figures_of(bench, "streams")
+    assert figure.details["bound_ms"] <= figure.details["estimate_ms"]
+
+
+def test_parts_that_need_a_trace_are_skipped_without_one(tmp_path):
+    for path in (None, tmp_path / "absent.npz"):
+        bench = Bench(Setting("cpu", "float32", "auto", "tiny", TINY, path))
+        for part in PARTS:
+            if part.name in ("replay", "drafting", "peers"):
+                with pytest.raises(SkippedError, match="--trace"):
+                    list(part.run(bench))
+
+
+def test_all_parts_fit_into_nine_minutes():
+    assert sum(part.limit_s for part in PARTS) <= 9 * 60

@@ -1,0 +1,38 @@
+"""The parts of the GPU benchmark that serve requests, on a CPU."""
+
+import pytest
+
+from benchmarks.gpu.bench import TINY
+from tests.benchmarks.gpu_parts import figures_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_replay_drafts_what_was_recorded(bench):
+    alone, together = figures_of(bench, "replay")
+    for figure in (alone, together):
+        assert figure.details["renumbered"]
+        assert figure.details["none_tokens_per_step"] == 1
+        assert figure.details["ssd_tokens_per_step"] > 2
+    assert alone.target.value == 2.2
+    assert together.details["requests"] == 3
+
+
+def test_misfits_fit_nowhere(bench):
+    for figure in figures_of(bench, "misfits"):
+        assert figure.details["misfits_tokens_per_step"] == 1
+        assert figure.details["misfits_drafted_per_step"] > 0
+        assert figure.target.value == 0.98
+
+
+def test_drafting_is_timed_embedded_and_remote(bench):
+    embedded, remote = figures_of(bench, "drafting")
+    assert ["ssd" in embedded.name, "ssd-remote" in remote.name] == [True, True]
+    assert embedded.details["streams"] == TINY.served[-1] < TINY.streams
+
+
+def test_peers_run_the_same_requests(bench):
+    pytest.importorskip("transformers")
+    generate, lookup = figures_of(bench, "peers")
+    assert "transformers_tokens_per_s" in generate.details
+    assert lookup.details["cache"] == "dynamic"
