@@ -8,6 +8,9 @@ from hypothesis import settings
 
 from tests.servers import served
 
+# Of PyTorch, here and in processes that tests start: on a busy machine threads that wait for each other spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("project", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile("soak", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))

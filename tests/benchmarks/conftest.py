@@ -1,18 +1,9 @@
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.gpu.bench import TINY, Bench, Setting
 
 PHRASE = 7
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -16,20 +16,13 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.build import build_drafter
 from engine.models.loader import checkpoint_views
+from engine.shipped import SHIPPED_MODEL
 from engine.times import StageTimes
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
 TINY = SHAPES["tiny"]
 SMALL = ("--shape", "tiny", "--requests", "3", "--max-tokens", "6", "--prompt-tokens", "20", "--rounds", "1")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -59,6 +52,22 @@ def test_every_drafter_gives_the_outputs_of_plain_decoding_and_so_does_transform
     assert rows["none", 2]["speedup_vs_none"] == rows["none", 2]["tokens_per_step"] == 1
     assert sum(rows["ssd", 2]["share"].values()) == pytest.approx(1, abs=0.01)
     assert any("random weights" in note for note in result["notes"])
+
+
+def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
+    named = []
+
+    def build(name, *rest, model):
+        named.append((name, model))
+        return build_drafter(name, *rest, model=model)
+
+    monkeypatch.setattr("benchmarks.engine.build_drafter", build)
+    monkeypatch.setattr("engine.drafters.build.DEADLINE_S", 10.0)
+    main([*SMALL[2:], "--no-peers", "--drafter", "none,ssd-remote", "--concurrency", "2", "--max-tokens", "40"])
+    row = next(row for row in document(capsys)["results"] if row["drafter"] == "ssd-remote")
+    assert set(named) == {("none", SHIPPED_MODEL), ("ssd-remote", SHIPPED_MODEL)}
+    assert row["identical_to_none"] is True
+    assert row["drafted_per_step"] > 0
 
 
 def test_a_replay_gives_the_recorded_output_whoever_drafts(items):

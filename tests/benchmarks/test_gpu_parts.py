@@ -7,8 +7,6 @@ from benchmarks.gpu.figures import SkippedError
 from benchmarks.gpu.parts import PARTS
 from tests.benchmarks.gpu_parts import figures_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_ceilings(bench):
     copying, multiplying = figures_of(bench, "ceilings")

@@ -5,8 +5,6 @@ import pytest
 from benchmarks.gpu.bench import TINY
 from tests.benchmarks.gpu_parts import figures_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_replay_drafts_what_was_recorded(bench):
     alone, together = figures_of(bench, "replay")

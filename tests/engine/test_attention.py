@@ -21,6 +21,15 @@ def reference(model):
     return prompt_logits(model, TEXT)
 
 
+@pytest.fixture
+def threads(request):
+    """So many in PyTorch, where other tests have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def close(left, right):
     return bool((left - right).abs().max() < 2e-4)
 
@@ -73,6 +82,8 @@ def test_pieces_cover_a_batch_and_never_cross_a_block_of_keys(spans):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("threads")
 def test_rounding_does_not_depend_on_the_step(model_folder):
     """On packed weights a token's logits are the same to the last bit, whatever shares its step."""
     model = pack(load_model(model_folder))

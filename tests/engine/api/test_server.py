@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -42,9 +43,13 @@ def server(folder):
         yield server
 
 
+def client_of(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+    with client_of(server) as client:
         yield client
 
 
@@ -89,21 +94,35 @@ def test_a_stream_says_what_a_whole_answer_says(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_what_repeats_is_drafted_and_the_answer_says_so(client, http):
-    asked = {"model": MODEL, "prompt": PROMPT + "pivot", "max_tokens": 60, "temperature": 0}
-    first, second = [client.completions.create(**asked) for _ in range(2)]
-    assert first.choices[0].text == second.choices[0].text
-    draft = second.usage.model_dump()["draft"]
-    assert draft["accepted_tokens"] > 30
-    assert draft["tokens_per_step"] > 2
-    assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
-    without = client.completions.create(**asked, extra_body={"max_draft_tokens": 0})
-    assert without.choices[0].text == first.choices[0].text
-    assert without.usage.model_dump()["draft"]["drafted_tokens"] == 0
-    pieces = client.completions.create(**asked, extra_body={"return_drafted": True}).choices[0].model_dump()["pieces"]
-    assert "".join(text for text, _ in pieces) == first.choices[0].text
-    assert any(is_drafted for _, is_drafted in pieces)
-    assert metric(http, "vllm:spec_decode_num_accepted_tokens_total") >= draft["accepted_tokens"]
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_what_repeats_is_drafted_and_the_answer_says_so(shape, folder, request):
+    with ExitStack() as stack:
+        if shape == "path":
+            server = request.getfixturevalue("server")
+        else:
+            server = stack.enter_context(serving("--draft-shape", shape, model=folder))
+        client = stack.enter_context(client_of(server))
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=TIMEOUT_S))
+        asked = {"model": MODEL, "prompt": PROMPT + "pivot", "max_tokens": 60}
+        # Answers that part from each other, so that drafts may have branches.
+        client.completions.create(**asked, temperature=1, seed=3, n=8)
+        asked["temperature"] = 0
+        first, second = [client.completions.create(**asked) for _ in range(2)]
+        assert first.choices[0].text == second.choices[0].text
+        draft = second.usage.model_dump()["draft"]
+        assert draft["accepted_tokens"] > 30
+        assert draft["tokens_per_step"] > 2
+        assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
+        without = client.completions.create(**asked, extra_body={"max_draft_tokens": 0})
+        assert without.choices[0].text == first.choices[0].text
+        assert without.usage.model_dump()["draft"]["drafted_tokens"] == 0
+        again = client.completions.create(**asked, extra_body={"return_drafted": True})
+        pieces = again.choices[0].model_dump()["pieces"]
+        assert "".join(text for text, _ in pieces) == first.choices[0].text
+        assert any(is_drafted for _, is_drafted in pieces)
+        assert metric(http, "vllm:spec_decode_num_accepted_tokens_total") >= draft["accepted_tokens"]
+        figures = http.get("/figures").json()
+        assert (figures["drafted"] > sum(figures["drafted_at"])) == (shape == "tree")
 
 
 def test_several_prompts_and_several_outputs_each(client):
