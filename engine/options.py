@@ -55,18 +55,18 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         click.option(
             "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
         ),
-        click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...  [default: a GPU where there is one]"),
+        click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one."),
         click.option(
             "--dtype",
             type=click.Choice(DTYPES),
             default="auto",
-            help="What the model computes in.  [default: float32 on a CPU, bfloat16 on a GPU]",
+            help="What the model computes in; auto: float32 on a CPU, bfloat16 on a GPU.",
         ),
         click.option(
             "--attention",
             type=click.Choice(ATTENTIONS),
             default="auto",
-            help="Whose kernels run it.  [default: FlashInfer's on a GPU where it is installed]",
+            help="Whose kernels run it; auto: FlashInfer's on a GPU where they can run.",
         ),
         click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens."),
         click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote."),

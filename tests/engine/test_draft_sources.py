@@ -1,5 +1,6 @@
 """Steps report where the draft tokens were found, and which of them were kept: in paths and in trees, cut or whole."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -63,3 +64,22 @@ def test_sources_are_those_of_the_tokens(model, shape):
     assert drafted > 20
     assert (kept_elsewhere > 5) is (shape == "tree")
     assert engine.drafter is drafter
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_sources_go_with_drafts_that_were_prepared(model, shape):
+    """What is left of a draft behind committed tokens keeps its own sources."""
+    config = EngineConfig(max_sequences=3, max_step_tokens=256, max_draft=5, draft_shape=shape)
+    answers = [each.tokens for each in build_engine(model, config, NoDrafter()).generate(ASKED)]
+    accepted = 0
+
+    def observe(report):
+        nonlocal accepted
+        for outcome in report.outcomes:
+            accepted += outcome.accepted
+            assert len(outcome.sources) == outcome.drafted
+            assert outcome.sources[outcome.kept].tolist() == (outcome.tokens[: outcome.accepted] % 2).tolist()
+
+    with closing(build_engine(model, replace(config, overlap=True), ParityTrees(answers))) as engine:
+        assert [each.tokens.tolist() for each in engine.generate(ASKED, observe)] == [one.tolist() for one in answers]
+    assert accepted > 20

@@ -18,8 +18,11 @@ MODEL = "stdlib-7m"
 @contextmanager
 def serving(*arguments, model=SHIPPED_MODEL):
     """A running `ssd-engine serve` at a free port; yields its `url` and `process`."""
-    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", "--threads", "1"]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0"]
+    machine = ("--device", "cpu", "--threads", "1")
+    process = subprocess.Popen(
+        [*command, *machine, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         said = ""
         while "serving at" not in said:
