@@ -139,8 +139,6 @@ class Engine:
         watch.lap("draft")
         batch = build_batch(sequences, self.scheduler.pages.page_size)
         watch.lap("schedule")
-        self._drafting.look_ahead(sequences)
-        watch.lap("draft")
         logits = self._runner.forward(batch)
         watch.lap("forward")
         chosen = self._choose(batch, logits, sequences)

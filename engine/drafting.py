@@ -47,9 +47,6 @@ class Drafting:
             sequence.draft = draft[: foreign[0]] if len(foreign) else draft
             self._shape(sequence, drafts.parents_of(index))
 
-    def look_ahead(self, sequences: SequenceOf[Sequence]) -> None:
-        """The forward of these begins: drafts for what follows may be made beside it."""
-
     def look_back(self, sequences: SequenceOf[Sequence]) -> None:
         """What these produced is known: drafts for what follows may be made beside what is done with it."""
 
