@@ -28,6 +28,9 @@ from engine.verify import accepted_length, accepted_path
 from ssd.draft import Drafter
 from ssd.errors import UserError
 
+ROWS = np.arange(1)
+"""Rows that a sequence without a draft may produce from."""
+
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
@@ -143,8 +146,6 @@ class Engine:
         watch.lap("draft")
         batch = build_batch(sequences, self.scheduler.pages.page_size)
         watch.lap("schedule")
-        self._drafting.look_ahead(sequences)
-        watch.lap("draft")
         logits = self._runner.forward(batch)
         watch.lap("forward")
         chosen = self._choose(batch, logits, sequences)
@@ -248,14 +249,15 @@ class Engine:
 def _kept_rows(batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> list[np.ndarray]:
     """For each sequence the rows, int64, whose tokens it produces: behind its last token and accepted draft tokens."""
     kept = []
+    bounds = batch.logit_offsets.tolist()
     for index, sequence in enumerate(sequences):
-        own = chosen.tokens[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
-        if len(own) == 0:
-            kept.append(np.empty(0, np.int64))
+        first, end = bounds[index], bounds[index + 1]
+        if end - first <= 1:
+            kept.append(ROWS[: end - first])
         elif sequence.tree is None:
-            kept.append(np.arange(accepted_length(sequence.draft, own) + 1))
+            kept.append(np.arange(accepted_length(sequence.draft, chosen.tokens[first:end]) + 1))
         else:
-            path = accepted_path(sequence.draft, sequence.tree.parents, own)
+            path = accepted_path(sequence.draft, sequence.tree.parents, chosen.tokens[first:end])
             kept.append(np.concatenate(([0], 1 + path)))
     return kept
 

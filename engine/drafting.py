@@ -45,16 +45,18 @@ class Drafting:
         cost = None if self._budget is None else self._budget.price(tokens, len(producing))
         drafts = self._drafts_for(producing, cost)
         lengths = np.diff(drafts.offsets) if self._budget is None else self._budget.spend(drafts, tokens)
+        # A remote drafter's word is no reason to index out of the embedding.
+        foreign = drafts.tokens >= self._vocab_size
+        has_foreign = np.count_nonzero(foreign) > 0
         for index, (sequence, length) in enumerate(zip(producing, lengths.tolist(), strict=True)):
-            # A remote drafter's word is no reason to index out of the embedding.
-            draft = drafts.tokens_of(index)[: min(length, self._limit(sequence))]
-            foreign = np.flatnonzero(draft >= self._vocab_size)
-            sequence.draft = draft[: foreign[0]] if len(foreign) else draft
-            sequence.draft_sources = drafts.sources_of(index)
-            self._shape(sequence, drafts.parents_of(index))
-
-    def look_ahead(self, sequences: SequenceOf[Sequence]) -> None:
-        """The forward of these begins: drafts for what follows may be made beside it."""
+            length = min(length, self._limit(sequence)) if length else 0
+            if has_foreign and length:
+                first = int(drafts.offsets[index])
+                length = int(np.append(foreign[first : first + length], True).argmax())
+            if length:
+                sequence.draft = drafts.tokens_of(index)[:length]
+                sequence.draft_sources = drafts.sources_of(index)
+                self._shape(sequence, drafts.parents_of(index)[:length])
 
     def look_back(self, sequences: SequenceOf[Sequence]) -> None:
         """What these produced is known: drafts for what follows may be made beside what is done with it."""
@@ -101,7 +103,6 @@ class Drafting:
 
     def _shape(self, sequence: Sequence, parents: np.ndarray) -> None:
         """Note whose child each draft token is; parents come first, so what is left of a cut tree is one."""
-        parents = parents[: len(sequence.draft)]
         straight = straight_length(parents)
         if straight == len(parents):
             return

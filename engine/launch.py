@@ -14,8 +14,9 @@ from engine.models.decoder import Decoder
 from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.options import EngineOptions
+from engine.overlap import furthest
 from engine.tokenizer import Tokenizer
-from ssd.config import DrafterConfig
+from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
 
@@ -54,8 +55,10 @@ def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: C
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
         prefix_cache=options.prefix_cache,
+        overlap=options.overlap,
     )
-    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=max(1, options.max_draft))
+    longest = furthest(options.max_draft) if options.overlap else options.max_draft
+    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, longest), MAX_DRAFT))
     drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
     may_draft = options.drafter != "none" and options.max_draft > 0
     return build_engine(model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention)

@@ -41,6 +41,7 @@ class EngineOptions:
     kv_memory: int
     """MiB."""
     prefix_cache: bool
+    overlap: bool
     threads: int | None
 
     @classmethod
@@ -84,6 +85,11 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--prefix-cache/--no-prefix-cache",
             default=True,
             help="Compute what prompts have in common at their start once.",
+        ),
+        click.option(
+            "--overlap/--no-overlap",
+            default=False,
+            help="Draft beside the model's work; pays where drafting has a processor of its own.",
         ),
         click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]"),
     )

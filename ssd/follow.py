@@ -42,7 +42,10 @@ def follow(drafts: DraftBatch, picks: np.ndarray, tokens: np.ndarray, offsets: n
 
 
 def count_shared(drafts: DraftBatch, picks: np.ndarray, others: DraftBatch, other_picks: np.ndarray) -> np.ndarray:
-    """How many leading tokens some of `drafts` share with some others, int64 [B]; picks: int64 [B] each."""
+    """How many leading tokens some of `drafts` share with some others, int64 [B].
+
+    picks, other_picks: int64 [B], which of them; with `NONE` nothing is shared.
+    """
     shared = np.empty(len(picks), np.int64)
     _count_shared(drafts.tokens, drafts.offsets, picks, others.tokens, others.offsets, other_picks, shared)
     return shared
@@ -97,6 +100,9 @@ def _follow(drafts, picks, committed, bounds, left, places):  # type: ignore[no-
 def _count_shared(tokens, offsets, picks, others, bounds, other_picks, shared):  # type: ignore[no-untyped-def]
     """See `count_shared`."""
     for index in range(len(picks)):
+        shared[index] = 0
+        if picks[index] < 0 or other_picks[index] < 0:
+            continue
         first, other = np.int64(offsets[picks[index]]), np.int64(bounds[other_picks[index]])
         most = min(np.int64(offsets[picks[index] + 1]) - first, np.int64(bounds[other_picks[index] + 1]) - other)
         count = 0

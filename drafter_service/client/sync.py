@@ -9,6 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from drafter_service.client.base import Client
+from drafter_service.client.core import Turn
 from drafter_service.client.grpc_stream import GrpcStream
 from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTIONS
 from drafter_service.client.messages import RefusedError
@@ -19,7 +20,7 @@ from ssd.draft import DraftBatch, Progress
 
 
 class DrafterClient(Client):
-    """A drafter behind a gRPC stream. One thread uses it. `on_lost` is called from another."""
+    """A drafter behind a stream. One thread uses it. `on_lost` is called from another."""
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
@@ -50,6 +51,7 @@ class DrafterClient(Client):
         token out of range and a name that is too long.
         """
         self._check_process()
+        self._check_is_answered()
         with self._lock:
             self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
             self._send()
@@ -60,30 +62,44 @@ class DrafterClient(Client):
 
         Raises ValueError as `Progress.check` does.
         """
+        return self.ask(progress).result()
+
+    def ask(self, progress: Progress) -> Answer:
+        """`draft`, but for the waiting: take the answer's result before you call anything else here."""
         self._check_process()
+        self._check_is_answered()
         with self._lock:
             turn = self._core.draft(progress)
             self._is_waiting = True
             self._send()
-            stream, is_settled = self._stream, self._core.is_settled(turn)
-        until = time.monotonic() + self._deadline_s
-        while stream is not None and not is_settled and stream.wait(until - time.monotonic()):
+            return Answer(self, turn, self._stream, time.monotonic() + self._deadline_s)
+
+    def _settle(self, turn: Turn, stream: Stream | None, until: float) -> DraftBatch:
+        is_settled = self._core.is_settled(turn)
+        try:
+            while stream is not None and not is_settled and stream.wait(until - time.monotonic()):
+                with self._lock:
+                    self._take_in()
+                    is_settled = self._core.is_settled(turn)
+        finally:  # Whatever interrupts the waiting, it is over.
             with self._lock:
+                self._is_waiting = False
                 self._take_in()
-                is_settled = self._core.is_settled(turn)
-        with self._lock:
-            self._is_waiting = False
-            self._take_in()
-            self._mind_silence()
-            drafts = self._core.settle(turn)
-            self._watch()
-            return drafts
+                self._mind_silence()
+                drafts = self._core.settle(turn)
+                self._watch()
+        return drafts
+
+    def _check_is_answered(self) -> None:
+        if self._is_waiting:
+            raise ValueError("take the result of what was asked before the next call")
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
     ) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
         self._check_process()
+        self._check_is_answered()
         with self._lock:
             self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
             self._send()
@@ -202,3 +218,17 @@ class DrafterClient(Client):
             self._watch()
             if self.lost is None:
                 self._decided.set()
+
+
+class Answer:
+    """Drafts on their way."""
+
+    def __init__(self, client: DrafterClient, turn: Turn, stream: Stream | None, until: float) -> None:
+        self._client = client
+        self._turn = turn
+        self._stream = stream
+        self._until = until
+
+    def result(self) -> DraftBatch:
+        """The drafts, or those at hand once the deadline has passed since they were asked for. To be called once."""
+        return self._client._settle(self._turn, self._stream, self._until)

@@ -72,6 +72,37 @@ def test_a_stream_begins_with_who_is_there(fake, connect):
     assert len(hello.client_id) == 16
 
 
+def test_drafts_can_be_asked_for_without_waiting(fake, connect):
+    client = connect()
+    client.start(1, array([5]))
+    answer = client.ask(progress_of({1: []}, limit=3))
+    for call in (
+        lambda: client.start(2, array([6])),
+        lambda: client.ask(progress_of({1: []}, limit=3)),
+        lambda: client.draft(progress_of({1: []}, limit=3)),
+        lambda: client.finish(1, array([])),
+    ):
+        with pytest.raises(ValueError, match="take the result of what was asked before the next call"):
+            call()
+    assert answer.result().tokens.tolist() == [6, 7, 8]
+    assert draft_of(client, [6, 9], limit=2, verified=3, accepted=1) == [10, 11]
+
+
+def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):
+    client = connect()
+    client.start(1, array([5]))
+    answer = client.ask(progress_of({1: []}, limit=3))
+
+    def interrupt(stream, timeout_s):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(type(client._stream), "wait", interrupt)
+        answer.result()
+    client.start(2, array([6]))
+    client.finish(1, array([6]))
+
+
 def test_what_start_says_travels(fake, connect):
     client = connect()
     client.start(1, array([5]), session="chat", request="req-1", learn=False)

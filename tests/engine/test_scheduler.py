@@ -17,11 +17,22 @@ from tests.engine.workload import Workload
 WORKLOADS = 50
 
 
-@pytest.mark.parametrize(("block", "shape"), [(0, "path"), (1, "path"), (2, "path"), (3, "tree"), (4, "tree")])
-def test_random_workloads_give_every_request_what_it_gets_alone(block, shape):
+@pytest.mark.parametrize(
+    ("block", "shape", "overlap"),
+    [
+        (0, "path", False),
+        (1, "path", False),
+        (2, "path", False),
+        (3, "tree", False),
+        (4, "tree", False),
+        (5, "path", True),
+        (6, "tree", True),
+    ],
+)
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, overlap):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
-        workload = Workload(seed, shape)
+        workload = Workload(seed, shape, overlap)
         workload.run()
         seen += workload.seen
     # The workloads must meet all that they are for.
