@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from engine.attention.fixed import FixedAttention
 from engine.batch import Batch
 from engine.models.decoder import Attend
 
@@ -25,3 +26,9 @@ class Attention(ABC):
     @abstractmethod
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy the keys and values of all layers between slots, int64 [n] each; all are read before one is written."""
+
+    @abstractmethod
+    def fixed(self, sequences: int, tokens: int, pages: int) -> FixedAttention:
+        """Attention over the same cache for steps of so many sequences by so many tokens, with page tables of so many
+        pages. The cache's last page must be nobody's.
+        """

@@ -20,6 +20,11 @@ class PagedCache:
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return self.layers.shape[1]
+
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy keys and values between slots; see `Attention.move`."""
         # As bytes: PyTorch does not index all of the 8-bit floating-point dtypes.

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.attention.base import Attention
 from engine.attention.cache import PagedCache
 from engine.attention.calls import WORKSPACE_BYTES, Call, Shape, make_call
+from engine.attention.flashinfer_fixed import Append, FlashInferFixed
 from engine.attention.kernels import Kernels, Kind, assign
 from engine.attention.layout import cut, rows_of
 from engine.batch import Batch
@@ -44,15 +45,11 @@ class FlashInferAttention(Attention):
         self._kernels = Kernels() if kernels is None else kernels
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._calls: dict[Kind, Call] = {}
-        # For the kernel that appends, the whole cache is one long sequence in which a slot is a position.
-        self._all_pages = torch.arange(pages, dtype=torch.int32, device=device)
-        self._all_indptr = torch.tensor([0, pages], dtype=torch.int32, device=device)
-        self._all_last = torch.tensor([page_size], dtype=torch.int32, device=device)
+        self._append = Append(self._library, self._cache)
 
     def begin(self, batch: Batch) -> Attend:
         """Attention for one step; see `Attention.begin`."""
         slots = torch.from_numpy(batch.slots.astype(np.int32)).to(self._shape.device)
-        first = torch.zeros_like(slots)
         prepared: list[tuple[slice | Tensor, Call]] = []
         for kind, pieces in assign(cut(batch), self._kernels).items():
             call = self._call(kind)
@@ -62,7 +59,7 @@ class FlashInferAttention(Attention):
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
-            self._append(cache, key, value, first, slots)
+            self._append(cache, key, value, slots)
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
             attended = query.new_empty(query.shape)
@@ -76,17 +73,9 @@ class FlashInferAttention(Attention):
         """Copy keys and values between slots; see `Attention.move`."""
         self._cache.move(sources, targets)
 
-    def _append(self, cache: Tensor, key: Tensor, value: Tensor, first: Tensor, slots: Tensor) -> None:
-        self._library.append_paged_kv_cache(
-            key.to(cache.dtype),
-            value.to(cache.dtype),
-            first,
-            slots,
-            cache,
-            self._all_pages,
-            self._all_indptr,
-            self._all_last,
-        )
+    def fixed(self, sequences: int, tokens: int, pages: int) -> FlashInferFixed:
+        """Attention for steps of a fixed shape; see `Attention.fixed`."""
+        return FlashInferFixed(self._library, self._shape, self._workspace, self._cache, sequences, tokens, pages)
 
     def _call(self, kind: Kind) -> Call:
         """The call of a kind, made when it is first needed: each holds memory."""

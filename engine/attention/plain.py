@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import Attention
+from engine.attention.plain_fixed import PlainFixed
 from engine.batch import Batch
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend
@@ -103,6 +104,10 @@ class PlainAttention(Attention):
         for cached in (self._keys, self._values):
             slots = cached.flatten(1, 2)
             slots.index_copy_(1, written, slots.index_select(1, read))
+
+    def fixed(self, sequences: int, tokens: int, pages: int) -> PlainFixed:  # noqa: ARG002  # any number of both
+        """Attention for steps of a fixed shape; see `Attention.fixed`."""
+        return PlainFixed(self._keys, self._values, tokens)
 
     def _group(self, pieces: list[Piece], key_count: int) -> Group:
         longest = max(piece.length for piece in pieces)

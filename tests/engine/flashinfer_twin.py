@@ -39,8 +39,11 @@ def joined(parts, return_lse):
 
 
 class PagedPrefill:
-    def __init__(self, workspace, layout, *, backend):
+    def __init__(self, workspace, layout, *, backend, use_cuda_graph=False, **buffers):
         assert (layout, backend) == ("NHD", "fa2")
+        assert bool(buffers) == use_cuda_graph
+        self.buffers = {name.removesuffix("_buf"): buffer for name, buffer in buffers.items()}
+        assert all(buffer.dtype == torch.int32 for buffer in self.buffers.values())
 
     def plan(
         self,
@@ -65,6 +68,10 @@ class PagedPrefill:
         self.keys = ((indptr[1:] - indptr[:-1] - 1) * page_size + last).tolist()
         self.tables = indices.split((indptr[1:] - indptr[:-1]).tolist())
         shapes = list(zip(self.queries, self.keys, strict=True))
+        if self.buffers:
+            assert causal
+            self.plan_buffers(qo_indptr=qo, paged_kv_indptr=indptr, paged_kv_last_page_len=last, indices=indices)
+            self.page_size = page_size
         if custom_mask is not None:
             self.masks = masks_of(custom_mask, shapes)
         elif causal:
@@ -72,7 +79,24 @@ class PagedPrefill:
         else:
             self.masks = [torch.ones(n, m, dtype=torch.bool) for n, m in shapes]
 
+    def plan_buffers(self, *, indices, **arrays):
+        for name, array in arrays.items():
+            self.buffers[name].copy_(array)  # as many as the buffer has, no more and no fewer
+        self.buffers["paged_kv_indices"][: len(indices)] = indices
+        self.planned = self.keys
+
+    def read_buffers(self):
+        """Lengths and pages as they are now; no length may be beyond what was planned."""
+        counts = self.buffers["paged_kv_indptr"].diff()
+        self.keys = ((counts - 1) * self.page_size + self.buffers["paged_kv_last_page_len"]).tolist()
+        assert all(keys <= most for keys, most in zip(self.keys, self.planned, strict=True))
+        self.tables = self.buffers["paged_kv_indices"][: int(counts.sum())].split(counts.tolist())
+        shapes = zip(self.queries, self.keys, strict=True)
+        self.masks = [torch.ones(n, m, dtype=torch.bool).tril(m - n) for n, m in shapes]
+
     def run(self, query, cache, return_lse=False):
+        if self.buffers:
+            self.read_buffers()
         rows = query.split(self.queries)
         parts = zip(rows, self.tables, self.keys, self.masks, strict=True)
         return joined([attention(q, *cached(cache, pages, keys), mask) for q, pages, keys, mask in parts], return_lse)

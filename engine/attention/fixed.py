@@ -1,0 +1,38 @@
+"""Attention for steps of a fixed shape, whose lengths only the device knows: what a CUDA graph can hold."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.models.decoder import Attend
+
+
+class Grid(NamedTuple):
+    """Where the tokens of B sequences by Q stand, on the device. Padding comes behind a sequence's tokens."""
+
+    slots: Tensor
+    """int64 [B * Q]: where keys and values go, those of padding to a page that is nobody's."""
+    contexts: Tensor
+    """int32 [B]: tokens before, whose keys and values are in the cache."""
+    page_tables: Tensor
+    """int32 [B, P]."""
+
+
+class FixedAttention(ABC):
+    """Paths alone: each token attends to its sequence's tokens up to itself. What padding attends to does not matter,
+    but is finite.
+    """
+
+    @abstractmethod
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:
+        """What the host knows, before each step and outside of a graph: page tables, and at most how long each context
+        is. Tables hold the contexts and all tokens that are not padding.
+        """
+
+    @abstractmethod
+    def begin(self, grid: Grid) -> Attend:
+        """Attention for one step, by tensors whose values the host does not look at; as in `Attention.begin`."""

@@ -1,0 +1,105 @@
+"""Attention of a fixed shape by FlashInfer's FA2 kernel, planned with upper bounds of lengths.
+
+A plan copies page tables and bounds into buffers that a CUDA graph may hold. In the graph the true lengths, which the
+device alone knows, take the place of the bounds: FA2 reads them there, and leaves out what was planned beyond them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.cache import PagedCache
+from engine.attention.calls import Shape, plan_paged
+from engine.attention.fixed import FixedAttention, Grid
+from engine.attention.layout import Piece
+from engine.models.decoder import Attend
+
+
+class FlashInferFixed(FixedAttention):
+    """One wrapper of B sequences by Q tokens; its buffers hold `pages` pages of each sequence and padding behind."""
+
+    def __init__(
+        self, library: Any, shape: Shape, workspace: Tensor, cache: PagedCache, sequences: int, tokens: int, pages: int
+    ) -> None:
+        """The cache has a page of nobody behind all others."""
+        self._shape = shape
+        self._cache = cache
+        self._append = Append(library, cache)
+        self._tokens = tokens
+        most_pages = sequences * (pages + -(-tokens // shape.page_size))
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
+        self._starts = torch.zeros(sequences + 1, **integers)
+        self._last = torch.ones(sequences, **integers)
+        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=torch.zeros(sequences + 1, **integers),
+            paged_kv_indptr_buf=self._starts,
+            paged_kv_indices_buf=torch.zeros(most_pages, **integers),
+            paged_kv_last_page_len_buf=self._last,
+            backend="fa2",
+        )
+        self._planned: torch.cuda.Event | None = None
+
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:
+        """See `FixedAttention.plan`."""
+        if self._planned is not None:
+            # What is still to be copied stands in pinned memory that the next plan overwrites.
+            self._planned.synchronize()
+        pieces = [
+            Piece(index * self._tokens, self._tokens, context, self._whole(table, context + self._tokens))
+            for index, (table, context) in enumerate(zip(tables, contexts, strict=True))
+        ]
+        plan_paged(self._wrapper, self._shape, pieces, [piece.keys for piece in pieces], causal=True)
+        if torch.device(self._shape.device).type == "cuda":
+            self._planned = torch.cuda.Event()
+            self._planned.record()
+
+    def begin(self, grid: Grid) -> Attend:
+        """See `FixedAttention.begin`."""
+        # Causal masks end with the last token, so padding counts as if it were in the cache.
+        planned = (self._starts.diff() - 1) * self._shape.page_size
+        self._last.copy_(grid.contexts + self._tokens - planned)
+        slots = grid.slots.int()
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            cache = self._cache.layers[layer]
+            self._append(cache, key, value, slots)
+            attended: Tensor = self._wrapper.run(query, cache)
+            return attended
+
+        return attend
+
+    def _whole(self, table: list[int], keys: int) -> list[int]:
+        """A page table with nobody's page where it has none for so many keys."""
+        pages = -(-keys // self._shape.page_size)
+        return [*table[:pages], *[self._cache.pages - 1] * (pages - len(table))]
+
+
+class Append:
+    """Stores new keys and values. To the kernel the whole cache is one long sequence in which a slot is a position."""
+
+    def __init__(self, library: Any, cache: PagedCache) -> None:
+        self._library = library
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": cache.layers.device}
+        self._pages = torch.arange(cache.pages, **integers)
+        self._indptr = torch.tensor([0, cache.pages], **integers)
+        self._last = torch.tensor([cache.page_size], **integers)
+
+    def __call__(self, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """cache: a layer's. key, value [N, kv_heads, d]. slots: int32 [N]."""
+        self._library.append_paged_kv_cache(
+            key.to(cache.dtype),
+            value.to(cache.dtype),
+            torch.zeros_like(slots),
+            slots,
+            cache,
+            self._pages,
+            self._indptr,
+            self._last,
+        )
