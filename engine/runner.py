@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import Attention
+from engine.attention.fixed import FixedAttention, Grid
 from engine.batch import Batch
+from engine.device.inputs import StepInputs
 from engine.models.decoder import Decoder
 from engine.models.ops import PLAIN, Ops
 
@@ -34,3 +38,26 @@ class Runner:
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy keys and values between slots of the cache, see `Attention.move`."""
         self._attention.move(sources, targets)
+
+    def fixed(self, sequences: int, tokens: int, pages: int) -> FixedForward:
+        """The forward of steps of so many sequences by so many tokens, see `Attention.fixed`."""
+        return FixedForward(self._model, self._attention.fixed(sequences, tokens, pages), self._ops)
+
+
+class FixedForward:
+    """The forward pass of steps of one shape, by tensors that the host does not look at."""
+
+    def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
+        self._model = model
+        self._attention = attention
+        self._ops = ops
+
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:
+        """Before each step, see `FixedAttention.plan`."""
+        self._attention.plan(tables, contexts)
+
+    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
+        """Logits of the inputs' `logit_rows`, float32 [rows, vocab_size]."""
+        attend = self._attention.begin(Grid(inputs.slots, inputs.contexts, page_tables))
+        hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
+        return self._model.logits(hidden[inputs.logit_rows]).float()

@@ -1,0 +1,153 @@
+"""Steps of fixed shapes: all that happens between a step's drafts and its tokens, on the device, as one CUDA graph.
+
+Each shape has a graph, captured before it is needed; on other devices the same work runs from the same buffers, one
+operation after another. Nothing in it waits for the host, and the host need not know how the step before went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device.follow import Prepared, followed
+from engine.device.inputs import StepInputs, build_inputs
+from engine.device.sample import sampled_tokens
+from engine.device.state import DeviceState
+from engine.device.transfer import Arriving, on_device
+from engine.device.verify import verify
+
+Pool = Any
+"""Of memory that graphs share, as `torch.cuda.graph_pool_handle` gives it."""
+
+WARM_UPS = 2
+"""Runs before a capture, in which kernels are compiled and libraries allocate."""
+COUNTS = 2
+"""Columns of a result before its tokens."""
+
+
+class Kind(NamedTuple):
+    """How much work it is to draw tokens, see `sampled_tokens`."""
+
+    draws: bool
+    most: int | None
+
+
+class Forward(Protocol):
+    """A model's forward of one shape, see `engine.runner.FixedForward`."""
+
+    def plan(self, tables: SequenceOf[list[int]], contexts: SequenceOf[int]) -> None:
+        """What the host knows before a step."""
+        ...
+
+    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
+        """Logits, float32 [rows, V]."""
+        ...
+
+
+class Orders(NamedTuple):
+    """What the host asks of B sequences. All run their last token; drafts are picked as in `followed`."""
+
+    seats: list[int]
+    paths: list[np.ndarray]
+    """Tokens prepared, uint32 [n] each."""
+    lengths: list[int]
+    """Of the texts that they follow."""
+    most: list[int]
+    """Tokens of each to verify at most."""
+    tables: list[list[int]]
+    """Page tables."""
+    contexts: list[int]
+    """Tokens before the one that runs, at most."""
+
+
+class FixedStep:
+    """Up to B sequences, each with its last token and up to K draft tokens."""
+
+    def __init__(
+        self, forward: Forward, state: DeviceState, sequences: int, drafted: int, furthest: int, page_size: int
+    ) -> None:
+        """furthest: tokens of a prepared path at most, those that the step before may commit among them."""
+        self._forward = forward
+        self._state = state
+        self._drafted = drafted
+        self._page_size = page_size
+        # One tensor, so that one copy brings it: seat, size, length, most, then the path's tokens.
+        self._idle = np.zeros((sequences, 4 + max(1, furthest)), np.int32)
+        self._idle[:, 0] = state.idle
+        self._given = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
+        self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    @torch.inference_mode()
+    def run(self, orders: Orders, kind: Kind) -> Arriving:
+        """Counts and tokens, see `Result.of`. A kind that was not captured is captured now."""
+        if self._given.is_cuda and kind not in self._graphs:
+            self.capture(kind, None)
+        padding = len(self._idle) - len(orders.seats)
+        self._forward.plan([*orders.tables, *[[]] * padding], [*orders.contexts, *[0] * padding])
+        self._given.copy_(on_device(self._rows(orders), self._given.device), non_blocking=True)
+        if not self._given.is_cuda:
+            return Arriving(self._step(kind))
+        graph, result = self._graphs[kind]
+        graph.replay()
+        return Arriving(result)
+
+    @torch.inference_mode()
+    def capture(self, kind: Kind, pool: Pool | None) -> None:
+        """Record the graph, on a CUDA device, with nobody in it. pool: of memory that graphs share."""
+        sequences = len(self._idle)
+        longest = self._state.history.shape[1] - 1
+        self._forward.plan([[]] * sequences, [longest] * sequences)
+        self._given.copy_(on_device(self._idle, self._given.device))
+        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                self._step(kind)
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            result = self._step(kind)
+        self._graphs[kind] = graph, result
+
+    def _rows(self, orders: Orders) -> np.ndarray:
+        """int32, like `_idle`; a fresh array, which a copy may still be reading."""
+        rows = self._idle.copy()
+        for row, seat, path, length, most in zip(
+            rows, orders.seats, orders.paths, orders.lengths, orders.most, strict=False
+        ):
+            size = min(len(path), len(row) - 4)
+            row[:4] = seat, size, length, most
+            row[4 : 4 + size] = path[:size]
+        return rows
+
+    def _step(self, kind: Kind) -> Tensor:
+        """int32 [B, COUNTS + K + 1]."""
+        state, given = self._state, self._given
+        seats = given[:, 0].long()
+        prepared = Prepared(given[:, 4:], given[:, 1], given[:, 2], given[:, 3])
+        drafts = followed(state, seats, prepared, self._drafted)
+        one_each = torch.ones_like(given[:, 0])
+        inputs = build_inputs(state, seats, one_each, drafts, 1 + self._drafted, self._page_size)
+        logits = self._forward(inputs, state.page_tables[seats])
+        chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
+        verified = verify(state, inputs.drafted, chosen, 1 + self._drafted)
+        counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0)), dim=1)
+        return torch.cat((counts, verified.tokens), dim=1)
+
+
+class Result(NamedTuple):
+    """What came of one sequence."""
+
+    drafted: int
+    """Draft tokens that were verified; padding is none."""
+    tokens: np.ndarray
+    """uint32: accepted draft tokens and the target's own."""
+
+    @classmethod
+    def of(cls, row: np.ndarray) -> Result:
+        """From a row that `FixedStep.run` gave."""
+        return cls(int(row[1]), row[COUNTS : COUNTS + int(row[0])].astype(np.uint32))

@@ -1,0 +1,204 @@
+"""Steps of fixed shapes: what they compute, where padding ends, and that captured ones are the same."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.plain import PlainAttention
+from engine.batch import build_batch
+from engine.build import build_engine
+from engine.device.inputs import Drafts, build_inputs
+from engine.device.state import DeviceState
+from engine.drafters.ngram import NgramDrafter
+from engine.graphs import FixedStep, Kind, Orders, Result
+from engine.grid import StepGrid, doubled
+from engine.models.fused import FusedOps
+from engine.models.loader import load_model
+from engine.models.ops import PLAIN
+from engine.runner import Runner
+from tests.engine.conftest import VOCAB
+from tests.engine.flashinfer_twin import TWIN
+from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.test_core import CONFIG, outputs, requests
+
+PAGES, LONGEST, MOST_DRAFT = 40, 200, 6
+GREEDY = Kind(draws=False, most=None)
+
+
+def runner_of(model, backend, monkeypatch):
+    """A runner whose last page is nobody's."""
+    if backend == "plain":
+        return Runner(model, PlainAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "cpu"), "cpu", PLAIN)
+    for module in ("engine.attention.flashinfer", "engine.models.fused"):
+        monkeypatch.setattr(f"{module}.flashinfer", lambda: TWIN)
+    monkeypatch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
+    return Runner(
+        model, FlashInferAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "cpu"), "cpu", FusedOps()
+    )
+
+
+def decoding(rng, count, *, most_draft=MOST_DRAFT):
+    """Sequences all of whose tokens but the last are to be in the cache, each with a draft and pages for it."""
+    pages = iter(rng.permutation(PAGES).tolist())
+    sequences = []
+    for index in range(count):
+        tokens = rng.integers(1, VOCAB, rng.integers(1, 70))
+        draft = rng.integers(1, VOCAB, rng.integers(0, most_draft + 1))
+        held = [next(pages) for _ in range(-(-(len(tokens) + len(draft)) // PAGE_SIZE))]
+        sequences.append(sequence_of(tokens, held, computed=len(tokens) - 1, draft=draft, sequence_id=index))
+        sequences[-1].max_length = LONGEST
+    return sequences
+
+
+def fill(runner, sequences):
+    """Compute what is to be in the cache."""
+    for one in sequences:
+        if one.computed:
+            runner.forward(build_batch([sequence_of(one.tokens[:-1], one.pages)], PAGE_SIZE))
+
+
+def state_of(sequences, *, seats=8):
+    state = DeviceState.empty(seats, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, torch.device("cpu"))
+    for seat, sequence in enumerate(sequences):
+        state.sit(seat, sequence)
+    return state
+
+
+def fixed_logits(runner, state, sequences, batch, drafted, slack):
+    """Logits of the rows that count, from a step of a shape that is too large."""
+    forward = runner.fixed(batch, 1 + drafted, state.page_tables.shape[1])
+    padding = batch - len(sequences)
+    bounds = [min(sequence.computed + slack, LONGEST - 1) for sequence in sequences]
+    forward.plan([*(one.pages for one in sequences), *[[]] * padding], [*bounds, *[0] * padding])
+    seats = torch.tensor([*range(len(sequences)), *[state.idle] * padding])
+    tokens = np.full((batch, drafted), 7, np.int32)
+    for row, sequence in zip(tokens, sequences, strict=False):
+        row[: len(sequence.draft)] = sequence.draft
+    lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32)
+    drafts = Drafts(torch.from_numpy(tokens), lengths, None)
+    inputs = build_inputs(state, seats, torch.ones(batch, dtype=torch.int32), drafts, 1 + drafted, PAGE_SIZE)
+    with torch.inference_mode():
+        logits = forward(inputs, state.page_tables[seats])
+    assert torch.isfinite(logits).all()
+    rows = logits.view(batch, 1 + drafted, -1)
+    return torch.cat([rows[index, : 1 + len(one.draft)] for index, one in enumerate(sequences)])
+
+
+@pytest.mark.parametrize("backend", ["plain", "flashinfer"])
+@pytest.mark.parametrize("seed", range(6))
+def test_padded_steps_give_the_logits_of_ragged_ones(model, backend, seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    runner = runner_of(model, backend, monkeypatch)
+    sequences = decoding(rng, int(rng.integers(1, 6)))
+    fill(runner, sequences)
+    expected = runner.forward(build_batch(sequences, PAGE_SIZE))
+    # All that a ragged step wrote is written again.
+    state = state_of(sequences)
+    for batch, drafted, slack in ((len(sequences), MOST_DRAFT, 0), (8, 9, 0), (8, MOST_DRAFT, 40)):
+        padded = fixed_logits(runner, state, sequences, batch, drafted, slack)
+        torch.testing.assert_close(padded, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["plain", "flashinfer"])
+def test_lengths_are_those_of_the_device(model, backend, monkeypatch):
+    """Bounds that are too high change nothing; contexts on the device that differ do."""
+    rng = np.random.default_rng(1)
+    runner = runner_of(model, backend, monkeypatch)
+    sequences = decoding(rng, 3, most_draft=0)
+    fill(runner, sequences)
+    state = state_of(sequences)
+    right = fixed_logits(runner, state, sequences, 4, 0, 30)
+    state.computed[0] -= 1
+    state.lengths[0] -= 1
+    wrong = fixed_logits(runner, state, sequences, 4, 0, 30)
+    assert not torch.allclose(right[0], wrong[0], atol=1e-3)
+    torch.testing.assert_close(right[1:], wrong[1:])
+
+
+def orders_for(sequences, *, most=MOST_DRAFT):
+    return Orders(
+        seats=list(range(len(sequences))),
+        paths=[sequence.draft for sequence in sequences],
+        lengths=[len(sequence) for sequence in sequences],
+        most=[min(most, len(sequence.draft)) for sequence in sequences],
+        tables=[sequence.pages for sequence in sequences],
+        contexts=[sequence.computed for sequence in sequences],
+    )
+
+
+def test_a_step_verifies_commits_and_counts(model, monkeypatch):
+    rng = np.random.default_rng(2)
+    runner = runner_of(model, "plain", monkeypatch)
+    sequences = decoding(rng, 3)
+    fill(runner, sequences)
+    # The first one's draft is right, the second one's wrong, the third has none.
+    draft = []
+    for _ in range(4):
+        trial = sequence_of(sequences[0].tokens, range(30, 38), draft=draft)
+        draft.append(int(runner.forward(build_batch([trial], PAGE_SIZE))[-1].argmax()))
+    fill(runner, sequences)
+    sequences[0].draft = np.array(draft, np.uint32)
+    sequences[1].draft = np.full(4, 299, np.uint32)
+    sequences[2].draft = np.empty(0, np.uint32)
+    for sequence in sequences:
+        sequence.pages = [*sequence.pages, *range(30 + 2 * sequence.sequence_id, 32 + 2 * sequence.sequence_id)]
+    state = state_of(sequences)
+    step = FixedStep(runner.fixed(4, 1 + MOST_DRAFT, state.page_tables.shape[1]), state, 4, MOST_DRAFT, 13, PAGE_SIZE)
+    results = [Result.of(row) for row in step.run(orders_for(sequences), GREEDY).read()]
+    assert [result.drafted for result in results] == [4, 4, 0, 0]
+    assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
+    assert results[0].tokens[:4].tolist() == draft
+    for seat, sequence in enumerate(sequences):
+        length = len(sequence) + len(results[seat].tokens)
+        assert int(state.lengths[seat]) == length
+        assert state.history[seat, len(sequence) : length].tolist() == results[seat].tokens.tolist()
+
+
+class Recorded:
+    """Stands in for steps; notes which shape runs what."""
+
+    def __init__(self):
+        self.runs = []
+
+    def make(self, sequences, drafted):
+        self.runs.append((sequences, drafted, "made"))
+        step = type("Step", (), {})()
+        step.run = lambda orders, kind: self.runs.append((sequences, drafted, len(orders.seats)))
+        return step
+
+
+def test_the_least_shape_that_holds_a_step_runs_it():
+    recorded = Recorded()
+    grid = StepGrid(recorded.make, 12, 10)
+    for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 1]):
+        grid.run(Orders(list(range(len(most))), [], [], most, [], []), GREEDY)
+    runs = [run for run in recorded.runs if run[2] != "made"]
+    assert runs == [(1, 0, 1), (4, 4, 3), (1, 10, 1), (12, 8, 9), (8, 4, 8), (4, 4, 3)]
+    assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "sizes"),
+    [(1, 1, [1]), (1, 8, [1, 2, 4, 8]), (4, 16, [4, 8, 16]), (4, 3, [3]), (1, 5, [1, 2, 4, 5])],
+)
+def test_sizes_double_up_to_the_last(first, last, sizes):
+    assert doubled(first, last) == sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 32)])
+def test_captured_steps_are_those_that_run_one_by_one(model_folder, kind):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = load_model(model_folder, device="cuda")
+    asked = requests(12, temperature=float(kind.draws))
+    if kind.most:
+        asked = [replace(one, sampling=replace(one.sampling, top_k=kind.most)) for one in asked]
+    plain, pipelined = (
+        outputs(build_engine(model, replace(CONFIG, loop=loop), NgramDrafter(), attention="plain"), asked)
+        for loop in ("plain", "pipelined")
+    )
+    assert plain == pipelined
