@@ -14,8 +14,10 @@ from engine.detokenize import Decode
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.pages import PagePool
+from engine.pipeline import pipelined
 from engine.runner import Runner
-from engine.sampler import Choose, choose
+from engine.sampler import Choose
+from engine.sampler import choose as default_choose
 from ssd.draft import Drafter
 
 MOST_LOGITS = 512
@@ -29,7 +31,7 @@ def build_engine(
     decode: Decode | None = None,
     *,
     has_budget: bool = False,
-    choose: Choose = choose,
+    choose: Choose = default_choose,
     attention: str = "auto",
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
@@ -42,9 +44,14 @@ def build_engine(
     device = str(model.embedding.weight.device)
     pages = PagePool(_page_count(model.config, config, dtype), config.page_size)
     backend = choose_backend(attention, model.config, dtype, device)
-    cache = make_attention(backend, model.config, pages.count, config.page_size, dtype, device)
+    # Behind the pages that are handed out one stays nobody's, for padding.
+    cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device)
     runner = Runner(model, cache, device, make_ops(backend))
     budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
+    if config.loop == "pipelined":
+        if choose is not default_choose:
+            raise ValueError("the pipelined loop draws tokens on the device, and takes no `choose`")
+        return pipelined(model.config, config, runner, pages, drafter, device, decode, budget)
     return Engine(model.config, config, runner, pages, drafter, decode, budget, choose)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DraftShape = Literal["path", "tree"]
+Loop = Literal["plain", "overlapped", "pipelined"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class EngineConfig:
     """Most draft tokens verified for a sequence in one step."""
     draft_shape: DraftShape = "path"
     """`path`: of a draft tree only its beginning is verified, up to the first branch. `tree`: all of it."""
-    overlap: bool = False
-    """Whether the drafter drafts beside the forward for what may come next, or before it for what has come."""
+    loop: Loop = "plain"
+    """`plain`: drafting, then the forward, for what has come. `overlapped`: the drafter drafts beside the forward for what
+    may come next. `pipelined`: a step is begun before the one before it has ended."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting out of its range."""
@@ -38,6 +40,10 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.draft_shape not in ("path", "tree"):
             raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
+        if self.loop not in ("plain", "overlapped", "pipelined"):
+            raise ValueError(f"loop must be 'plain', 'overlapped' or 'pipelined', not {self.loop!r}")
+        if self.loop == "pipelined" and self.draft_shape == "tree":
+            raise ValueError("the pipelined loop verifies paths alone; draft_shape must be 'path'")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and less than 1, not {self.watermark}")
         if self.max_step_tokens < self.max_sequences * (1 + self.max_draft):

@@ -97,7 +97,7 @@ class Engine:
         self.scheduler = Scheduler(config, pages)
         self._config = config
         self._runner = runner
-        drafting = OverlappedDrafting if config.overlap else Drafting
+        drafting = OverlappedDrafting if config.loop == "overlapped" else Drafting
         self._drafting = drafting(drafter, config, model.vocab_size, budget)
         self._decode = decode
         self._budget = budget
@@ -215,17 +215,23 @@ class Engine:
                 self.scheduler.keep(sequence)
                 continue
             produced = chosen.tokens[batch.logit_offsets[index] + rows]
-            cut = sequence.stopping.cut(produced, sequence.room)
-            logprobs = chosen.logprobs[index].at(rows[: cut.length]) if index in chosen.logprobs else None
-            if logprobs is not None:
-                sequence.logprobs.append(logprobs)
-            tokens = produced[: cut.length]
-            sequence.commit(tokens, min(len(rows) - 1, cut.length))
-            self.scheduler.keep(sequence)
-            report.outcomes.append(_outcome(sequence, tokens, rows, logprobs))
-            if cut.reason is not None:
-                report.finished[sequence.sequence_id] = self._finish(sequence, cut)
+            self._append(report, sequence, produced, rows, chosen.logprobs.get(index))
         return report
+
+    def _append(
+        self, report: StepReport, sequence: Sequence, produced: np.ndarray, rows: np.ndarray, logprobs: Logprobs | None
+    ) -> None:
+        """Commit what was produced, from `rows`, up to where the output ends; `logprobs` has those of all rows."""
+        cut = sequence.stopping.cut(produced, sequence.room)
+        tokens = produced[: cut.length]
+        if logprobs is not None:
+            logprobs = logprobs.at(rows[: cut.length])
+            sequence.logprobs.append(logprobs)
+        sequence.commit(tokens, min(len(rows) - 1, cut.length))
+        self.scheduler.keep(sequence)
+        report.outcomes.append(_outcome(sequence, tokens, rows, logprobs))
+        if cut.reason is not None:
+            report.finished[sequence.sequence_id] = self._finish(sequence, cut)
 
     def _compact(self, batch: Batch, kept: SequenceOf[np.ndarray]) -> None:
         """Bring the keys and values of accepted paths together, right behind the committed tokens."""

@@ -48,6 +48,8 @@ def find_dtype(wanted: str, device: str) -> torch.dtype:
 
 def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: Callable[[str], None]) -> Engine:
     """The engine around a loaded model; `warn` as in `build_drafter`. Raises UserError."""
+    if options.loop == "pipelined" and options.draft_shape == "tree":
+        raise UserError("--loop pipelined verifies paths alone; give --draft-shape path, or another --loop")
     config = EngineConfig(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
@@ -55,9 +57,9 @@ def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: C
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
         prefix_cache=options.prefix_cache,
-        overlap=options.overlap,
+        loop=options.loop,
     )
-    longest = furthest(options.max_draft) if options.overlap else options.max_draft
+    longest = options.max_draft if options.loop == "plain" else furthest(options.max_draft)
     drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, longest), MAX_DRAFT))
     drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
     may_draft = options.drafter != "none" and options.max_draft > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engine.config import DraftShape
+from engine.config import DraftShape, Loop
 from engine.models.hub import find_model
 from engine.shipped import SHIPPED_MODEL
 
@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "plain", "flashinfer")
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
 SHAPES = ("path", "tree")
+LOOPS = ("plain", "overlapped", "pipelined")
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 
 
@@ -41,7 +42,7 @@ class EngineOptions:
     kv_memory: int
     """MiB."""
     prefix_cache: bool
-    overlap: bool
+    loop: Loop
     threads: int | None
 
     @classmethod
@@ -87,9 +88,11 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             help="Compute what prompts have in common at their start once.",
         ),
         click.option(
-            "--overlap/--no-overlap",
-            default=False,
-            help="Draft beside the model's work; pays where drafting has a processor of its own.",
+            "--loop",
+            type=click.Choice(LOOPS),
+            default="plain",
+            help="overlapped: draft beside the model's work; pays where drafting has a processor of its own. "
+            "pipelined: begin each step before the one before it is known; for GPUs.",
         ),
         click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]"),
     )

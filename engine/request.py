@@ -126,6 +126,13 @@ class SamplingParams:
         return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
 
     @cached_property
+    def needs_host(self) -> bool:
+        """Whether the host has to see a step's logits, or what was committed before, so that no step can be begun
+        before the one before it is known. Stop strings and stop tokens are found late, and cost a step in vain.
+        """
+        return self.adjusts or self.logprobs is not None or self.prompt_logprobs is not None
+
+    @cached_property
     def is_plain_greedy(self) -> bool:
         """Whether each token is that of the model's largest logit, and nothing else is asked."""
         return not (self.is_drawn or self.adjusts or self.logprobs is not None)

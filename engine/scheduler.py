@@ -198,7 +198,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Take pages for what is scheduled; False if the sequence had to give up its own, being the newest."""
-        needed = self._lacking(sequence, sequence.computed + sequence.scheduled)
+        needed = self._lacking(sequence, sequence.end)
         while needed > self.pages.free:
             newest = self.running[-1]
             self._preempt(newest)
@@ -210,12 +210,11 @@ class Scheduler:
     def _make_draft_room(self, step: list[Sequence]) -> None:
         """Take pages for drafts, as far as that brings nobody else into need."""
         for sequence in step:
-            end = sequence.computed + sequence.scheduled
-            wanted = self._lacking(sequence, min(end + self._config.max_draft, sequence.max_length))
+            wanted = self._lacking(sequence, min(sequence.end + self._config.max_draft, sequence.max_length))
             spare = max(0, self.pages.free - self._watermark)
             if sequence.completes_prompt:
                 sequence.pages += self.pages.take(min(wanted, spare))
-            sequence.draft_room = len(sequence.pages) * self.pages.page_size - end
+            sequence.draft_room = len(sequence.pages) * self.pages.page_size - sequence.end
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)

@@ -42,6 +42,8 @@ class Sequence:
         """Where each of them was found, uint8, as in `ssd.draft.Source`; behind them perhaps of some left out."""
         self.tree: DraftTree | None = None
         """The draft's shape; None if each of its tokens follows the one before."""
+        self.in_flight = 0
+        """Tokens that a step under way may append at most, which is not known yet."""
         self.draft_room = 0
         """Draft tokens that its pages hold behind what is scheduled."""
         self.told = 0
@@ -89,6 +91,11 @@ class Sequence:
         return self.max_length - self._length
 
     @property
+    def end(self) -> int:
+        """Its tokens up to the last one that this step runs before the draft, at most."""
+        return min(self.computed + self.scheduled + self.in_flight, self.max_length)
+
+    @property
     def draft_depths(self) -> np.ndarray:
         """int64: how far behind the committed tokens each draft token stands, from 1."""
         return np.arange(1, len(self.draft) + 1) if self.tree is None else self.tree.depths
@@ -108,6 +115,7 @@ class Sequence:
         """Begin again, all tokens that are committed being the prompt."""
         self.computed = 0
         self.named_pages = 0
+        self.in_flight = 0
         self.preemptions += 1
 
     @property

@@ -11,6 +11,7 @@ import torch
 from engine.core import Engine
 from engine.models.config import ModelConfig
 from engine.pages import PagePool
+from engine.pipeline import pipelined
 
 VOCAB = 8
 END = 0
@@ -97,7 +98,40 @@ class ChainRunner:
         logits = [scores(rows[row]) for row in batch.logit_rows]
         return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
 
+    def fixed(self, sequences, tokens, pages):
+        return ChainForward(self, tokens)
+
+
+class ChainForward:
+    """Steps of one shape on the same cache."""
+
+    def __init__(self, runner, tokens):
+        self.runner = runner
+        self.tokens = tokens
+
+    def plan(self, tables, contexts):
+        self.planned = contexts, [len(table) * PAGE_SIZE for table in tables]
+
+    def __call__(self, inputs, page_tables):
+        rows = []
+        for index, (known, table) in enumerate(zip(inputs.contexts.tolist(), page_tables.tolist(), strict=True)):
+            length = int(inputs.lengths[index])
+            if length:
+                assert known <= self.planned[0][index]
+                assert known + length <= self.planned[1][index]
+            context = sum(self.runner.held(table, known)) if length else 0
+            for row in range(index * self.tokens, (index + 1) * self.tokens):
+                content = stored(int(inputs.tokens[row]), context)
+                self.runner.cache[inputs.slots[row]] = content
+                context += content
+                rows.append(context)
+        logits = [scores(rows[row]) for row in inputs.logit_rows]
+        return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
+
 
 def chain_engine(config, pages, drafter):
     """An engine on this model, with that many pages."""
-    return Engine(MODEL, config, ChainRunner(pages), PagePool(pages, PAGE_SIZE), drafter)
+    runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
+    if config.loop != "pipelined":
+        return Engine(MODEL, config, runner, pool, drafter)
+    return pipelined(MODEL, config, runner, pool, drafter, "cpu")

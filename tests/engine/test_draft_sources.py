@@ -80,6 +80,6 @@ def test_sources_go_with_drafts_that_were_prepared(model, shape):
             assert len(outcome.sources) == outcome.drafted
             assert outcome.sources[outcome.kept].tolist() == (outcome.tokens[: outcome.accepted] % 2).tolist()
 
-    with closing(build_engine(model, replace(config, overlap=True), ParityTrees(answers))) as engine:
+    with closing(build_engine(model, replace(config, loop="overlapped"), ParityTrees(answers))) as engine:
         assert [each.tokens.tolist() for each in engine.generate(ASKED, observe)] == [one.tolist() for one in answers]
     assert accepted > 20

@@ -4,7 +4,7 @@ Everything runs twice: on the CPU with a slow twin of the library, and, marked `
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -283,6 +283,7 @@ def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path, monkeypatch
             (config, RandomTrees(asked, expected)),
             (trees, RandomTrees(asked, expected)),
             (trees, stack.enter_context(SuffixDrafter(settings))),
+            (replace(config, loop="pipelined"), NgramDrafter()),
         ):
             got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), asked)
             for request, mine, other in zip(asked, got, expected, strict=True):

@@ -17,7 +17,7 @@ from tests.engine.test_core import CONFIG, outputs, requests
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.uint32)
 TOKENS = 60
-OVERLAPPED = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64, overlap=True)
+OVERLAPPED = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64, loop="overlapped")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_the_overlapped_loop_gives_the_tokens_of_the_plain_one(
 ):
     asked = requests(12, temperature=temperature)
     plain = outputs(build_engine(model, CONFIG, NoDrafter()), asked)
-    config = replace(CONFIG, overlap=True, draft_shape=shape)
+    config = replace(CONFIG, loop="overlapped", draft_shape=shape)
     drafts = build_drafter(drafter, DrafterConfig(capacity=10_000, shape=shape), socket_address, warn=pytest.fail)
     engine = build_engine(model, config, drafts)
     completions = [engine.generate(asked) for _ in range(2)]

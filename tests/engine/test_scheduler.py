@@ -18,21 +18,23 @@ WORKLOADS = 50
 
 
 @pytest.mark.parametrize(
-    ("block", "shape", "overlap"),
+    ("block", "shape", "loop"),
     [
-        (0, "path", False),
-        (1, "path", False),
-        (2, "path", False),
-        (3, "tree", False),
-        (4, "tree", False),
-        (5, "path", True),
-        (6, "tree", True),
+        (0, "path", "plain"),
+        (1, "path", "plain"),
+        (2, "path", "plain"),
+        (3, "tree", "plain"),
+        (4, "tree", "plain"),
+        (5, "path", "overlapped"),
+        (6, "tree", "overlapped"),
+        (7, "path", "pipelined"),
+        (8, "path", "pipelined"),
     ],
 )
-def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, overlap):
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, loop):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
-        workload = Workload(seed, shape, overlap)
+        workload = Workload(seed, shape, loop)
         workload.run()
         seen += workload.seen
     # The workloads must meet all that they are for.

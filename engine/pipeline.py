@@ -1,0 +1,214 @@
+"""The pipelined loop: a step is begun before it is known what the one before it produced.
+
+    plain        draft s | forward s | read s, commit s | draft s+1 | forward s+1 | read s+1, commit s+1
+    pipelined    device    forward s               | forward s+1             | forward s+2
+                 host      draft s+1, read and commit s-1 | draft s+2, read and commit s | ...
+
+The device carries the sequences' true lengths, last tokens and page tables, see `engine.device`; the host goes by the
+most that may have been committed when it hands out pages, and by what it knows when it drafts. A sequence that has
+ended, was cancelled or lost its pages meanwhile may be in one step more, of which nothing is taken. What such a step
+still writes comes before anything that a later owner of its pages does.
+
+Prompts up to their last token run as in the plain loop, beside the steps of fixed shapes, and are waited for. While a
+request runs that `needs_host`, all of them run in the plain loop. Outputs are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.batch import build_batch
+from engine.budget import Budget
+from engine.config import EngineConfig
+from engine.core import Engine, StepReport
+from engine.detokenize import Decode
+from engine.device.state import DeviceState
+from engine.device.transfer import Arriving
+from engine.graphs import FixedStep, Kind, Orders, Result
+from engine.grid import StepGrid
+from engine.models.config import ModelConfig
+from engine.pages import PagePool
+from engine.prepared import PreparedDrafting, PreparedPath
+from engine.runner import Runner
+from engine.seats import Seats
+from engine.sequence import NO_TOKENS, Sequence
+from engine.times import Stopwatch
+from engine.truncation import Truncation
+from ssd.draft import Drafter
+
+
+class UnderWay(NamedTuple):
+    """A step whose results are not known yet."""
+
+    sequences: list[Sequence]
+    paths: list[PreparedPath]
+    most: list[int]
+    """Tokens that each may append."""
+    results: Arriving
+    tokens: int
+    """That it runs, prompts left out."""
+
+
+class PipelinedEngine(Engine):
+    """Runs one step ahead of what it knows."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        runner: Runner,
+        pages: PagePool,
+        drafter: Drafter,
+        state: DeviceState,
+        grid: StepGrid,
+        decode: Decode | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        """state: with a seat for each sequence that may run. grid: the steps on it. For the others see `Engine`."""
+        super().__init__(model, config, runner, pages, drafter, decode, budget)
+        self._drafting = self._prepared = PreparedDrafting(drafter, config, model.vocab_size, budget)
+        self._seats = Seats(state)
+        self._grid = grid
+        self._under_way: UnderWay | None = None
+
+    def step(self) -> StepReport:
+        """Begin a step, and commit what the one before it produced."""
+        for sequence in self.scheduler.admit():
+            self._drafting.introduce(sequence)
+        if any(sequence.request.sampling.needs_host for sequence in self.scheduler.running):
+            return self._step_plainly()
+        watch = Stopwatch()
+        # One whose every token is on its way has nothing left to run.
+        going = [one for one in self.scheduler.schedule() if one.room > min(one.in_flight, 1)]
+        self._seats.clear_but(self.scheduler.running)
+        watch.lap("schedule")
+        has_prompts = self._run_prompts(going)
+        watch.lap("forward")
+        producing = [sequence for sequence in going if sequence.completes_prompt]
+        before, self._under_way = self._under_way, self._begin(producing, watch) if producing else None
+        report = StepReport() if before is None else self._end_step(before, watch)
+        report.times = watch.times()
+        if before is not None and self._budget is not None and not has_prompts:
+            accepted = sum(outcome.accepted for outcome in report.outcomes)
+            self._budget.note(before.tokens, len(before.sequences), accepted, report.times.total)
+        return report
+
+    def _step_plainly(self) -> StepReport:
+        """A step of the plain loop, once nothing is under way any more."""
+        before, self._under_way = self._under_way, None
+        if before is None:
+            self._seats.clear_but([])
+            return super().step()
+        watch = Stopwatch()
+        self._seats.clear_but(self.scheduler.running)
+        report = self._end_step(before, watch)
+        report.times = watch.times()
+        return report
+
+    def _run_prompts(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Run what is scheduled of prompts but their last tokens, which produce; returns whether there was any."""
+        prompts = [one for one in sequences if one.scheduled > 1 or not one.completes_prompt]
+        if not prompts:
+            return False
+        last_tokens = [int(sequence.completes_prompt) for sequence in prompts]
+        for sequence, left in zip(prompts, last_tokens, strict=True):
+            sequence.draft, sequence.tree = NO_TOKENS, None
+            sequence.scheduled -= left
+        self._runner.forward(build_batch(prompts, self.scheduler.pages.page_size))
+        for sequence, left in zip(prompts, last_tokens, strict=True):
+            sequence.computed += sequence.scheduled
+            self.scheduler.keep(sequence)
+            sequence.scheduled = left
+        return True
+
+    def _begin(self, sequences: list[Sequence], watch: Stopwatch) -> UnderWay:
+        """Launch a step that runs each one's last token, whichever that is, and a draft behind it."""
+        seats = [self._seats.of(sequence) for sequence in sequences]
+        self._seats.add_pages(sequences)
+        watch.lap("schedule")
+        paths = self._prepared.prepare(sequences)
+        watch.lap("draft")
+        drafted = [path.most for path in paths]
+        orders = Orders(
+            seats=seats,
+            paths=[path.tokens for path in paths],
+            lengths=[path.length for path in paths],
+            most=drafted,
+            tables=[sequence.pages for sequence in sequences],
+            contexts=[sequence.end - 1 for sequence in sequences],
+        )
+        results = self._grid.run(orders, _kind(sequences, self.model.vocab_size))
+        most = [1 + count for count in drafted]
+        for sequence, count in zip(sequences, most, strict=True):
+            sequence.in_flight += count
+        watch.lap("forward")
+        return UnderWay(sequences, paths, most, results, sum(most))
+
+    def _end_step(self, step: UnderWay, watch: Stopwatch) -> StepReport:
+        """Wait for a step's results, and commit those of sequences that still are what they were."""
+        rows = step.results.read()
+        watch.lap("verify")
+        later = {} if self._under_way is None else _by_id(self._under_way)
+        report = StepReport()
+        for sequence, path, most, row in zip(step.sequences, step.paths, step.most, rows, strict=False):
+            if sequence not in self._seats:
+                continue
+            result = Result.of(row)
+            sequence.in_flight -= most
+            begun = len(sequence) - path.length
+            sequence.draft = path.tokens[begun : begun + result.drafted]
+            sequence.draft_sources = path.sources[begun : begun + result.drafted]
+            sequence.tree, sequence.scheduled = None, 1
+            self._prepared.verified(sequence.draft, later.get(sequence.sequence_id), sequence)
+            self._append(report, sequence, result.tokens, np.arange(len(result.tokens)), None)
+        watch.lap("commit")
+        return report
+
+
+def pipelined(
+    model: ModelConfig,
+    config: EngineConfig,
+    runner: Runner,
+    pages: PagePool,
+    drafter: Drafter,
+    device: str,
+    decode: Decode | None = None,
+    budget: Budget | None = None,
+) -> PipelinedEngine:
+    """An engine with a state and a grid for its settings, captured on a CUDA device. The cache that `runner` has is one
+    page larger than `pages`, for padding.
+    """
+    longest = model.max_positions
+    most_pages = pages.pages_for(longest)
+    state = DeviceState.empty(config.max_sequences, longest, most_pages, pages.count, torch.device(device))
+
+    def make(sequences: int, drafted: int) -> FixedStep:
+        forward = runner.fixed(sequences, 1 + drafted, most_pages)
+        # The step before may commit a whole draft and a token more.
+        furthest = drafted + 1 + config.max_draft if drafted else 0
+        return FixedStep(forward, state, sequences, drafted, furthest, pages.page_size)
+
+    grid = StepGrid(make, config.max_sequences, config.max_draft)
+    if state.lengths.is_cuda:
+        grid.capture()
+    return PipelinedEngine(model, config, runner, pages, drafter, state, grid, decode, budget)
+
+
+def _by_id(step: UnderWay) -> dict[int, PreparedPath]:
+    return {sequence.sequence_id: path for sequence, path in zip(step.sequences, step.paths, strict=True)}
+
+
+def _kind(sequences: SequenceOf[Sequence], vocab_size: int) -> Kind:
+    """How tokens are drawn; what is ranked is rounded up, so that there are few kinds."""
+    samplings = [sequence.request.sampling for sequence in sequences]
+    if not any(sampling.truncates for sampling in samplings):
+        return Kind(any(sampling.is_drawn for sampling in samplings), None)
+    top_k, top_p, min_p = (
+        np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
+    )
+    most = Truncation(top_k, top_p, min_p).most(vocab_size)
+    return Kind(True, min(1 << (most - 1).bit_length(), vocab_size) if most else 0)

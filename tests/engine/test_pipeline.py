@@ -1,0 +1,145 @@
+"""The pipelined loop: the plain loop's tokens, from steps that are begun before the last one is known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.drafters.build import DRAFTER_NAMES, build_drafter
+from engine.drafters.none import NoDrafter
+from engine.request import Request, SamplingParams
+from ssd.config import DrafterConfig
+from tests.engine.chain import answer, chain_engine
+from tests.engine.test_core import CONFIG, outputs, requests
+from tests.engine.test_overlap import Journal
+
+PIPELINED = replace(CONFIG, loop="pipelined")
+
+
+def drafter_of(name, address):
+    # Beyond what a step verifies, so that drafts reach beyond the step before.
+    return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), address, warn=pytest.fail)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+@pytest.mark.parametrize("has_budget", [False, True], ids=["all", "budget"])
+def test_the_tokens_are_those_of_the_plain_loop(model, server, socket_address, drafter, temperature, has_budget):
+    asked = requests(12, temperature=temperature)
+    plain = outputs(build_engine(model, CONFIG, NoDrafter()), asked)
+    engine = build_engine(model, PIPELINED, drafter_of(drafter, socket_address), has_budget=has_budget)
+    assert outputs(engine, asked) == plain
+    again = engine.generate(asked)
+    engine.close()
+    assert [completion.tokens.tolist() for completion in again] == plain
+    # The second time the corpus knows the answers.
+    if drafter.startswith("ssd") and not has_budget:
+        assert sum(c.accepted for c in again) > 200
+
+
+def mixed_requests():
+    """Of every kind: truncated, greedy, drawn, and such as need the host."""
+    settings = [
+        {},
+        {"temperature": 0.9, "top_k": 5},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.2, "min_p": 0.1},
+        {"logprobs": 2},
+        {"temperature": 0.8, "frequency_penalty": 0.5},
+        {"prompt_logprobs": 0},
+        {"logit_bias": {7: 5.0}},
+    ]
+    rng = np.random.default_rng(5)
+    return [
+        Request(
+            rng.integers(1, 60, rng.integers(1, 50)).astype(np.uint32),
+            SamplingParams(max_tokens=int(rng.integers(1, 30)), seed=seed, **settings[seed % len(settings)]),
+        )
+        for seed in range(24)
+    ]
+
+
+def test_requests_that_need_the_host_run_among_others(model):
+    asked = mixed_requests()
+    plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
+    engine = build_engine(model, replace(PIPELINED, max_sequences=3), drafter_of("ssd", ""))
+    # They come one after another, so that the loop changes often.
+    for both in zip(engine.generate(asked), plain, strict=True):
+        late, expected = both
+        assert late.tokens.tolist() == expected.tokens.tolist()
+        assert late.finish_reason == expected.finish_reason
+        if expected.logprobs is not None:
+            np.testing.assert_allclose(late.logprobs.tokens, expected.logprobs.tokens, atol=1e-4)
+    assert engine.scheduler.pages.free == engine.scheduler.pages.count
+
+
+PROMPT = np.array([3, 1, 4, 1, 5], np.uint32)
+TOKENS = 60
+
+
+def journal_of(right, max_draft=4):
+    """A single request, and in which order things are done for it."""
+    journal = Journal(right)
+    config = EngineConfig(max_sequences=1, max_draft=max_draft, max_step_tokens=64, loop="pipelined")
+    engine = chain_engine(config, 40, journal)
+    run, end = engine._grid.run, engine._end_step
+
+    def begin(orders, kind):
+        journal.events.append("begin")
+        return run(orders, kind)
+
+    def ended(step, watch):
+        journal.events.append("read")
+        return end(step, watch)
+
+    engine._grid.run, engine._end_step = begin, ended
+    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS))])
+    engine.close()
+    assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
+    return journal, completion
+
+
+@pytest.mark.parametrize("right", [0, 2, 100])
+def test_a_step_is_begun_before_the_one_before_it_is_read(right):
+    journal, _ = journal_of(right)
+    order = [event for event in journal.events if event in ("begin", "read")]
+    assert order[:5] == ["begin", "begin", "read", "begin", "read"]
+    assert order[-3:] == ["begin", "read", "read"] or order[-2:] == ["begin", "read"]
+
+
+def test_right_drafts_are_verified_in_every_step():
+    _, completion = journal_of(100)
+    assert completion.accepted == completion.drafted
+    assert completion.steps <= -(-TOKENS // 5) + 1
+
+
+def test_wrong_drafts_cost_the_next_one_and_no_more():
+    """What is prepared beside a step does not fit if its draft is refused."""
+    _, completion = journal_of(2)
+    assert completion.accepted
+    assert completion.steps < TOKENS
+
+
+def test_padding_is_not_counted_as_drafted():
+    """Drafts of 3 run in a shape of 4, a sequence without a draft in the shape of the others."""
+    _, completion = journal_of(100, max_draft=3)
+    assert completion.drafted == completion.accepted <= 3 * completion.steps
+    assert completion.drafted + completion.steps == TOKENS
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 7, 100])
+def test_the_drafter_hears_only_of_its_own_last_draft(right):
+    journal, completion = journal_of(right)
+    for offered, verified, accepted, _ in journal.outcomes[1:]:
+        assert accepted <= verified <= offered
+        assert accepted <= right
+    if right == 100:
+        # It drafts the same again for the same text; of what no draft followed it is not told.
+        assert sum(accepted for _, _, accepted, _ in journal.outcomes) >= completion.accepted - 4
+
+
+def test_trees_are_refused():
+    with pytest.raises(ValueError, match="path"):
+        replace(PIPELINED, draft_shape="tree")
