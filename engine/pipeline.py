@@ -163,7 +163,7 @@ class PipelinedEngine(Engine):
             sequence.draft = path.tokens[begun : begun + result.drafted]
             sequence.draft_sources = path.sources[begun : begun + result.drafted]
             sequence.tree, sequence.scheduled = None, 1
-            self._prepared.verified(sequence.draft, later.get(sequence.sequence_id), sequence)
+            self._prepared.verified(sequence, later.get(sequence.sequence_id))
             self._append(report, sequence, result.tokens, np.arange(len(result.tokens)), None)
         watch.lap("commit")
         return report

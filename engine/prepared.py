@@ -60,12 +60,12 @@ class PreparedDrafting(Drafting):
         lengths = self._budget.spend(DraftBatch.of_paths(likely), len(sequences)).tolist()
         return [path._replace(most=min(path.most, length)) for path, length in zip(paths, lengths, strict=True)]
 
-    def verified(self, draft: np.ndarray, later: PreparedPath | None, sequence: Sequence) -> None:
-        """A draft behind the text of a sequence was verified. The drafter is told of it only as far as it was also its
-        last one, `later`.
+    def verified(self, sequence: Sequence, later: PreparedPath | None) -> None:
+        """The draft of a sequence was verified. The drafter is told of it only as far as its last one was the same:
+        `later`, prepared for the same text.
         """
-        shared = 0
-        if later is not None and later.length == len(sequence):
+        shared, draft = 0, sequence.draft
+        if later is not None:
             most = min(len(draft), len(later.tokens))
             shared = int(np.append(draft[:most] != later.tokens[:most], True).argmax())
         self._shared[sequence.sequence_id] = shared

@@ -66,8 +66,8 @@ def test_sources_are_those_of_the_tokens(model, shape):
     assert engine.drafter is drafter
 
 
-@pytest.mark.parametrize("shape", ["path", "tree"])
-def test_sources_go_with_drafts_that_were_prepared(model, shape):
+@pytest.mark.parametrize(("shape", "loop"), [("path", "overlapped"), ("tree", "overlapped"), ("path", "pipelined")])
+def test_sources_go_with_drafts_that_were_prepared(model, shape, loop):
     """What is left of a draft behind committed tokens keeps its own sources."""
     config = EngineConfig(max_sequences=3, max_step_tokens=256, max_draft=5, draft_shape=shape)
     answers = [each.tokens for each in build_engine(model, config, NoDrafter()).generate(ASKED)]
@@ -80,6 +80,6 @@ def test_sources_go_with_drafts_that_were_prepared(model, shape):
             assert len(outcome.sources) == outcome.drafted
             assert outcome.sources[outcome.kept].tolist() == (outcome.tokens[: outcome.accepted] % 2).tolist()
 
-    with closing(build_engine(model, replace(config, loop="overlapped"), ParityTrees(answers))) as engine:
+    with closing(build_engine(model, replace(config, loop=loop), ParityTrees(answers))) as engine:
         assert [each.tokens.tolist() for each in engine.generate(ASKED, observe)] == [one.tolist() for one in answers]
     assert accepted > 20

@@ -79,7 +79,7 @@ PROMPT = np.array([3, 1, 4, 1, 5], np.uint32)
 TOKENS = 60
 
 
-def journal_of(right, max_draft=4):
+def journal_of(right, max_draft=4, request_max_draft=None):
     """A single request, and in which order things are done for it."""
     journal = Journal(right)
     config = EngineConfig(max_sequences=1, max_draft=max_draft, max_step_tokens=64, loop="pipelined")
@@ -95,7 +95,7 @@ def journal_of(right, max_draft=4):
         return end(step, watch)
 
     engine._grid.run, engine._end_step = begin, ended
-    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS))])
+    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS), max_draft=request_max_draft)])
     engine.close()
     assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
     return journal, completion
@@ -103,10 +103,11 @@ def journal_of(right, max_draft=4):
 
 @pytest.mark.parametrize("right", [0, 2, 100])
 def test_a_step_is_begun_before_the_one_before_it_is_read(right):
-    journal, _ = journal_of(right)
+    journal, completion = journal_of(right)
     order = [event for event in journal.events if event in ("begin", "read")]
     assert order[:5] == ["begin", "begin", "read", "begin", "read"]
-    assert order[-3:] == ["begin", "read", "read"] or order[-2:] == ["begin", "read"]
+    # Without drafts it is known which step is the last one; with them it may be one before.
+    assert 0 <= order.count("begin") - completion.steps <= bool(right)
 
 
 def test_right_drafts_are_verified_in_every_step():
@@ -123,8 +124,8 @@ def test_wrong_drafts_cost_the_next_one_and_no_more():
 
 
 def test_padding_is_not_counted_as_drafted():
-    """Drafts of 3 run in a shape of 4, a sequence without a draft in the shape of the others."""
-    _, completion = journal_of(100, max_draft=3)
+    """Drafts of 3 run in a shape of 4."""
+    _, completion = journal_of(100, max_draft=8, request_max_draft=3)
     assert completion.drafted == completion.accepted <= 3 * completion.steps
     assert completion.drafted + completion.steps == TOKENS
 

@@ -148,12 +148,23 @@ class Workload:
         decoding = [s for s in scheduler.running if s.computed == len(s) - 1 and (s.in_flight or not is_late)]
         report = self.engine.step()
         scheduler.check_integrity()
+        if self.config.loop == "pipelined":
+            self.check_under_way()
         self.check_output(report)
         self.check_progress(alive, decoding, before, report)
         for sequence in alive:
             self.check_cache(sequence)
         for sequence in alive:
             self.note_computed(sequence)
+
+    def check_under_way(self):
+        """What may still come of the step that was begun is what its sequences expect."""
+        step = self.engine._under_way
+        begun = {} if step is None else dict(zip(step.sequences, step.most, strict=True))
+        for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
+            assert sequence.in_flight in (0, begun.get(sequence, 0))
+            assert sequence.in_flight or sequence not in begun or sequence.preemptions
+            self.seen["under way"] += sequence.in_flight
 
     def check_output(self, report):
         assert report.committed == sum(map(len, report.tokens.values()))
