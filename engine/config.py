@@ -30,8 +30,8 @@ class EngineConfig:
     draft_shape: DraftShape = "path"
     """`path`: of a draft tree only its beginning is verified, up to the first branch. `tree`: all of it."""
     loop: Loop = "plain"
-    """`plain`: drafting, then the forward, for what has come. `overlapped`: the drafter drafts beside the forward for what
-    may come next. `pipelined`: a step is begun before the one before it has ended."""
+    """`plain`: drafting, then the forward, for what has come. `overlapped`: the drafter drafts beside the forward for
+    what may come next. `pipelined`: a step is begun before the one before it has ended."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting out of its range."""

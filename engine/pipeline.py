@@ -86,15 +86,16 @@ class PipelinedEngine(Engine):
         going = [one for one in self.scheduler.schedule() if one.room > min(one.in_flight, 1)]
         self._seats.clear_but(self.scheduler.running)
         watch.lap("schedule")
-        has_prompts = self._run_prompts(going)
+        prompt_tokens = self._run_prompts(going)
         watch.lap("forward")
         producing = [sequence for sequence in going if sequence.completes_prompt]
         before, self._under_way = self._under_way, self._begin(producing, watch) if producing else None
         report = StepReport() if before is None else self._end_step(before, watch)
         report.times = watch.times()
-        if before is not None and self._budget is not None and not has_prompts:
+        if before is not None and self._budget is not None:
+            # What has passed in this call is about the time from the end of one step to that of the next.
             accepted = sum(outcome.accepted for outcome in report.outcomes)
-            self._budget.note(before.tokens, len(before.sequences), accepted, report.times.total)
+            self._budget.note(before.tokens + prompt_tokens, len(before.sequences), accepted, report.times.total)
         return report
 
     def _step_plainly(self) -> StepReport:
@@ -109,21 +110,22 @@ class PipelinedEngine(Engine):
         report.times = watch.times()
         return report
 
-    def _run_prompts(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Run what is scheduled of prompts but their last tokens, which produce; returns whether there was any."""
+    def _run_prompts(self, sequences: SequenceOf[Sequence]) -> int:
+        """Run what is scheduled of prompts but their last tokens, which produce; returns how many tokens that was."""
         prompts = [one for one in sequences if one.scheduled > 1 or not one.completes_prompt]
         if not prompts:
-            return False
+            return 0
         last_tokens = [int(sequence.completes_prompt) for sequence in prompts]
         for sequence, left in zip(prompts, last_tokens, strict=True):
             sequence.draft, sequence.tree = NO_TOKENS, None
             sequence.scheduled -= left
-        self._runner.forward(build_batch(prompts, self.scheduler.pages.page_size))
+        batch = build_batch(prompts, self.scheduler.pages.page_size)
+        self._runner.forward(batch)
         for sequence, left in zip(prompts, last_tokens, strict=True):
             sequence.computed += sequence.scheduled
             self.scheduler.keep(sequence)
             sequence.scheduled = left
-        return True
+        return len(batch.tokens)
 
     def _begin(self, sequences: list[Sequence], watch: Stopwatch) -> UnderWay:
         """Launch a step that runs each one's last token, whichever that is, and a draft behind it."""

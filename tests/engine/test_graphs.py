@@ -157,6 +157,19 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
         assert state.history[seat, len(sequence) : length].tolist() == results[seat].tokens.tolist()
 
 
+@pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
+def test_no_value_is_looked_at(model_folder, kind):
+    """A whole step runs on tensors without any, so a graph can hold it."""
+    model = load_model(model_folder).to("meta")
+    attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "meta")
+    forward = Runner(model, attention, "meta").fixed(4, 1 + MOST_DRAFT, 13)
+    state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
+    step = FixedStep(forward, state, 4, MOST_DRAFT, 13, PAGE_SIZE)
+    forward.plan([[]] * 4, [LONGEST - 1] * 4)
+    with torch.inference_mode():
+        assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
+
+
 class Recorded:
     """Stands in for steps; notes which shape runs what."""
 

@@ -49,6 +49,7 @@ def mixed_requests():
         {"logprobs": 2},
         {"temperature": 0.8, "frequency_penalty": 0.5},
         {"prompt_logprobs": 0},
+        {"stop_token_ids": tuple(range(0, 300, 9))},
         {"logit_bias": {7: 5.0}},
     ]
     rng = np.random.default_rng(5)
@@ -144,3 +145,8 @@ def test_the_drafter_hears_only_of_its_own_last_draft(right):
 def test_trees_are_refused():
     with pytest.raises(ValueError, match="path"):
         replace(PIPELINED, draft_shape="tree")
+
+
+def test_choosing_on_the_host_is_refused(model):
+    with pytest.raises(ValueError, match="device"):
+        build_engine(model, PIPELINED, NoDrafter(), choose=lambda *_: None)

@@ -28,7 +28,6 @@ WORKLOADS = 50
         (5, "path", "overlapped"),
         (6, "tree", "overlapped"),
         (7, "path", "pipelined"),
-        (8, "path", "pipelined"),
     ],
 )
 def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, loop):
