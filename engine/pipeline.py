@@ -10,7 +10,8 @@ ended, was cancelled or lost its pages meanwhile may be in one step more, of whi
 still writes comes before anything that a later owner of its pages does.
 
 Prompts up to their last token run as in the plain loop, beside the steps of fixed shapes, and are waited for. While a
-request runs that `needs_host`, all of them run in the plain loop. Outputs are the same.
+request runs that `needs_host`, all of them run in the plain loop. Outputs are the same. Of a step's times `forward` is
+its launch, and `verify` the waiting for the one before.
 """
 
 from __future__ import annotations
