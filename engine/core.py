@@ -219,10 +219,10 @@ class Engine:
             logprobs = chosen.logprobs[index].at(rows[: cut.length]) if index in chosen.logprobs else None
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
-            tokens = produced[: cut.length]
-            sequence.commit(tokens, min(len(rows) - 1, cut.length))
+            tokens, accepted = produced[: cut.length], rows[1 : 1 + cut.length] - 1
+            sequence.commit(tokens, len(accepted))
             self.scheduler.keep(sequence)
-            report.outcomes.append(_outcome(sequence, tokens, rows, logprobs))
+            report.outcomes.append(_outcome(sequence, tokens, accepted, logprobs))
             if cut.reason is not None:
                 report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         return report
@@ -262,8 +262,8 @@ def _kept_rows(batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) ->
     return kept
 
 
-def _outcome(sequence: Sequence, tokens: np.ndarray, rows: np.ndarray, logprobs: Logprobs | None) -> Outcome:
-    drafted, accepted = len(sequence.draft), sequence.last_accepted
+def _outcome(sequence: Sequence, tokens: np.ndarray, kept: np.ndarray, logprobs: Logprobs | None) -> Outcome:
+    drafted = len(sequence.draft)
     depth = drafted if sequence.tree is None else int(sequence.tree.depths.max())
-    sources, kept = sequence.draft_sources[:drafted], rows[1 : 1 + accepted] - 1
-    return Outcome(sequence.sequence_id, tokens, drafted, depth, accepted, logprobs, sources, kept)
+    sources = sequence.draft_sources[:drafted]
+    return Outcome(sequence.sequence_id, tokens, drafted, depth, len(kept), logprobs, sources, kept)

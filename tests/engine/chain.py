@@ -98,6 +98,6 @@ class ChainRunner:
         return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
 
 
-def chain_engine(config, pages, drafter):
+def chain_engine(config, pages, drafter, budget=None):
     """An engine on this model, with that many pages."""
-    return Engine(MODEL, config, ChainRunner(pages), PagePool(pages, PAGE_SIZE), drafter)
+    return Engine(MODEL, config, ChainRunner(pages), PagePool(pages, PAGE_SIZE), drafter, budget=budget)

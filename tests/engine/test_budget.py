@@ -141,6 +141,37 @@ def test_drafts_that_are_never_accepted_cost_a_hundredth_and_get_chances(price):
     assert max(later[-500:]) > 0
 
 
+def asked_in(budget, steps, *, accepted, drafting_s, step_s=1.0, sequences=1):
+    """In which of so many steps the drafter is asked."""
+    asked = []
+    for step in range(steps):
+        if not budget.rests:
+            asked.append(step)
+            budget.note_asking(drafting_s)
+        budget.note(sequences, sequences, accepted if asked and asked[-1] == step else 0, step_s)
+    return asked
+
+
+def test_a_drafter_of_which_nothing_is_accepted_is_asked_ever_less_often():
+    asked = asked_in(Budget(CHEAP), 100, accepted=0, drafting_s=0.1)
+    assert asked[:6] == [0, 2, 6, 14, 30, 46]
+    assert np.diff(asked[4:]).tolist() == [16] * len(np.diff(asked[4:]))
+
+
+@pytest.mark.parametrize(("drafting_s", "pays"), [(0.4, True), (0.6, False)])
+def test_asking_pays_if_accepted_tokens_save_more_than_it_takes(drafting_s, pays):
+    # One token accepted beside one that a step makes anyway: half of a step is saved.
+    assert (len(asked_in(Budget(CHEAP), 64, accepted=1, drafting_s=drafting_s)) == 64) == pays
+
+
+def test_a_drafter_that_becomes_useful_is_asked_in_every_step_again():
+    budget = Budget(CHEAP)
+    asked_in(budget, 200, accepted=0, drafting_s=0.01)
+    asked = asked_in(budget, 40, accepted=1, drafting_s=0.01)
+    assert asked[0] < 16
+    assert asked[1:] == list(range(asked[1], 40))
+
+
 def test_who_keeps_what_was_promised_is_trusted():
     budget, drafts = Budget(CHEAP), drafts_of([0.9, 0.9, 0.9], [0.5])
     rng = np.random.default_rng(0)

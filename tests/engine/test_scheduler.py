@@ -18,21 +18,23 @@ WORKLOADS = 50
 
 
 @pytest.mark.parametrize(
-    ("block", "shape", "overlap"),
+    ("block", "shape", "overlap", "rests"),
     [
-        (0, "path", False),
-        (1, "path", False),
-        (2, "path", False),
-        (3, "tree", False),
-        (4, "tree", False),
-        (5, "path", True),
-        (6, "tree", True),
+        (0, "path", False, False),
+        (1, "path", False, False),
+        (2, "path", False, False),
+        (3, "tree", False, False),
+        (4, "tree", False, False),
+        (5, "path", True, False),
+        (6, "tree", True, False),
+        (7, "path", False, True),
+        (8, "path", True, True),
     ],
 )
-def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, overlap):
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, overlap, rests):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
-        workload = Workload(seed, shape, overlap)
+        workload = Workload(seed, shape, overlap, rests)
         workload.run()
         seen += workload.seen
     # The workloads must meet all that they are for.

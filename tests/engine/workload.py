@@ -63,10 +63,31 @@ class StrictDrafter:
         assert text == self.answers[sequence_id][: len(text)]
 
 
+class RestingBudget:
+    """Lets the drafter be asked in some steps only."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.rests = False
+
+    def price(self, tokens, sequences):
+        return 0.02
+
+    def spend(self, drafts, tokens):
+        return np.diff(drafts.offsets)
+
+    def note_asking(self, seconds):
+        assert not self.rests
+
+    def note(self, tokens, sequences, accepted, seconds):
+        assert not (self.rests and accepted)
+        self.rests = bool(self.rng.random() < 0.5)
+
+
 class Workload:
     """Arrivals with shared beginnings, tenants, cancellations, tight memory."""
 
-    def __init__(self, seed, shape="path", overlap=False):
+    def __init__(self, seed, shape="path", overlap=False, rests=False):
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
         """How often what the workload is meant to meet has happened."""
@@ -82,7 +103,8 @@ class Workload:
         )
         self.config = config
         self.drafter = StrictDrafter(rng, shape, is_told_all=not overlap)
-        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter)
+        budget = RestingBudget(np.random.default_rng(seed)) if rests else None
+        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget)
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
         self.answers = {}
