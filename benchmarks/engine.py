@@ -59,9 +59,10 @@ from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.options import ATTENTIONS, DTYPES
+from engine.overlap import furthest
 from engine.sampler import choose
 from engine.shipped import SHIPPED_MODEL
-from ssd.config import DrafterConfig
+from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
 COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
@@ -80,13 +81,15 @@ class Contest:
         *,
         folder: Path | None = None,
         attention: str = "auto",
+        overlap: bool = False,
     ) -> None:
-        """`folder`: of the model, if it has one. `attention`: as in `build_engine`."""
+        """`folder`: of the model, if it has one. `attention`: as in `build_engine`. `overlap`: of drafting."""
         self._model = model
         self._items = items
         self._peers = peers
         self._folder = folder
         self._attention = attention
+        self._overlap = overlap
 
     @property
     def size(self) -> int:
@@ -115,11 +118,13 @@ class Contest:
             return self._peers[drafter].run(items, advance)
         weight = self._model.embedding.weight
         config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
+        config = replace(config, overlap=self._overlap)
+        longest = min(furthest(config.max_draft), MAX_DRAFT) if self._overlap else config.max_draft
         chooser = ReplayChooser() if items[0].output is not None else None
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
             drafts = build_drafter(
-                drafter, DrafterConfig(max_draft=config.max_draft), address, _warn, model=self._folder
+                drafter, DrafterConfig(max_draft=longest), address, _warn, model=self._folder
             )
             engine = build_engine(
                 self._model,
@@ -206,7 +211,7 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
         peer.find_best_cache(items[0])
         notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
     contestants = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
-    contest = Contest(pack(model), items, peers, folder=folder, attention=attention)
+    contest = Contest(pack(model), items, peers, folder=folder, attention=attention, overlap=options.overlap)
     return contest, [(name, 1) for name in names] + contestants, notes
 
 
@@ -274,6 +279,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="0, greedy")
     add("--rounds", type=positive, default=3, metavar="N", help="3")
     add("--threads", type=positive, metavar="N", help="of PyTorch, for all contestants")
+    add("--overlap", action=argparse.BooleanOptionalAction, default=False, help="draft beside the model's work")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers as well")
     return parser
 
