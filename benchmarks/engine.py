@@ -123,9 +123,7 @@ class Contest:
         chooser = ReplayChooser() if items[0].output is not None else None
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
-            drafts = build_drafter(
-                drafter, DrafterConfig(max_draft=longest), address, _warn, model=self._folder
-            )
+            drafts = build_drafter(drafter, DrafterConfig(max_draft=longest), address, _warn, model=self._folder)
             engine = build_engine(
                 self._model,
                 config,
