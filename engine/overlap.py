@@ -58,6 +58,10 @@ class ThreadAsker:
         """See `Asker.ask`."""
         return self._thread.submit(self._drafter.draft, progress)
 
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
 
 class Offer(NamedTuple):
     """A draft that a sequence may draw on."""
@@ -117,6 +121,8 @@ class OverlappedDrafting(Drafting):
     def close(self) -> None:
         """Release the drafter."""
         self._collect()
+        if isinstance(self._asker, ThreadAsker):
+            self._asker.close()
         super().close()
 
     def _drafts_for(self, sequences: SequenceOf[Sequence], cost: float | None) -> DraftBatch:
