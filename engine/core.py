@@ -1,4 +1,4 @@
-"""The step: schedule, draft, forward, verify, commit, observe."""
+"""The step: schedule, draft, forward, verify, commit; its caller observes what it reports."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ INDEXED_AFTER_S = 0.5
 
 def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
     """The whole life of the process; `build` makes its engine."""
-    # Both processes get a terminal's Ctrl-C; the other one decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Both processes get what is meant for their group, as Ctrl-C; the other one decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     try:
         engine = build()
         try:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -316,9 +316,27 @@ def test_a_stop_lets_streams_end(folder):
         with http.stream("POST", "/v1/completions", json=asked) as stream:
             lines = stream.iter_lines()
             next(lines)
+            # As a signal to their group: both processes get it.
+            os.kill(engine_of(server.process), signal.SIGTERM)
             server.process.terminate()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(TIMEOUT_S) == 0
+        assert "letting requests end, up to 30 s" in server.process.stdout.read()
+
+
+def test_a_second_signal_stops_at_once(folder):
+    with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            assert "letting requests end" in server.process.stdout.readline()
+            server.process.send_signal(signal.SIGINT)
+            with suppress(httpx.TransportError):
+                assert "data: [DONE]" not in list(lines)
+        _, errors = server.process.communicate(timeout=TIMEOUT_S)
+        assert "Traceback" not in errors
 
 
 def engine_of(process):
