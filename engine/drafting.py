@@ -44,12 +44,13 @@ class Drafting:
         tokens = sum(sequence.scheduled for sequence in sequences)
         cost = None if self._budget is None else self._budget.price(tokens, len(producing))
         drafts = self._drafts_for(producing, cost)
-        lengths = np.diff(drafts.offsets) if self._budget is None else self._budget.spend(drafts, tokens)
+        # Drafts made beside a forward are longer than what a step verifies.
+        usable = np.minimum(np.diff(drafts.offsets), [self._limit(sequence) for sequence in producing])
+        lengths = usable if self._budget is None else self._budget.spend(drafts, usable, tokens)
         # A remote drafter's word is no reason to index out of the embedding.
         foreign = drafts.tokens >= self._vocab_size
         has_foreign = np.count_nonzero(foreign) > 0
         for index, (sequence, length) in enumerate(zip(producing, lengths.tolist(), strict=True)):
-            length = min(length, self._limit(sequence)) if length else 0
             if has_foreign and length:
                 first = int(drafts.offsets[index])
                 length = int(np.append(foreign[first : first + length], True).argmax())

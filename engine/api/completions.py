@@ -125,4 +125,4 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         prompts = [len(request.prompt) for request in self._requests[:: self._body.n]]
-        return usage_of(prompts, list(self._completions.values()))
+        return usage_of(prompts, self._completions)
