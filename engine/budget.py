@@ -120,14 +120,18 @@ class Budget:
         """See `StepCost.of_one_more`."""
         return self._cost.of_one_more(tokens, sequences)
 
-    def spend(self, drafts: DraftBatch, tokens: int) -> np.ndarray:
-        """How many tokens of each draft to verify beside `tokens`, int64 [B]; drafters put the likeliest first."""
+    def spend(self, drafts: DraftBatch, usable: np.ndarray, tokens: int) -> np.ndarray:
+        """How many tokens of each draft to verify beside `tokens`, int64 [B]; drafters put the likeliest first.
+
+        usable: int64 [B], how many of each may be.
+        """
         sequences = len(drafts.offsets) - 1
         odds = path_odds(drafts.odds, drafts.parents, drafts.offsets)
-        lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
         starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
-        is_spent = np.arange(len(odds)) - starts.repeat(sizes) < lengths.repeat(sizes)
-        self._promised = MEMORY * self._promised + float(odds[is_spent].sum())
+        places = np.arange(len(odds)) - starts.repeat(sizes)
+        odds[places >= usable.repeat(sizes)] = 0
+        lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
+        self._promised = MEMORY * self._promised + float(odds[places < lengths.repeat(sizes)].sum())
         return lengths
 
     def note_asking(self, seconds: float) -> None:

@@ -46,15 +46,15 @@ class Drafting:
         cost = None if self._budget is None else self._budget.price(tokens, len(producing))
         began = perf_counter()
         drafts = self._drafts_for(producing, cost)
-        lengths = np.diff(drafts.offsets)
+        # Drafts made beside a forward are longer than what a step verifies.
+        lengths = np.minimum(np.diff(drafts.offsets), [self._limit(sequence) for sequence in producing])
         if self._budget is not None:
             self._budget.note_asking(perf_counter() - began)
-            lengths = self._budget.spend(drafts, tokens)
+            lengths = self._budget.spend(drafts, lengths, tokens)
         # A remote drafter's word is no reason to index out of the embedding.
         foreign = drafts.tokens >= self._vocab_size
         has_foreign = np.count_nonzero(foreign) > 0
         for index, (sequence, length) in enumerate(zip(producing, lengths.tolist(), strict=True)):
-            length = min(length, self._limit(sequence)) if length else 0
             if has_foreign and length:
                 first = int(drafts.offsets[index])
                 length = int(np.append(foreign[first : first + length], True).argmax())

@@ -60,7 +60,8 @@ class Worker:
     def run(self) -> None:
         """Serve until told to stop. Raises EOFError and BrokenPipeError if nobody is there any more."""
         model, pages = self._engine.model, self._engine.scheduler.pages
-        self._connection.send([Ready(model.vocab_size, model.max_positions, pages.page_size, pages.count)])
+        longest = min(model.max_positions, pages.count * pages.page_size)
+        self._connection.send([Ready(model.vocab_size, longest, pages.page_size, pages.count)])
         while not self._is_stopping:
             self._take_commands()
             if self._engine.scheduler.has_work:

@@ -134,7 +134,7 @@ def test_drafts_that_are_never_accepted_cost_a_hundredth_and_get_chances(price):
     budget, drafts = Budget(StepCost([1, 101], [1.0, 1.0 + 100 * price])), drafts_of([1.0] * 16)
     spent = []
     for _ in range(2000):
-        spent.append(int(budget.spend(drafts, 1)[0]))
+        spent.append(int(budget.spend(drafts, np.array([16]), 1)[0]))
         budget.note(1 + spent[-1], 1, 0, 1.0 + price * spent[-1])
     later = spent[200:]
     assert 0.002 < price * sum(later) / len(later) < 0.04
@@ -176,10 +176,18 @@ def test_who_keeps_what_was_promised_is_trusted():
     budget, drafts = Budget(CHEAP), drafts_of([0.9, 0.9, 0.9], [0.5])
     rng = np.random.default_rng(0)
     for _ in range(500):
-        assert budget.spend(drafts, 2).tolist() == [3, 1]
+        assert budget.spend(drafts, np.array([3, 1]), 2).tolist() == [3, 1]
         on_path = np.minimum.accumulate(rng.random(3) < 0.9).sum()
         budget.note(6, 2, int(on_path) + int(rng.random() < 0.5), 1.0)
     assert budget.trust > 0.85
+
+
+def test_what_no_step_can_verify_is_no_promise():
+    budget, drafts = Budget(CHEAP), drafts_of([1.0] * 9, [1.0] * 9)
+    for _ in range(500):
+        assert budget.spend(drafts, np.array([4, 0]), 2).tolist() == [4, 0]
+        budget.note(6, 2, 4, 1.0)
+    assert budget.trust == pytest.approx(1)
 
 
 def test_the_price_is_that_of_the_step():

@@ -73,8 +73,8 @@ class RestingBudget:
     def price(self, tokens, sequences):
         return 0.02
 
-    def spend(self, drafts, tokens):
-        return np.diff(drafts.offsets)
+    def spend(self, drafts, usable, tokens):
+        return usable
 
     def note_asking(self, seconds):
         assert not self.rests
