@@ -131,7 +131,7 @@ class Budget:
         places = np.arange(len(odds)) - starts.repeat(sizes)
         odds[places >= usable.repeat(sizes)] = 0
         lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
-        self._promised = MEMORY * self._promised + float(odds[places < lengths.repeat(sizes)].sum())
+        self._promised += float(odds[places < lengths.repeat(sizes)].sum())
         return lengths
 
     def note_asking(self, seconds: float) -> None:
@@ -140,7 +140,9 @@ class Budget:
 
     def note(self, tokens: int, sequences: int, accepted: int, seconds: float) -> None:
         """A step took so long, and so many draft tokens were accepted."""
-        self._kept = MEMORY * self._kept + accepted
+        # By steps, not by askings: what was of no use long ago says little.
+        self._promised *= MEMORY
+        self._kept = MEMORY * (self._kept + accepted)
         self._cost.note(tokens, sequences, seconds)
         self._steps_to_rest = max(0, self._steps_to_rest - 1)
         if self._asked_s is None:

@@ -172,6 +172,18 @@ def test_a_drafter_that_becomes_useful_is_asked_in_every_step_again():
     assert asked[1:] == list(range(asked[1], 40))
 
 
+def test_trust_comes_back_while_the_drafter_rests():
+    budget, drafts = Budget(CHEAP), drafts_of([1.0] * 16)
+    for _ in range(100):
+        budget.spend(drafts, np.array([16]), 1)
+        budget.note(17, 1, 0, 1.0)
+    lost = budget.trust
+    for _ in range(100):
+        budget.note(1, 1, 0, 1.0)
+    assert lost < 0.1
+    assert budget.trust > 2 * lost
+
+
 def test_who_keeps_what_was_promised_is_trusted():
     budget, drafts = Budget(CHEAP), drafts_of([0.9, 0.9, 0.9], [0.5])
     rng = np.random.default_rng(0)

@@ -333,9 +333,13 @@ def test_a_second_signal_stops_at_once(folder):
         with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
+            engine = engine_of(server.process)
+            os.kill(engine, signal.SIGSTOP)  # So that the request does not end meanwhile.
             server.process.send_signal(signal.SIGINT)
             assert "letting requests end" in server.process.stdout.readline()
             server.process.send_signal(signal.SIGINT)
+            assert "stopping at once" in server.process.stdout.readline()
+            os.kill(engine, signal.SIGCONT)
             with suppress(httpx.TransportError):
                 assert "data: [DONE]" not in list(lines)
         _, errors = server.process.communicate(timeout=TIMEOUT_S)
