@@ -49,7 +49,7 @@ from benchmarks.traces import load_trace
 from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
 from engine.backend import choose_backend
 from engine.build import build_engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Loop
 from engine.demo.sidecar import running_sidecar
 from engine.drafters.build import DRAFTER_NAMES, build_drafter
 from engine.launch import find_device, find_dtype
@@ -58,10 +58,11 @@ from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.options import ATTENTIONS, DTYPES
+from engine.options import ATTENTIONS, DTYPES, LOOPS
+from engine.overlap import furthest
 from engine.sampler import choose
 from engine.shipped import SHIPPED_MODEL
-from ssd.config import DrafterConfig
+from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
 COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
@@ -80,13 +81,15 @@ class Contest:
         *,
         folder: Path | None = None,
         attention: str = "auto",
+        loop: Loop = "plain",
     ) -> None:
-        """`folder`: of the model, if it has one. `attention`: as in `build_engine`."""
+        """`folder`: of the model, if it has one. `attention`: as in `build_engine`. `loop`: as in `EngineConfig`."""
         self._model = model
         self._items = items
         self._peers = peers
         self._folder = folder
         self._attention = attention
+        self._loop = loop
 
     @property
     def size(self) -> int:
@@ -115,12 +118,12 @@ class Contest:
             return self._peers[drafter].run(items, advance)
         weight = self._model.embedding.weight
         config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
+        config = replace(config, loop=self._loop)
+        longest = config.max_draft if self._loop == "plain" else min(furthest(config.max_draft), MAX_DRAFT)
         chooser = ReplayChooser() if items[0].output is not None else None
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
-            drafts = build_drafter(
-                drafter, DrafterConfig(max_draft=config.max_draft), address, _warn, model=self._folder
-            )
+            drafts = build_drafter(drafter, DrafterConfig(max_draft=longest), address, _warn, model=self._folder)
             engine = build_engine(
                 self._model,
                 config,
@@ -171,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], list[str]]:
     """The models, the requests and the contestants that the command line asks for, and what a reader must know."""
+    if options.replay is not None and options.loop == "pipelined":
+        raise UserError("--replay chooses tokens on the host, --loop pipelined does not; give another --loop")
     if options.threads:
         torch.set_num_threads(options.threads)
     folder = None if options.shape else find_model(options.model) if options.model else SHIPPED_MODEL
@@ -206,7 +211,7 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
         peer.find_best_cache(items[0])
         notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
     contestants = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
-    contest = Contest(pack(model), items, peers, folder=folder, attention=attention)
+    contest = Contest(pack(model), items, peers, folder=folder, attention=attention, loop=options.loop)
     return contest, [(name, 1) for name in names] + contestants, notes
 
 
@@ -274,6 +279,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="0, greedy")
     add("--rounds", type=positive, default=3, metavar="N", help="3")
     add("--threads", type=positive, metavar="N", help="of PyTorch, for all contestants")
+    add("--loop", choices=LOOPS, default="plain", help="plain; or draft beside the model, or begin steps ahead")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers as well")
     return parser
 

@@ -3,7 +3,10 @@
 A step of N tokens takes t(N) seconds: measured at some sizes when the engine starts, corrected while it runs. Draft
 tokens are worth what they are likely to save: B sequences get B tokens a step, and one more for each draft token that
 is accepted. So of all tokens that were drafted for a batch the likeliest m are verified, where
-(B + their odds) / t(N + m) is largest. With m = 0 among the choices drafts cost nothing where they do not pay.
+(B + their odds) / t(N + m) is largest. With m = 0 among the choices nothing is verified that does not pay.
+
+Asking takes time as well. While accepted tokens save less than that, the drafter is asked in every second step, then in
+every fourth, eighth and sixteenth, and hears of what was produced in between when it is asked again.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ MEMORY = 0.98
 BENEFIT_OF_DOUBT = 0.5
 """Accepted tokens that every drafter begins with, and comes back to while nothing of it is verified. With that memory a
 drafter of which nothing is ever accepted gets so many tokens in fifty steps that they cost a hundredth of the time."""
+MOST_REST = 15
+"""Steps in a row in which a drafter is not asked: what useless drafts cost is a sixteenth of asking."""
+RECENT = 0.9
+"""What is left of an asking's outcome after the next, when it is judged whether asking pays: about ten count."""
 
 
 class StepCost:
@@ -92,6 +99,17 @@ class Budget:
         self._cost = cost
         self._promised = self._kept = 0.0
         """Tokens that were to be accepted, by their odds, and that were."""
+        self._spent = self._saved = 0.0
+        """Seconds that asking took lately, and that accepted tokens saved."""
+        self._asked_s: float | None = None
+        """How long asking took in this step."""
+        self._rest = self._steps_to_rest = 0
+        """After the next asking that does not pay, and from now on."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether the drafter is not to be asked in the next step."""
+        return self._steps_to_rest > 0
 
     @property
     def trust(self) -> float:
@@ -102,20 +120,38 @@ class Budget:
         """See `StepCost.of_one_more`."""
         return self._cost.of_one_more(tokens, sequences)
 
-    def spend(self, drafts: DraftBatch, tokens: int) -> np.ndarray:
-        """How many tokens of each draft to verify beside `tokens`, int64 [B]; drafters put the likeliest first."""
+    def spend(self, drafts: DraftBatch, usable: np.ndarray, tokens: int) -> np.ndarray:
+        """How many tokens of each draft to verify beside `tokens`, int64 [B]; drafters put the likeliest first.
+
+        usable: int64 [B], how many of each may be.
+        """
         sequences = len(drafts.offsets) - 1
         odds = path_odds(drafts.odds, drafts.parents, drafts.offsets)
-        lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
         starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
-        is_spent = np.arange(len(odds)) - starts.repeat(sizes) < lengths.repeat(sizes)
-        self._promised = MEMORY * self._promised + float(odds[is_spent].sum())
+        places = np.arange(len(odds)) - starts.repeat(sizes)
+        odds[places >= usable.repeat(sizes)] = 0
+        lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
+        self._promised += float(odds[places < lengths.repeat(sizes)].sum())
         return lengths
+
+    def note_asking(self, seconds: float) -> None:
+        """The drafter was asked for this step's drafts, which took so long."""
+        self._asked_s = seconds
 
     def note(self, tokens: int, sequences: int, accepted: int, seconds: float) -> None:
         """A step took so long, and so many draft tokens were accepted."""
-        self._kept = MEMORY * self._kept + accepted
+        # By steps, not by askings: what was of no use long ago says little.
+        self._promised *= MEMORY
+        self._kept = MEMORY * (self._kept + accepted)
         self._cost.note(tokens, sequences, seconds)
+        self._steps_to_rest = max(0, self._steps_to_rest - 1)
+        if self._asked_s is None:
+            return
+        self._spent = RECENT * self._spent + self._asked_s
+        self._saved = RECENT * self._saved + accepted * seconds / (sequences + accepted)
+        self._asked_s = None
+        self._rest = 0 if self._saved >= self._spent else min(2 * self._rest + 1, MOST_REST)
+        self._steps_to_rest = self._rest
 
 
 def worth_verifying(odds: np.ndarray, offsets: np.ndarray, tokens: int, sequences: int, cost: StepCost) -> np.ndarray:

@@ -19,6 +19,7 @@ from engine.runner import Runner
 from engine.sampler import Choose
 from engine.sampler import choose as default_choose
 from ssd.draft import Drafter
+from ssd.errors import UserError
 
 MOST_LOGITS = 512
 """Rows of logits in a step that is measured: of large vocabularies more would not fit into memory."""
@@ -38,7 +39,7 @@ def build_engine(
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
     seconds, and verify only what pays; otherwise everything that was drafted. `choose` makes tokens of logits.
-    `attention`: as in `choose_backend`. Raises UserError for one that cannot run.
+    `attention`: as in `choose_backend`. Raises UserError for one that cannot run, and for a KV cache without a page.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -82,8 +83,16 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
 
 
 def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Pages for the memory that was granted, or for as many full context windows as can run at once."""
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-    granted = (config.kv_memory_mib << 20) // (bytes_per_token * config.page_size)
+    """Pages for the memory that was granted, or for as many full context windows as can run at once.
+
+    Raises UserError if it holds none.
+    """
+    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize * config.page_size
+    granted = (config.kv_memory_mib << 20) // page_bytes
+    if granted == 0:
+        least = -(-page_bytes >> 20)
+        raise UserError(
+            f"--kv-memory {config.kv_memory_mib}: a page of this model's KV cache takes {least} MiB; give more"
+        )
     usable = config.max_sequences * -(-model.max_positions // config.page_size)
     return min(granted, usable)

@@ -91,7 +91,7 @@ def _with_parsed_arguments(call: object) -> object:
         return call
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError("a tool call's arguments are no JSON; send them as the model wrote them") from None
     return {**call, "function": {**call["function"], "arguments": parsed}}
 

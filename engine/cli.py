@@ -32,7 +32,9 @@ def cli() -> None:
 @sampling_options
 @click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs of each prompt.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Write completions as JSON lines instead of printing them."
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write completions as JSON lines instead of printing them; - is stdout.",
 )
 def generate(
     prompts: tuple[str, ...], path: Path | None, model: str | None, samples: int, output: Path | None, **given: Any

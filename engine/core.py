@@ -1,4 +1,4 @@
-"""The step: schedule, draft, forward, verify, commit, observe."""
+"""The step: schedule, draft, forward, verify, commit; its caller observes what it reports."""
 
 from __future__ import annotations
 
@@ -227,9 +227,10 @@ class Engine:
         if logprobs is not None:
             logprobs = logprobs.at(rows[: cut.length])
             sequence.logprobs.append(logprobs)
-        sequence.commit(tokens, min(len(rows) - 1, cut.length))
+        accepted = rows[1 : 1 + cut.length] - 1
+        sequence.commit(tokens, len(accepted))
         self.scheduler.keep(sequence)
-        report.outcomes.append(_outcome(sequence, tokens, rows, logprobs))
+        report.outcomes.append(_outcome(sequence, tokens, accepted, logprobs))
         if cut.reason is not None:
             report.finished[sequence.sequence_id] = self._finish(sequence, cut)
 
@@ -268,8 +269,8 @@ def _kept_rows(batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) ->
     return kept
 
 
-def _outcome(sequence: Sequence, tokens: np.ndarray, rows: np.ndarray, logprobs: Logprobs | None) -> Outcome:
-    drafted, accepted = len(sequence.draft), sequence.last_accepted
+def _outcome(sequence: Sequence, tokens: np.ndarray, kept: np.ndarray, logprobs: Logprobs | None) -> Outcome:
+    drafted = len(sequence.draft)
     depth = drafted if sequence.tree is None else int(sequence.tree.depths.max())
-    sources, kept = sequence.draft_sources[:drafted], rows[1 : 1 + accepted] - 1
-    return Outcome(sequence.sequence_id, tokens, drafted, depth, accepted, logprobs, sources, kept)
+    sources = sequence.draft_sources[:drafted]
+    return Outcome(sequence.sequence_id, tokens, drafted, depth, len(kept), logprobs, sources, kept)

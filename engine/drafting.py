@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from time import perf_counter
 
 import numpy as np
 
@@ -39,17 +40,21 @@ class Drafting:
         for sequence in sequences:
             sequence.draft, sequence.tree = NO_TOKENS, None
         producing = [sequence for sequence in sequences if sequence.completes_prompt]
-        if not producing:
+        if not producing or (self._budget is not None and self._budget.rests):
             return
         tokens = sum(sequence.scheduled for sequence in sequences)
         cost = None if self._budget is None else self._budget.price(tokens, len(producing))
+        began = perf_counter()
         drafts = self._drafts_for(producing, cost)
-        lengths = np.diff(drafts.offsets) if self._budget is None else self._budget.spend(drafts, tokens)
+        # Drafts made beside a forward are longer than what a step verifies.
+        lengths = np.minimum(np.diff(drafts.offsets), [self._limit(sequence) for sequence in producing])
+        if self._budget is not None:
+            self._budget.note_asking(perf_counter() - began)
+            lengths = self._budget.spend(drafts, lengths, tokens)
         # A remote drafter's word is no reason to index out of the embedding.
         foreign = drafts.tokens >= self._vocab_size
         has_foreign = np.count_nonzero(foreign) > 0
         for index, (sequence, length) in enumerate(zip(producing, lengths.tolist(), strict=True)):
-            length = min(length, self._limit(sequence)) if length else 0
             if has_foreign and length:
                 first = int(drafts.offsets[index])
                 length = int(np.append(foreign[first : first + length], True).argmax())
@@ -74,9 +79,11 @@ class Drafting:
         self._drafter.start(sequence.sequence_id, sequence.request.prompt)
 
     def _drafts_for(self, sequences: SequenceOf[Sequence], cost: float | None) -> DraftBatch:
-        return self._drafter.draft(self._progress(sequences, cost))
+        return self._drafter.draft(self._progress(sequences, cost, self._limits(sequences)))
 
     def _finish(self, sequence: Sequence, learn: bool) -> None:
+        if sequence.untold_steps > 1:
+            self._drafter.draft(self._progress([sequence], None, [0]))
         self._drafter.finish(
             sequence.sequence_id,
             sequence.untold,
@@ -85,21 +92,28 @@ class Drafting:
             learn=learn,
         )
 
-    def _progress(self, sequences: SequenceOf[Sequence], cost: float | None) -> Progress:
-        """What the drafter has not been told of these sequences, as if it now were."""
+    def _progress(self, sequences: SequenceOf[Sequence], cost: float | None, limits: SequenceOf[int]) -> Progress:
+        """What the drafter has not been told of these sequences, as if it now were, and how much it may draft."""
         untold = [sequence.untold for sequence in sequences]
+        steps = np.array([sequence.untold_steps for sequence in sequences], np.uint32)
         progress = Progress(
             sequence_ids=np.array([sequence.sequence_id for sequence in sequences], np.uint64),
             tokens=np.concatenate(untold),
             offsets=offsets_of(np.array([len(tokens) for tokens in untold])),
             verified=np.array([sequence.last_verified for sequence in sequences], np.uint32),
             accepted=np.array([sequence.last_accepted for sequence in sequences], np.uint32),
-            max_draft=np.array([self._limit_of_asking(sequence) for sequence in sequences], np.uint32),
+            max_draft=np.array(limits, np.uint32),
             cost=cost,
+            steps=steps if np.count_nonzero(steps > 1) else None,
         )
         for sequence in sequences:
-            sequence.told, sequence.last_verified, sequence.last_accepted = len(sequence), 0, 0
+            sequence.told, sequence.untold_steps = len(sequence), 0
+            sequence.last_verified = sequence.last_accepted = 0
         return progress
+
+    def _limits(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Most draft tokens that the drafter is asked for."""
+        return [self._limit(sequence) for sequence in sequences]
 
     def _shape(self, sequence: Sequence, parents: np.ndarray) -> None:
         """Note whose child each draft token is; parents come first, so what is left of a cut tree is one."""
@@ -110,10 +124,6 @@ class Drafting:
             sequence.tree = DraftTree(parents)
         else:
             sequence.draft = sequence.draft[:straight]
-
-    def _limit_of_asking(self, sequence: Sequence) -> int:
-        """Most draft tokens that the drafter is asked for."""
-        return self._limit(sequence)
 
     def _limit(self, sequence: Sequence) -> int:
         """Most draft tokens of a sequence in this step."""

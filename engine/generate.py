@@ -42,6 +42,9 @@ class GenerateOptions:
 def run_generate(options: GenerateOptions) -> None:
     """Read the prompts, check all of them, complete them, and print. Raises UserError before anything runs."""
     prompts = read_prompts(options)
+    sampling = options.sampling
+    if options.output is None and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
+        raise UserError("log-probabilities are written to --output; name a file, or - for stdout")
     model = load(options.engine)
     tokenizer = Tokenizer(options.engine.model)
     requests = _requests(prompts, tokenizer, options)

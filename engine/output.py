@@ -32,7 +32,7 @@ class CompletionWriter:
         self._waiting: dict[int, Completion] = {}
         self._next = 0
         try:
-            self._file = path.open("w", encoding="utf-8") if path is not None else None
+            self._file = None if path is None else _opened(path)
         except OSError as problem:
             raise self._refusal(problem) from None
 
@@ -50,7 +50,7 @@ class CompletionWriter:
                 self._write_line(self._file, index)
             else:
                 self._print(index)
-        if self._file is not None:
+        if self._file is not None and self._file is not sys.stdout:
             self._file.close()
 
     def _write_line(self, file: TextIO, index: int) -> None:
@@ -95,6 +95,10 @@ class CompletionWriter:
 
     def _refusal(self, problem: OSError) -> UserError:
         return UserError(f"cannot write {self._path}: {problem.strerror}")
+
+
+def _opened(path: Path) -> TextIO:
+    return sys.stdout if str(path) == "-" else path.open("w", encoding="utf-8")
 
 
 def _as_json(logprobs: Logprobs) -> list[dict[str, object]]:

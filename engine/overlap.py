@@ -58,6 +58,10 @@ class ThreadAsker:
         """See `Asker.ask`."""
         return self._thread.submit(self._drafter.draft, progress)
 
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
 
 class Offer(NamedTuple):
     """A draft that a sequence may draw on."""
@@ -99,8 +103,8 @@ class OverlappedDrafting(Drafting):
             self._restrict(sequence)
         self._use(running, self._left_for(running))
         behind = [sequence for sequence in running if sequence.told < len(sequence)]
-        if behind:
-            self._asked = Asked(behind, self._asker.ask(self._progress(behind, self._cost)))
+        if behind and (self._budget is None or not self._budget.rests):
+            self._asked = Asked(behind, self._asker.ask(self._progress(behind, self._cost, self._limits(behind))))
 
     def introduce(self, sequence: Sequence) -> None:
         """See `Drafting.introduce`."""
@@ -117,6 +121,8 @@ class OverlappedDrafting(Drafting):
     def close(self) -> None:
         """Release the drafter."""
         self._collect()
+        if isinstance(self._asker, ThreadAsker):
+            self._asker.close()
         super().close()
 
     def _drafts_for(self, sequences: SequenceOf[Sequence], cost: float | None) -> DraftBatch:
@@ -126,7 +132,7 @@ class OverlappedDrafting(Drafting):
         if new or self._is_lacking(sequences, left):
             self._collect()
             if new:
-                self._take(new, self._drafter.draft(self._progress(new, cost)), [None] * len(new))
+                self._take(new, self._drafter.draft(self._progress(new, cost, self._limits(new))), [None] * len(new))
             left = self._left_for(sequences)
         self._use(sequences, left)
         return left
@@ -180,8 +186,8 @@ class OverlappedDrafting(Drafting):
                 produced.append(sequence.tokens[offer.length :])
         return follow(self._drafts, picks, np.concatenate(produced), offsets_of(counts))
 
-    def _limit_of_asking(self, sequence: Sequence) -> int:
-        return min(furthest(self._most(sequence)), sequence.room - 1)
+    def _limits(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        return [min(furthest(self._most(sequence)), sequence.room - 1) for sequence in sequences]
 
 
 def furthest(max_draft: int) -> int:

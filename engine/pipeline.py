@@ -75,6 +75,8 @@ class PipelinedEngine(Engine):
         self._seats = Seats(state)
         self._grid = grid
         self._under_way: UnderWay | None = None
+        self._asking_s: float | None = None
+        """How much longer its call took because the drafter was asked for it; None if it was not."""
 
     def step(self) -> StepReport:
         """Begin a step, and commit what the one before it produced."""
@@ -83,6 +85,7 @@ class PipelinedEngine(Engine):
         if any(sequence.request.sampling.needs_host for sequence in self.scheduler.running):
             return self._step_plainly()
         watch = Stopwatch()
+        rests = self._budget is not None and self._budget.rests
         # One whose every token is on its way has nothing left to run.
         going = [one for one in self.scheduler.schedule() if one.room > min(one.in_flight, 1)]
         self._seats.clear_but(self.scheduler.running)
@@ -93,7 +96,13 @@ class PipelinedEngine(Engine):
         before, self._under_way = self._under_way, self._begin(producing, watch) if producing else None
         report = StepReport() if before is None else self._end_step(before, watch)
         report.times = watch.times()
+        asking_s, self._asking_s = self._asking_s, None
+        if producing and not rests:
+            # While the device is not done anyway, asking costs nothing.
+            self._asking_s = max(0.0, report.times.draft - report.times.verify)
         if before is not None and self._budget is not None:
+            if asking_s is not None:
+                self._budget.note_asking(asking_s)
             # What has passed in this call is about the time from the end of one step to that of the next.
             accepted = sum(outcome.accepted for outcome in report.outcomes)
             self._budget.note(before.tokens + prompt_tokens, len(before.sequences), accepted, report.times.total)
@@ -155,7 +164,6 @@ class PipelinedEngine(Engine):
         """Wait for a step's results, and commit those of sequences that still are what they were."""
         rows = step.results.read()
         watch.lap("verify")
-        later = {} if self._under_way is None else _by_id(self._under_way)
         report = StepReport()
         for sequence, path, most, row in zip(step.sequences, step.paths, step.most, rows, strict=False):
             if sequence not in self._seats:
@@ -166,7 +174,7 @@ class PipelinedEngine(Engine):
             sequence.draft = path.tokens[begun : begun + result.drafted]
             sequence.draft_sources = path.sources[begun : begun + result.drafted]
             sequence.tree, sequence.scheduled = None, 1
-            self._prepared.verified(sequence, later.get(sequence.sequence_id))
+            self._prepared.verified(sequence)
             self._append(report, sequence, result.tokens, np.arange(len(result.tokens)), None)
         watch.lap("commit")
         return report
@@ -199,10 +207,6 @@ def pipelined(
     if state.lengths.is_cuda:
         grid.capture()
     return PipelinedEngine(model, config, runner, pages, drafter, state, grid, decode, budget)
-
-
-def _by_id(step: UnderWay) -> dict[int, PreparedPath]:
-    return {sequence.sequence_id: path for sequence, path in zip(step.sequences, step.paths, strict=True)}
 
 
 def _kind(sequences: SequenceOf[Sequence], vocab_size: int) -> Kind:

@@ -15,9 +15,11 @@ from engine.budget import Budget
 from engine.config import EngineConfig
 from engine.drafting import Drafting
 from engine.overlap import furthest
-from engine.sequence import Sequence
+from engine.sequence import NO_SOURCES, NO_TOKENS, Sequence
 from engine.tree import straight_length
 from ssd.draft import DraftBatch, Drafter, Path, Progress
+
+NO_ODDS = np.empty(0, np.float32)
 
 
 class PreparedPath(NamedTuple):
@@ -41,44 +43,52 @@ class PreparedDrafting(Drafting):
     def __init__(self, drafter: Drafter, config: EngineConfig, vocab_size: int, budget: Budget | None = None) -> None:
         """As `Drafting`."""
         super().__init__(drafter, config, vocab_size, budget)
+        self._last: dict[int, PreparedPath] = {}
+        """By sequence: the drafter's last draft."""
         self._shared: dict[int, int] = {}
         """By sequence, of a draft that was verified: how many tokens the drafter's last one begins with too."""
 
     def prepare(self, sequences: SequenceOf[Sequence]) -> list[PreparedPath]:
         """Paths for sequences that all produce; how much is verified goes by the likeliest outcome, that all of the
-        draft before is accepted.
+        draft before is accepted. Empty ones while the drafter rests.
         """
+        if self._budget is not None and self._budget.rests:
+            return [PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0) for sequence in sequences]
         cost = None if self._budget is None else self._budget.price(len(sequences), len(sequences))
         drafts = self._drafts_for(sequences, cost)
         paths = [self._path(sequence, drafts, index) for index, sequence in enumerate(sequences)]
+        self._last.update((sequence.sequence_id, path) for sequence, path in zip(sequences, paths, strict=True))
         if self._budget is None:
             return paths
         likely = [
             Path(path.tokens[sequence.in_flight :], path.odds[sequence.in_flight :])
             for path, sequence in zip(paths, sequences, strict=True)
         ]
-        lengths = self._budget.spend(DraftBatch.of_paths(likely), len(sequences)).tolist()
+        usable = np.array([path.most for path in paths])
+        lengths = self._budget.spend(DraftBatch.of_paths(likely), usable, len(sequences)).tolist()
         return [path._replace(most=min(path.most, length)) for path, length in zip(paths, lengths, strict=True)]
 
-    def verified(self, sequence: Sequence, later: PreparedPath | None) -> None:
-        """The draft of a sequence was verified. The drafter is told of it only as far as its last one was the same:
-        `later`, prepared for the same text.
+    def verified(self, sequence: Sequence) -> None:
+        """The draft of a sequence was verified, what came of it is to be committed. The drafter is told of it only as
+        far as its last one, for the same text, was the same; and not at all if that was for an earlier text.
         """
-        shared, draft = 0, sequence.draft
-        if later is not None:
-            most = min(len(draft), len(later.tokens))
-            shared = int(np.append(draft[:most] != later.tokens[:most], True).argmax())
-        self._shared[sequence.sequence_id] = shared
+        last = self._last.get(sequence.sequence_id)
+        if last is None or sequence.untold_steps:
+            return
+        draft = sequence.draft
+        most = min(len(draft), len(last.tokens))
+        self._shared[sequence.sequence_id] = int(np.append(draft[:most] != last.tokens[:most], True).argmax())
 
     def end(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafting.end`."""
         self._restrict(sequence)
+        self._last.pop(sequence.sequence_id, None)
         super().end(sequence, learn)
 
-    def _progress(self, sequences: SequenceOf[Sequence], cost: float | None) -> Progress:
+    def _progress(self, sequences: SequenceOf[Sequence], cost: float | None, limits: SequenceOf[int]) -> Progress:
         for sequence in sequences:
             self._restrict(sequence)
-        return super()._progress(sequences, cost)
+        return super()._progress(sequences, cost, limits)
 
     def _restrict(self, sequence: Sequence) -> None:
         shared = self._shared.pop(sequence.sequence_id, None)
@@ -98,5 +108,5 @@ class PreparedDrafting(Drafting):
         most = min(self._most(sequence), left, sequence.draft_room)
         return PreparedPath(tokens[:size], odds, drafts.sources_of(index)[:size], len(sequence), most)
 
-    def _limit_of_asking(self, sequence: Sequence) -> int:
-        return min(furthest(self._most(sequence)), sequence.room - 1)
+    def _limits(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        return [min(furthest(self._most(sequence)), sequence.room - 1) for sequence in sequences]

@@ -21,6 +21,9 @@ MOST_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Colder is greedy: float32 logits divided by such a temperature could overflow, and no draw would differ."""
 
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100
+"""Of the repetition penalty; 1 is none."""
+
 
 class FinishReason(StrEnum):
     """Why an output ended, in the words of OpenAI's API, which has none for a request that was cancelled."""
@@ -81,8 +84,8 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         _within("min_p", self.min_p, 0, 1)
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise UserError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        # Further out the product with a logit, over a low temperature, could be no finite number.
+        _within("repetition_penalty", self.repetition_penalty, LEAST_REPETITION, MOST_REPETITION)
         _within("presence_penalty", self.presence_penalty, -2, 2)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         for token, bias in self.logit_bias.items():
@@ -143,7 +146,7 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise UserError(f"{name} must be at least {least}, not {value}")
 
 
-def _within(name: str, value: float, least: int, most: int) -> None:
+def _within(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:
         raise UserError(f"{name} must be {least} to {most}, not {value}")
 

@@ -48,8 +48,10 @@ class Sequence:
         """Draft tokens that its pages hold behind what is scheduled."""
         self.told = 0
         """Leading tokens that the drafter knows of; none before it was told of the sequence."""
+        self.untold_steps = 0
+        """Steps that it produced in since the drafter was told last."""
         self.last_verified = 0
-        """Draft tokens that were verified since the drafter was told last."""
+        """Draft tokens that were verified in the first of them; in the others there is no draft."""
         self.last_accepted = 0
         self.preemptions = 0
         self.stopping = stopping or Stopping(request)
@@ -134,7 +136,9 @@ class Sequence:
         self.steps += 1
         self.drafted += len(self.draft)
         self.accepted += accepted
-        self.last_verified, self.last_accepted = len(self.draft), accepted
+        if self.untold_steps == 0:
+            self.last_verified, self.last_accepted = len(self.draft), accepted
+        self.untold_steps += 1
         self._tokens[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         if self.token_counts is not None:

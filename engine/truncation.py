@@ -91,7 +91,8 @@ def _floor_of_ranks(scores: Tensor, floor: Tensor, limits: Limits) -> Tensor:
     mass = weights.cumsum(dim=-1)
     # The token that crosses the share is kept: what counts is the mass before it.
     enough = share[:, None] * mass[:, -1:]
-    last = ((mass - weights < enough) & (weights > 0)).sum(dim=-1) - 1
+    # Of scores that are no numbers none is kept; such a row must not break those beside it.
+    last = (((mass - weights < enough) & (weights > 0)).sum(dim=-1) - 1).clamp(min=0)
     return best.gather(1, last[:, None])[:, 0]
 
 

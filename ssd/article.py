@@ -148,12 +148,12 @@ class ArticleDrafter:
         progress.check(self.offered())
         offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
         verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
+        steps = [1] * len(limits) if progress.steps is None else progress.steps.tolist()
         paths = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             running = self._running[sequence_id]
-            self._commit(
-                running, progress.tokens[offsets[index] : offsets[index + 1]], verified[index], accepted[index]
-            )
+            committed = progress.tokens[offsets[index] : offsets[index + 1]]
+            self._commit(running, committed, verified[index], accepted[index], steps[index])
             paths.append(self._path(running, min(limits[index], self.config.max_draft)))
             running.offered = len(paths[-1].tokens)
         return DraftBatch.of_paths(paths)
@@ -184,9 +184,9 @@ class ArticleDrafter:
         if self._owns_corpus:
             self.corpus.close()
 
-    def _commit(self, running: Running, tokens: np.ndarray, verified: int, accepted: int) -> None:
+    def _commit(self, running: Running, tokens: np.ndarray, verified: int, accepted: int, steps: int = 1) -> None:
         if len(tokens):
-            self.stats.record_path(len(tokens), verified, accepted)
+            self.stats.record_path(len(tokens), verified, accepted, max(1, steps))
         running.extend(tokens)
 
     def _path(self, running: Running, limit: int) -> Path:

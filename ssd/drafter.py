@@ -21,6 +21,8 @@ from ssd.stats import Stats
 from ssd.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
 
 NO_LIMIT = np.zeros(1, np.uint32)
+ONE_EACH = np.empty(0, np.uint32)
+"""Steps of sequences that took one each."""
 
 Drafted = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -338,6 +340,7 @@ class SuffixDrafter:
             progress.verified,
             progress.accepted,
             progress.max_draft,
+            ONE_EACH if progress.steps is None else progress.steps,
         )
         while True:
             outcome, number = self._run(batch, drafts, cost)

@@ -82,9 +82,9 @@ def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):
 
 
 @outline
-def record(counters, growing, accepted, verified, committed):  # type: ignore[no-untyped-def]
-    """Count a step of which the target verified the first `verified` tokens of the draft."""
-    counters.steps[STEPS] += 1
+def record(counters, growing, accepted, verified, committed, steps):  # type: ignore[no-untyped-def]
+    """Count some steps; in the first of them the target verified the first `verified` tokens of the draft."""
+    counters.steps[STEPS] += steps
     counters.steps[COMMITTED] += committed
     counters.steps[HITS] += 1 if verified > 0 else 0
     for node in range(1, verified + 1):

@@ -81,9 +81,9 @@ class Stats:
         """The counters, in their order."""
         return self._arrays
 
-    def record_path(self, committed: int, verified: int, accepted: int) -> None:
-        """Note a step of a drafter that knows nothing but paths."""
-        self.counters.steps[:] += (1, committed, verified > 0)
+    def record_path(self, committed: int, verified: int, accepted: int, steps: int = 1) -> None:
+        """Note some steps of a drafter that knows nothing but paths; verified was in the first of them."""
+        self.counters.steps[:] += (steps, committed, verified > 0)
         self.counters.by_source[0] += (verified, accepted)
         for column, upto in ((VERIFIED, verified), (ACCEPTED, accepted)):
             self.counters.by_position[:upto, column] += 1

@@ -135,19 +135,20 @@ def plant(growing):  # type: ignore[no-untyped-def]
 
 
 @inline
-def take_note(tables, model, counters, rows, tokens, offsets, verified, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
+def take_note(tables, model, counters, rows, tokens, offsets, verified, steps, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
     """Learn from what each sequence committed, count it, and append it to its text."""
     cells, logits, weights, pace = model
     for index in range(len(rows)):
         row = rows[index]
         sequence = tables.state[row]
         first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
+        taken = max(np.int64(1), np.int64(steps[index])) if len(steps) else np.int64(1)
         if end > first:
             growing = Growing(tables.nodes[row], tables.odds[row], tables.candidates[row], tables.chances[row])
             if sequence[NODES] > 0:
                 learn(growing, sequence[NODES], tokens, first, end, cells, logits, weights, on_path)
-                keep_pace(pace, cost, np.int64(verified[index]), end - first)
-            record(counters, growing, on_path, np.int64(verified[index]), end - first)
+                keep_pace(pace, cost, np.int64(verified[index]), (end - first) / taken)
+            record(counters, growing, on_path, np.int64(verified[index]), end - first, taken)
         for position in range(first, end):
             advance_pointers(sequence, tokens[position], ring)
             commit(sequence, tokens[position], depth)
@@ -178,7 +179,7 @@ def hand_over(nodes, odds, count, at, drafted_tokens, parents, drafted_odds, sou
     return at
 
 
-_Batch = types.Tuple([Longs, *[Tokens] * 5])
+_Batch = types.Tuple([Longs, *[Tokens] * 6])
 _Drafts = types.Tuple(
     [TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut]
 )
@@ -188,12 +189,13 @@ _Drafts = types.Tuple(
 def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: ignore[no-untyped-def]
     """Take note of what each sequence of a batch committed, and draft for it.
 
-    frame: of `ssd.frame`. view: of a `View`. batch: rows of the sequences; tokens, offsets, verified, accepted and
-    max_draft as in `Progress`. drafts: tokens, parents, odds, source and offsets as in `DraftBatch`, written. cost: of
-    one more verified token, as a part of a step. depth: most tokens matched; max_draft: most tokens drafted.
+    frame: of `ssd.frame`. view: of a `View`. batch: rows of the sequences; tokens, offsets, verified, accepted,
+    max_draft and steps as in `Progress`, steps empty if they are one each. drafts: tokens, parents, odds, source and
+    offsets as in `DraftBatch`, written. cost: of one more verified token, as a part of a step. depth: most tokens
+    matched; max_draft: most tokens drafted.
     Returns what came of it, and the index of the sequence that it is about; if DONE, how many tokens were drafted.
     """
-    rows, tokens, offsets, verified, accepted, limits = batch
+    rows, tokens, offsets, verified, accepted, limits, steps = batch
     drafted_tokens, parents, drafted_odds, sources, drafted_offsets = drafts
     tables = open_tables(frame)
     state = tables.state
@@ -204,7 +206,9 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
     _, logits, weights, pace = model
     own = open_own(frame)
     ring = RingView(view[4], view[5], view[6], view[7])
-    take_note(tables, model, open_counters(frame), rows, tokens, offsets, verified, ring, cost, depth, own.on_path)
+    take_note(
+        tables, model, open_counters(frame), rows, tokens, offsets, verified, steps, ring, cost, depth, own.on_path
+    )
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = search_shared(state, rows, limits, tiers, depth)
     evidence, scratch = open_evidence(frame), (open_counted(frame), open_levels(frame), open_waiting(frame))

@@ -177,7 +177,7 @@ class Running:
         """What `commit` and `tell` do for sequences that are plain."""
         self._texts.append(rows, progress.tokens, progress.offsets)
         wire_ids = self._table[WIRE_ID, rows]
-        return News(wire_ids, progress.tokens, progress.offsets, progress.verified, progress.accepted)
+        return News(wire_ids, progress.tokens, progress.offsets, progress.verified, progress.accepted, progress.steps)
 
     def commit(self, rows: np.ndarray, progress: Progress) -> None:
         """Take note of what was committed and of what became of what the engine was handed."""
@@ -187,7 +187,7 @@ class Running:
         reached = (self.at_hand.begins[rows] + progress.verified) * (table[IS_COUNTED] * (progress.verified > 0))
         np.maximum(table[VERIFIED], reached, out=table[VERIFIED])
         table[ACCEPTED] += progress.accepted * table[IS_COUNTED]
-        table[STEPS] += counts > 0
+        table[STEPS] += (counts > 0) * (1 if progress.steps is None else np.maximum(progress.steps, 1))
         table[UNTOLD] += counts
         table[IS_PLAIN] = 0
         self._table[:, rows] = table

@@ -72,9 +72,11 @@ class DrafterClient(Client):
             turn = self._core.draft(progress)
             self._is_waiting = True
             self._send()
-            return Answer(self, turn, self._stream, time.monotonic() + self._deadline_s)
+            return Answer(self, turn, self._stream)
 
-    def _settle(self, turn: Turn, stream: Stream | None, until: float) -> DraftBatch:
+    def _settle(self, turn: Turn, stream: Stream | None) -> DraftBatch:
+        # Where the engine's own threads take every core, the service gets to work when the engine waits.
+        until = time.monotonic() + self._deadline_s
         is_settled = self._core.is_settled(turn)
         try:
             while stream is not None and not is_settled and stream.wait(until - time.monotonic()):
@@ -223,12 +225,11 @@ class DrafterClient(Client):
 class Answer:
     """Drafts on their way."""
 
-    def __init__(self, client: DrafterClient, turn: Turn, stream: Stream | None, until: float) -> None:
+    def __init__(self, client: DrafterClient, turn: Turn, stream: Stream | None) -> None:
         self._client = client
         self._turn = turn
         self._stream = stream
-        self._until = until
 
     def result(self) -> DraftBatch:
-        """The drafts, or those at hand once the deadline has passed since they were asked for. To be called once."""
-        return self._client._settle(self._turn, self._stream, self._until)
+        """Wait for the drafts, at most until the deadline, then take those at hand. To be called once."""
+        return self._client._settle(self._turn, self._stream)

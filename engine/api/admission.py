@@ -14,7 +14,9 @@ class Admission:
         self.refused = 0
 
     def enter(self, requests: int) -> None:
-        """So many more are here. Raises ApiError 429 if there is no room for them."""
+        """So many more are here. Raises ApiError: 429 if there is no room for them now, 400 if there never is."""
+        if requests > self.most:
+            raise ApiError(400, f"n: that is {requests} outputs, and the server takes {self.most} at a time", param="n")
         if self.here + requests > self.most:
             self.refused += requests
             raise ApiError(429, f"the server has {self.here} requests and takes {self.most}; try again later")

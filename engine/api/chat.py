@@ -98,4 +98,4 @@ class _Answer:
         return {"pieces": [list(piece) for piece in output.pieces]} if self._body.return_drafted else {}
 
     def _usage(self) -> dict[str, Any]:
-        return usage_of([len(self._requests[0].prompt)], list(self._completions.values()))
+        return usage_of([len(self._requests[0].prompt)], self._completions)

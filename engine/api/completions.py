@@ -58,7 +58,7 @@ class _Answer:
         self._decode = service.served.tokenizer.decode
         self._completions: dict[int, Completion] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
-        """Characters of each output's text so far."""
+        """Characters of each output's tokens so far."""
         self._head = {
             "id": new_id("cmpl"),
             "object": "text_completion",
@@ -95,7 +95,6 @@ class _Answer:
             return []
         choice = self._choice(delta.index, delta.text, delta.completion) | self._pieces(delta)
         choice |= self._logprobs(delta.index, delta.tokens, delta.logprobs)
-        self._offsets[delta.index] += len(delta.text)
         return [self._head | {"choices": [choice]}]
 
     def last(self) -> list[dict[str, Any]]:
@@ -115,6 +114,8 @@ class _Answer:
         if logprobs is None:
             return {}
         own = completion_logprobs(tokens, logprobs, self._decode, self._offsets[index])
+        # Counted by tokens: text may come later than they do.
+        self._offsets[index] += sum(map(len, own["tokens"]))
         if self._body.echo:
             before = prompt_logprobs(self._requests[index].prompt, self._completions[index], self._decode)
             own = {name: before[name] + values for name, values in own.items()}
@@ -125,4 +126,4 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         prompts = [len(request.prompt) for request in self._requests[:: self._body.n]]
-        return usage_of(prompts, list(self._completions.values()))
+        return usage_of(prompts, self._completions)

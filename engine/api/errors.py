@@ -54,7 +54,11 @@ def refused(message: str, prompt: str) -> ApiError:
 
 def from_validation(problem: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
-    first = problem.errors()[0]
+    errors = problem.errors()
+    # Of several possible types, that of what was sent has something else against it than the type.
+    place = errors[0]["loc"][:2]
+    own = [error for error in errors if error["loc"][:2] == place and not error["type"].endswith("_type")]
+    first = (own or errors)[0]
     # Which of several possible types was tried is of no interest to who sent none of them.
     path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and _is_type(part))]
     param = ".".join(path) or None

@@ -18,8 +18,8 @@ class Ready:
     """The engine has loaded its model."""
 
     vocab_size: int
-    max_positions: int
-    """Tokens of a prompt and its output together."""
+    longest: int
+    """Tokens of a prompt and its output together: what the model's context window and the KV cache hold."""
     page_size: int
     """Tokens in a page of the KV cache."""
     pages: int

@@ -73,7 +73,7 @@ class EngineProcess:
         if self._process is None:
             return
         if not self._is_ready:
-            self._process.terminate()  # It loads, and listens to nobody yet.
+            self._process.kill()  # It loads, and listens to nobody yet.
         await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()

@@ -39,7 +39,7 @@ class SamplingFields(Neutral):
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=0.01, le=2)] | None = None
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1

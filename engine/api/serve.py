@@ -68,13 +68,18 @@ def _sampling_defaults(folder: Path) -> dict[str, Any]:
 async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Callable[[str], None]) -> None:
     settings = uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=int(config.drain_s), server_header=False,
+        timeout_graceful_shutdown=int(config.drain_s), server_header=False, lifespan="off",
     )  # fmt: skip
     sockets = [_bound(settings)]
     host, port = sockets[0].getsockname()[:2]
     server = _Server(settings, lambda: say(f"serving at http://{host}:{port}"))
+
+    def stop() -> None:
+        say("stopping at once" if server.should_exit else f"letting requests end, up to {config.drain_s:g} s")
+        server.force_exit, server.should_exit = server.should_exit, True
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
 
     async def watch() -> None:
         await engine.wait_for_end()

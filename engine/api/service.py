@@ -73,7 +73,7 @@ class Service:
             "enable_prefix_caching": served.prefix_cache,
         }
         self.metrics = Metrics(
-            served.name, EngineMetrics(served.name, engine, admission, pages), max_tokens=ready.max_positions
+            served.name, EngineMetrics(served.name, engine, admission, pages), max_tokens=ready.longest
         )
         self._ready = ready
 
@@ -84,7 +84,7 @@ class Service:
             "object": "model",
             "created": self.served.created,
             "owned_by": "ssd",
-            "max_model_len": self._ready.max_positions,
+            "max_model_len": self._ready.longest,
         }
 
     def figures(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Service:
 
     def room_behind(self, prompt: np.ndarray) -> int:
         """Tokens that an output may have."""
-        return max(1, self._ready.max_positions - len(prompt))
+        return max(1, self._ready.longest - len(prompt))
 
 
 async def off_the_loop(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:

@@ -25,8 +25,9 @@ INDEXED_AFTER_S = 0.5
 
 def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
     """The whole life of the process; `build` makes its engine."""
-    # Both processes get a terminal's Ctrl-C; the other one decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Both processes get what is meant for their group, as Ctrl-C; the other one decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     try:
         engine = build()
         try:
@@ -59,7 +60,8 @@ class Worker:
     def run(self) -> None:
         """Serve until told to stop. Raises EOFError and BrokenPipeError if nobody is there any more."""
         model, pages = self._engine.model, self._engine.scheduler.pages
-        self._connection.send([Ready(model.vocab_size, model.max_positions, pages.page_size, pages.count)])
+        longest = min(model.max_positions, pages.count * pages.page_size)
+        self._connection.send([Ready(model.vocab_size, longest, pages.page_size, pages.count)])
         while not self._is_stopping:
             self._take_commands()
             if self._engine.scheduler.has_work:

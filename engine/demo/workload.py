@@ -60,7 +60,8 @@ def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> 
     Raises UserError if there are too few prompts.
     """
     rng = random.Random(seed)
-    exact, near = round(EXACT_SHARE * count), round(NEAR_SHARE * count)
+    exact = round(EXACT_SHARE * count)
+    near = min(round(NEAR_SHARE * count), count - exact - 1)  # A few requests are not all repeats.
     new = count - exact - near
     if new > len(prompts):
         raise UserError(f"{count} requests need {new} prompts; the file has {len(prompts)}")

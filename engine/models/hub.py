@@ -28,8 +28,10 @@ def find_model(model: str | Path) -> Path:
     What was downloaded before is found without a network. Raises UserError.
     """
     folder, name = Path(model), str(model)
-    if folder.exists() or not HUB_NAME.fullmatch(name):
+    if folder.exists():
         return folder  # the loader says what is wrong with it
+    if not HUB_NAME.fullmatch(name):
+        raise UserError(f"there is no model folder {name}; give a Hugging Face folder, or a hub name such as org/model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 

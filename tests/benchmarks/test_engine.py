@@ -63,7 +63,20 @@ def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
 
     monkeypatch.setattr("benchmarks.engine.build_drafter", build)
     monkeypatch.setattr("engine.drafters.build.DEADLINE_S", 10.0)
-    main([*SMALL[2:], "--no-peers", "--drafter", "none,ssd-remote", "--concurrency", "2", "--max-tokens", "40"])
+    main(
+        [
+            *SMALL[2:],
+            "--no-peers",
+            "--loop",
+            "overlapped",
+            "--drafter",
+            "none,ssd-remote",
+            "--concurrency",
+            "2",
+            "--max-tokens",
+            "40",
+        ]
+    )
     row = next(row for row in document(capsys)["results"] if row["drafter"] == "ssd-remote")
     assert set(named) == {("none", SHIPPED_MODEL), ("ssd-remote", SHIPPED_MODEL)}
     assert row["identical_to_none"] is True

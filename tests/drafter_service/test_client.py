@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from random import Random
 
 import grpc
@@ -86,6 +87,14 @@ def test_drafts_can_be_asked_for_without_waiting(fake, connect):
             call()
     assert answer.result().tokens.tolist() == [6, 7, 8]
     assert draft_of(client, [6, 9], limit=2, verified=3, accepted=1) == [10, 11]
+
+
+def test_steps_that_are_told_together_are_counted_as_such(fake, connect):
+    client = connect()
+    client.start(1, array([5]))
+    draft_of(client, [], limit=2)
+    client.draft(replace(progress_of({1: [9, 9, 9]}, limit=2), steps=array([3])))
+    assert unpacked(fake.service.requests[-1].batch.steps) == [3]
 
 
 def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):

@@ -129,9 +129,9 @@ class ChainForward:
         return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
 
 
-def chain_engine(config, pages, drafter):
+def chain_engine(config, pages, drafter, budget=None):
     """An engine on this model, with that many pages."""
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
     if config.loop != "pipelined":
-        return Engine(MODEL, config, runner, pool, drafter)
-    return pipelined(MODEL, config, runner, pool, drafter, "cpu")
+        return Engine(MODEL, config, runner, pool, drafter, budget=budget)
+    return pipelined(MODEL, config, runner, pool, drafter, "cpu", budget=budget)

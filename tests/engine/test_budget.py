@@ -134,21 +134,72 @@ def test_drafts_that_are_never_accepted_cost_a_hundredth_and_get_chances(price):
     budget, drafts = Budget(StepCost([1, 101], [1.0, 1.0 + 100 * price])), drafts_of([1.0] * 16)
     spent = []
     for _ in range(2000):
-        spent.append(int(budget.spend(drafts, 1)[0]))
+        spent.append(int(budget.spend(drafts, np.array([16]), 1)[0]))
         budget.note(1 + spent[-1], 1, 0, 1.0 + price * spent[-1])
     later = spent[200:]
     assert 0.002 < price * sum(later) / len(later) < 0.04
     assert max(later[-500:]) > 0
 
 
+def asked_in(budget, steps, *, accepted, drafting_s, step_s=1.0, sequences=1):
+    """In which of so many steps the drafter is asked."""
+    asked = []
+    for step in range(steps):
+        if not budget.rests:
+            asked.append(step)
+            budget.note_asking(drafting_s)
+        budget.note(sequences, sequences, accepted if asked and asked[-1] == step else 0, step_s)
+    return asked
+
+
+def test_a_drafter_of_which_nothing_is_accepted_is_asked_ever_less_often():
+    asked = asked_in(Budget(CHEAP), 100, accepted=0, drafting_s=0.1)
+    assert asked[:6] == [0, 2, 6, 14, 30, 46]
+    assert np.diff(asked[4:]).tolist() == [16] * len(np.diff(asked[4:]))
+
+
+@pytest.mark.parametrize(("drafting_s", "pays"), [(0.4, True), (0.6, False)])
+def test_asking_pays_if_accepted_tokens_save_more_than_it_takes(drafting_s, pays):
+    # One token accepted beside one that a step makes anyway: half of a step is saved.
+    assert (len(asked_in(Budget(CHEAP), 64, accepted=1, drafting_s=drafting_s)) == 64) == pays
+
+
+def test_a_drafter_that_becomes_useful_is_asked_in_every_step_again():
+    budget = Budget(CHEAP)
+    asked_in(budget, 200, accepted=0, drafting_s=0.01)
+    asked = asked_in(budget, 40, accepted=1, drafting_s=0.01)
+    assert asked[0] < 16
+    assert asked[1:] == list(range(asked[1], 40))
+
+
+def test_trust_comes_back_while_the_drafter_rests():
+    budget, drafts = Budget(CHEAP), drafts_of([1.0] * 16)
+    for _ in range(100):
+        budget.spend(drafts, np.array([16]), 1)
+        budget.note(17, 1, 0, 1.0)
+    lost = budget.trust
+    for _ in range(100):
+        budget.note(1, 1, 0, 1.0)
+    assert lost < 0.1
+    assert budget.trust > 2 * lost
+
+
 def test_who_keeps_what_was_promised_is_trusted():
     budget, drafts = Budget(CHEAP), drafts_of([0.9, 0.9, 0.9], [0.5])
     rng = np.random.default_rng(0)
     for _ in range(500):
-        assert budget.spend(drafts, 2).tolist() == [3, 1]
+        assert budget.spend(drafts, np.array([3, 1]), 2).tolist() == [3, 1]
         on_path = np.minimum.accumulate(rng.random(3) < 0.9).sum()
         budget.note(6, 2, int(on_path) + int(rng.random() < 0.5), 1.0)
     assert budget.trust > 0.85
+
+
+def test_what_no_step_can_verify_is_no_promise():
+    budget, drafts = Budget(CHEAP), drafts_of([1.0] * 9, [1.0] * 9)
+    for _ in range(500):
+        assert budget.spend(drafts, np.array([4, 0]), 2).tolist() == [4, 0]
+        budget.note(6, 2, 4, 1.0)
+    assert budget.trust == pytest.approx(1)
 
 
 def test_the_price_is_that_of_the_step():

@@ -107,6 +107,13 @@ def test_text_in_parts_and_arguments_in_json_are_read(folder):
     assert prompts.text([USER, as_json]) == prompts.text([USER, CALL])
 
 
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000 + "]" * 100_000])
+def test_arguments_that_cannot_be_read_are_refused(folder, arguments):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    with pytest.raises(UserError, match="no JSON"):
+        prompts_of(folder, QWEN).text([USER, call])
+
+
 def test_special_tokens_are_not_added_twice(folder):
     """A vocabulary that puts a token before every text, and a template that writes it itself."""
     settings = json.loads((folder / "tokenizer.json").read_text())

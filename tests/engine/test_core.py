@@ -286,6 +286,13 @@ def test_a_request_larger_than_the_cache_is_refused(model):
         engine.add(Request(np.ones(100, np.uint32)))
 
 
+@pytest.mark.parametrize("has_budget", [False, True])
+def test_a_cache_without_a_page_is_refused(model, has_budget):
+    config = EngineConfig(max_sequences=1, page_size=1 << 20, kv_memory_mib=1)
+    with pytest.raises(UserError, match=r"--kv-memory 1: a page .* takes \d+ MiB"):
+        build_engine(model, config, NoDrafter(), has_budget=has_budget)
+
+
 @pytest.mark.parametrize(
     "setting", [{"max_sequences": 0}, {"page_size": 0}, {"kv_memory_mib": 0}, {"max_draft": -1}, {"max_step_tokens": 9}]
 )

@@ -85,6 +85,13 @@ def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server
     assert set(outputs) == set(DRAFTERS)
 
 
+def test_completions_can_be_lines_on_stdout(run, model_folder):
+    code, out, _ = run("generate", "--model", model_folder, "--max-tokens", 3, "--logprobs", 1, "--output", "-", PROMPT)
+    [line] = out.splitlines()
+    assert code == 0
+    assert len(json.loads(line)["logprobs"]) == 3
+
+
 def test_only_newlines_part_the_prompts_of_a_file(run, model_folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\x0cb\u2028c\nd\n", encoding="utf-8")
     arguments = ("--file", tmp_path / "prompts.txt", "--output", tmp_path / "out", "--max-tokens", 1)
@@ -263,6 +270,8 @@ BAD_INPUT = {
     "prompt too long": ((), ["x " * 2000], "context window of 512"),
     "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
     "empty file": (("--file", "{tmp}/empty.txt"), [], "holds no prompt"),
+    "log-probabilities without a place for them": (("--logprobs", 1, PROMPT), [], "name a file, or - for stdout"),
+    "no such folder": (("--model", "/no/such", PROMPT), [], "no model folder /no/such; give a Hugging Face folder, or"),
     "file that is no text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
     "line that is no JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is no JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),

@@ -54,6 +54,7 @@ def test_greedy_is_what_is_said_to_be(tmp_path, fields, temperature):
         ("top_p", 1.1),
         ("min_p", 2),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
         ("max_new_tokens", 0),
         ("eos_token_id", "</s>"),
         ("eos_token_id", {}),

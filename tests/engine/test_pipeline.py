@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.budget import Budget, StepCost
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.build import DRAFTER_NAMES, build_drafter
@@ -140,6 +141,15 @@ def test_the_drafter_hears_only_of_its_own_last_draft(right):
     if right == 100:
         # It drafts the same again for the same text; of what no draft followed it is not told.
         assert sum(accepted for _, _, accepted, _ in journal.outcomes) >= completion.accepted - 4
+
+
+def test_a_drafter_of_which_nothing_is_accepted_is_asked_seldom():
+    journal, config = Journal(0), EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64, loop="pipelined")
+    engine = chain_engine(config, 40, journal, Budget(StepCost([1, 2], [1.0, 1.0])))
+    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS))])
+    assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
+    # Of what two steps in a row come to is heard when both have begun; the last asking tells what no draft followed.
+    assert 4 <= journal.events.count("ask") <= 14
 
 
 def test_trees_are_refused():

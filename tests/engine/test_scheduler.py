@@ -18,22 +18,25 @@ WORKLOADS = 50
 
 
 @pytest.mark.parametrize(
-    ("block", "shape", "loop"),
+    ("block", "shape", "loop", "rests"),
     [
-        (0, "path", "plain"),
-        (1, "path", "plain"),
-        (2, "path", "plain"),
-        (3, "tree", "plain"),
-        (4, "tree", "plain"),
-        (5, "path", "overlapped"),
-        (6, "tree", "overlapped"),
-        (7, "path", "pipelined"),
+        (0, "path", "plain", False),
+        (1, "path", "plain", False),
+        (2, "path", "plain", False),
+        (3, "tree", "plain", False),
+        (4, "tree", "plain", False),
+        (5, "path", "overlapped", False),
+        (6, "tree", "overlapped", False),
+        (7, "path", "plain", True),
+        (8, "path", "overlapped", True),
+        (9, "path", "pipelined", False),
+        (10, "path", "pipelined", True),
     ],
 )
-def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, loop):
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, loop, rests):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
-        workload = Workload(seed, shape, loop)
+        workload = Workload(seed, shape, loop, rests)
         workload.run()
         seen += workload.seen
     # The workloads must meet all that they are for.

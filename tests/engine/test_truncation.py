@@ -128,3 +128,12 @@ def test_a_token_that_alone_holds_the_share_is_kept():
 def test_top_p_of_one_keeps_what_rounding_would_lose():
     scores = torch.tensor([[100.0, 0.0, -100.0]])
     assert truncate(scores, truncation_of([(3, 1.0, 0.0)])).isfinite().all()
+
+
+@pytest.mark.parametrize("settings", [(3, 1.0, 0.0), (0, 0.5, 0.0), (3, 0.5, 0.1)])
+def test_a_row_of_no_numbers_leaves_the_others_as_they_are(settings):
+    scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    limits = truncation_of([settings] * 2)
+    alone = truncate(scores[1:], limits.rows(np.array([1])))
+    scores[0] = float("nan")
+    assert truncate(scores, limits)[1:].equal(alone)

@@ -17,14 +17,19 @@ from tests.engine.trees import batch_of_trees, random_tree
 class StrictDrafter:
     """Drafts right answers and wrong ones, and holds the engine to the order of a drafter's calls."""
 
-    def __init__(self, rng, shape, is_told_all):
+    def __init__(self, rng, shape, is_told_all, budget=None):
         self.rng = rng
         self.shape = shape
         self.is_told_all = is_told_all
         """Whether it hears of all that was verified, as in the plain loop."""
+        self.budget = budget
         self.answers = {}
         self.texts = {}
         self.offered = {}
+        self.paths = {}
+        """What was offered last, without branches."""
+        self.steps = Counter()
+        """Of which it was told, by sequence."""
 
     def expect(self, sequence_id, prompt, output):
         self.answers[sequence_id] = [*prompt.tolist(), *output]
@@ -33,12 +38,15 @@ class StrictDrafter:
         assert sequence_id not in self.texts
         self.texts[sequence_id] = prompt.tolist()
         self.offered[sequence_id] = 0
+        self.paths[sequence_id] = []
 
     def draft(self, progress):
+        assert self.budget is None or not self.budget.rests or not progress.max_draft.any()
         drafts = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
-            self.note(sequence_id, committed, progress.verified[index], progress.accepted[index])
+            steps = 1 if progress.steps is None else int(progress.steps[index])
+            self.note(sequence_id, committed, progress.verified[index], progress.accepted[index], steps)
             text, limit = self.texts[sequence_id], int(progress.max_draft[index])
             if self.shape == "tree":
                 drafts.append(random_tree(self.rng, self.answers[sequence_id][len(text) :], limit, VOCAB))
@@ -46,7 +54,7 @@ class StrictDrafter:
                 continue
             draft = (self.answers[sequence_id][len(text) :] + [1] * limit)[: self.rng.integers(0, limit + 1)]
             draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
-            self.offered[sequence_id] = len(draft)
+            self.offered[sequence_id], self.paths[sequence_id] = len(draft), draft
             drafts.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
         return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.of_paths(drafts)
 
@@ -55,18 +63,46 @@ class StrictDrafter:
         whole = self.texts.pop(sequence_id) == self.answers[sequence_id]
         assert whole or not learn  # what was cut short is not remembered
 
-    def note(self, sequence_id, committed, verified, accepted):
+    def note(self, sequence_id, committed, verified, accepted, steps=1):
         assert accepted <= verified <= self.offered[sequence_id]
+        self.steps[sequence_id] += steps if len(committed) else 0
+        if self.shape == "path":
+            draft, tokens = self.paths[sequence_id], committed.tolist()
+            assert draft[:accepted] == tokens[:accepted]
+            assert draft[accepted : min(verified, accepted + 1)] != tokens[accepted : accepted + 1] or not tokens
         assert verified == self.offered[sequence_id] or not self.is_told_all
         text = self.texts[sequence_id]
         text += committed.tolist()
         assert text == self.answers[sequence_id][: len(text)]
 
 
+class RestingBudget:
+    """Lets the drafter be asked in some steps only."""
+
+    def __init__(self, rng, is_late):
+        self.rng = rng
+        self.is_late = is_late
+        """Whether it is told of a step when the next one has begun."""
+        self.rests = False
+
+    def price(self, tokens, sequences):
+        return 0.02
+
+    def spend(self, drafts, usable, tokens):
+        return usable
+
+    def note_asking(self, seconds):
+        assert self.is_late or not self.rests
+
+    def note(self, tokens, sequences, accepted, seconds):
+        assert self.is_late or not (self.rests and accepted)
+        self.rests = bool(self.rng.random() < 0.5)
+
+
 class Workload:
     """Arrivals with shared beginnings, tenants, cancellations, tight memory."""
 
-    def __init__(self, seed, shape="path", loop="plain"):
+    def __init__(self, seed, shape="path", loop="plain", rests=False):
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
         """How often what the workload is meant to meet has happened."""
@@ -81,8 +117,11 @@ class Workload:
             loop=loop,
         )
         self.config = config
-        self.drafter = StrictDrafter(rng, shape, is_told_all=loop == "plain")
-        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter)
+        budget = RestingBudget(np.random.default_rng(seed), is_late=loop == "pipelined") if rests else None
+        # A thread of the overlapped loop may be later than what the budget is told next.
+        asked_at_once = None if loop == "overlapped" else budget
+        self.drafter = StrictDrafter(rng, shape, is_told_all=loop == "plain", budget=asked_at_once)
+        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget)
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
         self.answers = {}
@@ -174,6 +213,7 @@ class Workload:
             assert self.streamed[sequence_id] == self.answers[sequence_id][: len(self.streamed[sequence_id])]
         for sequence_id, completion in report.finished.items():
             assert completion.tokens.tolist() == self.streamed[sequence_id] == self.answers[sequence_id]
+            assert self.drafter.steps[sequence_id] == completion.steps
             self.seen["finished"] += 1
             self.seen["accepted"] += completion.accepted
             self.seen["rejected"] += completion.drafted - completion.accepted

@@ -1,5 +1,7 @@
 """Counters of what was drafted and of what became of it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,21 @@ def test_what_the_target_did_not_verify_is_not_counted():
         assert drafter.stats.steps == 2
 
 
+def test_tokens_of_several_steps_are_counted_as_such():
+    with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
+        drafter.start(1, array([1, 2]))
+        drafter.start(2, array([7]))
+        drafter.draft(progress_of({1: [], 2: []}, limit=3))
+        before = drafter.stats.steps, drafter.stats.committed
+        progress = progress_of({1: [3, 4, 9, 9], 2: [8]}, limit=3)
+        told = replace(progress, steps=np.array([3, 1], np.uint32), verified=np.array([2, 0], np.uint32))
+        drafter.draft(replace(told, accepted=np.array([2, 0], np.uint32)))
+        assert (drafter.stats.steps - before[0], drafter.stats.committed - before[1]) == (4, 5)
+        assert (drafter.stats.hits, drafter.stats.verified, drafter.stats.accepted) == (1, 2, 2)
+        with pytest.raises(ValueError, match="steps has 1 elements"):
+            drafter.draft(replace(progress_of({1: [], 2: []}, limit=3), steps=np.array([1], np.uint32)))
+
+
 def test_the_calibration_error_is_what_odds_are_off_on_average():
     stats = Stats()
     stats.counters.calibration[3] = (10, 1.75, 1)
@@ -88,6 +105,6 @@ def test_the_calibration_error_is_what_odds_are_off_on_average():
 def test_paths_of_other_drafters_are_counted_by_position():
     stats = Stats()
     stats.record_path(committed=3, verified=4, accepted=2)
-    stats.record_path(committed=1, verified=0, accepted=0)
-    assert (stats.steps, stats.committed, stats.hits, stats.verified, stats.accepted) == (2, 4, 1, 4, 2)
+    stats.record_path(committed=3, verified=0, accepted=0, steps=3)
+    assert (stats.steps, stats.committed, stats.hits, stats.verified, stats.accepted) == (4, 6, 1, 4, 2)
     assert stats.counters.by_position[:5].tolist() == [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]

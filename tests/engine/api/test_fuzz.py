@@ -69,6 +69,7 @@ ODD = st.sampled_from(
     [
         1e308,
         -1e308,
+        1e-38,
         float("nan"),
         float("inf"),
         10**400,

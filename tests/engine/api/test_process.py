@@ -129,5 +129,8 @@ def test_admission_counts_to_its_bound():
     with pytest.raises(ApiError) as caught:
         admission.enter(2)
     assert (caught.value.status, admission.refused, admission.here) == (429, 2, 2)
+    with pytest.raises(ApiError) as caught:
+        admission.enter(4)
+    assert (caught.value.status, caught.value.param) == (400, "n")
     admission.leave()
     admission.enter(2)

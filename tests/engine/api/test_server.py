@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -156,7 +156,10 @@ def test_logprobs_come_with_their_tokens(client):
     assert len(choice.logprobs.tokens) == 10
     assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs)
     assert choice.logprobs.text_offset[0] == 0
-    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    # Of what may become a stop string the text comes later than its tokens.
+    stop = choice.text[:8] + "\0"
+    one_by_one = {"stop": stop, "stream": True, "extra_body": {"max_draft_tokens": 0}}
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, **one_by_one)]
     assert [token for each in streamed if each for token in each.tokens] == choice.logprobs.tokens
     assert [at for each in streamed if each for at in each.text_offset] == choice.logprobs.text_offset
     chat = client.chat.completions.create(
@@ -297,7 +300,7 @@ def test_keys_a_full_queue_and_a_cache(folder, tmp_path):
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
         assert http.post("/v1/completions", json=asked).status_code == 401
         http.headers["Authorization"] = "Bearer secret"
-        assert http.post("/v1/completions", json=asked | {"n": 3}).status_code == 429
+        assert http.post("/v1/completions", json=asked | {"n": 3}).status_code == 400
         with http.stream("POST", "/v1/completions", json=asked | {"stream": True, "n": 2}) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -316,9 +319,31 @@ def test_a_stop_lets_streams_end(folder):
         with http.stream("POST", "/v1/completions", json=asked) as stream:
             lines = stream.iter_lines()
             next(lines)
+            # As a signal to their group: both processes get it.
+            os.kill(engine_of(server.process), signal.SIGTERM)
             server.process.terminate()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(TIMEOUT_S) == 0
+        assert "letting requests end, up to 30 s" in server.process.stdout.read()
+
+
+def test_a_second_signal_stops_at_once(folder):
+    with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            engine = engine_of(server.process)
+            os.kill(engine, signal.SIGSTOP)  # So that the request does not end meanwhile.
+            server.process.send_signal(signal.SIGINT)
+            assert "letting requests end" in server.process.stdout.readline()
+            server.process.send_signal(signal.SIGINT)
+            assert "stopping at once" in server.process.stdout.readline()
+            os.kill(engine, signal.SIGCONT)
+            with suppress(httpx.TransportError):
+                assert "data: [DONE]" not in list(lines)
+        _, errors = server.process.communicate(timeout=TIMEOUT_S)
+        assert "Traceback" not in errors
 
 
 def engine_of(process):

@@ -13,7 +13,7 @@ from engine.api.messages import Begin, Cancel, CorpusFigures, Ended, Failed, Fig
 from engine.api.worker import Worker, run_worker
 from engine.request import Request, SamplingParams
 from ssd.errors import UserError
-from tests.engine.api.fake_engine import FakeEngine
+from tests.engine.api.fake_engine import PAGE_SIZE, PAGES, FakeEngine
 
 PATIENCE_S = 30
 
@@ -82,6 +82,12 @@ def test_requests_run_to_their_end(pipe):
     assert (figures.step_tokens[:3], figures.step_tokens_sum) == ((1, 2, 0), 5 + 3)
     [ended] = [event for event in events if isinstance(event, Ended)]
     assert min(ended.times.queue, ended.times.prefill, ended.times.decode) >= 0
+
+
+def test_what_fits_into_the_cache_bounds_what_may_be_asked_for(pipe):
+    engine = FakeEngine()
+    engine.model = SimpleNamespace(vocab_size=1000, max_positions=5000)
+    assert worked(pipe, engine, [])[0].longest == PAGES * PAGE_SIZE
 
 
 def test_a_request_that_cannot_run_is_refused_and_others_go_on(pipe):

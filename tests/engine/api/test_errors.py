@@ -1,0 +1,30 @@
+"""What is said against a body."""
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from engine.api.errors import from_validation
+from engine.api.schemas import CompletionRequest
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "said"),
+    [
+        # Some of these may be one of several types: what is said is of the type that was sent.
+        ({"stop": ["a"] * 65}, "stop", "at most 64 items"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": [[]]}, "prompt.0", "at least 1 item"),
+        ({"prompt": [-1]}, "prompt.0", "greater than or equal to 0"),
+        ({"stop": 5}, "stop", "valid string"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"colour": 1}, "colour", "there is no parameter"),
+    ],
+)
+def test_the_first_fault_is_named(field, param, said):
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"model": "m", "prompt": "x"} | field)
+    found = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
+    error = from_validation(RequestValidationError(found))
+    assert (error.status, error.param) == (400, param)
+    assert said in error.message
