@@ -45,6 +45,8 @@ STEPS_TO_TRIAL = 20
 timed again otherwise."""
 LEAST_TRIAL = 2.0
 """Tokens that such a draft must be likely to gain."""
+NOTED_EVERY = 8
+"""Of steps in which the drafter is not asked, so many for one that corrects the price: that takes time, too."""
 MOST_REST = 15
 """Steps in a row in which a drafter is not asked: what useless drafts cost is a sixteenth of asking."""
 RECENT = 0.9
@@ -111,6 +113,8 @@ class Budget:
         """Tokens that were to be accepted, by their odds, and that were."""
         self._steps_without = 0
         """In which likely drafts were not verified."""
+        self._unnoted = 0
+        """Steps in a row that corrected no price."""
         self._is_trial = False
         """Whether this step's draft is verified only to time it."""
         self._spent = self._saved = 0.0
@@ -171,8 +175,10 @@ class Budget:
         # By steps, not by askings: what was of no use long ago says little.
         self._promised *= MEMORY
         self._kept = MEMORY * (self._kept + accepted)
-        self._cost.note(tokens, sequences, seconds, is_trial=self._is_trial)
-        self._is_trial = False
+        self._unnoted += 1
+        if self._asked_s is not None or self._unnoted == NOTED_EVERY:
+            self._cost.note(tokens, sequences, seconds, is_trial=self._is_trial)
+            self._is_trial, self._unnoted = False, 0
         self._steps_to_rest = max(0, self._steps_to_rest - 1)
         if self._asked_s is None:
             return
