@@ -26,6 +26,10 @@ MEASURING_S = 3.0
 """Larger sizes are left to the last slope once measuring has taken so long."""
 LEARNING_RATE = 0.05
 """Weight of a new step in the correction of its size."""
+SHARED = 0.8
+"""How much of that corrects all sizes: what slowed the machine down while it was measured slowed down all of them."""
+TRIAL_RATE = 0.5
+"""Of a step that was made to time its size, and which corrects that size alone."""
 MOST_DEVIATION = 4.0
 """A step that takes so many times what was expected was disturbed, and corrects no more than this."""
 SEVERAL = 16
@@ -36,6 +40,13 @@ MEMORY = 0.98
 BENEFIT_OF_DOUBT = 0.5
 """Accepted tokens that every drafter begins with, and comes back to while nothing of it is verified. With that memory a
 drafter of which nothing is ever accepted gets so many tokens in fifty steps that they cost a hundredth of the time."""
+STEPS_TO_TRIAL = 20
+"""Steps without a draft, though some were likely, before the likeliest is verified all the same: its size is never
+timed again otherwise."""
+LEAST_TRIAL = 2.0
+"""Tokens that such a draft must be likely to gain."""
+NOTED_EVERY = 8
+"""Of steps in which the drafter is not asked, so many for one that corrects the price: that takes time, too."""
 MOST_REST = 15
 """Steps in a row in which a drafter is not asked: what useless drafts cost is a sixteenth of asking."""
 RECENT = 0.9
@@ -76,12 +87,13 @@ class StepCost:
         beyond = np.maximum(0, np.asarray(tokens, np.float64) - self._sizes[-1]) * slope
         return np.interp(tokens, self._sizes, self._seconds) + beyond + self._per_sequence * (sequences - 1)
 
-    def note(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Such a step took so long."""
+    def note(self, tokens: int, sequences: int, seconds: float, *, is_trial: bool = False) -> None:
+        """Such a step took so long. `is_trial`: it was made to find that out, as its size does not occur otherwise."""
         expected = float(self.seconds(tokens, sequences))
         factor = min(max(seconds / expected, 1 / MOST_DEVIATION), MOST_DEVIATION)
         nearness = np.exp(-np.abs(np.log(self._sizes / max(1, tokens))))
-        self._seconds = np.maximum.accumulate(self._seconds * factor ** (LEARNING_RATE * nearness))
+        weights = TRIAL_RATE * nearness if is_trial else LEARNING_RATE * (SHARED + (1 - SHARED) * nearness)
+        self._seconds = np.maximum.accumulate(self._seconds * factor**weights)
 
     def of_one_more(self, tokens: int, sequences: int) -> float:
         """What one more token costs beside `tokens`, as a part of a step of one of `sequences`, above 0 to 1.
@@ -99,6 +111,12 @@ class Budget:
         self._cost = cost
         self._promised = self._kept = 0.0
         """Tokens that were to be accepted, by their odds, and that were."""
+        self._steps_without = 0
+        """In which likely drafts were not verified."""
+        self._unnoted = 0
+        """Steps in a row that corrected no price."""
+        self._is_trial = False
+        """Whether this step's draft is verified only to time it."""
         self._spent = self._saved = 0.0
         """Seconds that asking took lately, and that accepted tokens saved."""
         self._asked_s: float | None = None
@@ -130,9 +148,23 @@ class Budget:
         starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
         places = np.arange(len(odds)) - starts.repeat(sizes)
         odds[places >= usable.repeat(sizes)] = 0
-        lengths = worth_verifying(odds * self.trust, drafts.offsets, tokens, sequences, self._cost)
+        likely = odds * self.trust
+        lengths = worth_verifying(likely, drafts.offsets, tokens, sequences, self._cost)
+        if np.count_nonzero(lengths) == 0 and len(odds):
+            self._try_likeliest(lengths, usable, np.bincount(np.arange(sequences).repeat(sizes), likely, sequences))
         self._promised += float(odds[places < lengths.repeat(sizes)].sum())
         return lengths
+
+    def _try_likeliest(self, lengths: np.ndarray, usable: np.ndarray, gains: np.ndarray) -> None:
+        """Nothing seems to pay. If that has long been so, verify the draft that may gain most, and time it."""
+        best = int(gains.argmax())
+        if gains[best] < LEAST_TRIAL:
+            return
+        self._steps_without += 1
+        if self._steps_without >= STEPS_TO_TRIAL:
+            lengths[best] = usable[best]
+            self._steps_without = 0
+            self._is_trial = True
 
     def note_asking(self, seconds: float) -> None:
         """The drafter was asked for this step's drafts, which took so long."""
@@ -143,7 +175,10 @@ class Budget:
         # By steps, not by askings: what was of no use long ago says little.
         self._promised *= MEMORY
         self._kept = MEMORY * (self._kept + accepted)
-        self._cost.note(tokens, sequences, seconds)
+        self._unnoted += 1
+        if self._asked_s is not None or self._unnoted == NOTED_EVERY:
+            self._cost.note(tokens, sequences, seconds, is_trial=self._is_trial)
+            self._is_trial, self._unnoted = False, 0
         self._steps_to_rest = max(0, self._steps_to_rest - 1)
         if self._asked_s is None:
             return

@@ -120,10 +120,12 @@ class OverlappedDrafting(Drafting):
 
     def close(self) -> None:
         """Release the drafter."""
-        self._collect()
-        if isinstance(self._asker, ThreadAsker):
-            self._asker.close()
-        super().close()
+        try:
+            self._collect()
+        finally:  # What was asked for may have failed.
+            if isinstance(self._asker, ThreadAsker):
+                self._asker.close()
+            super().close()
 
     def _drafts_for(self, sequences: SequenceOf[Sequence], cost: float | None) -> DraftBatch:
         self._cost = cost

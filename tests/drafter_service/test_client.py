@@ -105,9 +105,10 @@ def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):
     def interrupt(stream, timeout_s):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(type(client._stream), "wait", interrupt)
-        answer.result()
+        with pytest.raises(KeyboardInterrupt):
+            answer.result()
     client.start(2, array([6]))
     client.finish(1, array([6]))
 

@@ -100,6 +100,37 @@ def test_steps_correct_what_was_measured():
     assert cost.seconds(256, 1) < 1.1 * before
 
 
+def test_what_slowed_the_measuring_down_is_forgotten_for_sizes_that_do_not_occur():
+    cost = StepCost([1, 17, 257], [2.0, 2.5, 10.0])  # all of them twice of what they take
+    for _ in range(200):
+        cost.note(1, 1, 1.0)
+    assert cost.seconds(1, 1) == pytest.approx(1.0, rel=0.05)
+    assert cost.seconds(17, 1) / cost.seconds(1, 1) < 1.25 * 1.2
+
+
+def test_a_price_that_is_far_too_high_is_found_out():
+    truth, budget = StepCost([1, 17], [1.0, 1.1]), Budget(StepCost([1, 17], [1.0, 40.0]))
+    drafts, verified = drafts_of([0.95] * 16), []
+    for _ in range(400):
+        verified.append(int(budget.spend(drafts, np.array([16]), 1)[0]))
+        taken = float(truth.seconds(1 + verified[-1], 1))
+        budget.note_asking(0.001)
+        budget.note(1 + verified[-1], 1, verified[-1] // 2, taken)
+    assert sum(verified[:19]) == 0
+    assert min(verified[-50:]) > 4
+
+
+def test_trials_cost_little_where_the_price_is_right():
+    budget, drafts = Budget(StepCost([64, 81], [1.0, 1.3])), drafts_of(*[[0.9, 0.9, 0.9, 0.9]] * 64)
+    dear = Budget(StepCost([1, 17], [1.0, 17.0]))
+    tried = [int(dear.spend(drafts_of([0.5] * 16), np.array([16]), 1).sum()) for _ in range(200)]
+    assert sum(tried) == 0  # nothing that may gain two tokens
+    for _ in range(200):
+        lengths = budget.spend(drafts, np.full(64, 4), 64)
+        assert np.count_nonzero(lengths) <= 1
+        budget.note(64 + int(lengths.sum()), 64, 0, 1.0 + 0.3 * int(lengths.sum()) / 17)
+
+
 def test_sizes_are_measured_up_to_the_largest():
     asked = []
     cost = StepCost.measured(lambda *size: asked.append(size), 100, 8)

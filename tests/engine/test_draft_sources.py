@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
 from engine.request import Request, SamplingParams
 from tests.engine.conftest import VOCAB
-from tests.engine.trees import batch_of_trees, random_tree
+from tests.engine.test_tree_attention import RandomTrees
+from tests.engine.trees import random_tree
 
 ASKED = [
     Request(np.random.default_rng(seed).integers(1, 60, 20).astype(np.uint32), SamplingParams(max_tokens=40))
@@ -19,27 +20,21 @@ ASKED = [
 ]
 
 
-class ParityTrees(NoDrafter):
-    """Trees that are partly right; odd tokens come from one source and even ones from the other."""
+class ParityTrees(RandomTrees):
+    """Odd tokens come from one source and even ones from the other."""
 
     def __init__(self, answers):
-        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(ASKED, answers, strict=True)]
-        self.lengths, self.drafts = {}, {}
-        self.rng = np.random.default_rng(4)
+        super().__init__(ASKED, answers)
+        self.drafts = {}
 
-    def start(self, sequence_id, prompt):
-        self.lengths[sequence_id] = len(prompt)
+    def tree(self, sequence_id, right, limit):
+        # More than may be verified, and some that no vocabulary has.
+        tree = random_tree(self.rng, right, 14, VOCAB + 10)
+        self.drafts[sequence_id] = np.array(tree[0], np.int64)
+        return tree
 
     def draft(self, progress):
-        trees = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
-            right = self.texts[sequence_id][self.lengths[sequence_id] :]
-            # More than may be verified, and some that no vocabulary has.
-            tree = random_tree(self.rng, right, 14, VOCAB + 10)
-            trees.append(tree)
-            self.drafts[sequence_id] = np.array(tree[0], np.int64)
-        batch = batch_of_trees(trees)
+        batch = super().draft(progress)
         return replace(batch, source=(batch.tokens % 2).astype(np.uint8))
 
 

@@ -150,3 +150,18 @@ def test_what_is_asked_for_a_cancelled_request_is_taken_before_it_ends():
     engine.cancel(sequence_id)
     assert journal.events[-2:] == ["wait", "finish"]
     engine.close()
+
+
+def test_a_drafter_is_released_even_if_what_it_was_asked_for_failed(monkeypatch):
+    journal = Journal(100)
+    engine = chain_engine(OVERLAPPED, 40, journal)
+    engine.add(Request(PROMPT, SamplingParams(max_tokens=TOKENS)))
+    engine.step()
+
+    def fail(answer):
+        raise RuntimeError("the drafter broke")
+
+    monkeypatch.setattr(JournalAnswer, "result", fail)
+    with pytest.raises(RuntimeError, match="the drafter broke"):
+        engine.close()
+    assert journal.events[-1] == "close"

