@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -104,6 +105,24 @@ class StepCost:
         return float(min(1.0, max(LEAST_COST, (more - now) / now)))
 
 
+class Spent(NamedTuple):
+    """What a step verifies."""
+
+    lengths: np.ndarray
+    """int64 [B]: tokens of each draft."""
+    is_trial: bool = False
+    """Whether nothing seemed to pay, and one is verified only to time it."""
+
+
+class Asking(NamedTuple):
+    """How a step came by its drafts."""
+
+    seconds: float
+    """That it took longer as the drafter was asked."""
+    is_trial: bool = False
+    """See `Spent.is_trial`."""
+
+
 class Budget:
     """Spends the tokens of each step where they are likeliest to be accepted."""
 
@@ -115,12 +134,8 @@ class Budget:
         """In which likely drafts were not verified."""
         self._unnoted = 0
         """Steps in a row that corrected no price."""
-        self._is_trial = False
-        """Whether this step's draft is verified only to time it."""
         self._spent = self._saved = 0.0
         """Seconds that asking took lately, and that accepted tokens saved."""
-        self._asked_s: float | None = None
-        """How long asking took in this step."""
         self._rest = self._steps_to_rest = 0
         """After the next asking that does not pay, and from now on."""
 
@@ -138,8 +153,8 @@ class Budget:
         """See `StepCost.of_one_more`."""
         return self._cost.of_one_more(tokens, sequences)
 
-    def spend(self, drafts: DraftBatch, usable: np.ndarray, tokens: int) -> np.ndarray:
-        """How many tokens of each draft to verify beside `tokens`, int64 [B]; drafters put the likeliest first.
+    def spend(self, drafts: DraftBatch, usable: np.ndarray, tokens: int) -> Spent:
+        """How many tokens of each draft to verify beside `tokens`; drafters put the likeliest first.
 
         usable: int64 [B], how many of each may be.
         """
@@ -150,41 +165,39 @@ class Budget:
         odds[places >= usable.repeat(sizes)] = 0
         likely = odds * self.trust
         lengths = worth_verifying(likely, drafts.offsets, tokens, sequences, self._cost)
+        is_trial = False
         if np.count_nonzero(lengths) == 0 and len(odds):
-            self._try_likeliest(lengths, usable, np.bincount(np.arange(sequences).repeat(sizes), likely, sequences))
+            gains = np.bincount(np.arange(sequences).repeat(sizes), likely, sequences)
+            is_trial = self._try_likeliest(lengths, usable, gains)
         self._promised += float(odds[places < lengths.repeat(sizes)].sum())
-        return lengths
+        return Spent(lengths, is_trial)
 
-    def _try_likeliest(self, lengths: np.ndarray, usable: np.ndarray, gains: np.ndarray) -> None:
-        """Nothing seems to pay. If that has long been so, verify the draft that may gain most, and time it."""
+    def _try_likeliest(self, lengths: np.ndarray, usable: np.ndarray, gains: np.ndarray) -> bool:
+        """Nothing seems to pay. If that has long been so, verify the draft that may gain most; returns whether."""
         best = int(gains.argmax())
         if gains[best] < LEAST_TRIAL:
-            return
+            return False
         self._steps_without += 1
-        if self._steps_without >= STEPS_TO_TRIAL:
-            lengths[best] = usable[best]
-            self._steps_without = 0
-            self._is_trial = True
+        if self._steps_without < STEPS_TO_TRIAL:
+            return False
+        lengths[best] = usable[best]
+        self._steps_without = 0
+        return True
 
-    def note_asking(self, seconds: float) -> None:
-        """The drafter was asked for this step's drafts, which took so long."""
-        self._asked_s = seconds
-
-    def note(self, tokens: int, sequences: int, accepted: int, seconds: float) -> None:
-        """A step took so long, and so many draft tokens were accepted."""
+    def note(self, tokens: int, sequences: int, accepted: int, seconds: float, asking: Asking | None) -> None:
+        """A step took so long, and so many draft tokens were accepted. asking: None if the drafter was not asked."""
         # By steps, not by askings: what was of no use long ago says little.
         self._promised *= MEMORY
         self._kept = MEMORY * (self._kept + accepted)
         self._unnoted += 1
-        if self._asked_s is not None or self._unnoted == NOTED_EVERY:
-            self._cost.note(tokens, sequences, seconds, is_trial=self._is_trial)
-            self._is_trial, self._unnoted = False, 0
+        if asking is not None or self._unnoted == NOTED_EVERY:
+            self._cost.note(tokens, sequences, seconds, is_trial=asking is not None and asking.is_trial)
+            self._unnoted = 0
         self._steps_to_rest = max(0, self._steps_to_rest - 1)
-        if self._asked_s is None:
+        if asking is None:
             return
-        self._spent = RECENT * self._spent + self._asked_s
+        self._spent = RECENT * self._spent + asking.seconds
         self._saved = RECENT * self._saved + accepted * seconds / (sequences + accepted)
-        self._asked_s = None
         self._rest = 0 if self._saved >= self._spent else min(2 * self._rest + 1, MOST_REST)
         self._steps_to_rest = self._rest
 

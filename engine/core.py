@@ -142,7 +142,7 @@ class Engine:
             self._drafting.introduce(sequence)
         if not sequences:
             return StepReport()
-        self._drafting.draft(sequences)
+        asking = self._drafting.draft(sequences)
         watch.lap("draft")
         batch = build_batch(sequences, self.scheduler.pages.page_size)
         watch.lap("schedule")
@@ -158,7 +158,7 @@ class Engine:
         if self._budget is not None:
             accepted = sum(outcome.accepted for outcome in report.outcomes)
             seconds = report.times.forward + report.times.verify
-            self._budget.note(len(batch.tokens), len(sequences), accepted, seconds)
+            self._budget.note(len(batch.tokens), len(sequences), accepted, seconds, asking)
         return report
 
     def cancel(self, sequence_id: int) -> Completion | None:

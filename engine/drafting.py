@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from engine.budget import Budget
+from engine.budget import Asking, Budget
 from engine.config import EngineConfig
 from engine.sequence import NO_TOKENS, Sequence
 from engine.tree import DraftTree, straight_length
@@ -35,22 +35,23 @@ class Drafting:
             self._start(sequence)
             sequence.told = len(sequence.request.prompt)
 
-    def draft(self, sequences: SequenceOf[Sequence]) -> None:
-        """Give a draft to every sequence of a step that is to produce."""
+    def draft(self, sequences: SequenceOf[Sequence]) -> Asking | None:
+        """Give a draft to every sequence of a step that is to produce; None if the drafter was not asked."""
         for sequence in sequences:
             sequence.draft, sequence.tree = NO_TOKENS, None
         producing = [sequence for sequence in sequences if sequence.completes_prompt]
         if not producing or (self._budget is not None and self._budget.rests):
-            return
+            return None
         tokens = sum(sequence.scheduled for sequence in sequences)
         cost = None if self._budget is None else self._budget.price(tokens, len(producing))
         began = perf_counter()
         drafts = self._drafts_for(producing, cost)
         # Drafts made beside a forward are longer than what a step verifies.
         lengths = np.minimum(np.diff(drafts.offsets), [self._limit(sequence) for sequence in producing])
+        asking = Asking(perf_counter() - began)
         if self._budget is not None:
-            self._budget.note_asking(perf_counter() - began)
-            lengths = self._budget.spend(drafts, lengths, tokens)
+            lengths, is_trial = self._budget.spend(drafts, lengths, tokens)
+            asking = asking._replace(is_trial=is_trial)
         # A remote drafter's word is no reason to index out of the embedding.
         foreign = drafts.tokens >= self._vocab_size
         has_foreign = np.count_nonzero(foreign) > 0
@@ -62,6 +63,7 @@ class Drafting:
                 sequence.draft = drafts.tokens_of(index)[:length]
                 sequence.draft_sources = drafts.sources_of(index)
                 self._shape(sequence, drafts.parents_of(index)[:length])
+        return asking
 
     def look_back(self, sequences: SequenceOf[Sequence]) -> None:
         """What these produced is known: drafts for what follows may be made beside what is done with it."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from engine.batch import build_batch
-from engine.budget import Budget
+from engine.budget import Asking, Budget
 from engine.config import EngineConfig
 from engine.core import Engine, StepReport
 from engine.detokenize import Decode
@@ -52,6 +52,8 @@ class UnderWay(NamedTuple):
     results: Arriving
     tokens: int
     """That it runs, prompts left out."""
+    asking: Asking | None
+    """For its drafts; how long is known when the step before has ended."""
 
 
 class PipelinedEngine(Engine):
@@ -75,8 +77,6 @@ class PipelinedEngine(Engine):
         self._seats = Seats(state)
         self._grid = grid
         self._under_way: UnderWay | None = None
-        self._asking_s: float | None = None
-        """How much longer its call took because the drafter was asked for it; None if it was not."""
 
     def step(self) -> StepReport:
         """Begin a step, and commit what the one before it produced."""
@@ -85,7 +85,6 @@ class PipelinedEngine(Engine):
         if any(sequence.request.sampling.needs_host for sequence in self.scheduler.running):
             return self._step_plainly()
         watch = Stopwatch()
-        rests = self._budget is not None and self._budget.rests
         # One whose every token is on its way has nothing left to run.
         going = [one for one in self.scheduler.schedule() if one.room > min(one.in_flight, 1)]
         self._seats.clear_but(self.scheduler.running)
@@ -93,19 +92,18 @@ class PipelinedEngine(Engine):
         prompt_tokens = self._run_prompts(going)
         watch.lap("forward")
         producing = [sequence for sequence in going if sequence.completes_prompt]
-        before, self._under_way = self._under_way, self._begin(producing, watch) if producing else None
+        before, begun = self._under_way, self._begin(producing, watch) if producing else None
+        # As long as the device is not done with the step before, asking costs nothing.
+        if begun is not None and begun.asking is not None and (before is None or before.results.have_come):
+            begun = begun._replace(asking=begun.asking._replace(seconds=watch.times().draft))
+        self._under_way = begun
         report = StepReport() if before is None else self._end_step(before, watch)
         report.times = watch.times()
-        asking_s, self._asking_s = self._asking_s, None
-        if producing and not rests:
-            # While the device is not done anyway, asking costs nothing.
-            self._asking_s = max(0.0, report.times.draft - report.times.verify)
         if before is not None and self._budget is not None:
-            if asking_s is not None:
-                self._budget.note_asking(asking_s)
             # What has passed in this call is about the time from the end of one step to that of the next.
-            accepted = sum(outcome.accepted for outcome in report.outcomes)
-            self._budget.note(before.tokens + prompt_tokens, len(before.sequences), accepted, report.times.total)
+            accepted, seconds = sum(outcome.accepted for outcome in report.outcomes), report.times.total
+            tokens = before.tokens + prompt_tokens
+            self._budget.note(tokens, len(before.sequences), accepted, seconds, before.asking)
         return report
 
     def _step_plainly(self) -> StepReport:
@@ -142,7 +140,7 @@ class PipelinedEngine(Engine):
         seats = [self._seats.of(sequence) for sequence in sequences]
         self._seats.add_pages(sequences)
         watch.lap("schedule")
-        paths = self._prepared.prepare(sequences)
+        paths, asking = self._prepared.prepare(sequences)
         watch.lap("draft")
         drafted = [path.most for path in paths]
         orders = Orders(
@@ -158,7 +156,7 @@ class PipelinedEngine(Engine):
         for sequence, count in zip(sequences, most, strict=True):
             sequence.in_flight += count
         watch.lap("forward")
-        return UnderWay(sequences, paths, most, results, sum(most))
+        return UnderWay(sequences, paths, most, results, sum(most), asking)
 
     def _end_step(self, step: UnderWay, watch: Stopwatch) -> StepReport:
         """Wait for a step's results, and commit those of sequences that still are what they were."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.budget import Budget
+from engine.budget import Asking, Budget
 from engine.config import EngineConfig
 from engine.drafting import Drafting
 from engine.overlap import furthest
@@ -48,25 +48,27 @@ class PreparedDrafting(Drafting):
         self._shared: dict[int, int] = {}
         """By sequence, of a draft that was verified: how many tokens the drafter's last one begins with too."""
 
-    def prepare(self, sequences: SequenceOf[Sequence]) -> list[PreparedPath]:
+    def prepare(self, sequences: SequenceOf[Sequence]) -> tuple[list[PreparedPath], Asking | None]:
         """Paths for sequences that all produce; how much is verified goes by the likeliest outcome, that all of the
-        draft before is accepted. Empty ones while the drafter rests.
+        draft before is accepted. Empty ones and None while the drafter rests; else whether there is a trial among
+        them. What asking took is for the caller to say: the device has not waited for it.
         """
         if self._budget is not None and self._budget.rests:
-            return [PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0) for sequence in sequences]
+            return [PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0) for sequence in sequences], None
         cost = None if self._budget is None else self._budget.price(len(sequences), len(sequences))
         drafts = self._drafts_for(sequences, cost)
         paths = [self._path(sequence, drafts, index) for index, sequence in enumerate(sequences)]
         self._last.update((sequence.sequence_id, path) for sequence, path in zip(sequences, paths, strict=True))
         if self._budget is None:
-            return paths
+            return paths, Asking(0.0)
         likely = [
             Path(path.tokens[sequence.in_flight :], path.odds[sequence.in_flight :])
             for path, sequence in zip(paths, sequences, strict=True)
         ]
-        usable = np.array([path.most for path in paths])
-        lengths = self._budget.spend(DraftBatch.of_paths(likely), usable, len(sequences)).tolist()
-        return [path._replace(most=min(path.most, length)) for path, length in zip(paths, lengths, strict=True)]
+        usable = np.array([min(path.most, len(left.tokens)) for path, left in zip(paths, likely, strict=True)])
+        lengths, is_trial = self._budget.spend(DraftBatch.of_paths(likely), usable, len(sequences))
+        cut = [path._replace(most=length) for path, length in zip(paths, lengths.tolist(), strict=True)]
+        return cut, Asking(0.0, is_trial)
 
     def verified(self, sequence: Sequence) -> None:
         """The draft of a sequence was verified, what came of it is to be committed. The drafter is told of it only as

@@ -27,6 +27,11 @@ class Arriving:
         if self._copied is not None:
             self._copied.record()
 
+    @property
+    def have_come(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._copied is None or self._copied.query()
+
     def read(self) -> np.ndarray:
         """Wait for it."""
         if self._copied is not None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import Budget, StepCost, path_odds, worth_verifying
+from engine.budget import Asking, Budget, StepCost, path_odds, worth_verifying
 from engine.launch import launch, load
 from engine.options import EngineOptions
 from engine.request import Request, SamplingParams
@@ -112,10 +112,10 @@ def test_a_price_that_is_far_too_high_is_found_out():
     truth, budget = StepCost([1, 17], [1.0, 1.1]), Budget(StepCost([1, 17], [1.0, 40.0]))
     drafts, verified = drafts_of([0.95] * 16), []
     for _ in range(400):
-        verified.append(int(budget.spend(drafts, np.array([16]), 1)[0]))
+        spent = budget.spend(drafts, np.array([16]), 1)
+        verified.append(int(spent.lengths[0]))
         taken = float(truth.seconds(1 + verified[-1], 1))
-        budget.note_asking(0.001)
-        budget.note(1 + verified[-1], 1, verified[-1] // 2, taken)
+        budget.note(1 + verified[-1], 1, verified[-1] // 2, taken, Asking(0.001, spent.is_trial))
     assert sum(verified[:19]) == 0
     assert min(verified[-50:]) > 4
 
@@ -123,12 +123,12 @@ def test_a_price_that_is_far_too_high_is_found_out():
 def test_trials_cost_little_where_the_price_is_right():
     budget, drafts = Budget(StepCost([64, 81], [1.0, 1.3])), drafts_of(*[[0.9, 0.9, 0.9, 0.9]] * 64)
     dear = Budget(StepCost([1, 17], [1.0, 17.0]))
-    tried = [int(dear.spend(drafts_of([0.5] * 16), np.array([16]), 1).sum()) for _ in range(200)]
+    tried = [int(dear.spend(drafts_of([0.5] * 16), np.array([16]), 1).lengths.sum()) for _ in range(200)]
     assert sum(tried) == 0  # nothing that may gain two tokens
     for _ in range(200):
-        lengths = budget.spend(drafts, np.full(64, 4), 64)
+        lengths = budget.spend(drafts, np.full(64, 4), 64).lengths
         assert np.count_nonzero(lengths) <= 1
-        budget.note(64 + int(lengths.sum()), 64, 0, 1.0 + 0.3 * int(lengths.sum()) / 17)
+        budget.note(64 + int(lengths.sum()), 64, 0, 1.0 + 0.3 * int(lengths.sum()) / 17, None)
 
 
 def test_sizes_are_measured_up_to_the_largest():
@@ -165,8 +165,8 @@ def test_drafts_that_are_never_accepted_cost_a_hundredth_and_get_chances(price):
     budget, drafts = Budget(StepCost([1, 101], [1.0, 1.0 + 100 * price])), drafts_of([1.0] * 16)
     spent = []
     for _ in range(2000):
-        spent.append(int(budget.spend(drafts, np.array([16]), 1)[0]))
-        budget.note(1 + spent[-1], 1, 0, 1.0 + price * spent[-1])
+        spent.append(int(budget.spend(drafts, np.array([16]), 1).lengths[0]))
+        budget.note(1 + spent[-1], 1, 0, 1.0 + price * spent[-1], None)
     later = spent[200:]
     assert 0.002 < price * sum(later) / len(later) < 0.04
     assert max(later[-500:]) > 0
@@ -176,10 +176,10 @@ def asked_in(budget, steps, *, accepted, drafting_s, step_s=1.0, sequences=1):
     """In which of so many steps the drafter is asked."""
     asked = []
     for step in range(steps):
-        if not budget.rests:
+        asking = None if budget.rests else Asking(drafting_s)
+        if asking is not None:
             asked.append(step)
-            budget.note_asking(drafting_s)
-        budget.note(sequences, sequences, accepted if asked and asked[-1] == step else 0, step_s)
+        budget.note(sequences, sequences, 0 if asking is None else accepted, step_s, asking)
     return asked
 
 
@@ -207,10 +207,10 @@ def test_trust_comes_back_while_the_drafter_rests():
     budget, drafts = Budget(CHEAP), drafts_of([1.0] * 16)
     for _ in range(100):
         budget.spend(drafts, np.array([16]), 1)
-        budget.note(17, 1, 0, 1.0)
+        budget.note(17, 1, 0, 1.0, None)
     lost = budget.trust
     for _ in range(100):
-        budget.note(1, 1, 0, 1.0)
+        budget.note(1, 1, 0, 1.0, None)
     assert lost < 0.1
     assert budget.trust > 2 * lost
 
@@ -219,17 +219,17 @@ def test_who_keeps_what_was_promised_is_trusted():
     budget, drafts = Budget(CHEAP), drafts_of([0.9, 0.9, 0.9], [0.5])
     rng = np.random.default_rng(0)
     for _ in range(500):
-        assert budget.spend(drafts, np.array([3, 1]), 2).tolist() == [3, 1]
+        assert budget.spend(drafts, np.array([3, 1]), 2).lengths.tolist() == [3, 1]
         on_path = np.minimum.accumulate(rng.random(3) < 0.9).sum()
-        budget.note(6, 2, int(on_path) + int(rng.random() < 0.5), 1.0)
+        budget.note(6, 2, int(on_path) + int(rng.random() < 0.5), 1.0, None)
     assert budget.trust > 0.85
 
 
 def test_what_no_step_can_verify_is_no_promise():
     budget, drafts = Budget(CHEAP), drafts_of([1.0] * 9, [1.0] * 9)
     for _ in range(500):
-        assert budget.spend(drafts, np.array([4, 0]), 2).tolist() == [4, 0]
-        budget.note(6, 2, 4, 1.0)
+        assert budget.spend(drafts, np.array([4, 0]), 2).lengths.tolist() == [4, 0]
+        budget.note(6, 2, 4, 1.0, None)
     assert budget.trust == pytest.approx(1)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.budget import Budget, StepCost
+from engine.budget import Budget, Spent, StepCost
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.build import DRAFTER_NAMES, build_drafter
@@ -150,6 +150,36 @@ def test_a_drafter_of_which_nothing_is_accepted_is_asked_seldom():
     assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
     # Of what two steps in a row come to is heard when both have begun; the last asking tells what no draft followed.
     assert 4 <= journal.events.count("ask") <= 14
+
+
+class TryingBudget(Budget):
+    """Has every third draft verified as a trial, and notes what it is told of steps."""
+
+    def __init__(self):
+        super().__init__(StepCost([1, 2], [1.0, 1.0]))
+        self.spent, self.noted = [], []
+
+    @property
+    def rests(self):
+        return False
+
+    def spend(self, drafts, usable, tokens):
+        assert (usable <= np.diff(drafts.offsets)).all()
+        is_trial = len(self.spent) % 3 == 2
+        lengths = usable if is_trial else np.zeros_like(usable)
+        self.spent.append((tokens + int(lengths.sum()), is_trial))
+        return Spent(lengths, is_trial)
+
+    def note(self, tokens, sequences, accepted, seconds, asking):
+        self.noted.append((tokens, asking.is_trial))
+
+
+def test_a_trial_is_noted_with_its_own_step():
+    budget = TryingBudget()
+    config = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64, loop="pipelined")
+    chain_engine(config, 40, Journal(100), budget).generate([Request(PROMPT[:1], SamplingParams(max_tokens=TOKENS))])
+    assert budget.noted == budget.spent[: len(budget.noted)]
+    assert (5, True) in budget.noted
 
 
 def test_trees_are_refused():

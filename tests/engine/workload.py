@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from engine.budget import Spent
 from engine.config import EngineConfig
 from engine.request import FinishReason, Request, SamplingParams
 from ssd.draft import DraftBatch, Path
@@ -89,12 +90,10 @@ class RestingBudget:
         return 0.02
 
     def spend(self, drafts, usable, tokens):
-        return usable
+        return Spent(usable)
 
-    def note_asking(self, seconds):
-        assert self.is_late or not self.rests
-
-    def note(self, tokens, sequences, accepted, seconds):
+    def note(self, tokens, sequences, accepted, seconds, asking):
+        assert self.is_late or asking is None or not self.rests
         assert self.is_late or not (self.rests and accepted)
         self.rests = bool(self.rng.random() < 0.5)
 
