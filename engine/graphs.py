@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from engine.attention.fixed import StepShape
 from engine.device.follow import Prepared, followed
 from engine.device.inputs import StepInputs, build_inputs
 from engine.device.sample import sampled_tokens
@@ -39,12 +41,12 @@ class Kind(NamedTuple):
 class Forward(Protocol):
     """A model's forward of one shape, see `engine.runner.FixedForward`."""
 
-    def plan(self, tables: SequenceOf[list[int]], contexts: SequenceOf[int]) -> None:
+    def plan(self, tables: SequenceOf[list[int]], contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
         """What the host knows before a step."""
         ...
 
     def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
-        """Logits, float32 [rows, V]."""
+        """Logits of all rows, float32 [N, V]."""
         ...
 
 
@@ -65,18 +67,16 @@ class Orders(NamedTuple):
 
 
 class FixedStep:
-    """Up to B sequences, each with its last token and up to K draft tokens."""
+    """Up to B sequences, each with its last token and a draft, on N rows."""
 
-    def __init__(
-        self, forward: Forward, state: DeviceState, sequences: int, drafted: int, furthest: int, page_size: int
-    ) -> None:
+    def __init__(self, forward: Forward, state: DeviceState, shape: StepShape, furthest: int, page_size: int) -> None:
         """furthest: tokens of a prepared path at most, those that the step before may commit among them."""
         self._forward = forward
         self._state = state
-        self._drafted = drafted
+        self._shape = shape
         self._page_size = page_size
         # One tensor, so that one copy brings it: seat, size, length, most, then the path's tokens.
-        self._idle = np.zeros((sequences, 4 + max(1, furthest)), np.int32)
+        self._idle = np.zeros((shape.sequences, 4 + max(1, furthest)), np.int32)
         self._idle[:, 0] = state.idle
         self._given = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
         self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -87,7 +87,10 @@ class FixedStep:
         if self._given.is_cuda and kind not in self._graphs:
             self.capture(kind, None)
         padding = len(self._idle) - len(orders.seats)
-        self._forward.plan([*orders.tables, *[[]] * padding], [*orders.contexts, *[0] * padding])
+        rows = [1 + most for most in orders.most]
+        self._forward.plan(
+            [*orders.tables, *[[]] * padding], [*orders.contexts, *[0] * padding], [*rows, *[0] * padding]
+        )
         self._given.copy_(on_device(self._rows(orders), self._given.device), non_blocking=True)
         if not self._given.is_cuda:
             return Arriving(self._step(kind))
@@ -98,9 +101,9 @@ class FixedStep:
     @torch.inference_mode()
     def capture(self, kind: Kind, pool: Pool | None) -> None:
         """Record the graph, on a CUDA device, with nobody in it. pool: of memory that graphs share."""
-        sequences = len(self._idle)
+        sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
-        self._forward.plan([[]] * sequences, [longest] * sequences)
+        self._forward.plan([[]] * sequences, [longest] * sequences, [0] * sequences)
         self._given.copy_(on_device(self._idle, self._given.device))
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)
@@ -125,16 +128,16 @@ class FixedStep:
         return rows
 
     def _step(self, kind: Kind) -> Tensor:
-        """int32 [B, COUNTS + K + 1]."""
-        state, given = self._state, self._given
-        seats = given[:, 0].long()
-        prepared = Prepared(given[:, 4:], given[:, 1], given[:, 2], given[:, 3])
-        drafts = followed(state, seats, prepared, self._drafted)
-        one_each = torch.ones_like(given[:, 0])
-        inputs = build_inputs(state, seats, one_each, drafts, 1 + self._drafted, self._page_size)
+        """int32 [B, COUNTS + W]."""
+        state, given, shape = self._state, self._given, self._shape
+        seats, most = given[:, 0].long(), given[:, 3]
+        drafts = followed(state, seats, Prepared(given[:, 4:], given[:, 1], given[:, 2], most), shape.width - 1)
+        # Nobody has no rows; those that are left over are behind all.
+        starts = pad(torch.where(seats == state.idle, 0, 1 + most).cumsum(0, dtype=torch.int32), (1, 0))
+        inputs = build_inputs(state, seats, torch.ones_like(most), drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[seats])
         chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
-        verified = verify(state, inputs.drafted, chosen, 1 + self._drafted)
+        verified = verify(state, inputs.drafted, chosen, shape.width)
         counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0)), dim=1)
         return torch.cat((counts, verified.tokens), dim=1)
 

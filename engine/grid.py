@@ -10,40 +10,53 @@ from engine.device.transfer import Arriving
 from engine.graphs import FixedStep, Kind, Orders
 
 LEAST_DRAFT = 4
-"""Shorter drafts are padded to so many tokens: a step of 5 tokens takes as long as one of 2."""
+"""Rows for drafts that a step has at least if it has any: a step of 5 tokens takes as long as one of 2."""
 AT_START = (Kind(draws=False, most=None), Kind(draws=True, most=None))
 """What is captured at start. Steps that truncate are captured when they are first met."""
 
 
 class StepGrid:
-    """A step for each pair of sizes, made when it is first needed, or all of them by `capture`."""
+    """A step for each of some numbers of sequences and rows, made when it is first needed, or all of them by `capture`.
+
+    Drafts may be spread over the sequences in any way: what a step takes goes by all of their tokens together.
+    """
 
     def __init__(self, make: Callable[[int, int], FixedStep], max_sequences: int, max_draft: int) -> None:
-        """make: from sequences and draft tokens of each to a step."""
+        """make: from numbers of sequences and rows to a step."""
         self._make = make
+        self._max_draft = max_draft
         self._sequences = doubled(1, max_sequences)
-        self._drafts = [0, *doubled(LEAST_DRAFT, max_draft)] if max_draft else [0]
         self._steps: dict[tuple[int, int], FixedStep] = {}
+
+    def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
+        """The least shape that holds so many: its sequences and rows."""
+        padded = next(size for size in self._sequences if size >= sequences)
+        return padded, next(size for size in self.rows_of(padded) if size >= rows)
+
+    def rows_of(self, sequences: int) -> list[int]:
+        """Numbers of rows that steps of so many sequences may have, rising."""
+        least = max(LEAST_DRAFT, sequences // 2)
+        drafts = doubled(least, sequences * self._max_draft) if self._max_draft else []
+        return [sequences, *(sequences + drafted for drafted in drafts)]
 
     def capture(self) -> None:
         """Capture every shape, on a CUDA device; the largest first, whose memory then serves the others."""
         pool = torch.cuda.graph_pool_handle()
         for sequences in reversed(self._sequences):
-            for drafted in reversed(self._drafts):
+            for rows in reversed(self.rows_of(sequences)):
                 for kind in AT_START:
-                    self._step(sequences, drafted).capture(kind, pool)
+                    self._step(sequences, rows).capture(kind, pool)
 
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Run a step in the least shape that holds it; see `FixedStep.run`."""
-        sequences = next(size for size in self._sequences if size >= len(orders.seats))
-        drafted = next(size for size in self._drafts if size >= max(orders.most))
-        return self._step(sequences, drafted).run(orders, kind)
+        count = len(orders.seats)
+        return self._step(*self.shape_for(count, count + sum(orders.most))).run(orders, kind)
 
-    def _step(self, sequences: int, drafted: int) -> FixedStep:
-        sizes = sequences, drafted
-        if sizes not in self._steps:
-            self._steps[sizes] = self._make(*sizes)
-        return self._steps[sizes]
+    def _step(self, sequences: int, rows: int) -> FixedStep:
+        shape = sequences, rows
+        if shape not in self._steps:
+            self._steps[shape] = self._make(*shape)
+        return self._steps[shape]
 
 
 def doubled(first: int, last: int) -> list[int]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.attention.fixed import StepShape
 from engine.batch import build_batch
 from engine.budget import Asking, Budget
 from engine.config import EngineConfig
@@ -195,11 +196,12 @@ def pipelined(
     most_pages = pages.pages_for(longest)
     state = DeviceState.empty(config.max_sequences, longest, most_pages, pages.count, torch.device(device))
 
-    def make(sequences: int, drafted: int) -> FixedStep:
-        forward = runner.fixed(sequences, 1 + drafted, most_pages)
-        # The step before may commit a whole draft and a token more.
-        furthest = drafted + 1 + config.max_draft if drafted else 0
-        return FixedStep(forward, state, sequences, drafted, furthest, pages.page_size)
+    # The step before may commit a whole draft and a token more.
+    furthest = 2 * config.max_draft + 1
+
+    def make(sequences: int, rows: int) -> FixedStep:
+        shape = StepShape(sequences, rows, 1 + config.max_draft, most_pages)
+        return FixedStep(runner.fixed(shape), state, shape, furthest, pages.page_size)
 
     grid = StepGrid(make, config.max_sequences, config.max_draft)
     if state.lengths.is_cuda:

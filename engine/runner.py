@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Attention
-from engine.attention.fixed import FixedAttention, Grid
+from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
 from engine.batch import Batch
 from engine.device.inputs import StepInputs
 from engine.models.decoder import Decoder
@@ -39,9 +39,9 @@ class Runner:
         """Copy keys and values between slots of the cache, see `Attention.move`."""
         self._attention.move(sources, targets)
 
-    def fixed(self, sequences: int, tokens: int, pages: int) -> FixedForward:
-        """The forward of steps of so many sequences by so many tokens, see `Attention.fixed`."""
-        return FixedForward(self._model, self._attention.fixed(sequences, tokens, pages), self._ops)
+    def fixed(self, shape: StepShape) -> FixedForward:
+        """The forward of steps of one shape, see `Attention.fixed`."""
+        return FixedForward(self._model, self._attention.fixed(shape), self._ops)
 
 
 class FixedForward:
@@ -52,12 +52,12 @@ class FixedForward:
         self._attention = attention
         self._ops = ops
 
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int], rows: Sequence[int]) -> None:
         """Before each step, see `FixedAttention.plan`."""
-        self._attention.plan(tables, contexts)
+        self._attention.plan(tables, contexts, rows)
 
     def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
-        """Logits of the inputs' `logit_rows`, float32 [rows, vocab_size]."""
-        attend = self._attention.begin(Grid(inputs.slots, inputs.contexts, page_tables))
+        """Logits of all rows, float32 [N, vocab_size]."""
+        attend = self._attention.begin(RaggedRows(inputs.slots, inputs.starts, inputs.contexts, page_tables))
         hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
-        return self._model.logits(hidden[inputs.logit_rows]).float()
+        return self._model.logits(hidden).float()

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from engine.attention.fixed import FixedAttention
+from engine.attention.fixed import FixedAttention, StepShape
 from engine.batch import Batch
 from engine.models.decoder import Attend
 
@@ -28,7 +28,5 @@ class Attention(ABC):
         """Copy the keys and values of all layers between slots, int64 [n] each; all are read before one is written."""
 
     @abstractmethod
-    def fixed(self, sequences: int, tokens: int, pages: int) -> FixedAttention:
-        """Attention over the same cache for steps of so many sequences by so many tokens, with page tables of so many
-        pages. The cache's last page must be nobody's.
-        """
+    def fixed(self, shape: StepShape) -> FixedAttention:
+        """Attention over the same cache for steps of one shape. The cache's last page must be nobody's."""

@@ -11,11 +11,26 @@ from torch import Tensor
 from engine.models.decoder import Attend
 
 
-class Grid(NamedTuple):
-    """Where the tokens of B sequences by Q stand, on the device. Padding comes behind a sequence's tokens."""
+class StepShape(NamedTuple):
+    """What does not change from one step of a shape to the next."""
+
+    sequences: int
+    """B."""
+    rows: int
+    """N, of all sequences together, padding among them."""
+    width: int
+    """Rows of one sequence at most."""
+    pages: int
+    """P, in a page table."""
+
+
+class RaggedRows(NamedTuple):
+    """Where the tokens of a step stand, on the device. Padding comes behind a sequence's tokens, and behind all."""
 
     slots: Tensor
-    """int64 [B * Q]: where keys and values go, those of padding to a page that is nobody's."""
+    """int64 [N]: where keys and values go, those of padding to a page that is nobody's."""
+    starts: Tensor
+    """int32 [B + 1]: where each sequence's rows begin, and where the last one's end."""
     contexts: Tensor
     """int32 [B]: tokens before, whose keys and values are in the cache."""
     page_tables: Tensor
@@ -28,11 +43,11 @@ class FixedAttention(ABC):
     """
 
     @abstractmethod
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:
-        """What the host knows, before each step and outside of a graph: page tables, and at most how long each context
-        is. Tables hold the contexts and all tokens that are not padding.
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int], rows: Sequence[int]) -> None:
+        """What the host knows, before each step and outside of a graph: page tables, at most how long each context is,
+        and how many rows each sequence has. Tables hold the contexts and all tokens that are not padding.
         """
 
     @abstractmethod
-    def begin(self, grid: Grid) -> Attend:
+    def begin(self, rows: RaggedRows) -> Attend:
         """Attention for one step, by tensors whose values the host does not look at; as in `Attention.begin`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.attention.base import Attention
 from engine.attention.cache import PagedCache
 from engine.attention.calls import WORKSPACE_BYTES, Call, Shape, make_call
+from engine.attention.fixed import StepShape
 from engine.attention.flashinfer_fixed import Append, FlashInferFixed
 from engine.attention.kernels import Kernels, Kind, assign
 from engine.attention.layout import cut, rows_of
@@ -73,9 +74,9 @@ class FlashInferAttention(Attention):
         """Copy keys and values between slots; see `Attention.move`."""
         self._cache.move(sources, targets)
 
-    def fixed(self, sequences: int, tokens: int, pages: int) -> FlashInferFixed:
+    def fixed(self, shape: StepShape) -> FlashInferFixed:
         """Attention for steps of a fixed shape; see `Attention.fixed`."""
-        return FlashInferFixed(self._library, self._shape, self._workspace, self._cache, sequences, tokens, pages)
+        return FlashInferFixed(self._library, self._shape, self._workspace, self._cache, shape)
 
     def _call(self, kind: Kind) -> Call:
         """The call of a kind, made when it is first needed: each holds memory."""

@@ -9,28 +9,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.attention.cache import PagedCache
 from engine.attention.calls import Shape, plan_paged
-from engine.attention.fixed import FixedAttention, Grid
+from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
 from engine.attention.layout import Piece
 from engine.models.decoder import Attend
 
 
 class FlashInferFixed(FixedAttention):
-    """One wrapper of B sequences by Q tokens; its buffers hold `pages` pages of each sequence and padding behind."""
+    """A wrapper of one sequence more than the step has: the rows behind all are those of nobody, on nobody's page."""
 
-    def __init__(
-        self, library: Any, shape: Shape, workspace: Tensor, cache: PagedCache, sequences: int, tokens: int, pages: int
-    ) -> None:
+    def __init__(self, library: Any, shape: Shape, workspace: Tensor, cache: PagedCache, step: StepShape) -> None:
         """The cache has a page of nobody behind all others."""
         self._shape = shape
         self._cache = cache
         self._append = Append(library, cache)
-        self._tokens = tokens
-        most_pages = sequences * (pages + -(-tokens // shape.page_size))
+        self._rows = step.rows
+        sequences = step.sequences + 1
+        # Padding may lie behind the last page of each sequence.
+        most_pages = step.sequences * (step.pages + self._pages(step.width)) + self._pages(step.rows)
         integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
         self._starts = torch.zeros(sequences + 1, **integers)
         self._last = torch.ones(sequences, **integers)
@@ -46,26 +48,30 @@ class FlashInferFixed(FixedAttention):
         )
         self._planned: torch.cuda.Event | None = None
 
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int], rows: Sequence[int]) -> None:
         """See `FixedAttention.plan`."""
         if self._planned is not None:
             # What is still to be copied stands in pinned memory that the next plan overwrites.
             self._planned.synchronize()
+        starts = np.cumsum([0, *rows]).tolist()
         pieces = [
-            Piece(index * self._tokens, self._tokens, context, self._whole(table, context + self._tokens))
-            for index, (table, context) in enumerate(zip(tables, contexts, strict=True))
+            Piece(start, count, context, self._whole(table, context + count))
+            for start, count, context, table in zip(starts, rows, contexts, tables, strict=False)
         ]
+        left = self._rows - starts[-1]
+        pieces.append(Piece(starts[-1], left, 0, self._whole([], left)))
         plan_paged(self._wrapper, self._shape, pieces, [piece.keys for piece in pieces], causal=True)
         if torch.device(self._shape.device).type == "cuda":
             self._planned = torch.cuda.Event()
             self._planned.record()
 
-    def begin(self, grid: Grid) -> Attend:
+    def begin(self, rows: RaggedRows) -> Attend:
         """See `FixedAttention.begin`."""
         # Causal masks end with the last token, so padding counts as if it were in the cache.
+        counts = pad(rows.starts, (0, 1), value=self._rows).diff()
         planned = (self._starts.diff() - 1) * self._shape.page_size
-        self._last.copy_(grid.contexts + self._tokens - planned)
-        slots = grid.slots.int()
+        self._last.copy_(pad(rows.contexts, (0, 1)) + counts - planned)
+        slots = rows.slots.int()
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
@@ -77,8 +83,11 @@ class FlashInferFixed(FixedAttention):
 
     def _whole(self, table: list[int], keys: int) -> list[int]:
         """A page table with nobody's page where it has none for so many keys."""
-        pages = -(-keys // self._shape.page_size)
+        pages = max(1, self._pages(keys))
         return [*table[:pages], *[self._cache.pages - 1] * (pages - len(table))]
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._shape.page_size)
 
 
 class Append:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import Attention
+from engine.attention.fixed import StepShape
 from engine.attention.plain_fixed import PlainFixed
 from engine.batch import Batch
 from engine.models.config import ModelConfig
@@ -105,9 +106,9 @@ class PlainAttention(Attention):
             slots = cached.flatten(1, 2)
             slots.index_copy_(1, written, slots.index_select(1, read))
 
-    def fixed(self, sequences: int, tokens: int, pages: int) -> PlainFixed:  # noqa: ARG002  # any number of both
+    def fixed(self, shape: StepShape) -> PlainFixed:
         """Attention for steps of a fixed shape; see `Attention.fixed`."""
-        return PlainFixed(self._keys, self._values, tokens)
+        return PlainFixed(self._keys, self._values, shape)
 
     def _group(self, pieces: list[Piece], key_count: int) -> Group:
         longest = max(piece.length for piece in pieces)

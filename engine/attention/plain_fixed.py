@@ -8,38 +8,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.fixed import FixedAttention, Grid
+from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
 from engine.models.decoder import Attend
 
 
 class PlainFixed(FixedAttention):
     """Gathers as many keys for every sequence as the longest may have, and masks those that it has not."""
 
-    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
-        """keys, values: of the cache, [layers, pages, page size, kv_heads, d]. tokens: of each sequence."""
+    def __init__(self, keys: Tensor, values: Tensor, shape: StepShape) -> None:
+        """keys, values: of the cache, [layers, pages, page size, kv_heads, d]."""
         self._keys = keys
         self._values = values
-        self._tokens = tokens
+        self._shape = shape
         self._pages = 0
 
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:  # noqa: ARG002  # the device has them
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002  # the device has them
         """See `FixedAttention.plan`."""
-        self._pages = -(-(max(contexts) + self._tokens) // self._keys.shape[2])
+        self._pages = -(-(max(contexts) + self._shape.width) // self._keys.shape[2])
 
-    def begin(self, grid: Grid) -> Attend:
+    def begin(self, rows: RaggedRows) -> Attend:
         """See `FixedAttention.begin`."""
-        pages = grid.page_tables[:, : self._pages].long()
+        batch, count, width, _ = self._shape
+        pages = rows.page_tables[:, : self._pages].long()
         key_places = torch.arange(pages.shape[1] * self._keys.shape[2], device=pages.device)
-        places = grid.contexts[:, None] + torch.arange(self._tokens, device=pages.device)
+        places = rows.contexts[:, None] + torch.arange(width, device=pages.device)
         mask = (key_places <= places[:, :, None])[:, None]
+        # A cell for each row in a grid of sequences by their rows, and one behind it for rows of nobody.
+        row = torch.arange(count, device=pages.device, dtype=torch.int32)
+        owner = torch.searchsorted(rows.starts[1:], row, right=True)
+        cell = torch.where(owner < batch, owner * width + row - rows.starts[owner], batch * width)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
-            keys.flatten(0, 1).index_copy_(0, grid.slots, key)
-            values.flatten(0, 1).index_copy_(0, grid.slots, value)
-            queries = query.view(len(pages), self._tokens, *query.shape[1:]).transpose(1, 2)
+            keys.flatten(0, 1).index_copy_(0, rows.slots, key)
+            values.flatten(0, 1).index_copy_(0, rows.slots, value)
+            queries = query.new_zeros(batch * width + 1, *query.shape[1:]).index_copy(0, cell, query)
+            queries = queries[:-1].unflatten(0, (batch, width)).transpose(1, 2)
             key, value = (cached[pages].flatten(1, 2).transpose(1, 2) for cached in (keys, values))
             attended = F.scaled_dot_product_attention(queries, key, value, mask, enable_gqa=True)
-            return attended.transpose(1, 2).reshape(query.shape)
+            return F.pad(attended.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[cell]
 
         return attend

@@ -1,4 +1,6 @@
-"""The inputs of a step, made on the device at fixed shapes: what a CUDA graph needs, and the host need not know."""
+"""The inputs of a step, made on the device at a fixed number of rows: what a CUDA graph needs, and the host need not
+know.
+"""
 
 from __future__ import annotations
 
@@ -24,73 +26,78 @@ class Drafts(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """A grid of B sequences by Q tokens. Padding is token 0 at position 0, and its keys and values go to scratch."""
+    """N rows, of which each of B sequences has some, one behind the other. Behind a sequence's tokens, and behind the
+    last sequence, they are padding: token 0 at position 0, whose keys and values go to scratch.
+    """
 
     tokens: Tensor
-    """int64 [B * Q]."""
+    """int64 [N]."""
     positions: Tensor
-    """int64 [B * Q]: within each token's text."""
+    """int64 [N]: within each token's text."""
     slots: Tensor
-    """int64 [B * Q]: page * page_size + offset."""
+    """int64 [N]: page * page_size + offset."""
+    seats: Tensor
+    """int64 [N]: whose rows they are; the idle seat's behind the last sequence."""
+    starts: Tensor
+    """int32 [B + 1]: where each sequence's rows begin, and where the last one's end."""
     contexts: Tensor
     """int32 [B]: tokens before, whose keys and values are in the cache."""
     lengths: Tensor
     """int32 [B]: tokens of each sequence that are none of padding."""
-    logit_rows: Tensor
-    """int64 [B * (K + 1)]: the tokens whose logits are needed; row 0 of a sequence where none is."""
     drafted: Drafted
     """Those rows as `verify` takes them."""
 
 
 def build_inputs(
-    state: DeviceState, seats: Tensor, scheduled: Tensor, drafts: Drafts, width: int, page_size: int
+    state: DeviceState, seats: Tensor, scheduled: Tensor, drafts: Drafts, starts: Tensor, rows: int, page_size: int
 ) -> StepInputs:
-    """The inputs of a step of `width` (Q) tokens a sequence.
+    """The inputs of a step of `rows` (N) rows.
 
-    seats: int64 [B]. scheduled: int32 [B], committed tokens to run, at least 1 but for padding; with a draft behind
-    them at most Q. A sequence that does not run all of its committed tokens ignores its draft.
+    seats: int64 [B]. scheduled: int32 [B], committed tokens to run, at least 1. starts: as in `StepInputs`, with room
+    for those and the draft behind them. A sequence that does not run all of its committed tokens ignores its draft.
     """
     size = drafts.tokens.shape[1]
     computed, lengths = state.computed[seats], state.lengths[seats]
     room = state.limits[seats] - lengths
-    scheduled = torch.where(room > 0, scheduled, 0)
-    produces = (computed + scheduled == lengths) & (scheduled > 0)
+    runs = torch.where(room > 0, scheduled, 0)
+    produces = (computed + runs == lengths) & (runs > 0)
     # The target adds a token of its own behind the draft.
     drafted = torch.where(produces, torch.minimum(drafts.lengths, room - 1), 0)
-    total = scheduled + drafted
-    column = torch.arange(width, device=seats.device)
-    counts_in = column < total[:, None]
-    within = column - scheduled[:, None]
-    places = torch.where(counts_in, computed[:, None] + column, 0)
-    committed = _at(state.history, seats, torch.where(within < 0, places, 0))
+    total = runs + drafted
+    row = torch.arange(rows, device=seats.device, dtype=torch.int32)
+    # Behind the last sequence the idle one follows.
+    owner = torch.searchsorted(starts[1:], row, right=True)
+    seat = pad(seats, (0, 1), value=state.idle)[owner]
+    within = row - starts[owner]
+    counts_in = within < pad(total, (0, 1))[owner]
+    node = within - pad(runs, (0, 1))[owner]
+    places = torch.where(counts_in, state.computed[seat] + within, 0)
+    tokens = _at(state.history, seat, torch.where(node < 0, places, 0))
+    positions = places
     parents = _path(drafts) if drafts.parents is None else drafts.parents
-    nodes = within.clamp(0, max(size - 1, 0)).long()
     if size:
-        tokens = torch.where(within < 0, committed, drafts.tokens.gather(1, nodes))
-        ahead = depths(parents).gather(1, nodes)
-        positions = torch.where(within < 0, places, lengths[:, None] - 1 + ahead)
-    else:
-        tokens, positions = committed, places
-    pages = _at(state.page_tables, seats, places // page_size)
+        drafting, node_at = owner.clamp(max=len(seats) - 1), node.clamp(0, size - 1)
+        tokens = torch.where(node < 0, tokens, drafts.tokens[drafting, node_at])
+        ahead = depths(parents)[drafting, node_at]
+        positions = torch.where(node < 0, places, state.lengths[seat] - 1 + ahead)
+        parents = parents[drafting, node_at]
+    pages = _at(state.page_tables, seat, places // page_size)
     slots = torch.where(counts_in, pages * page_size + places % page_size, state.scratch_page * page_size)
-    counts = torch.where(produces, drafted + 1, 0)
-    tokens = torch.where(counts_in, tokens, 0).long().flatten()
-    row = torch.arange(size + 1, device=seats.device)
-    first = torch.arange(len(seats), device=seats.device) * width
-    logit_rows = first[:, None] + torch.where(row < counts[:, None], scheduled[:, None] - 1 + row, 0)
+    tokens = torch.where(counts_in, tokens, 0).long()
     return StepInputs(
         tokens=tokens,
-        positions=torch.where(counts_in, positions, 0).long().flatten(),
-        slots=slots.long().flatten(),
+        positions=torch.where(counts_in, positions, 0).long(),
+        slots=slots.long(),
+        seats=seat,
+        starts=starts,
         contexts=computed,
         lengths=total,
-        logit_rows=logit_rows.flatten(),
         drafted=Drafted(
-            tokens=tokens[logit_rows.flatten()],
-            parents=None if drafts.parents is None else pad(drafts.parents, (1, 0)).flatten(),
-            starts=torch.arange(len(seats), device=seats.device, dtype=torch.int32) * (size + 1),
-            counts=counts.int(),
-            scheduled=scheduled,
+            tokens=tokens,
+            parents=None if drafts.parents is None or not size else parents,
+            starts=starts[:-1] + scheduled - 1,
+            counts=torch.where(produces, drafted + 1, 0).int(),
+            scheduled=runs,
             seats=seats,
         ),
     )
@@ -115,8 +122,9 @@ def compaction(state: DeviceState, inputs: StepInputs, verified: Verified, page_
 
     Read all sources before any target is written. What stays where it is, is copied within the scratch page.
     """
-    slots = inputs.slots[inputs.logit_rows].view(verified.rows.shape)
-    column = torch.arange(slots.shape[1], device=slots.device)
+    column = torch.arange(verified.rows.shape[1], device=inputs.slots.device)
+    rows = inputs.drafted.starts[:, None] + column
+    slots = inputs.slots[rows.clamp(max=len(inputs.slots) - 1)]
     moves = (column < verified.counts[:, None]) & (verified.rows != column)
     scratch = state.scratch_page * page_size
     sources = torch.where(moves, slots.gather(1, verified.rows.long()), scratch)
@@ -129,5 +137,5 @@ def _path(drafts: Drafts) -> Tensor:
 
 
 def _at(table: Tensor, seats: Tensor, places: Tensor) -> Tensor:
-    """Entries of the seats' rows, [B, Q]; places: int [B, Q], never below 0."""
-    return table[seats[:, None], places.clamp(max=table.shape[1] - 1)]
+    """An entry of each seat's row, [N]; places: int [N], never below 0."""
+    return table[seats, places.clamp(max=table.shape[1] - 1)]

@@ -13,15 +13,13 @@ from engine.truncation import Limits
 def sampled_tokens(
     state: DeviceState, inputs: StepInputs, logits: Tensor, *, draws: bool, most: int | None = None
 ) -> Tensor:
-    """The token behind each of `inputs.logit_rows`, int64. logits: float32 [rows, V].
+    """The token behind each of the inputs' rows, int64 [N]. logits: float32 [N, V].
 
     What decides how much work there is the host must say: whether any sequence `draws`, and `most`, as in `Limits`, if
     any truncates.
     """
     if not draws:
         return greedy_tokens(logits)
-    seats = inputs.drafted.seats
-    seats = seats.repeat_interleave(len(logits) // len(seats))
+    seats = inputs.seats
     limits = None if most is None else Limits(state.top_k[seats], state.top_p[seats], state.min_p[seats], most)
-    positions = inputs.positions[inputs.logit_rows] + 1
-    return draw_tokens(logits, state.temperatures[seats], state.seeds[seats], positions, limits)
+    return draw_tokens(logits, state.temperatures[seats], state.seeds[seats], inputs.positions + 1, limits)

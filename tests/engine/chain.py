@@ -6,6 +6,8 @@ that is lost, stale, shared wrongly or written to by a stranger changes all that
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from engine.core import Engine
@@ -98,35 +100,38 @@ class ChainRunner:
         logits = [scores(rows[row]) for row in batch.logit_rows]
         return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
 
-    def fixed(self, sequences, tokens, pages):
-        return ChainForward(self, tokens)
+    def fixed(self, shape):
+        return ChainForward(self, shape)
 
 
 class ChainForward:
     """Steps of one shape on the same cache."""
 
-    def __init__(self, runner, tokens):
+    def __init__(self, runner, shape):
         self.runner = runner
-        self.tokens = tokens
+        self.shape = shape
 
-    def plan(self, tables, contexts):
-        self.planned = contexts, [len(table) * PAGE_SIZE for table in tables]
+    def plan(self, tables, contexts, rows):
+        self.planned = contexts, [len(table) * PAGE_SIZE for table in tables], rows
 
     def __call__(self, inputs, page_tables):
         rows = []
+        starts = inputs.starts.tolist()
+        assert [end - start for start, end in itertools.pairwise(starts)] == self.planned[2]
+        assert starts[-1] <= self.shape.rows == len(inputs.tokens)
         for index, (known, table) in enumerate(zip(inputs.contexts.tolist(), page_tables.tolist(), strict=True)):
             length = int(inputs.lengths[index])
             if length:
                 assert known <= self.planned[0][index]
                 assert known + length <= self.planned[1][index]
             context = sum(self.runner.held(table, known)) if length else 0
-            for row in range(index * self.tokens, (index + 1) * self.tokens):
+            for row in range(starts[index], starts[index + 1]):
                 content = stored(int(inputs.tokens[row]), context)
                 self.runner.cache[inputs.slots[row]] = content
                 context += content
                 rows.append(context)
-        logits = [scores(rows[row]) for row in inputs.logit_rows]
-        return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
+        rows += [0] * (len(inputs.tokens) - len(rows))
+        return torch.tensor([scores(row) for row in rows], dtype=torch.float32).view(-1, VOCAB)
 
 
 def chain_engine(config, pages, drafter, budget=None):

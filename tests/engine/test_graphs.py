@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.fixed import StepShape
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.batch import build_batch
@@ -67,24 +68,30 @@ def state_of(sequences, *, seats=8):
     return state
 
 
-def fixed_logits(runner, state, sequences, batch, drafted, slack):
-    """Logits of the rows that count, from a step of a shape that is too large."""
-    forward = runner.fixed(batch, 1 + drafted, state.page_tables.shape[1])
+def fixed_logits(runner, state, sequences, batch, spare, slack):
+    """Logits of the rows that count, from a step of a shape that is too large: for each sequence by `spare` rows, and
+    by some behind all.
+    """
+    drafted = MOST_DRAFT + spare
+    widths = [*(1 + len(one.draft) + spare for one in sequences), *[0] * (batch - len(sequences))]
+    shape = StepShape(batch, sum(widths) + 2 * spare, 1 + drafted, state.page_tables.shape[1])
+    forward = runner.fixed(shape)
     padding = batch - len(sequences)
     bounds = [min(sequence.computed + slack, LONGEST - 1) for sequence in sequences]
-    forward.plan([*(one.pages for one in sequences), *[[]] * padding], [*bounds, *[0] * padding])
+    forward.plan([*(one.pages for one in sequences), *[[]] * padding], [*bounds, *[0] * padding], widths)
     seats = torch.tensor([*range(len(sequences)), *[state.idle] * padding])
     tokens = np.full((batch, drafted), 7, np.int32)
     for row, sequence in zip(tokens, sequences, strict=False):
         row[: len(sequence.draft)] = sequence.draft
     lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32)
     drafts = Drafts(torch.from_numpy(tokens), lengths, None)
-    inputs = build_inputs(state, seats, torch.ones(batch, dtype=torch.int32), drafts, 1 + drafted, PAGE_SIZE)
+    starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32)
+    ones = torch.ones(batch, dtype=torch.int32)
+    inputs = build_inputs(state, seats, ones, drafts, starts, shape.rows, PAGE_SIZE)
     with torch.inference_mode():
         logits = forward(inputs, state.page_tables[seats])
     assert torch.isfinite(logits).all()
-    rows = logits.view(batch, 1 + drafted, -1)
-    return torch.cat([rows[index, : 1 + len(one.draft)] for index, one in enumerate(sequences)])
+    return torch.cat([logits[starts[index] :][: 1 + len(one.draft)] for index, one in enumerate(sequences)])
 
 
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
@@ -97,8 +104,8 @@ def test_padded_steps_give_the_logits_of_ragged_ones(model, backend, seed, monke
     expected = runner.forward(build_batch(sequences, PAGE_SIZE))
     # All that a ragged step wrote is written again.
     state = state_of(sequences)
-    for batch, drafted, slack in ((len(sequences), MOST_DRAFT, 0), (8, 9, 0), (8, MOST_DRAFT, 40)):
-        padded = fixed_logits(runner, state, sequences, batch, drafted, slack)
+    for batch, spare, slack in ((len(sequences), 0, 0), (8, 3, 0), (8, 0, 40)):
+        padded = fixed_logits(runner, state, sequences, batch, spare, slack)
         torch.testing.assert_close(padded, expected, atol=2e-4, rtol=1e-4)
 
 
@@ -146,7 +153,8 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
     for sequence in sequences:
         sequence.pages = [*sequence.pages, *range(30 + 2 * sequence.sequence_id, 32 + 2 * sequence.sequence_id)]
     state = state_of(sequences)
-    step = FixedStep(runner.fixed(4, 1 + MOST_DRAFT, state.page_tables.shape[1]), state, 4, MOST_DRAFT, 13, PAGE_SIZE)
+    shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
+    step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE)
     results = [Result.of(row) for row in step.run(orders_for(sequences), GREEDY).read()]
     assert [result.drafted for result in results] == [4, 4, 0, 0]
     assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
@@ -162,10 +170,11 @@ def test_no_value_is_looked_at(model_folder, kind):
     """A whole step runs on tensors without any, so a graph can hold it."""
     model = load_model(model_folder).to("meta")
     attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "meta")
-    forward = Runner(model, attention, "meta").fixed(4, 1 + MOST_DRAFT, 13)
+    shape = StepShape(4, 20, 1 + MOST_DRAFT, 13)
+    forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
-    step = FixedStep(forward, state, 4, MOST_DRAFT, 13, PAGE_SIZE)
-    forward.plan([[]] * 4, [LONGEST - 1] * 4)
+    step = FixedStep(forward, state, shape, 13, PAGE_SIZE)
+    forward.plan([[]] * 4, [LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
         assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
 
@@ -176,20 +185,20 @@ class Recorded:
     def __init__(self):
         self.runs = []
 
-    def make(self, sequences, drafted):
-        self.runs.append((sequences, drafted, "made"))
+    def make(self, sequences, rows):
+        self.runs.append((sequences, rows, "made"))
         step = type("Step", (), {})()
-        step.run = lambda orders, kind: self.runs.append((sequences, drafted, len(orders.seats)))
+        step.run = lambda orders, kind: self.runs.append((sequences, rows, len(orders.seats)))
         return step
 
 
 def test_the_least_shape_that_holds_a_step_runs_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, 12, 10)
-    for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 1]):
+    for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11]):
         grid.run(Orders(list(range(len(most))), [], [], most, [], []), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
-    assert runs == [(1, 0, 1), (4, 4, 3), (1, 10, 1), (12, 8, 9), (8, 4, 8), (4, 4, 3)]
+    assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12)]
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
 
 

@@ -76,6 +76,6 @@ def test_planted_faults_are_caught(fault, tmp_path):
 
 
 def test_no_value_is_looked_at():
-    state, drafts, seats, _, _ = materials("meta")
+    state, drafts, seats, *_ = materials("meta")
     prepared = Prepared(drafts.tokens, drafts.lengths, drafts.lengths, drafts.lengths)
     assert followed(state, seats, prepared, 2).tokens.shape == (len(seats), 2)

@@ -32,7 +32,7 @@ def on(device):
 
 
 def random_step(seed, device, trees):
-    """Sequences with drafts and pages, their state, and what the device is given for a step."""
+    """Sequences with drafts and pages, their state, and what the device is given for a step, with rows to spare."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     most = int(rng.integers(0, 7))
@@ -44,38 +44,41 @@ def random_step(seed, device, trees):
     state, seats = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
     drafts = padded_drafts(sequences, most, device, trees=trees, rng=rng)
-    width = max(sequence.scheduled for sequence in sequences) + most + int(rng.integers(0, 3))
-    return sequences, state, (seats, scheduled, drafts, width, PAGE_SIZE)
+    widths = [sequence.scheduled + len(sequence.draft) + int(rng.integers(0, 3)) for sequence in sequences]
+    starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
+    return sequences, state, (seats, scheduled, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
 
 
-def matches(sequences, inputs, width, most):
+def matches(sequences, inputs):
     """Whether inputs are those of `build_batch` where they count, and harmless elsewhere."""
     batch = build_batch(sequences, PAGE_SIZE)
-    tokens, positions, slots = (
-        getattr(inputs, name).view(-1, width).tolist() for name in ("tokens", "positions", "slots")
+    tokens, positions, slots, seats, starts = (
+        getattr(inputs, name).tolist() for name in ("tokens", "positions", "slots", "seats", "starts")
     )
-    rows = inputs.logit_rows.view(-1, most + 1).tolist()
     drafted = inputs.drafted
     row_tokens = drafted.tokens.tolist()
     good = inputs.contexts.tolist() == [sequence.computed for sequence in sequences]
     good &= drafted.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
     for index, (sequence, span) in enumerate(zip(sequences, batch.spans, strict=True)):
         own = slice(span.start, span.start + span.length)
-        pad = width - span.length
+        rows = slice(starts[index], starts[index + 1])
+        pad = starts[index + 1] - starts[index] - span.length
         good &= int(inputs.lengths[index]) == span.length
-        good &= tokens[index] == [*batch.tokens[own].tolist(), *[0] * pad]
-        good &= positions[index] == [*batch.positions[own].tolist(), *[0] * pad]
-        good &= slots[index] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
+        good &= tokens[rows] == [*batch.tokens[own].tolist(), *[0] * pad]
+        good &= positions[rows] == [*batch.positions[own].tolist(), *[0] * pad]
+        good &= slots[rows] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
+        good &= seats[rows] == [int(drafted.seats[index])] * (starts[index + 1] - starts[index])
         wanted = batch.logit_rows[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
         count = int(drafted.counts[index])
         good &= count == len(wanted)
-        good &= rows[index][:count] == (wanted - span.start + index * width).tolist()
         start = int(drafted.starts[index])
+        good &= count == 0 or start == wanted[0] - span.start + starts[index]
         good &= row_tokens[start : start + count] == batch.tokens[wanted].tolist()
         if drafted.parents is not None and count:
             parents = np.arange(-1, count - 2) if sequence.tree is None else sequence.tree.parents
             good &= drafted.parents[start + 1 : start + count].tolist() == parents.tolist()
-    return good
+    behind = slice(starts[-1], None)
+    return good and not any(tokens[behind]) and set(slots[behind]) <= {SCRATCH} and len(set(seats[behind])) <= 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -84,19 +87,17 @@ def test_inputs_are_those_of_the_batch(device, trees):
     for seed in range(100):
         sequences, state, step = random_step(seed, on(device), trees)
         inputs = build_inputs(state, *step)
-        assert matches(sequences, inputs, step[3], step[2].tokens.shape[1])
+        assert matches(sequences, inputs)
 
 
 FAULTS = {
-    "padding is written": (
-        "torch.where(counts_in, pages * page_size",
-        "torch.where(total[:, None] > 0, pages * page_size",
-    ),
+    "padding is written": ("torch.where(counts_in, pages * page_size", "torch.where(within >= 0, pages * page_size"),
+    "an empty sequence takes the next one's rows": ("right=True", "right=False"),
     "drafts beyond the room": ("torch.minimum(drafts.lengths, room - 1)", "drafts.lengths"),
-    "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(scheduled > 0, torch.minimum"),
-    "positions of trees are places": ("lengths[:, None] - 1 + ahead", "places"),
-    "pages by position": ("state.page_tables, seats, places", "state.page_tables, seats, positions"),
-    "logits one row early": ("scheduled[:, None] - 1 + row", "scheduled[:, None] - 1 + row - (row > 0).int()"),
+    "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(runs > 0, torch.minimum"),
+    "positions of trees are places": ("state.lengths[seat] - 1 + ahead", "places"),
+    "pages by position": ("state.page_tables, seat, places", "state.page_tables, seat, positions"),
+    "rows that produce begin early": ("starts[:-1] + scheduled - 1", "starts[:-1] + scheduled - 2"),
     "too few rounds": ("parents.shape[1].bit_length()", "(parents.shape[1].bit_length() - 1)"),
 }
 
@@ -105,10 +106,7 @@ FAULTS = {
 def test_planted_faults_are_caught(fault, tmp_path):
     module = planted(made, *FAULTS[fault], tmp_path)
     steps = [random_step(seed, "cpu", True) for seed in range(100)]
-    assert not all(
-        matches(sequences, module.build_inputs(state, *step), step[3], step[2].tokens.shape[1])
-        for sequences, state, step in steps
-    )
+    assert not all(matches(sequences, module.build_inputs(state, *step)) for sequences, state, step in steps)
 
 
 def test_seats_of_nobody_and_of_ended_sequences_do_nothing():
@@ -120,9 +118,8 @@ def test_seats_of_nobody_and_of_ended_sequences_do_nothing():
     state.limits[1] = 5
     seats = torch.tensor([0, 1, state.idle, state.idle])
     drafts = padded_drafts([sequence] * 4, 3, "cpu", trees=False, rng=np.random.default_rng(0))
-    inputs = build_inputs(
-        state, seats, torch.full((4,), 1, dtype=torch.int32), drafts._replace(lengths=torch.full((4,), 3)), 4, PAGE_SIZE
-    )
+    drafts, ones = drafts._replace(lengths=torch.full((4,), 3)), torch.ones(4, dtype=torch.int32)
+    inputs = build_inputs(state, seats, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
     for left in (inputs.tokens, inputs.positions, inputs.lengths, inputs.drafted.counts, inputs.drafted.scheduled):
         assert not left.any()
     assert (inputs.slots == SCRATCH).all()

@@ -26,18 +26,19 @@ def materials(device):
     drafts = Drafts(torch.zeros(BATCH, DRAFT, **integers), torch.full((BATCH,), DRAFT, **integers), parents)
     odds = torch.full((BATCH * (DRAFT + 1), VOCAB), 1 / VOCAB, device=device)
     seats = torch.arange(BATCH, device=device)
-    return state, drafts, seats, torch.ones(BATCH, **integers), odds
+    starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)
+    return state, drafts, seats, torch.ones(BATCH, **integers), starts, odds
 
 
-def step(state, drafts, seats, scheduled, odds, look=lambda tensor: tensor):
+def step(state, drafts, seats, scheduled, starts, odds, look=lambda tensor: tensor):
     """A step by each kind of verification; paths and trees; truncated or not."""
     for shape in (drafts, drafts._replace(parents=None)):
         for most in (None, 0, 30):
-            inputs = build_inputs(state, seats, look(scheduled), shape, DRAFT + 1, PAGE_SIZE)
+            inputs = build_inputs(state, seats, look(scheduled), shape, starts, len(odds), PAGE_SIZE)
             chosen = sampled_tokens(state, inputs, odds.log(), draws=True, most=most)
             verified = verify.verify(state, inputs.drafted, chosen, DRAFT + 1)
             compaction(state, inputs, verified, PAGE_SIZE)
-        inputs = build_inputs(state, seats, scheduled, shape, DRAFT + 1, PAGE_SIZE)
+        inputs = build_inputs(state, seats, scheduled, shape, starts, len(odds), PAGE_SIZE)
         verify.reject(state, inputs.drafted, odds.clone(), odds.clone(), inputs.drafted.starts, DRAFT + 1)
     return inputs, verified
 
@@ -76,9 +77,7 @@ def test_the_state_stays_where_it_is():
     addresses = [tensor.data_ptr() for tensor in tensors]
     inputs, verified = step(*given)
     assert [tensor.data_ptr() for tensor in tensors] == addresses
-    assert all(
-        tensor.dtype == torch.int64 for tensor in (inputs.tokens, inputs.positions, inputs.slots, inputs.logit_rows)
-    )
+    assert all(tensor.dtype == torch.int64 for tensor in (inputs.tokens, inputs.positions, inputs.slots, inputs.seats))
     drafted = inputs.drafted
     counts = (inputs.lengths, inputs.contexts, drafted.counts, drafted.starts, drafted.scheduled, *verified)
     assert all(tensor.dtype == torch.int32 for tensor in counts)

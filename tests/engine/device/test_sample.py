@@ -71,16 +71,18 @@ def random_step(seed, device):
     seats_state, seats = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
     drafts = padded_drafts(sequences, 4, device, trees=True, rng=rng)
-    inputs = build_inputs(seats_state, seats, scheduled, drafts, int(scheduled.max()) + 4, PAGE_SIZE)
+    starts = torch.nn.functional.pad((scheduled + 4).cumsum(0, dtype=torch.int32), (1, 0))
+    inputs = build_inputs(seats_state, seats, scheduled, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
     return sequences, batch, seats_state, inputs, rng
 
 
 def agrees(module, seed, device="cpu"):
     sequences, batch, seats_state, inputs, rng = random_step(seed, device)
-    logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.logit_rows), VOCAB)).astype(np.float32)).to(device)
+    logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
     tokens = module.sampled_tokens(seats_state, inputs, logits, draws=True, most=VOCAB)
-    column = torch.arange(5, device=device)
-    counted = (column < inputs.drafted.counts[:, None]).flatten()
+    firsts, counts = inputs.drafted.starts[:, None], inputs.drafted.counts[:, None]
+    row = torch.arange(len(logits), device=device)
+    counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
     if not counted.any():
         return True
     return torch.equal(tokens[counted], chosen_tokens(batch, logits[counted], sequences))
@@ -92,11 +94,8 @@ def test_tokens_of_a_step_are_those_of_the_sampler(device):
 
 
 FAULTS = {
-    "the position before": ("inputs.logit_rows] + 1", "inputs.logit_rows]"),
-    "settings of other sequences": (
-        "seats.repeat_interleave(len(logits) // len(seats))",
-        "seats.repeat(len(logits) // len(seats))",
-    ),
+    "the position before": ("inputs.positions + 1", "inputs.positions"),
+    "settings of other sequences": ("seats = inputs.seats", "seats = inputs.seats.roll(1)"),
     "no truncation": ("None if most is None else Limits", "None if most else Limits"),
 }
 
@@ -109,7 +108,7 @@ def test_planted_faults_are_caught(fault, tmp_path):
 
 def test_greedy_steps_take_the_largest_logit():
     *_, seats_state, inputs, rng = random_step(0, "cpu")
-    logits = torch.from_numpy(rng.normal(size=(len(inputs.logit_rows), VOCAB)))
+    logits = torch.from_numpy(rng.normal(size=(len(inputs.tokens), VOCAB)))
     assert torch.equal(sampled_tokens(seats_state, inputs, logits, draws=False), logits.argmax(dim=1))
 
 

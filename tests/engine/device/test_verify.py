@@ -65,10 +65,12 @@ def steps_agree(backend, seed, *, trees):
         filled = torch.cat([seats, torch.full((2,), state.idle, device=seats.device)])
         drafts = type(drafts)(*(part if part is None else torch.cat([part, part[:1], part[:1]]) for part in drafts))
         asked = torch.tensor([*scheduled, 1, 1], dtype=torch.int32, device=backend.device)
-        inputs = build_inputs(state, filled, asked, drafts, max(scheduled) + most, PAGE_SIZE)
-        counts = inputs.drafted.counts.tolist()
-        chosen = rng.integers(0, VOCAB, len(inputs.logit_rows))
-        of_host = np.concatenate([chosen[i * (most + 1) :][:count] for i, count in enumerate(counts)])
+        widths = [count + most + int(rng.integers(2)) for count in scheduled]
+        starts = torch.tensor(np.cumsum([0, *widths, 0, 0]), dtype=torch.int32, device=backend.device)
+        inputs = build_inputs(state, filled, asked, drafts, starts, sum(widths) + int(rng.integers(3)), PAGE_SIZE)
+        firsts, counts = inputs.drafted.starts.tolist(), inputs.drafted.counts.tolist()
+        chosen = rng.integers(0, VOCAB, len(inputs.tokens))
+        of_host = np.concatenate([chosen[first:][:count] for first, count in zip(firsts, counts, strict=True)])
         verified = backend.verify(state, inputs.drafted, torch.from_numpy(chosen).to(backend.device), most + 1)
         produced, moves = commit_on_host(sequences, of_host.astype(np.uint32))
         produced += [([], [])] * 2
