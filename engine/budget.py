@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ssd.draft import DraftBatch
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Tokens in a step; between them t is a straight line."""
 REPEATS = 3
 """Of each size; the least counts, since only other work makes a step slower."""
 MEASURING_S = 3.0
@@ -54,8 +52,24 @@ RECENT = 0.9
 """What is left of an asking's outcome after the next, when it is judged whether asking pays: about ten count."""
 
 
+class Cost(Protocol):
+    """What steps take."""
+
+    def seconds(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
+        """See `StepCost.seconds`."""
+        ...
+
+    def note(self, tokens: int, sequences: int, seconds: float, *, is_trial: bool = False) -> None:
+        """See `StepCost.note`."""
+        ...
+
+    def of_one_more(self, tokens: int, sequences: int) -> float:
+        """See `StepCost.of_one_more`."""
+        ...
+
+
 class StepCost:
-    """Seconds that a step takes, by its tokens and sequences."""
+    """Seconds that a step takes, by its tokens and sequences; between the sizes that were measured a straight line."""
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float], per_sequence: float = 0.0) -> None:
         """sizes: rising numbers of tokens. seconds: of a step of so many tokens of one sequence. per_sequence: that
@@ -67,9 +81,10 @@ class StepCost:
         self._per_sequence = max(0.0, per_sequence)
 
     @classmethod
-    def measured(cls, run: Callable[[int, int], object], most: int, sequences: int) -> StepCost:
-        """Time `run`, which makes a step of so many tokens of each of so many sequences, up to `most` tokens."""
-        wanted = [size for size in SIZES if size < most] + [most]
+    def measured(cls, run: Callable[[int, int], object], wanted: Sequence[int], sequences: int = 1) -> StepCost:
+        """Time `run`, which makes a step of so many tokens of each of so many sequences, at the sizes `wanted`, which
+        rise. What a sequence takes beside its tokens is told by a step of a token of each of `sequences`.
+        """
         run(wanted[0], 1)  # The first call allocates and compiles.
         sizes: list[int] = []
         seconds: list[float] = []
@@ -126,7 +141,7 @@ class Asking(NamedTuple):
 class Budget:
     """Spends the tokens of each step where they are likeliest to be accepted."""
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: Cost) -> None:
         self._cost = cost
         self._promised = self._kept = 0.0
         """Tokens that were to be accepted, by their odds, and that were."""
@@ -202,7 +217,7 @@ class Budget:
         self._steps_to_rest = self._rest
 
 
-def worth_verifying(odds: np.ndarray, offsets: np.ndarray, tokens: int, sequences: int, cost: StepCost) -> np.ndarray:
+def worth_verifying(odds: np.ndarray, offsets: np.ndarray, tokens: int, sequences: int, cost: Cost) -> np.ndarray:
     """How many tokens of each sequence's draft to verify, int64 [B].
 
     odds: float [T], of each drafted token to be accepted together with its ancestors, falling within each draft.

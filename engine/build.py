@@ -11,16 +11,19 @@ from engine.budget import Budget, StepCost
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.detokenize import Decode
+from engine.grid_cost import GridCost
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.pages import PagePool
-from engine.pipeline import pipelined
+from engine.pipeline import PipelinedEngine, build_grid
 from engine.runner import Runner
 from engine.sampler import Choose
 from engine.sampler import choose as default_choose
 from ssd.draft import Drafter
 from ssd.errors import UserError
 
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Tokens of steps that are measured."""
 MOST_LOGITS = 512
 """Rows of logits in a step that is measured: of large vocabularies more would not fit into memory."""
 
@@ -48,11 +51,13 @@ def build_engine(
     # Behind the pages that are handed out one stays nobody's, for padding.
     cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device)
     runner = Runner(model, cache, device, make_ops(backend))
-    budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
     if config.loop == "pipelined":
         if choose is not default_choose:
             raise ValueError("the pipelined loop draws tokens on the device, and takes no `choose`")
-        return pipelined(model.config, config, runner, pages, drafter, device, decode, budget)
+        grid = build_grid(model.config, config, runner, pages, device)
+        budget = Budget(GridCost.measured(grid)) if has_budget else None
+        return PipelinedEngine(model.config, config, runner, pages, drafter, grid, decode, budget)
+    budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
     return Engine(model.config, config, runner, pages, drafter, decode, budget, choose)
 
 
@@ -79,7 +84,8 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
         ).argmax(dim=-1).cpu()  # a GPU would still be at it
 
     most = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
-    return StepCost.measured(run, most, config.max_sequences)
+    sizes = [size for size in SIZES if size < most]
+    return StepCost.measured(run, [*sizes, most], config.max_sequences)
 
 
 def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:

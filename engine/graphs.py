@@ -19,7 +19,7 @@ from engine.device.follow import Prepared, followed
 from engine.device.inputs import StepInputs, build_inputs
 from engine.device.sample import sampled_tokens
 from engine.device.state import DeviceState
-from engine.device.transfer import Arriving, on_device
+from engine.device.transfer import Arriving, CopyStream, on_device
 from engine.device.verify import verify
 
 Pool = Any
@@ -65,27 +65,44 @@ class Orders(NamedTuple):
     contexts: list[int]
     """Tokens before the one that runs, at most."""
 
+    @classmethod
+    def nobody(cls) -> Orders:
+        """Of no sequence."""
+        return cls([], [], [], [], [], [])
+
 
 class FixedStep:
     """Up to B sequences, each with its last token and a draft, on N rows."""
 
-    def __init__(self, forward: Forward, state: DeviceState, shape: StepShape, furthest: int, page_size: int) -> None:
-        """furthest: tokens of a prepared path at most, those that the step before may commit among them."""
+    def __init__(
+        self,
+        forward: Forward,
+        state: DeviceState,
+        shape: StepShape,
+        furthest: int,
+        page_size: int,
+        copies: CopyStream,
+    ) -> None:
+        """furthest: tokens of a prepared path at most, those that the step before may commit among them. copies: on
+        which results come back.
+        """
         self._forward = forward
         self._state = state
         self._shape = shape
         self._page_size = page_size
+        self._copies = copies
         # One tensor, so that one copy brings it: seat, size, length, most, then the path's tokens.
         self._idle = np.zeros((shape.sequences, 4 + max(1, furthest)), np.int32)
         self._idle[:, 0] = state.idle
         self._given = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
+        self._pool: Pool | None = None
         self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.inference_mode()
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Counts and tokens, see `Result.of`. A kind that was not captured is captured now."""
         if self._given.is_cuda and kind not in self._graphs:
-            self.capture(kind, None)
+            self.capture(kind, self._pool)
         padding = len(self._idle) - len(orders.seats)
         rows = [1 + most for most in orders.most]
         self._forward.plan(
@@ -93,10 +110,10 @@ class FixedStep:
         )
         self._given.copy_(on_device(self._rows(orders), self._given.device), non_blocking=True)
         if not self._given.is_cuda:
-            return Arriving(self._step(kind))
+            return self._copies.bring(self._step(kind))
         graph, result = self._graphs[kind]
         graph.replay()
-        return Arriving(result)
+        return self._copies.bring(result)
 
     @torch.inference_mode()
     def capture(self, kind: Kind, pool: Pool | None) -> None:
@@ -115,6 +132,7 @@ class FixedStep:
         with torch.cuda.graph(graph, pool=pool):
             result = self._step(kind)
         self._graphs[kind] = graph, result
+        self._pool = pool
 
     def _rows(self, orders: Orders) -> np.ndarray:
         """int32, like `_idle`; a fresh array, which a copy may still be reading."""

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from engine.device.state import DeviceState
 from engine.device.transfer import Arriving
 from engine.graphs import FixedStep, Kind, Orders
 
 LEAST_DRAFT = 4
-"""Rows for drafts that a step has at least if it has any: a step of 5 tokens takes as long as one of 2."""
+"""Rows for drafts that a step has at least, if it has any: a step of 5 tokens takes as long as one of 2."""
 AT_START = (Kind(draws=False, most=None), Kind(draws=True, most=None))
 """What is captured at start. Steps that truncate are captured when they are first met."""
 
@@ -21,16 +22,20 @@ class StepGrid:
     Drafts may be spread over the sequences in any way: what a step takes goes by all of their tokens together.
     """
 
-    def __init__(self, make: Callable[[int, int], FixedStep], max_sequences: int, max_draft: int) -> None:
-        """make: from numbers of sequences and rows to a step."""
+    def __init__(
+        self, make: Callable[[int, int], FixedStep], state: DeviceState, max_sequences: int, max_draft: int
+    ) -> None:
+        """make: from numbers of sequences and rows to a step on the state."""
         self._make = make
+        self.state = state
         self._max_draft = max_draft
-        self._sequences = doubled(1, max_sequences)
+        self.sequences = doubled(1, max_sequences)
+        """Numbers of sequences that steps may have, rising."""
         self._steps: dict[tuple[int, int], FixedStep] = {}
 
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
         """The least shape that holds so many: its sequences and rows."""
-        padded = next(size for size in self._sequences if size >= sequences)
+        padded = next(size for size in self.sequences if size >= sequences)
         return padded, next(size for size in self.rows_of(padded) if size >= rows)
 
     def rows_of(self, sequences: int) -> list[int]:
@@ -42,17 +47,18 @@ class StepGrid:
     def capture(self) -> None:
         """Capture every shape, on a CUDA device; the largest first, whose memory then serves the others."""
         pool = torch.cuda.graph_pool_handle()
-        for sequences in reversed(self._sequences):
+        for sequences in reversed(self.sequences):
             for rows in reversed(self.rows_of(sequences)):
                 for kind in AT_START:
-                    self._step(sequences, rows).capture(kind, pool)
+                    self.step_of(sequences, rows).capture(kind, pool)
 
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Run a step in the least shape that holds it; see `FixedStep.run`."""
         count = len(orders.seats)
-        return self._step(*self.shape_for(count, count + sum(orders.most))).run(orders, kind)
+        return self.step_of(*self.shape_for(count, count + sum(orders.most))).run(orders, kind)
 
-    def _step(self, sequences: int, rows: int) -> FixedStep:
+    def step_of(self, sequences: int, rows: int) -> FixedStep:
+        """The step of a shape."""
         shape = sequences, rows
         if shape not in self._steps:
             self._steps[shape] = self._make(*shape)

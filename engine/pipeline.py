@@ -9,8 +9,7 @@ most that may have been committed when it hands out pages, and by what it knows 
 ended, was cancelled or lost its pages meanwhile may be in one step more, of which nothing is taken. What such a step
 still writes comes before anything that a later owner of its pages does.
 
-Prompts up to their last token run as in the plain loop, beside the steps of fixed shapes, and are waited for. While a
-request runs that `needs_host`, all of them run in the plain loop. Outputs are the same. Of a step's times `forward` is
+Prompts up to their last token run as in the plain loop, between the steps of fixed shapes. While a request runs that `needs_host`, all of them run in the plain loop. Outputs are the same. Of a step's times `forward` is
 its launch, and `verify` the waiting for the one before.
 """
 
@@ -29,10 +28,11 @@ from engine.config import EngineConfig
 from engine.core import Engine, StepReport
 from engine.detokenize import Decode
 from engine.device.state import DeviceState
-from engine.device.transfer import Arriving
+from engine.device.transfer import Arriving, CopyStream
 from engine.graphs import FixedStep, Kind, Orders, Result
 from engine.grid import StepGrid
 from engine.models.config import ModelConfig
+from engine.overlap import furthest
 from engine.pages import PagePool
 from engine.prepared import PreparedDrafting, PreparedPath
 from engine.runner import Runner
@@ -67,15 +67,14 @@ class PipelinedEngine(Engine):
         runner: Runner,
         pages: PagePool,
         drafter: Drafter,
-        state: DeviceState,
         grid: StepGrid,
         decode: Decode | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """state: with a seat for each sequence that may run. grid: the steps on it. For the others see `Engine`."""
+        """grid: of which the state has a seat for each sequence that may run. For the others see `Engine`."""
         super().__init__(model, config, runner, pages, drafter, decode, budget)
         self._drafting = self._prepared = PreparedDrafting(drafter, config, model.vocab_size, budget)
-        self._seats = Seats(state)
+        self._seats = Seats(grid.state)
         self._grid = grid
         self._under_way: UnderWay | None = None
 
@@ -95,7 +94,7 @@ class PipelinedEngine(Engine):
         producing = [sequence for sequence in going if sequence.completes_prompt]
         before, begun = self._under_way, self._begin(producing, watch) if producing else None
         # As long as the device is not done with the step before, asking costs nothing.
-        if begun is not None and begun.asking is not None and (before is None or before.results.have_come):
+        if begun is not None and begun.asking is not None and (before is None or before.results.has_come):
             begun = begun._replace(asking=begun.asking._replace(seconds=watch.times().draft))
         self._under_way = begun
         report = StepReport() if before is None else self._end_step(before, watch)
@@ -179,34 +178,24 @@ class PipelinedEngine(Engine):
         return report
 
 
-def pipelined(
-    model: ModelConfig,
-    config: EngineConfig,
-    runner: Runner,
-    pages: PagePool,
-    drafter: Drafter,
-    device: str,
-    decode: Decode | None = None,
-    budget: Budget | None = None,
-) -> PipelinedEngine:
-    """An engine with a state and a grid for its settings, captured on a CUDA device. The cache that `runner` has is one
-    page larger than `pages`, for padding.
+def build_grid(model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str) -> StepGrid:
+    """The state of an engine with these settings and the steps on it, captured on a CUDA device. The cache that
+    `runner` has is one page larger than `pages`, for padding.
     """
     longest = model.max_positions
     most_pages = pages.pages_for(longest)
     state = DeviceState.empty(config.max_sequences, longest, most_pages, pages.count, torch.device(device))
 
-    # The step before may commit a whole draft and a token more.
-    furthest = 2 * config.max_draft + 1
+    copies = CopyStream(state.lengths.device)
 
     def make(sequences: int, rows: int) -> FixedStep:
         shape = StepShape(sequences, rows, 1 + config.max_draft, most_pages)
-        return FixedStep(runner.fixed(shape), state, shape, furthest, pages.page_size)
+        return FixedStep(runner.fixed(shape), state, shape, furthest(config.max_draft), pages.page_size, copies)
 
-    grid = StepGrid(make, config.max_sequences, config.max_draft)
+    grid = StepGrid(make, state, config.max_sequences, config.max_draft)
     if state.lengths.is_cuda:
         grid.capture()
-    return PipelinedEngine(model, config, runner, pages, drafter, state, grid, decode, budget)
+    return grid
 
 
 def _kind(sequences: SequenceOf[Sequence], vocab_size: int) -> Kind:

@@ -12,6 +12,7 @@ from engine.attention.base import Attention
 from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
 from engine.batch import Batch
 from engine.device.inputs import StepInputs
+from engine.device.transfer import on_device
 from engine.models.decoder import Decoder
 from engine.models.ops import PLAIN, Ops
 
@@ -22,14 +23,14 @@ class Runner:
     def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
         self._model = model
         self._attention = attention
-        self._device = device
+        self._device = torch.device(device)
         self._ops = ops
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
         tokens, positions, rows = (
-            torch.from_numpy(array).to(self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
+            on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
         )
         hidden = self._model(tokens, positions, self._attention.begin(batch), self._ops)
         return self._model.logits(hidden[rows]).float()

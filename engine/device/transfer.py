@@ -17,18 +17,15 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Arriving:
-    """A tensor on its way to the host, as it is now, whatever is done with it on the device later."""
+    """An array on its way to the host."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Starts the copy, behind what the device has to do before."""
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._copy.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.Event() if tensor.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+    def __init__(self, array: Tensor, copied: torch.cuda.Event | None) -> None:
+        """An array in host memory, and what has happened once it is filled; None if it is."""
+        self._array = array
+        self._copied = copied
 
     @property
-    def have_come(self) -> bool:
+    def has_come(self) -> bool:
         """Whether there is nothing to wait for."""
         return self._copied is None or self._copied.query()
 
@@ -36,4 +33,23 @@ class Arriving:
         """Wait for it."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._copy.numpy()
+        return self._array.numpy()
+
+
+class CopyStream:
+    """Brings results to the host while the device goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def bring(self, tensor: Tensor) -> Arriving:
+        """A tensor as it is now, whatever is done with it on the device later."""
+        now = tensor.clone()
+        if self._stream is None:
+            return Arriving(now, None)
+        array = torch.empty(now.shape, dtype=now.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(now.device))
+        with torch.cuda.stream(self._stream):
+            array.copy_(now, non_blocking=True)
+        now.record_stream(self._stream)
+        return Arriving(array, self._stream.record_event())

@@ -13,7 +13,7 @@ import torch
 from engine.core import Engine
 from engine.models.config import ModelConfig
 from engine.pages import PagePool
-from engine.pipeline import pipelined
+from engine.pipeline import PipelinedEngine, build_grid
 
 VOCAB = 8
 END = 0
@@ -139,4 +139,5 @@ def chain_engine(config, pages, drafter, budget=None):
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
     if config.loop != "pipelined":
         return Engine(MODEL, config, runner, pool, drafter, budget=budget)
-    return pipelined(MODEL, config, runner, pool, drafter, "cpu", budget=budget)
+    grid = build_grid(MODEL, config, runner, pool, "cpu")
+    return PipelinedEngine(MODEL, config, runner, pool, drafter, grid, budget=budget)

@@ -133,7 +133,7 @@ def test_trials_cost_little_where_the_price_is_right():
 
 def test_sizes_are_measured_up_to_the_largest():
     asked = []
-    cost = StepCost.measured(lambda *size: asked.append(size), 100, 8)
+    cost = StepCost.measured(lambda *size: asked.append(size), [1, 2, 4, 8, 16, 32, 64, 100], 8)
     assert sorted(set(asked)) == [(1, 1), (1, 8), *((size, 1) for size in (2, 4, 8, 16, 32, 64, 100))]
     assert cost.seconds(100, 1) > 0
     assert cost.seconds(1, 8) >= cost.seconds(1, 1)
@@ -147,7 +147,7 @@ def test_measuring_ends_when_it_has_taken_long(monkeypatch):
         now += tokens * 0.1
 
     monkeypatch.setattr("engine.budget.perf_counter", lambda: now)
-    cost = StepCost.measured(run, 1000, 1)
+    cost = StepCost.measured(run, [1, 2, 4, 8, 16, 32, 1000])
     assert cost.seconds(4, 1) == pytest.approx(0.4)
     assert cost.seconds(1000, 1) == pytest.approx(100)  # by the last slope
     assert now < 30

@@ -13,6 +13,7 @@ from engine.batch import build_batch
 from engine.build import build_engine
 from engine.device.inputs import Drafts, build_inputs
 from engine.device.state import DeviceState
+from engine.device.transfer import CopyStream
 from engine.drafters.ngram import NgramDrafter
 from engine.graphs import FixedStep, Kind, Orders, Result
 from engine.grid import StepGrid, doubled
@@ -27,6 +28,7 @@ from tests.engine.test_core import CONFIG, outputs, requests
 
 PAGES, LONGEST, MOST_DRAFT = 40, 200, 6
 GREEDY = Kind(draws=False, most=None)
+CPU = torch.device("cpu")
 
 
 def runner_of(model, backend, monkeypatch):
@@ -62,7 +64,7 @@ def fill(runner, sequences):
 
 
 def state_of(sequences, *, seats=8):
-    state = DeviceState.empty(seats, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, torch.device("cpu"))
+    state = DeviceState.empty(seats, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, CPU)
     for seat, sequence in enumerate(sequences):
         state.sit(seat, sequence)
     return state
@@ -154,7 +156,7 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
         sequence.pages = [*sequence.pages, *range(30 + 2 * sequence.sequence_id, 32 + 2 * sequence.sequence_id)]
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
-    step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE)
+    step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE, CopyStream(CPU))
     results = [Result.of(row) for row in step.run(orders_for(sequences), GREEDY).read()]
     assert [result.drafted for result in results] == [4, 4, 0, 0]
     assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
@@ -173,7 +175,7 @@ def test_no_value_is_looked_at(model_folder, kind):
     shape = StepShape(4, 20, 1 + MOST_DRAFT, 13)
     forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
-    step = FixedStep(forward, state, shape, 13, PAGE_SIZE)
+    step = FixedStep(forward, state, shape, 13, PAGE_SIZE, CopyStream(CPU))
     forward.plan([[]] * 4, [LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
         assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
@@ -194,7 +196,7 @@ class Recorded:
 
 def test_the_least_shape_that_holds_a_step_runs_it():
     recorded = Recorded()
-    grid = StepGrid(recorded.make, 12, 10)
+    grid = StepGrid(recorded.make, None, 12, 10)
     for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11]):
         grid.run(Orders(list(range(len(most))), [], [], most, [], []), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
