@@ -9,8 +9,9 @@ most that may have been committed when it hands out pages, and by what it knows 
 ended, was cancelled or lost its pages meanwhile may be in one step more, of which nothing is taken. What such a step
 still writes comes before anything that a later owner of its pages does.
 
-Prompts up to their last token run as in the plain loop, between the steps of fixed shapes. While a request runs that `needs_host`, all of them run in the plain loop. Outputs are the same. Of a step's times `forward` is
-its launch, and `verify` the waiting for the one before.
+Prompts up to their last token run as in the plain loop, between the steps of fixed shapes. While a request runs that
+`needs_host`, all of them run in the plain loop. Outputs are the same. Of a step's times `forward` is its launch, and
+`verify` the waiting for the one before.
 """
 
 from __future__ import annotations
