@@ -16,8 +16,6 @@ from engine.models.decoder import Decoder
 from engine.pages import PagePool
 from engine.pipeline import pipelined
 from engine.runner import Runner
-from engine.sampler import Choose
-from engine.sampler import choose as default_choose
 from ssd.draft import Drafter
 from ssd.errors import UserError
 
@@ -32,14 +30,13 @@ def build_engine(
     decode: Decode | None = None,
     *,
     has_budget: bool = False,
-    choose: Choose = default_choose,
     attention: str = "auto",
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
-    seconds, and verify only what pays; otherwise everything that was drafted. `choose` makes tokens of logits.
-    `attention`: as in `choose_backend`. Raises UserError for one that cannot run, and for a KV cache without a page.
+    seconds, and verify only what pays; otherwise everything that was drafted. `attention`: as in
+    `choose_backend`. Raises UserError for one that cannot run, and for a KV cache without a page.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -50,10 +47,8 @@ def build_engine(
     runner = Runner(model, cache, device, make_ops(backend))
     budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
     if config.loop == "pipelined":
-        if choose is not default_choose:
-            raise ValueError("the pipelined loop draws tokens on the device, and takes no `choose`")
         return pipelined(model.config, config, runner, pages, drafter, device, decode, budget)
-    return Engine(model.config, config, runner, pages, drafter, decode, budget, choose)
+    return Engine(model.config, config, runner, pages, drafter, decode, budget)
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:

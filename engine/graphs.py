@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.device.follow import Prepared, followed
 from engine.device.inputs import StepInputs, build_inputs
-from engine.device.sample import sampled_tokens
+from engine.device.sample import replayed, sampled_tokens
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, on_device
 from engine.device.verify import verify
@@ -134,6 +134,8 @@ class FixedStep:
         inputs = build_inputs(state, seats, one_each, drafts, 1 + self._drafted, self._page_size)
         logits = self._forward(inputs, state.page_tables[seats])
         chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
+        # Whether anything was recorded or not, so that no shape is captured twice.
+        chosen = replayed(state, inputs, chosen)
         verified = verify(state, inputs.drafted, chosen, 1 + self._drafted)
         counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0)), dim=1)
         return torch.cat((counts, verified.tokens), dim=1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.device.inputs import StepInputs
-from engine.device.state import DeviceState
+from engine.device.state import NOT_RECORDED, DeviceState
 from engine.sampling import draw_tokens, greedy_tokens
 from engine.truncation import Limits
 
@@ -25,3 +26,11 @@ def sampled_tokens(
     limits = None if most is None else Limits(state.top_k[seats], state.top_p[seats], state.min_p[seats], most)
     positions = inputs.positions[inputs.logit_rows] + 1
     return draw_tokens(logits, state.temperatures[seats], state.seeds[seats], positions, limits)
+
+
+def replayed(state: DeviceState, inputs: StepInputs, tokens: Tensor) -> Tensor:
+    """The same tokens, int64 [rows], but for those that were recorded."""
+    seats = inputs.drafted.seats[:, None]
+    positions = inputs.positions[inputs.logit_rows].view(len(seats), -1)
+    recorded = state.history[:, 1:][seats, positions].flatten()
+    return torch.where(recorded == NOT_RECORDED, tokens, recorded)

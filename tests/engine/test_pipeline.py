@@ -155,8 +155,3 @@ def test_a_drafter_of_which_nothing_is_accepted_is_asked_seldom():
 def test_trees_are_refused():
     with pytest.raises(ValueError, match="path"):
         replace(PIPELINED, draft_shape="tree")
-
-
-def test_choosing_on_the_host_is_refused(model):
-    with pytest.raises(ValueError, match="device"):
-        build_engine(model, PIPELINED, NoDrafter(), choose=lambda *_: None)
