@@ -31,7 +31,7 @@ class DeviceState:
     last_tokens: Tensor
     """int32 [S + 1]: the last committed ones."""
     history: Tensor
-    """int32 [S + 1, max_length]: the committed tokens; behind them those of a recorded output that are still to come, and
+    """int32 [S + 1, max_length]: the committed tokens; behind them what is still to come of a recorded output, and
     `NOT_RECORDED` where the logits decide. The idle seat's is anything."""
     page_tables: Tensor
     """int32 [S + 1, max_pages]; the scratch page where there is none."""
