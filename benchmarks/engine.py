@@ -42,7 +42,7 @@ from rich.table import Table
 from benchmarks.engine_rows import Contestant, Row, rows_of
 from benchmarks.memory import device_name, free_bytes
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
-from benchmarks.requests import Item, Limits, ReplayChooser, demo_items, is_renumbered, replay_items
+from benchmarks.requests import Item, Limits, demo_items, is_renumbered, replay_items
 from benchmarks.serving import Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import load_trace
@@ -60,7 +60,6 @@ from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.options import ATTENTIONS, DTYPES, LOOPS
 from engine.overlap import furthest
-from engine.sampler import choose
 from engine.shipped import SHIPPED_MODEL
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
@@ -120,7 +119,6 @@ class Contest:
         config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
         config = replace(config, loop=self._loop)
         longest = config.max_draft if self._loop == "plain" else min(furthest(config.max_draft), MAX_DRAFT)
-        chooser = ReplayChooser() if items[0].output is not None else None
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
             drafts = build_drafter(drafter, DrafterConfig(max_draft=longest), address, _warn, model=self._folder)
@@ -128,12 +126,11 @@ class Contest:
                 self._model,
                 config,
                 drafts,
-                choose=chooser or choose,
                 has_budget=drafter != "none",
                 attention=self._attention,
             )
             stack.enter_context(closing(engine))
-            return serve(engine, items, concurrency, chooser, advance)
+            return serve(engine, items, concurrency, advance)
 
 
 def engine_config(
@@ -174,8 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], list[str]]:
     """The models, the requests and the contestants that the command line asks for, and what a reader must know."""
-    if options.replay is not None and options.loop == "pipelined":
-        raise UserError("--replay chooses tokens on the host, --loop pipelined does not; give another --loop")
     if options.threads:
         torch.set_num_threads(options.threads)
     folder = None if options.shape else find_model(options.model) if options.model else SHIPPED_MODEL

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from benchmarks.traces import Trace
-from engine.batch import Batch
 from engine.demo.workload import make_workload, read_prompts
 from engine.models.config import ModelConfig
 from engine.request import Request, SamplingParams
-from engine.sampler import Chosen, on_host
-from engine.sampling import greedy_tokens
-from engine.sequence import Sequence
 from engine.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
@@ -36,13 +30,11 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One request, and what it is to be answered with if that was recorded."""
+    """One request of a conversation."""
 
     request: Request
     session: int
     """A request waits for the earlier ones of its session."""
-    output: np.ndarray | None = None
-    """uint32, of `max_tokens` tokens."""
 
 
 def demo_items(model: Path | None, count: int, limits: Limits, *, repeats: bool, seed: int = 0) -> list[Item]:
@@ -72,9 +64,8 @@ def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -
     kept = [min(len(request.output), limits.max_tokens) for request in requests]
     return [
         Item(
-            Request(text[:-length], SamplingParams(max_tokens=length, ignore_eos=True)),
+            Request(text[:-length], SamplingParams(max_tokens=length, ignore_eos=True), recorded=text[-length:]),
             request.session,
-            text[len(text) - length :],
         )
         for text, length, request in zip(_dense(texts, model.vocab_size), kept, requests, strict=True)
     ]
@@ -109,21 +100,3 @@ def _dense(texts: list[np.ndarray], vocab_size: int) -> list[np.ndarray]:
 
 def _sampling(limits: Limits, seed: int) -> SamplingParams:
     return SamplingParams(limits.max_tokens, limits.temperature, seed, ignore_eos=limits.ignore_eos)
-
-
-class ReplayChooser:
-    """Stands in for the sampler: the target's token is the recorded one."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[int, np.ndarray] = {}
-        """uint32, by the ids that the engine gave."""
-
-    def __call__(self, batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:
-        """The recorded tokens behind every row; behind the record's end, whatever the model says."""
-        # Choosing is part of what a step costs.
-        tokens = on_host(greedy_tokens(logits))
-        for index, sequence in enumerate(sequences):
-            start, end = batch.logit_offsets[index : index + 2].tolist()
-            recorded = self.outputs[sequence.sequence_id][len(sequence.output) :][: end - start]
-            tokens[start : start + len(recorded)] = recorded
-        return Chosen(tokens, {})

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.memory import forget_peak, peak_bytes
-from benchmarks.requests import Item, ReplayChooser
+from benchmarks.requests import Item
 from engine.core import Engine
 from engine.times import StageTimes
 
@@ -66,9 +66,7 @@ class Run:
         return sum(clock.deliveries for clock in self.clocks)
 
 
-def serve(
-    engine: Engine, items: Sequence[Item], concurrency: int, chooser: ReplayChooser | None, advance: Callable[[], None]
-) -> Run:
+def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Callable[[], None]) -> Run:
     """Keep `concurrency` requests running, in the order given but never two of a session; `advance` after each."""
     gc.collect()
     forget_peak()
@@ -81,10 +79,7 @@ def serve(
         while len(running) < concurrency and (number := _next(items, waiting, running)) is not None:
             waiting.remove(number)
             clocks[number].began = perf_counter()
-            sequence_id = engine.add(items[number].request)
-            running[sequence_id] = number
-            if chooser is not None and (output := items[number].output) is not None:
-                chooser.outputs[sequence_id] = output
+            running[engine.add(items[number].request)] = number
         report = engine.step()
         run.steps.append((report.times, len(report.outcomes)))
         for outcome in report.outcomes:

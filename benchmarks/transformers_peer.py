@@ -19,6 +19,7 @@ from benchmarks.serving import Clock, Run
 from engine.models.decoder import Decoder
 from engine.models.families import config_to_hf
 from engine.models.loader import checkpoint_views
+from engine.request import Request
 
 PEERS = ("transformers", "transformers-pld")
 """Plain, and with prompt lookup."""
@@ -115,7 +116,7 @@ class TransformersPeer:
             prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=config,
-            logits_processor=LogitsProcessorList([] if item.output is None else [_Replay(item)]),
+            logits_processor=LogitsProcessorList([] if item.request.recorded is None else [_Replay(item.request)]),
             streamer=_Arrivals(clock),
         )
         return text[0, prompt.shape[1] :].cpu().numpy().astype(np.uint32)
@@ -124,10 +125,10 @@ class TransformersPeer:
 class _Replay:
     """Leaves only the recorded token. Verified drafts pass through it too, each with the text before it."""
 
-    def __init__(self, item: Item) -> None:
-        assert item.output is not None
-        self._tokens = item.output
-        self._prompt_length = len(item.request.prompt)
+    def __init__(self, request: Request) -> None:
+        assert request.recorded is not None
+        self._tokens = request.recorded
+        self._prompt_length = len(request.prompt)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = min(input_ids.shape[1] - self._prompt_length, len(self._tokens) - 1)

@@ -17,8 +17,6 @@ from engine.models.decoder import Decoder
 from engine.pages import PagePool
 from engine.pipeline import PipelinedEngine, build_grid
 from engine.runner import Runner
-from engine.sampler import Choose
-from engine.sampler import choose as default_choose
 from ssd.draft import Drafter
 from ssd.errors import UserError
 
@@ -35,14 +33,13 @@ def build_engine(
     decode: Decode | None = None,
     *,
     has_budget: bool = False,
-    choose: Choose = default_choose,
     attention: str = "auto",
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
-    seconds, and verify only what pays; otherwise everything that was drafted. `choose` makes tokens of logits.
-    `attention`: as in `choose_backend`. Raises UserError for one that cannot run, and for a KV cache without a page.
+    seconds, and verify only what pays; otherwise everything that was drafted. `attention`: as in
+    `choose_backend`. Raises UserError for one that cannot run, and for a KV cache without a page.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -52,13 +49,11 @@ def build_engine(
     cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device)
     runner = Runner(model, cache, device, make_ops(backend))
     if config.loop == "pipelined":
-        if choose is not default_choose:
-            raise ValueError("the pipelined loop draws tokens on the device, and takes no `choose`")
         grid = build_grid(model.config, config, runner, pages, device)
         budget = Budget(GridCost.measured(grid)) if has_budget else None
         return PipelinedEngine(model.config, config, runner, pages, drafter, grid, decode, budget)
     budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
-    return Engine(model.config, config, runner, pages, drafter, decode, budget, choose)
+    return Engine(model.config, config, runner, pages, drafter, decode, budget)
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:

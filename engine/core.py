@@ -19,7 +19,7 @@ from engine.overlap import OverlappedDrafting
 from engine.pages import PagePool
 from engine.request import Completion, FinishReason, Request
 from engine.runner import Runner
-from engine.sampler import Choose, Chosen, choose
+from engine.sampler import Chosen, choose
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stopping import Cut, Stopping
@@ -88,10 +88,9 @@ class Engine:
         drafter: Drafter,
         decode: Decode | None = None,
         budget: Budget | None = None,
-        choose: Choose = choose,
     ) -> None:
         """`decode` reads the output of requests that have stop strings; without it those are refused. Without a
-        `budget` everything is verified that was drafted. `choose` makes tokens of logits.
+        `budget` everything is verified that was drafted.
         """
         self.model = model
         self.scheduler = Scheduler(config, pages)
@@ -101,7 +100,6 @@ class Engine:
         self._drafting = drafting(drafter, config, model.vocab_size, budget)
         self._decode = decode
         self._budget = budget
-        self._choose = choose
         self._next_id = 0
 
     @property
@@ -148,7 +146,7 @@ class Engine:
         watch.lap("schedule")
         logits = self._runner.forward(batch)
         watch.lap("forward")
-        chosen = self._choose(batch, logits, sequences)
+        chosen = choose(batch, logits, sequences)
         watch.lap("verify")
         report = self._commit(batch, chosen, sequences)
         watch.lap("commit")

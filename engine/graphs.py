@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from engine.attention.fixed import StepShape
 from engine.device.follow import Prepared, followed
 from engine.device.inputs import StepInputs, build_inputs
-from engine.device.sample import sampled_tokens
+from engine.device.sample import replayed, sampled_tokens
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, CopyStream, on_device
 from engine.device.verify import verify
@@ -155,6 +155,8 @@ class FixedStep:
         inputs = build_inputs(state, seats, torch.ones_like(most), drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[seats])
         chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
+        # Whether anything was recorded or not, so that no shape is captured twice.
+        chosen = replayed(state, inputs, chosen)
         verified = verify(state, inputs.drafted, chosen, shape.width)
         counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0)), dim=1)
         return torch.cat((counts, verified.tokens), dim=1)

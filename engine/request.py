@@ -165,14 +165,21 @@ class Request:
     salt: str = ""
     """Requests share keys and values of what they have in common only if they have the same salt, one for each tenant;
     without, the time to the first token would tell one tenant whether another had sent the same prompt."""
+    recorded: np.ndarray | None = None
+    """uint32: tokens that the target is to produce, whatever its logits say, for measuring with traffic that was
+    recorded. Behind them it goes on by itself."""
 
     def check(self, model: ModelConfig) -> None:
-        """Raises UserError for a prompt or settings that `model` cannot run."""
+        """Raises UserError for tokens or settings that `model` cannot run."""
         if len(self.prompt) == 0:
             raise UserError("the prompt is empty; give at least one token")
-        largest = int(self.prompt.max())
-        if largest >= model.vocab_size:
-            raise UserError(f"the prompt holds the token id {largest}; the vocabulary ends at {model.vocab_size - 1}")
+        for name, tokens in (("prompt", self.prompt), ("recorded output", self.recorded)):
+            if tokens is None or len(tokens) == 0:
+                continue
+            largest = int(tokens.max())
+            if largest >= model.vocab_size:
+                last = model.vocab_size - 1
+                raise UserError(f"the {name} holds the token id {largest}; the vocabulary ends at {last}")
         if len(self.prompt) >= model.max_positions:
             raise UserError(
                 f"the prompt has {len(self.prompt)} tokens; the context window of {model.max_positions} must hold it "

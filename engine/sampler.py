@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -26,16 +25,13 @@ class Chosen(NamedTuple):
     """Of those tokens, by the index of each sequence that asked."""
 
 
-Choose = Callable[[Batch, Tensor, SequenceOf[Sequence]], Chosen]
-"""Tokens from a batch, its logits, float32 [rows, V], and its sequences."""
-
-
 def choose(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:
-    """Choose tokens from the logits of a batch, float32 [rows, V]."""
+    """Choose tokens from the logits of a batch, float32 [rows, V], or take recorded ones in their place."""
     if len(logits) > batch.logit_offsets[-1]:
         _score_prompts(batch, logits, sequences)
         logits = logits[: batch.logit_offsets[-1]]
-    tokens = on_host(chosen_tokens(batch, logits, sequences))
+    tokens = _on_host(chosen_tokens(batch, logits, sequences))
+    _replay(batch, tokens, sequences)
     return Chosen(tokens, _logprobs(batch, logits, tokens, sequences))
 
 
@@ -46,7 +42,19 @@ def chosen_tokens(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence])
     return _drawn(batch, adjusted(logits, batch.logit_offsets, sequences), sequences)
 
 
-def on_host(tokens: Tensor) -> np.ndarray:
+def _replay(batch: Batch, tokens: np.ndarray, sequences: SequenceOf[Sequence]) -> None:
+    """Put recorded tokens in their places, behind every row up to the end of the record."""
+    for index, sequence in enumerate(sequences):
+        if sequence.request.recorded is None:
+            continue
+        to_come = sequence.to_come
+        rows = slice(*batch.logit_offsets[index : index + 2].tolist())
+        places = batch.positions[batch.logit_rows[rows]] + 1 - len(sequence)
+        is_recorded = places < len(to_come)
+        tokens[rows][is_recorded] = to_come[places[is_recorded]]
+
+
+def _on_host(tokens: Tensor) -> np.ndarray:
     """Tokens as the host has them, uint32, once the device is done with them."""
     return tokens.to("cpu").numpy().astype(np.uint32)
 

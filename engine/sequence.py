@@ -83,6 +83,12 @@ class Sequence:
         return self._tokens[len(self.request.prompt) : self._length]
 
     @property
+    def to_come(self) -> np.ndarray:
+        """uint32: what it is to produce next whatever the logits say, if its output was recorded."""
+        recorded = self.request.recorded
+        return NO_TOKENS if recorded is None else recorded[len(self.output) :][: self.room]
+
+    @property
     def untold(self) -> np.ndarray:
         """uint32: committed tokens that the drafter does not know of yet."""
         return self._tokens[self.told : self._length]

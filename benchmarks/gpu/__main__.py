@@ -1,6 +1,7 @@
 """What the engine does on a GPU, in named parts, against the figures it is meant to reach.
 
-    python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--shape llama3-8b] [--trace FILE.npz]
+    python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--loop pipelined]
+        [--shape llama3-8b] [--trace FILE.npz]
 
 Weights are random, of a well-known shape; acceptance comes from recorded traffic, whose token ids are renumbered if
 the model has fewer. Each part is a fixed amount of work in a process of its own and has its own time limit, all of them
@@ -59,7 +60,7 @@ def list_parts(parts: Sequence[Part]) -> None:
 
 def run(parts: Sequence[Part], options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Run the parts one after the other; `path` holds what is known so far, should this process be stopped."""
-    settings = {name: getattr(options, name) for name in ("device", "dtype", "attention", "shape", "scale")}
+    settings = {name: getattr(options, name) for name in ("device", "dtype", "attention", "loop", "shape", "scale")}
     document: dict[str, Any] = {**describe(options.device, options.commit), "settings": settings, "parts": []}
     for part in parts:
         print(f"{part.name}: {part.title}", flush=True)

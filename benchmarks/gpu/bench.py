@@ -16,15 +16,17 @@ from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
 from benchmarks.memory import free_bytes
 from benchmarks.shapes import SHAPES, random_model
 from engine.build import build_engine
-from engine.config import DraftShape, EngineConfig
+from engine.config import DraftShape, EngineConfig, Loop
 from engine.core import Engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import DTYPES
 from engine.models.packed import pack
-from engine.sampler import Choose, choose
+from engine.overlap import furthest
 from ssd.draft import Drafter
 
+DRAFT = 16
+"""Draft tokens in a step, at most."""
 PROMPT_STEP_TOKENS = 4096
 """Tokens of prompts in a step, beside a draft for every sequence."""
 
@@ -100,6 +102,8 @@ class Setting:
     shape: str
     scale: Scale
     trace: Path | None
+    loop: Loop = "pipelined"
+    """Of all engines but those that verify trees, for which there is the plain loop."""
 
 
 class Bench:
@@ -133,10 +137,9 @@ class Bench:
         sequences: int,
         context: int,
         *,
-        max_draft: int = 16,
+        max_draft: int = DRAFT,
         shape: DraftShape = "path",
         has_budget: bool = False,
-        choose: Choose = choose,
     ) -> Engine:
         """As users get it, with room for `sequences` of up to `context` tokens."""
         return build_engine(
@@ -144,7 +147,6 @@ class Bench:
             self.engine_config(sequences, context, max_draft, shape),
             drafter,
             has_budget=has_budget,
-            choose=choose,
             attention=self.setting.attention,
         )
 
@@ -159,7 +161,13 @@ class Bench:
             kv_memory_mib=max(64, -(-min(wanted, free or wanted) >> 20)),
             max_draft=max_draft,
             draft_shape=shape,
+            loop="plain" if shape == "tree" else self.setting.loop,
         )
+
+    @property
+    def longest_draft(self) -> int:
+        """That is worth asking a drafter for, where a step verifies `DRAFT` tokens."""
+        return DRAFT if self.setting.loop == "plain" else furthest(DRAFT)
 
     @property
     def kv_bytes(self) -> int:

@@ -9,7 +9,7 @@ from benchmarks.gpu.bench import SCALES, Setting
 from benchmarks.gpu.parts import PARTS
 from benchmarks.shapes import SHAPES
 from engine.models.loader import DTYPES
-from engine.options import ATTENTIONS
+from engine.options import ATTENTIONS, LOOPS
 
 TRACE = Path("../shared/traces/agent-tau-airline-gpt4o.npz")
 RESULTS = Path("benchmarks/results")
@@ -32,6 +32,9 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         default="auto",
         help="whose kernels run it (auto: FlashInfer's, if installed)",
     )
+    add(
+        "--loop", choices=LOOPS, default="pipelined", help="of all parts but trees, which run the plain one (pipelined)"
+    )
     add("--shape", choices=SHAPES, default="llama3-8b", help="of the random weights (llama3-8b)")
     add("--scale", choices=SCALES, default="full", help="how much of everything: tiny tries the benchmark (full)")
     add("--trace", type=Path, default=TRACE, metavar="FILE", help=f"recorded traffic, .npz ({TRACE})")
@@ -44,12 +47,11 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
 
 def setting_of(options: argparse.Namespace) -> Setting:
     """What the parts need to know."""
-    return Setting(
-        options.device, options.dtype, options.attention, options.shape, SCALES[options.scale], options.trace
-    )
+    scale = SCALES[options.scale]
+    return Setting(options.device, options.dtype, options.attention, options.shape, scale, options.trace, options.loop)
 
 
 def child_arguments(options: argparse.Namespace) -> list[str]:
     """The command line of a part's process, less the part."""
-    names = ("device", "dtype", "attention", "shape", "scale", "trace")
+    names = ("device", "dtype", "attention", "loop", "shape", "scale", "trace")
     return [word for name in names for word in (f"--{name}", str(getattr(options, name)))]

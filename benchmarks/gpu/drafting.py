@@ -9,11 +9,11 @@ from statistics import median
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import Figure, at_most
-from benchmarks.gpu.served import taught_drafter
+from benchmarks.gpu.served import drafting_engine, taught_drafter
 from benchmarks.gpu.stepping import Stream
 from benchmarks.gpu.timeline import LEAST_GAP_US, gaps, span
 from benchmarks.gpu.traffic import Traffic, traffic
-from benchmarks.requests import Item, ReplayChooser
+from benchmarks.requests import Item
 
 STEPS = 16
 ROOM = 512
@@ -64,14 +64,9 @@ def endless(item: Item, session: int) -> Item:
 def waiting(bench: Bench, name: str, asked: Traffic) -> Waiting:
     """A new engine with this drafter, watched for some steps and then recorded for some more."""
     longest = max(len(item.request.prompt) for item in asked.served) + ROOM
-    chooser = ReplayChooser()
     with ExitStack() as stack:
-        drafter = taught_drafter(stack, name, asked)
-        engine = bench.engine(drafter, len(asked.served), longest, has_budget=name != "none", choose=chooser)
+        engine = drafting_engine(bench, name, taught_drafter(stack, bench, name, asked), len(asked.served), longest)
         stack.enter_context(closing(engine))
-        for number, item in enumerate(asked.served):  # the ids that a new engine gives
-            assert item.output is not None
-            chooser.outputs[number] = item.output
         stream = Stream(engine, [item.request for item in asked.served])
         seconds, reports = stream.timed(STEPS)
         kernels = stream.recorded(STEPS) if bench.on_gpu else []

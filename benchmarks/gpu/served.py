@@ -9,16 +9,16 @@ from statistics import median
 from time import sleep
 
 from benchmarks.engine_rows import overhead, share
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import DRAFT, Bench
 from benchmarks.gpu.figures import Figure, SkippedError, at_least
 from benchmarks.gpu.stepping import FixedDrafter, path, random_requests
 from benchmarks.gpu.traffic import Traffic, shortened, teach, traffic
-from benchmarks.requests import Item, ReplayChooser
+from benchmarks.requests import Item
 from benchmarks.serving import Run, serve
+from engine.core import Engine
 from engine.demo.sidecar import running_sidecar
 from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
-from engine.sampler import choose
 from ssd.config import DrafterConfig
 from ssd.draft import Drafter
 from ssd.drafter import SuffixDrafter
@@ -27,7 +27,6 @@ SPEEDUPS = {1: 2.2, 16: 1.8, 64: 1.3, 256: 1.0}
 """What `ssd` is to reach on recorded traffic, by concurrency."""
 NEVER_SLOWER = 0.98
 PEERS_BEHIND = 4.0
-DRAFT = 16
 MISFIT_PROMPT = 128
 """At most; beside many streams prompts would take most of the time."""
 LEAST_MISFIT_REQUESTS = 4
@@ -62,8 +61,7 @@ def misfits(bench: Bench) -> Iterator[Figure]:
         drafters = {"none": NoDrafter(), "misfits": FixedDrafter(path(DRAFT), bench.config.vocab_size)}
         warm, *rounds = (random_items(bench, count, prompt_tokens, seed) for seed in range(1 + bench.scale.rounds))
         runs = {
-            name: serve_rounds(bench, drafter, warm, rounds, concurrency, has_budget=name != "none")
-            for name, drafter in drafters.items()
+            name: serve_rounds(bench, name, drafter, warm, rounds, concurrency) for name, drafter in drafters.items()
         }
         details = serving_details(runs, concurrency)
         ratio = speedup(runs["misfits"], runs["none"])
@@ -102,15 +100,17 @@ def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int, rou
     size = -(-len(asked.served) // rounds)
     parts = [asked.served[first : first + size] for first in range(0, len(asked.served), size)]
     with ExitStack() as stack:
-        drafter = taught_drafter(stack, name, asked)
+        drafter = taught_drafter(stack, bench, name, asked)
         # Of those that the drafter knows already, so that it is told nothing of what is to come.
-        return serve_rounds(bench, drafter, asked.learned, parts, concurrency, has_budget=name != "none")
+        return serve_rounds(bench, name, drafter, asked.learned, parts, concurrency)
 
 
-def taught_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
+def taught_drafter(stack: ExitStack, bench: Bench, name: str, asked: Traffic) -> Drafter:
     """A drafter by its name; a sidecar runs until `stack` is closed."""
     address = stack.enter_context(running_sidecar()) if name == "ssd-remote" else ""
-    drafter = build_drafter(name, DrafterConfig(max_draft=DRAFT), address, lambda text: print(text, flush=True))
+    drafter = build_drafter(
+        name, DrafterConfig(max_draft=bench.longest_draft), address, lambda text: print(text, flush=True)
+    )
     if name != "none":
         teach(drafter, asked.learned)
     if isinstance(drafter, SuffixDrafter):
@@ -120,25 +120,29 @@ def taught_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
     return drafter
 
 
+def drafting_engine(bench: Bench, name: str, drafter: Drafter, sequences: int, longest: int) -> Engine:
+    """As users get it with this drafter; without one there are no steps with drafts to prepare."""
+    if name == "none":
+        return bench.engine(drafter, sequences, longest, max_draft=0)
+    return bench.engine(drafter, sequences, longest, has_budget=True)
+
+
 def serve_rounds(
     bench: Bench,
+    name: str,
     drafter: Drafter,
     warm: Sequence[Item],
     rounds: Sequence[Sequence[Item]],
     concurrency: int,
-    *,
-    has_budget: bool,
 ) -> list[Run]:
-    """Each round's requests through one new engine, with what was recorded in place of what the model says, if it was.
+    """Each round's requests through one new engine with a drafter of this name.
 
     Requests of `warm` run before for a few tokens, so that nothing is compiled or allocated first while it is timed.
     """
     longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in chain(warm, *rounds))
-    chooser = ReplayChooser() if rounds[0][0].output is not None else None
-    engine = bench.engine(drafter, concurrency, longest, has_budget=has_budget, choose=chooser or choose)
-    with closing(engine):
-        serve(engine, shortened(warm[:concurrency]), concurrency, chooser, lambda: None)
-        return [serve(engine, items, concurrency, chooser, lambda: None) for items in rounds]
+    with closing(drafting_engine(bench, name, drafter, concurrency, longest)) as engine:
+        serve(engine, shortened(warm[:concurrency]), concurrency, lambda: None)
+        return [serve(engine, items, concurrency, lambda: None) for items in rounds]
 
 
 def random_items(bench: Bench, count: int, prompt_tokens: int, seed: int) -> list[Item]:

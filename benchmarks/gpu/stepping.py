@@ -10,7 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.gpu.bench import PROMPT_STEP_TOKENS, Bench
+from benchmarks.gpu.bench import DRAFT, PROMPT_STEP_TOKENS, Bench
 from benchmarks.gpu.timeline import Interval, record
 from engine.config import DraftShape
 from engine.core import Engine, StepReport
@@ -18,14 +18,19 @@ from engine.request import Request, SamplingParams
 from ssd.draft import DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5
+SAID = 0
+"""The token of which all outputs are made, whatever the model says."""
 
 
 class FixedDrafter:
-    """Drafts random tokens in one shape for everyone, whatever was said: on random weights none of them fits."""
+    """Drafts random tokens in one shape for everyone, whatever was said: none of them fits."""
 
-    def __init__(self, parents: np.ndarray, vocab_size: int, odds: float = 0.9) -> None:
-        """parents: int32 [k]. odds: that each token is promised to fit with, given its parent."""
+    def __init__(self, parents: np.ndarray, vocab_size: int, odds: float = 0.9, right: int = 0) -> None:
+        """parents: int32 [k]. odds: that each token is promised to fit with, given its parent. right: how many tokens,
+        the first ones, are those that come.
+        """
         self._parents = parents
+        self._right = right
         self._vocab_size = vocab_size
         self._odds = odds
         self._random = np.random.default_rng(0)
@@ -38,12 +43,15 @@ class FixedDrafter:
         lengths = np.minimum(progress.max_draft, len(self._parents)).astype(np.uint32)
         parents = [self._parents[:length] for length in lengths.tolist()]
         tokens = int(lengths.sum())
+        drafted = self._random.integers(SAID + 1, self._vocab_size, tokens, np.uint32)
+        offsets = offsets_of(lengths)
+        drafted[np.arange(tokens) - np.repeat(offsets[:-1], lengths) < self._right] = SAID
         return DraftBatch(
-            tokens=self._random.integers(0, self._vocab_size, tokens, np.uint32),
+            tokens=drafted,
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
             odds=np.full(tokens, self._odds, np.float32),
             source=np.full(tokens, Source.CORPUS, np.uint8),
-            offsets=offsets_of(lengths),
+            offsets=offsets,
         )
 
     def finish(
@@ -66,11 +74,14 @@ def binary_tree(nodes: int) -> np.ndarray:
 
 
 def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[Request]:
-    """Prompts of random tokens that have no beginning in common, and outputs of a fixed length."""
+    """Prompts of random tokens that have no beginning in common, and outputs of a fixed length, all of them `SAID`."""
     random = np.random.default_rng(seed)
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-    vocabulary = bench.config.vocab_size
-    return [Request(random.integers(0, vocabulary, prompt_tokens, np.uint32), sampling) for _ in range(count)]
+    output = np.full(output_tokens, SAID, np.uint32)
+    return [
+        Request(random.integers(0, bench.config.vocab_size, prompt_tokens, np.uint32), sampling, recorded=output)
+        for _ in range(count)
+    ]
 
 
 class Stream:
@@ -95,6 +106,8 @@ class Stream:
 
     def timed(self, steps: int) -> tuple[list[float], list[StepReport]]:
         """Seconds of each step, from the end of the one before, and what it did."""
+        # The pipelined loop has begun a step that ended long ago, if others ran meanwhile.
+        self.step()
         seconds, reports = [], []
         last = perf_counter()
         for _ in range(steps):
@@ -131,7 +144,7 @@ def time_steps(
     sequences: int,
     context: int,
     *,
-    max_draft: int = 16,
+    max_draft: int = DRAFT,
     shape: DraftShape = "path",
     recorded: int = 0,
 ) -> dict[str, Timed]:
@@ -140,12 +153,14 @@ def time_steps(
     """
     # Those whose prompts run first produce while the others' prompts run.
     prompt_steps = -(-sequences * context // PROMPT_STEP_TOKENS)
-    most = prompt_steps + WARM_STEPS + bench.scale.rounds * bench.scale.steps + recorded + 2
-    requests = random_requests(bench, sequences, max(1, context - most // 2), most + max_draft)
+    most = prompt_steps + WARM_STEPS + bench.scale.rounds * (1 + bench.scale.steps) + recorded + 2
+    # Behind the last step there is still room for a draft, and for one that reaches beyond the step under way.
+    longest = most + 2 * max_draft
+    requests = random_requests(bench, sequences, max(1, context - most // 2), longest)
     with ExitStack() as stack:
         streams = {}
         for name, drafter in drafters.items():
-            engine = bench.engine(drafter, sequences, context + most + max_draft, max_draft=max_draft, shape=shape)
+            engine = bench.engine(drafter, sequences, context + longest, max_draft=max_draft, shape=shape)
             stack.enter_context(closing(engine))
             streams[name] = Stream(engine, requests)
         found = {name: Timed([], [], []) for name in drafters}

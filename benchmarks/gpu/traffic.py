@@ -79,6 +79,6 @@ def read_trace(bench: Bench) -> Trace:
 def teach(drafter: Drafter, learned: list[Item]) -> None:
     """Let a drafter see what was produced earlier, as if it had been served."""
     for number, item in enumerate(learned, FIRST_LEARNED_ID):
-        assert item.output is not None
+        assert item.request.recorded is not None
         drafter.start(number, item.request.prompt)
-        drafter.finish(number, item.output)
+        drafter.finish(number, item.request.recorded)

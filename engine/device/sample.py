@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.device.inputs import StepInputs
-from engine.device.state import DeviceState
+from engine.device.state import NOT_RECORDED, DeviceState
 from engine.sampling import draw_tokens, greedy_tokens
 from engine.truncation import Limits
 
@@ -23,3 +24,9 @@ def sampled_tokens(
     seats = inputs.seats
     limits = None if most is None else Limits(state.top_k[seats], state.top_p[seats], state.min_p[seats], most)
     return draw_tokens(logits, state.temperatures[seats], state.seeds[seats], inputs.positions + 1, limits)
+
+
+def replayed(state: DeviceState, inputs: StepInputs, tokens: Tensor) -> Tensor:
+    """The same tokens, int64 [N], but for those that were recorded."""
+    recorded = state.history[:, 1:][inputs.seats, inputs.positions]
+    return torch.where(recorded == NOT_RECORDED, tokens, recorded)

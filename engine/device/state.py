@@ -12,6 +12,9 @@ from torch import Tensor
 from engine.device.transfer import on_device
 from engine.sequence import Sequence
 
+NOT_RECORDED = -1
+"""No token."""
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceState:
@@ -28,7 +31,8 @@ class DeviceState:
     last_tokens: Tensor
     """int32 [S + 1]: the last committed ones."""
     history: Tensor
-    """int32 [S + 1, max_length]: the committed tokens. The idle seat's is anything."""
+    """int32 [S + 1, max_length]: the committed tokens; behind them what is still to come of a recorded output, and
+    `NOT_RECORDED` where the logits decide. The idle seat's is anything."""
     page_tables: Tensor
     """int32 [S + 1, max_pages]; the scratch page where there is none."""
     seeds: Tensor
@@ -74,12 +78,13 @@ class DeviceState:
     def sit(self, seat: int, sequence: Sequence) -> None:
         """Give a seat to a sequence, as it stands on the host."""
         sampling = sequence.request.sampling
-        tokens = sequence.tokens.astype(np.int32)
-        self.lengths[seat] = len(tokens)
+        self.lengths[seat] = len(sequence)
         self.computed[seat] = sequence.computed
         self.limits[seat] = sequence.max_length
-        self.last_tokens[seat] = int(tokens[-1])
-        self.history[seat, : len(tokens)] = on_device(tokens, self.history.device)
+        self.last_tokens[seat] = int(sequence.tokens[-1])
+        known = np.concatenate((sequence.tokens, sequence.to_come)).astype(np.int32)
+        self.history[seat] = NOT_RECORDED
+        self.history[seat, : len(known)] = on_device(known, self.history.device)
         self.page_tables[seat] = self.scratch_page
         self.add_pages([seat], [0], [sequence.pages])
         self.seeds[seat] = sampling.seed

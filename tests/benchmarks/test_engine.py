@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.engine import Contest, main
 from benchmarks.engine_rows import rows_of
-from benchmarks.requests import Limits, ReplayChooser, replay_items
+from benchmarks.requests import Limits, replay_items
 from benchmarks.serving import Clock, Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import Request, Trace
@@ -16,6 +16,7 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.build import build_drafter
 from engine.models.loader import checkpoint_views
+from engine.options import LOOPS
 from engine.shipped import SHIPPED_MODEL
 from engine.times import StageTimes
 from ssd.config import DrafterConfig
@@ -83,15 +84,16 @@ def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
     assert row["drafted_per_step"] > 0
 
 
-def test_a_replay_gives_the_recorded_output_whoever_drafts(items):
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_replay_gives_the_recorded_output_whoever_drafts(items, loop):
     model = random_model(TINY, torch.float32)
     for drafter in ("none", "ngram", "ssd"):
         for concurrency in (1, 2):
-            drafts, chooser = build_drafter(drafter, DrafterConfig(), "", print), ReplayChooser()
-            config = EngineConfig(max_sequences=concurrency)
-            with closing(build_engine(model, config, drafts, choose=chooser)) as engine:
-                run = serve(engine, items, concurrency, chooser, lambda: None)
-            assert [output.tolist() for output in run.outputs] == [item.output.tolist() for item in items]
+            drafts = build_drafter(drafter, DrafterConfig(max_draft=33), "", print)
+            config = EngineConfig(max_sequences=concurrency, loop=loop)
+            with closing(build_engine(model, config, drafts)) as engine:
+                run = serve(engine, items, concurrency, lambda: None)
+            assert [output.tolist() for output in run.outputs] == [item.request.recorded.tolist() for item in items]
             # The phrase is known from the prompt on.
             assert (run.tokens / run.deliveries > 2) == (drafter != "none")
 
@@ -102,7 +104,7 @@ def test_transformers_replays_too(items, lookup):
         same_model(None, random_model(TINY, torch.float32), torch.float32), lookup=lookup, eos_token_ids=[0]
     )
     run = peer.run(items, lambda: None)
-    assert [output.tolist() for output in run.outputs] == [item.output.tolist() for item in items]
+    assert [output.tolist() for output in run.outputs] == [item.request.recorded.tolist() for item in items]
     assert (run.tokens / run.deliveries > 2) == lookup
 
 
@@ -110,27 +112,21 @@ def test_tokens_are_renumbered_only_for_models_with_fewer_of_them(trace, items):
     large = replay_items(trace, 6, Limits(prompt_tokens=18, max_tokens=15), SHAPES["llama3-8b"])
     assert max(int(item.request.prompt.max()) for item in items + large) < 7
     ids = np.concatenate([trace.requests[0].tokens[2:20], trace.requests[0].tokens[20:35]])
-    dense = np.concatenate([items[0].request.prompt, items[0].output])
+    dense = np.concatenate([items[0].request.prompt, items[0].request.recorded])
     assert (np.equal.outer(ids, ids) == np.equal.outer(dense, dense)).all()
     few = Trace("few", [Request(np.arange(40, dtype=np.uint32) + 9, 20, 0)])
     [same] = replay_items(few, 1, Limits(18, 15), TINY)
     assert same.request.prompt.tolist() == list(range(11, 29))
-    assert same.output.tolist() == list(range(29, 44))
+    assert same.request.recorded.tolist() == list(range(29, 44))
     many = Trace("many", [Request(np.arange(5_000, dtype=np.uint32), 4_000, 0)])
     with pytest.raises(UserError, match=r"hold 5,000 kinds of tokens, the model has 4,096"):
         replay_items(many, 1, Limits(4_000, 1_000), TINY)
 
 
 def test_no_two_requests_of_a_session_run_at_once(items):
-    chooser, together = ReplayChooser(), []
-    engine = build_engine(
-        random_model(TINY, torch.float32),
-        EngineConfig(max_sequences=6),
-        build_drafter("none", DrafterConfig(), "", print),
-        choose=lambda *step: (together.append(len(step[2])), chooser(*step))[1],
-    )
-    serve(engine, items, 6, chooser, lambda: None)
-    assert max(together) == 2
+    model, drafter = random_model(TINY, torch.float32), build_drafter("none", DrafterConfig(), "", print)
+    run = serve(build_engine(model, EngineConfig(max_sequences=6), drafter), items, 6, lambda: None)
+    assert max(sequences for _, sequences in run.steps) == 2
 
 
 def run_of(seconds, tokens, *, overhead=0.0, drafted=None):

@@ -112,7 +112,13 @@ def test_a_fixed_draft_is_cut_to_what_can_be_used():
     drafts = FixedDrafter(binary_tree(3), 100).draft(progress)
     assert np.diff(drafts.offsets).tolist() == [3, 0, 2]
     assert drafts.parents.tolist() == [-1, 0, 0, -1, 0]
-    assert drafts.tokens.max() < 100
+    assert 0 < drafts.tokens.min() < drafts.tokens.max() < 100
+    assert (FixedDrafter(path(4), 100, right=1).draft(progress).tokens == 0).tolist() == [
+        True,
+        *[False] * 3,
+        True,
+        False,
+    ]
 
 
 def test_targets_have_a_sense():
@@ -148,6 +154,7 @@ def document(*parts, gpu="a GPU"):
             "device": "cuda",
             "dtype": "bfloat16",
             "attention": "auto",
+            "loop": "pipelined",
             "shape": "llama3-8b",
             "scale": "full",
         },
@@ -169,7 +176,7 @@ def test_the_page_keeps_its_prose_and_gets_the_figures(tmp_path):
     assert "| late | a question | out of time: stopped after 9 s | 1.5 | c0ffee |" in text
     assert "- speed: none ms 4.5" in text
     assert "| `a/b` | 75.0 % |" in text
-    assert "Random weights of the shape llama3-8b, bfloat16" in text
+    assert "Random weights of the shape llama3-8b, bfloat16; the pipelined loop" in text
     update_page(page, None)
     assert page.read_text() == f"before\n{BEGIN}\n{NOTHING}{END}\nafter\n"
     page.write_text("no markers")

@@ -1,10 +1,13 @@
 """The parts of the GPU benchmark that time steps, on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.gpu.bench import TINY, Bench, Setting
 from benchmarks.gpu.figures import SkippedError
 from benchmarks.gpu.parts import PARTS
+from engine.options import LOOPS
 from tests.benchmarks.gpu_parts import figures_of
 
 
@@ -21,9 +24,10 @@ def test_decode_says_what_share_of_the_bandwidth_a_step_reaches(bench):
     assert figure.of == TINY.steps * TINY.rounds
 
 
-def test_verify_verifies_sixteen_tokens(bench):
-    [figure] = figures_of(bench, "verify")
-    assert figure.details["draft_tokens"] == 16
+@pytest.mark.parametrize("loop", LOOPS)
+def test_verify_verifies_sixteen_tokens_in_every_step(bench, loop):
+    [figure] = figures_of(Bench(replace(bench.setting, loop=loop)), "verify")
+    assert (figure.details["draft_tokens"], figure.details["accepted"]) == (16, 0)
     assert figure.value == pytest.approx(figure.details["verify_ms"] / figure.details["plain_ms"], rel=0.01)
 
 

@@ -185,8 +185,3 @@ def test_a_trial_is_noted_with_its_own_step():
 def test_trees_are_refused():
     with pytest.raises(ValueError, match="path"):
         replace(PIPELINED, draft_shape="tree")
-
-
-def test_choosing_on_the_host_is_refused(model):
-    with pytest.raises(ValueError, match="device"):
-        build_engine(model, PIPELINED, NoDrafter(), choose=lambda *_: None)

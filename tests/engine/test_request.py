@@ -69,6 +69,15 @@ def test_tokens_outside_the_vocabulary_are_refused(setting):
         Request(array([1]), SamplingParams(**setting)).check(MODEL)
 
 
+def test_texts_outside_the_vocabulary_are_refused():
+    with pytest.raises(UserError, match=f"the prompt holds the token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"):
+        Request(array([1, VOCAB, 2])).check(MODEL)
+    with pytest.raises(UserError, match=f"the recorded output holds the token id {VOCAB}; the"):
+        Request(array([1]), recorded=array([2, VOCAB])).check(MODEL)
+    for recorded in (array([]), array([0, VOCAB - 1])):
+        Request(array([1]), recorded=recorded).check(MODEL)
+
+
 def test_an_output_that_may_hold_no_token_is_refused():
     sampling = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(1, VOCAB)))
     with pytest.raises(UserError, match="stop_token_ids"):

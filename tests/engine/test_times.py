@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from engine import times
+from engine import core, times
 from engine.drafters.none import NoDrafter
 from engine.request import Request, SamplingParams
 from engine.times import StageTimes, Stopwatch
@@ -42,9 +42,9 @@ class SlowDrafter(NoDrafter):
         self._clock[0] += 4
 
 
-def test_a_step_says_how_long_its_stages_took(clock):
+def test_a_step_says_how_long_its_stages_took(clock, monkeypatch):
     engine = fake_engine(SlowDrafter(clock), None)
-    forward, choose, schedule = engine._runner.forward, engine._choose, engine.scheduler.schedule
+    forward, schedule = engine._runner.forward, engine.scheduler.schedule
 
     def slowly(run, seconds):
         def call(*arguments):
@@ -53,7 +53,8 @@ def test_a_step_says_how_long_its_stages_took(clock):
 
         return call
 
-    engine._runner.forward, engine._choose = slowly(forward, 8), slowly(choose, 16)
+    engine._runner.forward = slowly(forward, 8)
+    monkeypatch.setattr(core, "choose", slowly(core.choose, 16))
     engine.scheduler.schedule = slowly(schedule, 32)
     reports = []
     engine.generate([Request(np.array([1, 2], np.uint32), SamplingParams(2, ignore_eos=True))], reports.append)

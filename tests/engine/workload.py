@@ -98,8 +98,20 @@ class RestingBudget:
         self.rests = bool(self.rng.random() < 0.5)
 
 
+def random_record(rng):
+    """An output without an end token, or none."""
+    return rng.integers(1, VOCAB, rng.integers(0, 30)).astype(np.uint32) if rng.random() < 0.3 else None
+
+
+def replayed(request):
+    """The naive twin of a request that may be recorded: the record, then greedy decoding."""
+    most = request.sampling.max_tokens
+    recorded = [] if request.recorded is None else request.recorded.tolist()[:most]
+    return recorded + answer([*request.prompt, *recorded], most - len(recorded))
+
+
 class Workload:
-    """Arrivals with shared beginnings, tenants, cancellations, tight memory."""
+    """Arrivals with shared beginnings, tenants, recorded outputs, cancellations, tight memory."""
 
     def __init__(self, seed, shape="path", loop="plain", rests=False):
         self.rng = rng = np.random.default_rng(seed)
@@ -121,6 +133,7 @@ class Workload:
         asked_at_once = None if loop == "overlapped" else budget
         self.drafter = StrictDrafter(rng, shape, is_told_all=loop == "plain", budget=asked_at_once)
         self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget)
+        self.records = np.random.default_rng([seed, 1])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
         self.answers = {}
@@ -149,7 +162,8 @@ class Workload:
         stem = self.stems[rng.integers(2)][: rng.integers(0, 41)]
         prompt = np.concatenate([stem, rng.integers(1, VOCAB, rng.integers(1, 9))]).astype(np.uint32)
         sampling = SamplingParams(max_tokens=int(rng.integers(1, 30)))
-        request = Request(prompt, sampling, salt=str(rng.choice(["", "tenant"], p=[0.8, 0.2])))
+        recorded = random_record(self.records)
+        request = Request(prompt, sampling, salt=str(rng.choice(["", "tenant"], p=[0.8, 0.2])), recorded=recorded)
         pages = self.engine.scheduler.pages
         try:
             sequence_id = self.engine.add(request)
@@ -158,7 +172,8 @@ class Workload:
             self.seen["refused"] += 1
             return
         self.asked[sequence_id] = request
-        self.answers[sequence_id] = answer(prompt, sampling.max_tokens)
+        self.answers[sequence_id] = replayed(request)
+        self.seen["recorded"] += 0 if recorded is None else len(recorded)
         self.contents[sequence_id] = contents([*prompt, *self.answers[sequence_id]])
         self.streamed[sequence_id] = []
         self.drafter.expect(sequence_id, prompt, self.answers[sequence_id])

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.device.inputs import Drafts
-from engine.device.state import DeviceState
+from engine.device.state import NOT_RECORDED, DeviceState
 from engine.request import Request, SamplingParams
 from engine.sequence import NO_TOKENS, Sequence
 from engine.tree import DraftTree
@@ -23,7 +23,8 @@ def new_sequence(rng):
     """A request of which some is computed, on pages anywhere."""
     prompt = rng.integers(0, VOCAB, rng.integers(1, 12)).astype(np.uint32)
     sampling = SamplingParams(temperature=1.0, seed=int(rng.integers(-(1 << 62), 1 << 62)))
-    sequence = Sequence(0, Request(prompt, sampling), len(prompt) + int(rng.integers(1, 20)))
+    recorded = rng.integers(0, VOCAB, len(prompt)).astype(np.uint32) if sampling.seed % 2 else None
+    sequence = Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + int(rng.integers(1, 20)))
     sequence.computed = int(rng.integers(0, len(prompt)))
     return sequence
 
@@ -65,6 +66,12 @@ def padded_drafts(sequences, most, device, *, trees, rng):
     return drafts if trees else drafts._replace(parents=None)
 
 
+def history_of(sequence):
+    """What its seat is to know of its text."""
+    known = [*sequence.tokens.tolist(), *sequence.to_come.tolist()]
+    return known + [NOT_RECORDED] * (LONGEST - len(known))
+
+
 def same_state(state, sequences, seats):
     """Whether the seats hold what the sequences are."""
     return all(
@@ -72,8 +79,7 @@ def same_state(state, sequences, seats):
             int(state.lengths[seat]) == len(sequence)
             and int(state.computed[seat]) == sequence.computed
             and int(state.last_tokens[seat]) == int(sequence.tokens[-1])
-            and state.history[seat, : len(sequence)].tolist() == sequence.tokens.tolist()
-            and not state.history[seat, len(sequence) :].any()
+            and state.history[seat].tolist() == history_of(sequence)
         )
         for seat, sequence in zip(seats.tolist(), sequences, strict=True)
     )

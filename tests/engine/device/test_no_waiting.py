@@ -7,7 +7,7 @@ import torch
 
 from engine.device import verify
 from engine.device.inputs import Drafts, build_inputs, compaction
-from engine.device.sample import sampled_tokens
+from engine.device.sample import replayed, sampled_tokens
 from engine.device.state import DeviceState
 
 SEATS, BATCH, DRAFT, PAGE_SIZE, VOCAB = 6, 4, 5, 16, 100
@@ -36,6 +36,7 @@ def step(state, drafts, seats, scheduled, starts, odds, look=lambda tensor: tens
         for most in (None, 0, 30):
             inputs = build_inputs(state, seats, look(scheduled), shape, starts, len(odds), PAGE_SIZE)
             chosen = sampled_tokens(state, inputs, odds.log(), draws=True, most=most)
+            chosen = replayed(state, inputs, chosen)
             verified = verify.verify(state, inputs.drafted, chosen, DRAFT + 1)
             compaction(state, inputs, verified, PAGE_SIZE)
         inputs = build_inputs(state, seats, scheduled, shape, starts, len(odds), PAGE_SIZE)

@@ -11,7 +11,7 @@ from engine.device import sample
 from engine.device.inputs import build_inputs
 from engine.device.sample import sampled_tokens
 from engine.request import GREEDY_BELOW, Request, SamplingParams
-from engine.sampler import chosen_tokens
+from engine.sampler import choose
 from engine.sampling import choose_tokens, draw_tokens, gumbel_noise, mix64, uniforms
 from engine.sequence import Sequence
 from engine.truncation import Truncation
@@ -64,7 +64,8 @@ def random_step(seed, device):
             min_p=float(rng.choice([0.0, 0.1])),
         )
         prompt = rng.integers(0, 3, rng.integers(1, 8)).astype(np.uint32)
-        sequences.append(Sequence(0, Request(prompt, sampling), len(prompt) + 12))
+        recorded = rng.integers(0, VOCAB, rng.integers(0, 9)).astype(np.uint32) if rng.random() < 0.5 else None
+        sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
         sequences[-1].pages = list(range(8))
     give_drafts(sequences, rng, 4, trees=True)
     batch = build_batch(sequences, PAGE_SIZE)
@@ -79,13 +80,14 @@ def random_step(seed, device):
 def agrees(module, seed, device="cpu"):
     sequences, batch, seats_state, inputs, rng = random_step(seed, device)
     logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
-    tokens = module.sampled_tokens(seats_state, inputs, logits, draws=True, most=VOCAB)
+    sampled = module.sampled_tokens(seats_state, inputs, logits, draws=True, most=VOCAB)
+    tokens = module.replayed(seats_state, inputs, sampled)
     firsts, counts = inputs.drafted.starts[:, None], inputs.drafted.counts[:, None]
     row = torch.arange(len(logits), device=device)
     counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
     if not counted.any():
         return True
-    return torch.equal(tokens[counted], chosen_tokens(batch, logits[counted], sequences))
+    return tokens[counted].tolist() == choose(batch, logits[counted], sequences).tokens.tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -96,6 +98,8 @@ def test_tokens_of_a_step_are_those_of_the_sampler(device):
 FAULTS = {
     "the position before": ("inputs.positions + 1", "inputs.positions"),
     "settings of other sequences": ("seats = inputs.seats", "seats = inputs.seats.roll(1)"),
+    "the recorded token of the row itself": ("state.history[:, 1:]", "state.history"),
+    "no token 0 is recorded": ("recorded == NOT_RECORDED", "recorded <= 0"),
     "no truncation": ("None if most is None else Limits", "None if most else Limits"),
 }
 
