@@ -19,7 +19,7 @@ from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.ops import PLAIN
 from engine.runner import Runner
-from tests.engine.conftest import VOCAB
+from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.test_core import CONFIG, outputs, requests
@@ -38,6 +38,14 @@ def runner_of(model, backend, monkeypatch):
     return Runner(
         model, FlashInferAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "cpu"), "cpu", FusedOps()
     )
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model with heads as FlashInfer has kernels for."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    make_folder(folder, head_dim=64)
+    return load_model(folder)
 
 
 def decoding(rng, count, *, most_draft=MOST_DRAFT):
@@ -89,9 +97,9 @@ def fixed_logits(runner, state, sequences, batch, drafted, slack):
 
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
 @pytest.mark.parametrize("seed", range(6))
-def test_padded_steps_give_the_logits_of_ragged_ones(model, backend, seed, monkeypatch):
+def test_padded_steps_give_the_logits_of_ragged_ones(wide, backend, seed, monkeypatch):
     rng = np.random.default_rng(seed)
-    runner = runner_of(model, backend, monkeypatch)
+    runner = runner_of(wide, backend, monkeypatch)
     sequences = decoding(rng, int(rng.integers(1, 6)))
     fill(runner, sequences)
     expected = runner.forward(build_batch(sequences, PAGE_SIZE))
@@ -103,10 +111,10 @@ def test_padded_steps_give_the_logits_of_ragged_ones(model, backend, seed, monke
 
 
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
-def test_lengths_are_those_of_the_device(model, backend, monkeypatch):
+def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
     """Bounds that are too high change nothing; contexts on the device that differ do."""
     rng = np.random.default_rng(1)
-    runner = runner_of(model, backend, monkeypatch)
+    runner = runner_of(wide, backend, monkeypatch)
     sequences = decoding(rng, 3, most_draft=0)
     fill(runner, sequences)
     state = state_of(sequences)
