@@ -14,7 +14,7 @@ import torch
 
 PROCESSORS = 132
 LEAST_CHUNK = 128
-CAUSAL = 1
+CAUSAL, CUSTOM = 1, 2
 
 
 def cta_tile(packed, head_dim):
@@ -66,7 +66,7 @@ def plan(
     floats, integers, pinned, qo, kv, lengths, rows, batch, heads, kv_heads, page_size, graph, head_dim, value_dim,
     causal, window, fixed_split, disable_split, colocated, uniform,
 ):  # fmt: skip
-    assert (head_dim, fixed_split, disable_split, colocated) == (value_dim, -1, False, 0)
+    assert (head_dim, fixed_split, disable_split, colocated) == (value_dim, -1, disable_split and not graph, 0)
     assert pinned.numel() == integers.numel()
     for array in (qo, kv, lengths):
         assert array.device.type == "cpu"
@@ -77,6 +77,8 @@ def plan(
     splits, chunk, tile, tiles = split(
         queries, pages, page_size, group, head_dim, 2 * PROCESSORS // kv_heads, graph=graph, rows=rows, uniform=uniform
     )
+    if disable_split:
+        splits, chunk = False, max(1, *pages)
     counts = [ceil_div(max(length, 1), chunk) for length in pages]
     listed = [
         (request, of_queries, of_keys)
@@ -157,6 +159,10 @@ def paged_run(
         if mask_mode == CAUSAL:
             hidden = torch.arange(start, end) + length > key_count + row[:, None]
             scores = scores.masked_fill(hidden[:, None], -math.inf)
+        if mask_mode == CUSTOM:
+            flat, firsts_of_masks = rest[:2]
+            own = flat[int(firsts_of_masks[request]) :][: length * key_count].view(length, key_count)
+            scores = scores.masked_fill(~own[:, None, start:end], -math.inf)
         weight = torch.logsumexp(scores * math.log(2), -1) / math.log(2)
         attended = torch.einsum("nhl,lhd->nhd", torch.exp2(scores - weight.clamp(min=-1e30)[..., None]), value)
         at = firsts[request] + (chunk if splits else 0) + row * chunks
@@ -172,6 +178,15 @@ def paged_run(
     out.copy_(partial)
     if lse is not None:
         lse.copy_(weights)
+
+
+def ragged_run(floats, integers, info, query, key, value, qo, kv, out, lse, mask_mode, layout, window, pdl, *rest):
+    """As if each key were a page."""
+    lengths = torch.ones(len(kv) - 1, dtype=torch.int32)
+    paged_run(
+        floats, integers, info, query, key[:, None], value[:, None], qo, kv, torch.arange(len(key)), lengths, out, lse,
+        mask_mode, layout, window, pdl, *rest,
+    )  # fmt: skip
 
 
 def merge(partial, weights):

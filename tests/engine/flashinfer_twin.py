@@ -120,6 +120,7 @@ class PagedPrefill(Planned):
         num_kv_heads,
         head_dim_qk,
         page_size,
+        *,
         custom_mask=None,
         causal=False,
         q_data_type=torch.float16,

@@ -27,7 +27,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(fa2, "PROCESSORS", 20)
 
 
-def compare(seed, *, heads=(4, 2)):
+def compare(seed, *, heads=(4, 2), library=TWIN):
     """Random steps, all of one shape; each context up to 40 tokens shorter than planned."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -37,7 +37,7 @@ def compare(seed, *, heads=(4, 2)):
     cache.layers.normal_(generator=generator)
     shape = Shape(*heads, 64, PAGE_SIZE, torch.float32, torch.float32, "cpu")
     floats, integers = (torch.zeros(size, dtype=torch.uint8) for size in workspaces(*heads, 64, sequences, tokens))
-    tested = FlashInferFixed(TWIN, shape, floats, integers, cache, sequences, tokens, MOST_PAGES)
+    tested = FlashInferFixed(library, shape, floats, integers, cache, sequences, tokens, MOST_PAGES)
     plain = PlainFixed(cache.layers[:, :, 0].contiguous(), cache.layers[:, :, 1].contiguous(), tokens)
     for _ in range(3):
         tables = rng.permutation(PAGES)[: sequences * MOST_PAGES].reshape(sequences, MOST_PAGES)
