@@ -215,8 +215,7 @@ def plan_paged(wrapper: Planned, shape: Shape, pieces: Sequence[Piece], lengths:
     wrapper.plan(
         torch.from_numpy(layout.indptr([piece.length for piece in pieces])),
         torch.from_numpy(indptr),
-        # Alone of these arrays it is large, and not read on the CPU; for a graph it would be copied from there with all
-        # that is queued on the device waited for.
+        # Alone of these arrays it is large, and not read on the CPU.
         on_device(indices, torch.device(shape.device)),
         torch.from_numpy(last),
         shape.heads,

@@ -1,7 +1,7 @@
 """Attention of a fixed shape by FlashInfer's FA2 kernel, planned with upper bounds of lengths.
 
-A plan copies page tables and bounds into buffers that a CUDA graph may hold. In the graph the true lengths, which the
-device alone knows, take the place of the bounds: FA2 reads them there, and `chunks.py` corrects what was planned.
+All that the host says in a plan is how long contexts may be, by which the work is divided. True lengths and page tables,
+which the device has, take the place of those in a CUDA graph: FA2 reads them there, and `chunks.py` corrects the plan.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.cache import PagedCache
-from engine.attention.calls import Shape, plan_paged
+from engine.attention.calls import Shape
 from engine.attention.chunks import Chunks
 from engine.attention.fixed import FixedAttention, Grid
-from engine.attention.layout import Piece
+from engine.attention.layout import indptr, last_page_lengths
 from engine.attention.planned import Planned
 from engine.models.decoder import Attend
 
@@ -25,7 +26,7 @@ Store = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class FlashInferFixed(FixedAttention):
-    """One wrapper of B sequences by Q tokens; its buffers hold `pages` pages of each sequence and padding behind."""
+    """One wrapper of B sequences by Q tokens with page tables of P pages each."""
 
     def __init__(
         self,
@@ -38,18 +39,18 @@ class FlashInferFixed(FixedAttention):
         tokens: int,
         pages: int,
     ) -> None:
-        """floats: a workspace that others use too. integers: one of its own; for both see `chunks.workspaces`.
-
-        The cache has a page of nobody behind all others.
-        """
+        """floats: a workspace that others use too. integers: one of its own; for both see `chunks.workspaces`."""
         self._shape = shape
         self._cache = cache
         self._append = Append(library, cache)
         self._sequences = sequences
         self._tokens = tokens
-        most_pages = sequences * (pages + -(-tokens // shape.page_size))
+        self._pages = pages
+        self._queries = torch.arange(sequences + 1, dtype=torch.int32) * tokens
         kind: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
+        self._no_indices = torch.zeros(0, **kind)
         self._starts = torch.zeros(sequences + 1, **kind)
+        self._indices = torch.zeros(sequences * pages, **kind)
         self._last = torch.ones(sequences, **kind)
         self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
             floats,
@@ -57,7 +58,7 @@ class FlashInferFixed(FixedAttention):
             use_cuda_graph=True,
             qo_indptr_buf=torch.zeros(sequences + 1, **kind),
             paged_kv_indptr_buf=self._starts,
-            paged_kv_indices_buf=torch.zeros(most_pages, **kind),
+            paged_kv_indices_buf=self._indices,
             paged_kv_last_page_len_buf=self._last,
             backend="fa2",
         )
@@ -66,28 +67,36 @@ class FlashInferFixed(FixedAttention):
         self._wrapper.reset_workspace_buffer(floats, integers)
         self._planned = Planned(self._wrapper, shape.device)
 
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:
+    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int]) -> None:  # noqa: ARG002  # the device has them
         """See `FixedAttention.plan`."""
-        pieces = [
-            Piece(index * self._tokens, self._tokens, context, self._whole(table, context + self._tokens))
-            for index, (table, context) in enumerate(zip(tables, contexts, strict=True))
-        ]
-        # Without `uniform_q_len` tiles would be made for one sequence with nearly all tokens.
-        plan_paged(
-            self._planned,
-            self._shape,
-            pieces,
-            [piece.keys for piece in pieces],
+        shape = self._shape
+        lengths = np.asarray(contexts) + self._tokens
+        counts = -(-lengths // shape.page_size)
+        self._planned.plan(
+            self._queries,
+            torch.from_numpy(indptr(counts)),
+            self._no_indices,
+            torch.from_numpy(last_page_lengths(lengths, counts, shape.page_size)),
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.page_size,
             causal=True,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
+            # Without it tiles would be made for one sequence with nearly all tokens.
             uniform_q_len=self._tokens,
         )
 
     def begin(self, grid: Grid) -> Attend:
         """See `FixedAttention.begin`."""
-        # Causal masks end with the last token, so padding counts as if it were in the cache.
+        # Causal masks end with the last token, so padding counts as if it were in the cache. Tables are all of one size;
+        # of that and the keys in the last page only the sum is read, so those may be less than none.
         lengths = grid.contexts + self._tokens
-        self._last.copy_(lengths - (self._starts.diff() - 1) * self._shape.page_size)
-        # Its plans all have the same layout, which no public name of the wrapper tells.
+        self._starts.copy_(torch.arange(len(self._starts), device=self._starts.device) * self._pages)
+        self._indices.copy_(grid.page_tables.flatten())
+        self._last.copy_(lengths - (self._pages - 1) * self._shape.page_size)
+        # All plans of a wrapper have the same layout, which no public name tells.
         plan = [int(number) for number in self._wrapper._plan_info]
         Chunks(self._integers, plan, self._sequences, self._tokens).correct(lengths)
         store = self._append.at(grid.slots.int())
@@ -99,11 +108,6 @@ class FlashInferFixed(FixedAttention):
             return attended
 
         return attend
-
-    def _whole(self, table: list[int], keys: int) -> list[int]:
-        """A page table with nobody's page where it has none for so many keys."""
-        pages = -(-keys // self._shape.page_size)
-        return [*table[:pages], *[self._cache.pages - 1] * (pages - len(table))]
 
 
 class Append:

@@ -145,8 +145,11 @@ def paged_run(
         if not runs:
             continue
         begin, length = int(qo[request]), int(qo[request + 1] - qo[request])
-        pages = indices[kv[request] : kv[request + 1]].long()
-        key_count = (len(pages) - 1) * page_size + int(last[request])
+        key_count = int((kv[request + 1] - kv[request] - 1) * page_size + last[request])
+        assert key_count >= 0
+        entries = torch.arange(ceil_div(key_count, page_size)) + kv[request]
+        # Behind the last table it reads page 0.
+        pages = torch.where(entries < kv[-1], indices[entries.clamp(max=len(indices) - 1)], 0).long()
         # Where results go is by the chunks of the length found.
         chunks = ceil_div(max(key_count, 1), size) if splits else 1
         start, end = (min((chunk + more) * size, key_count) for more in (0, 1)) if splits else (0, key_count)

@@ -128,7 +128,8 @@ class PagedPrefill(Planned):
         uniform_q_len=None,
     ):
         qo, indptr, indices, last = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-        for array, size in ((qo, None), (indptr, len(qo)), (indices, int(indptr[-1])), (last, len(qo) - 1)):
+        pages = None if self.is_graph else int(indptr[-1])
+        for array, size in ((qo, None), (indptr, len(qo)), (indices, pages), (last, len(qo) - 1)):
             check_array(array, size=size)
         for array in (qo, indptr, last):
             assert array.device.type == "cpu"
