@@ -62,7 +62,9 @@ class Prefill(Call):
 
     def __init__(self, library: Any, shape: Shape, workspace: Tensor, *, masks: bool = False) -> None:
         """masks: give it one over all keys, as trees need; otherwise it is causal."""
-        self._wrapper = Planned(library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), shape.device)
+        self._wrapper = Planned(
+            library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), shape.device
+        )
         self._shape = shape
         self._masks = masks
 
@@ -70,7 +72,7 @@ class Prefill(Call):
         """See `Call.prepare`."""
         lengths = [piece.keys for piece in pieces]
         if self._masks:
-            mask = torch.from_numpy(layout.flat_mask(pieces, with_context=True)).to(self._shape.device)
+            mask = on_device(layout.flat_mask(pieces, with_context=True), torch.device(self._shape.device))
             plan_paged(self._wrapper, self._shape, pieces, lengths, custom_mask=mask)
         else:
             plan_paged(self._wrapper, self._shape, pieces, lengths, causal=True)
@@ -135,7 +137,7 @@ class Merge(Call):
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
-            custom_mask=torch.from_numpy(layout.flat_mask(pieces, with_context=False)).to(shape.device),
+            custom_mask=on_device(layout.flat_mask(pieces, with_context=False), torch.device(shape.device)),
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
             disable_split_kv=True,  # a part of the keys might hold nothing that some token sees
@@ -183,7 +185,9 @@ class Xqa(Call):
         self._tables = self._on_device(layout.block_tables(tables, lengths, self._shape.page_size))
         self._lengths = self._on_device(np.array(lengths, np.int32))
         self._most_keys = max(lengths)
-        self._settings: dict[str, Any] = {"q_len_per_req": max(piece.length for piece in pieces)}
+        # Each has a module of its own to be compiled, so there are few.
+        most = int(max(piece.length for piece in pieces))
+        self._settings: dict[str, Any] = {"q_len_per_req": 1 << (most - 1).bit_length()}
         if self._settings["q_len_per_req"] > 1:
             self._settings["mask"] = self._on_device(layout.packed_rows(pieces))
             self._settings["q_cu_seq_lens"] = self._on_device(layout.indptr([piece.length for piece in pieces]))
@@ -206,7 +210,7 @@ class Xqa(Call):
         return attended.view_as(query)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._shape.device)
+        return on_device(array, torch.device(self._shape.device))
 
 
 def plan_paged(wrapper: Planned, shape: Shape, pieces: Sequence[Piece], lengths: Sequence[int], **how: Any) -> None:

@@ -1,9 +1,9 @@
 """How FlashInfer's FA2 cuts keys into chunks in a CUDA graph, and how the device corrects that for shorter lengths.
 
-A plan lists the chunks of all sequences, which run side by side, and where the merge finds their results. It counts the
-chunks of the lengths that it was given. The kernel, though, places what it computes by the lengths that it finds when it
-runs: row r of a sequence of n chunks has its c-th result at r * n + c. So where a true length has fewer chunks than its
-bound, results would be merged with those of other rows, unless the lists are made anew from the true lengths.
+A plan lists the chunks of all sequences, which run side by side, and where the merge finds their results. It counts
+the chunks of the lengths that it was given. The kernel, though, places what it computes by the lengths that it finds
+when it runs: row r of a sequence of n chunks has its c-th result at r * n + c. So where a true length has fewer chunks
+than its bound, results would be merged with those of other rows, unless the lists are made anew from the true lengths.
 
 Read in flashinfer 0.7.2: `PrefillPlanImpl` in scheduler.cuh, `BatchPrefillWithPagedKVCacheDevice` in prefill.cuh.
 """
@@ -34,7 +34,9 @@ class Chunks:
         Raises UserError if that is not what we know.
         """
         if len(plan) != FIELDS:
-            raise UserError("FlashInfer plans in a way unknown here; install flashinfer-python 0.7.2, or give --loop plain")
+            raise UserError(
+                "FlashInfer plans in a way unknown here; install flashinfer-python 0.7.2, or give --loop plain"
+            )
 
         def numbers(field: int, count: int) -> Tensor:
             return integers[plan[field] : plan[field] + 4 * count].view(torch.int32)

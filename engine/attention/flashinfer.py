@@ -14,6 +14,7 @@ from engine.attention.flashinfer_fixed import Append, FlashInferFixed
 from engine.attention.kernels import Kernels, Kind, assign
 from engine.attention.layout import cut, rows_of
 from engine.batch import Batch
+from engine.device.transfer import on_device
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend
 from engine.optional import flashinfer
@@ -50,13 +51,14 @@ class FlashInferAttention(Attention):
 
     def begin(self, batch: Batch) -> Attend:
         """Attention for one step; see `Attention.begin`."""
-        store = self._append.at(torch.from_numpy(batch.slots.astype(np.int32)).to(self._shape.device))
+        device = torch.device(self._shape.device)
+        store = self._append.at(on_device(batch.slots.astype(np.int32), device))
         prepared: list[tuple[slice | Tensor, Call]] = []
         for kind, pieces in assign(cut(batch), self._kernels).items():
             call = self._call(kind)
             call.prepare(pieces)
             rows = rows_of(pieces)
-            prepared.append((rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._shape.device), call))
+            prepared.append((rows if isinstance(rows, slice) else on_device(rows, device), call))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]

@@ -1,7 +1,8 @@
 """Attention of a fixed shape by FlashInfer's FA2 kernel, planned with upper bounds of lengths.
 
-All that the host says in a plan is how long contexts may be, by which the work is divided. True lengths and page tables,
-which the device has, take the place of those in a CUDA graph: FA2 reads them there, and `chunks.py` corrects the plan.
+All that the host says in a plan is how long contexts may be, by which the work is divided. True lengths and page
+tables, which the device has, take the place of those in a CUDA graph: FA2 reads them there, and `chunks.py` corrects
+the plan.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class FlashInferFixed(FixedAttention):
 
     def begin(self, grid: Grid) -> Attend:
         """See `FixedAttention.begin`."""
-        # Causal masks end with the last token, so padding counts as if it were in the cache. Tables are all of one size;
-        # of that and the keys in the last page only the sum is read, so those may be less than none.
+        # Causal masks end with the last token, so padding counts as if it were in the cache. Tables are all of one
+        # size; of that and the keys in the last page only the sum is read, so those may be less than none.
         lengths = grid.contexts + self._tokens
         self._starts.copy_(torch.arange(len(self._starts), device=self._starts.device) * self._pages)
         self._indices.copy_(grid.page_tables.flatten())

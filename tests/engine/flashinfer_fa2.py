@@ -1,4 +1,4 @@
-"""FlashInfer's FA2 over paged keys as it is inside, in slow Python: the planner's arrays, tiles, partial results, merge.
+"""FlashInfer's FA2 over paged keys as it is inside, in slow Python: the planner's arrays, tiles, results, merge.
 
 After flashinfer 0.7.2: `PrefillSplitQOKVIndptr` and `PrefillPlanImpl` in scheduler.cuh, `FA2DetermineCtaTileQ` in
 utils.cuh, `BatchPrefillWithPagedKVCacheDevice` in prefill.cuh, `PersistentVariableLengthMergeStatesKernel` in

@@ -1,8 +1,8 @@
 """What we use of FlashInfer, in slow PyTorch on the CPU, with its names of arguments.
 
 Arrays are read the way its kernels read them: lengths are sums over pages, slots go through a page table, masks are
-read bit by bit, and what would run in a CUDA graph goes tile by tile (`flashinfer_fa2.py`). Whatever a kernel overwrites
-is overwritten here too, and what it refuses, or would take for something else, is refused.
+read bit by bit, and what would run in a CUDA graph goes tile by tile (`flashinfer_fa2.py`). Whatever a kernel
+overwrites is overwritten here too, and what it refuses, or would take for something else, is refused.
 """
 
 from __future__ import annotations
@@ -312,7 +312,12 @@ def xqa(
     return joined(parts, return_lse=False)
 
 
-def rmsnorm(input, weight, eps=1e-6, out=None):
+def rmsnorm(
+    input,  # noqa: A002
+    weight,
+    eps=1e-6,
+    out=None,
+):
     """Of [N, size] or [N, heads, size]; a weight of another dtype would be read as if it were of the input's."""
     assert input.ndim in (2, 3)
     assert input.stride(-1) == 1
@@ -326,7 +331,12 @@ def rmsnorm(input, weight, eps=1e-6, out=None):
     return out.copy_(normed)
 
 
-def fused_add_rmsnorm(input, residual, weight, eps=1e-6):
+def fused_add_rmsnorm(
+    input,  # noqa: A002
+    residual,
+    weight,
+    eps=1e-6,
+):
     assert input.ndim == 2
     assert (input.shape, input.dtype) == (residual.shape, residual.dtype)
     assert residual.stride(-1) == 1
@@ -349,7 +359,7 @@ def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_
         heads.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), -1))
 
 
-def silu_and_mul(input: Tensor):
+def silu_and_mul(input: Tensor):  # noqa: A002
     assert input.is_contiguous()
     gate, up = input.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
