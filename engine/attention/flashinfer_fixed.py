@@ -50,6 +50,7 @@ class FlashInferFixed(FixedAttention):
         self._queries = torch.arange(sequences + 1, dtype=torch.int32) * tokens
         kind: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
         self._no_indices = torch.zeros(0, **kind)
+        self._even_starts = torch.arange(sequences + 1, **kind) * pages
         self._starts = torch.zeros(sequences + 1, **kind)
         self._indices = torch.zeros(sequences * pages, **kind)
         self._last = torch.ones(sequences, **kind)
@@ -94,12 +95,13 @@ class FlashInferFixed(FixedAttention):
         # Causal masks end with the last token, so padding counts as if it were in the cache. Tables are all of one
         # size; of that and the keys in the last page only the sum is read, so those may be less than none.
         lengths = grid.contexts + self._tokens
-        self._starts.copy_(torch.arange(len(self._starts), device=self._starts.device) * self._pages)
+        self._starts.copy_(self._even_starts)
         self._indices.copy_(grid.page_tables.flatten())
         self._last.copy_(lengths - (self._pages - 1) * self._shape.page_size)
-        # All plans of a wrapper have the same layout, which no public name tells.
-        plan = [int(number) for number in self._wrapper._plan_info]
-        Chunks(self._integers, plan, self._sequences, self._tokens).correct(lengths)
+        if self._tokens > 1:  # of a single row nothing moves, and a chunk without keys weighs nothing
+            # All plans of a wrapper have the same layout, which no public name tells.
+            plan = [int(number) for number in self._wrapper._plan_info]
+            Chunks(self._integers, plan, self._sequences, self._tokens).correct(lengths)
         store = self._append.at(grid.slots.int())
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
