@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 class Forward(Protocol):
     """A model's forward of one shape, see `engine.runner.FixedForward`."""
 
-    def plan(self, tables: SequenceOf[list[int]], contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
+    def plan(self, contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
         """What the host knows before a step."""
         ...
 
@@ -60,15 +60,13 @@ class Orders(NamedTuple):
     """Of the texts that they follow."""
     most: list[int]
     """Tokens of each to verify at most."""
-    tables: list[list[int]]
-    """Page tables."""
     contexts: list[int]
     """Tokens before the one that runs, at most."""
 
     @classmethod
     def nobody(cls) -> Orders:
         """Of no sequence."""
-        return cls([], [], [], [], [], [])
+        return cls([], [], [], [], [])
 
 
 class FixedStep:
@@ -105,9 +103,7 @@ class FixedStep:
             self.capture(kind, self._pool)
         padding = len(self._idle) - len(orders.seats)
         rows = [1 + most for most in orders.most]
-        self._forward.plan(
-            [*orders.tables, *[[]] * padding], [*orders.contexts, *[0] * padding], [*rows, *[0] * padding]
-        )
+        self._forward.plan([*orders.contexts, *[0] * padding], [*rows, *[0] * padding])
         self._given.copy_(on_device(self._rows(orders), self._given.device), non_blocking=True)
         if not self._given.is_cuda:
             return self._copies.bring(self._step(kind))
@@ -120,7 +116,7 @@ class FixedStep:
         """Record the graph, on a CUDA device, with nobody in it. pool: of memory that graphs share."""
         sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
-        self._forward.plan([[]] * sequences, [longest] * sequences, [0] * sequences)
+        self._forward.plan([longest] * sequences, [0] * sequences)
         self._given.copy_(on_device(self._idle, self._given.device))
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)

@@ -36,7 +36,9 @@ class StepGrid:
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
         """The least shape that holds so many: its sequences and rows."""
         padded = next(size for size in self.sequences if size >= sequences)
-        return padded, next(size for size in self.rows_of(padded) if size >= rows)
+        # Without rows for drafts there is no draft, even where sequences are fewer: attention relies on that.
+        least = rows if rows == sequences else max(rows, padded + 1)
+        return padded, next(size for size in self.rows_of(padded) if size >= least)
 
     def rows_of(self, sequences: int) -> list[int]:
         """Numbers of rows that steps of so many sequences may have, rising."""

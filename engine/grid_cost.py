@@ -43,5 +43,6 @@ class GridCost:
         """The rows of the least shape that holds so many; what runs beside a step makes it larger than any."""
         padded = next(size for size in self._grid.sequences if size >= sequences)
         sizes = np.array(self._grid.rows_of(padded))
-        places = np.searchsorted(sizes, tokens)
+        # As `StepGrid.shape_for` has it.
+        places = np.searchsorted(sizes, np.where(np.equal(tokens, sequences), tokens, np.maximum(tokens, padded + 1)))
         return np.where(places < len(sizes), sizes[np.minimum(places, len(sizes) - 1)], tokens)

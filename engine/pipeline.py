@@ -149,7 +149,6 @@ class PipelinedEngine(Engine):
             paths=[path.tokens for path in paths],
             lengths=[path.length for path in paths],
             most=drafted,
-            tables=[sequence.pages for sequence in sequences],
             contexts=[sequence.end - 1 for sequence in sequences],
         )
         results = self._grid.run(orders, _kind(sequences, self.model.vocab_size))

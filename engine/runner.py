@@ -53,9 +53,9 @@ class FixedForward:
         self._attention = attention
         self._ops = ops
 
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int], rows: Sequence[int]) -> None:
+    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
         """Before each step, see `FixedAttention.plan`."""
-        self._attention.plan(tables, contexts, rows)
+        self._attention.plan(contexts, rows)
 
     def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
         """Logits of all rows, float32 [N, vocab_size]."""

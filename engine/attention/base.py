@@ -28,5 +28,5 @@ class Attention(ABC):
         """Copy the keys and values of all layers between slots, int64 [n] each; all are read before one is written."""
 
     @abstractmethod
-    def fixed(self, shape: StepShape) -> FixedAttention:
+    def fixed(self, step: StepShape) -> FixedAttention:
         """Attention over the same cache for steps of one shape. The cache's last page must be nobody's."""

@@ -1,8 +1,6 @@
 """Calls of FlashInfer's attention kernels: each is prepared once a step, and then run in every layer.
 
-`prepare` gets arrays on the CPU: a plan made from arrays on the device would wait for all that runs there. What is
-queued on the device may still read the pinned memory of a plan, so a wrapper may be planned again only when the step
-before has ended.
+`prepare` gets arrays on the CPU: a plan made from arrays on the device would wait for all that runs there.
 """
 
 from __future__ import annotations
@@ -21,9 +19,12 @@ from engine.attention import layout
 from engine.attention.kernels import Kind, wants_tensor_cores
 from engine.attention.layout import Piece
 from engine.attention.merge import Partial, among_drafts, merge, padded
+from engine.attention.planned import Planned
+from engine.device.transfer import on_device
 
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends for the parts of split keys."""
+"""What FlashInfer recommends for the parts of split keys. Plans of ragged steps split only until they fill the device,
+so they need less, whatever the batch; for those of fixed shapes see `chunks.workspaces`."""
 XQA_WORKSPACE_BYTES = 256 << 20
 
 
@@ -61,7 +62,9 @@ class Prefill(Call):
 
     def __init__(self, library: Any, shape: Shape, workspace: Tensor, *, masks: bool = False) -> None:
         """masks: give it one over all keys, as trees need; otherwise it is causal."""
-        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._wrapper = Planned(
+            library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), shape.device
+        )
         self._shape = shape
         self._masks = masks
 
@@ -69,23 +72,26 @@ class Prefill(Call):
         """See `Call.prepare`."""
         lengths = [piece.keys for piece in pieces]
         if self._masks:
-            mask = torch.from_numpy(layout.flat_mask(pieces, with_context=True)).to(self._shape.device)
+            mask = on_device(layout.flat_mask(pieces, with_context=True), torch.device(self._shape.device))
             plan_paged(self._wrapper, self._shape, pieces, lengths, custom_mask=mask)
         else:
             plan_paged(self._wrapper, self._shape, pieces, lengths, causal=True)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
         """See `Call.run`."""
-        attended: Tensor = self._wrapper.run(query, cache)
-        return attended
+        return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
 
 
 class Decode(Call):
     """Single tokens."""
 
     def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
-        self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=wants_tensor_cores(shape.heads // shape.kv_heads), backend="fa2"
+        use_tensor_cores = wants_tensor_cores(shape.heads // shape.kv_heads)
+        self._wrapper = Planned(
+            library.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2"
+            ),
+            shape.device,
         )
         self._shape = shape
 
@@ -94,7 +100,9 @@ class Decode(Call):
         shape = self._shape
         keys = layout.paged_keys([piece.pages for piece in pieces], [piece.keys for piece in pieces], shape.page_size)
         self._wrapper.plan(
-            *map(torch.from_numpy, keys),
+            torch.from_numpy(keys.indptr),
+            on_device(keys.indices, torch.device(shape.device)),
+            torch.from_numpy(keys.last_page_len),
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
@@ -105,16 +113,16 @@ class Decode(Call):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
         """See `Call.run`."""
-        attended: Tensor = self._wrapper.run(query, cache)
-        return attended
+        return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
 
 
 class Merge(Call):
     """Trees: the context without a mask and the draft with a small one, by FA2, merged by FlashInfer's kernel."""
 
     def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
-        self._context = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self._drafts = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        ragged = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._context, self._drafts = Planned(paged, shape.device), Planned(ragged, shape.device)
         self._merge = library.merge_state
         self._shape = shape
 
@@ -129,7 +137,7 @@ class Merge(Call):
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
-            custom_mask=torch.from_numpy(layout.flat_mask(pieces, with_context=False)).to(shape.device),
+            custom_mask=on_device(layout.flat_mask(pieces, with_context=False), torch.device(shape.device)),
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
             disable_split_kv=True,  # a part of the keys might hold nothing that some token sees
@@ -147,7 +155,8 @@ class Padded(Call):
     """Trees: the same with the draft's part and the merge in PyTorch, many small kernels."""
 
     def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
-        self._context = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._context = Planned(paged, shape.device)
         self._shape = shape
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
@@ -176,7 +185,9 @@ class Xqa(Call):
         self._tables = self._on_device(layout.block_tables(tables, lengths, self._shape.page_size))
         self._lengths = self._on_device(np.array(lengths, np.int32))
         self._most_keys = max(lengths)
-        self._settings: dict[str, Any] = {"q_len_per_req": max(piece.length for piece in pieces)}
+        # Each has a module of its own to be compiled, so there are few.
+        most = int(max(piece.length for piece in pieces))
+        self._settings: dict[str, Any] = {"q_len_per_req": 1 << (most - 1).bit_length()}
         if self._settings["q_len_per_req"] > 1:
             self._settings["mask"] = self._on_device(layout.packed_rows(pieces))
             self._settings["q_cu_seq_lens"] = self._on_device(layout.indptr([piece.length for piece in pieces]))
@@ -199,21 +210,25 @@ class Xqa(Call):
         return attended.view_as(query)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._shape.device)
+        return on_device(array, torch.device(self._shape.device))
 
 
-def plan_paged(wrapper: Any, shape: Shape, pieces: Sequence[Piece], lengths: Sequence[int], **mask: Any) -> None:
-    """Plan pieces over the first `lengths` keys of their sequences; `mask`: how FlashInfer is to mask them."""
+def plan_paged(wrapper: Planned, shape: Shape, pieces: Sequence[Piece], lengths: Sequence[int], **how: Any) -> None:
+    """Plan pieces over the first `lengths` keys of their sequences; `how`: the rest of what FlashInfer's plan takes."""
+    indptr, indices, last = layout.paged_keys([piece.pages for piece in pieces], lengths, shape.page_size)
     wrapper.plan(
         torch.from_numpy(layout.indptr([piece.length for piece in pieces])),
-        *map(torch.from_numpy, layout.paged_keys([piece.pages for piece in pieces], lengths, shape.page_size)),
+        torch.from_numpy(indptr),
+        # Alone of these arrays it is large, and not read on the CPU.
+        on_device(indices, torch.device(shape.device)),
+        torch.from_numpy(last),
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
         shape.page_size,
         q_data_type=shape.dtype,
         kv_data_type=shape.kv_dtype,
-        **mask,
+        **how,
     )
 
 

@@ -17,7 +17,7 @@ class StepShape(NamedTuple):
     sequences: int
     """B."""
     rows: int
-    """N, of all sequences together, padding among them."""
+    """N, of all sequences together, padding among them. With as many as sequences, each of those has one at most."""
     width: int
     """Rows of one sequence at most."""
     pages: int
@@ -43,9 +43,9 @@ class FixedAttention(ABC):
     """
 
     @abstractmethod
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int], rows: Sequence[int]) -> None:
-        """What the host knows, before each step and outside of a graph: page tables, at most how long each context is,
-        and how many rows each sequence has. Tables hold the contexts and all tokens that are not padding.
+    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
+        """What the host knows, before each step and outside of a graph: at most how long each context is, and how many
+        rows each sequence has.
         """
 
     @abstractmethod

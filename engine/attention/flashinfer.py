@@ -9,11 +9,13 @@ from torch import Tensor
 from engine.attention.base import Attention
 from engine.attention.cache import PagedCache
 from engine.attention.calls import WORKSPACE_BYTES, Call, Shape, make_call
+from engine.attention.chunks import workspaces
 from engine.attention.fixed import StepShape
-from engine.attention.flashinfer_fixed import Append, FlashInferFixed
+from engine.attention.flashinfer_fixed import Append, FlashInferFixed, requests_of
 from engine.attention.kernels import Kernels, Kind, assign
 from engine.attention.layout import cut, rows_of
 from engine.batch import Batch
+from engine.device.transfer import on_device
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend
 from engine.optional import flashinfer
@@ -44,23 +46,24 @@ class FlashInferAttention(Attention):
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
         )
         self._kernels = Kernels() if kernels is None else kernels
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = self._bytes(WORKSPACE_BYTES)
         self._calls: dict[Kind, Call] = {}
         self._append = Append(self._library, self._cache)
 
     def begin(self, batch: Batch) -> Attend:
         """Attention for one step; see `Attention.begin`."""
-        slots = torch.from_numpy(batch.slots.astype(np.int32)).to(self._shape.device)
+        device = torch.device(self._shape.device)
+        store = self._append.at(on_device(batch.slots.astype(np.int32), device))
         prepared: list[tuple[slice | Tensor, Call]] = []
         for kind, pieces in assign(cut(batch), self._kernels).items():
             call = self._call(kind)
             call.prepare(pieces)
             rows = rows_of(pieces)
-            prepared.append((rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._shape.device), call))
+            prepared.append((rows if isinstance(rows, slice) else on_device(rows, device), call))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
-            self._append(cache, key, value, slots)
+            store(cache, key, value)
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
             attended = query.new_empty(query.shape)
@@ -74,9 +77,18 @@ class FlashInferAttention(Attention):
         """Copy keys and values between slots; see `Attention.move`."""
         self._cache.move(sources, targets)
 
-    def fixed(self, shape: StepShape) -> FlashInferFixed:
+    def fixed(self, step: StepShape) -> FlashInferFixed:
         """Attention for steps of a fixed shape; see `Attention.fixed`."""
-        return FlashInferFixed(self._library, self._shape, self._workspace, self._cache, shape)
+        shape = self._shape
+        requests = requests_of(step, shape.heads // shape.kv_heads)
+        floats, integers = workspaces(shape.heads, shape.kv_heads, shape.head_dim, requests, step.rows)
+        if floats > len(self._workspace):
+            # What was made before keeps the one it has.
+            self._workspace = self._bytes(floats)
+        return FlashInferFixed(self._library, shape, self._workspace, self._bytes(integers), self._cache, step)
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.uint8, device=self._shape.device)
 
     def _call(self, kind: Kind) -> Call:
         """The call of a kind, made when it is first needed: each holds memory."""

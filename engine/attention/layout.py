@@ -68,7 +68,7 @@ def rooted(sees: np.ndarray) -> np.ndarray:
     return whole
 
 
-def indptr(lengths: Sequence[int]) -> np.ndarray:
+def indptr(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Where each of neighbouring segments begins, and the end of the last one, int32 [B + 1]."""
     return np.cumsum([0, *lengths], dtype=np.int32)
 
@@ -80,11 +80,13 @@ def paged_keys(tables: Sequence[list[int]], lengths: Sequence[int], page_size: i
     return PagedKeys(indptr(counts), indices, last_page_lengths(lengths, counts, page_size))
 
 
-def last_page_lengths(lengths: Sequence[int], counts: Sequence[int], page_size: int) -> np.ndarray:
+def last_page_lengths(
+    lengths: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray, page_size: int
+) -> np.ndarray:
     """Keys in the last of `counts` pages, int32 [B], such that (counts - 1) * page_size + these are `lengths`.
 
-    A call may be planned with upper bounds of lengths before the true ones are known. The pages stay those of the
-    bound then, and a number here may be 0 or less: kernels of the FA2 kind only ever use the sum.
+    Where tables are longer than the lengths need, a number here may be 0 or less: kernels of the FA2 kind only ever
+    use the sum.
     """
     return (np.asarray(lengths) - (np.asarray(counts) - 1) * page_size).astype(np.int32)
 

@@ -106,9 +106,9 @@ class PlainAttention(Attention):
             slots = cached.flatten(1, 2)
             slots.index_copy_(1, written, slots.index_select(1, read))
 
-    def fixed(self, shape: StepShape) -> PlainFixed:
+    def fixed(self, step: StepShape) -> PlainFixed:
         """Attention for steps of a fixed shape; see `Attention.fixed`."""
-        return PlainFixed(self._keys, self._values, shape)
+        return PlainFixed(self._keys, self._values, step)
 
     def _group(self, pieces: list[Piece], key_count: int) -> Group:
         longest = max(piece.length for piece in pieces)

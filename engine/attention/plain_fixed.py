@@ -22,7 +22,7 @@ class PlainFixed(FixedAttention):
         self._shape = shape
         self._pages = 0
 
-    def plan(self, tables: Sequence[list[int]], contexts: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002  # the device has them
+    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002  # the device has them
         """See `FixedAttention.plan`."""
         self._pages = -(-(max(contexts) + self._shape.width) // self._keys.shape[2])
 

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor
 
 
+def staged(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array in memory from which `device` copies without the host waiting."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array on `device`, of the same shape and dtype; on the CPU it shares its memory.
 
     From ordinary memory PyTorch would wait for the copy, and so for all that the device has still to do before it.
     """
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return staged(array, device).to(device, non_blocking=True)
 
 
 class Arriving:

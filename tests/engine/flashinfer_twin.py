@@ -1,7 +1,8 @@
-"""What we use of FlashInfer, in slow PyTorch on any device.
+"""What we use of FlashInfer, in slow PyTorch on the CPU, with its names of arguments.
 
 Arrays are read the way its kernels read them: lengths are sums over pages, slots go through a page table, masks are
-read bit by bit. Whatever a kernel overwrites is overwritten here too.
+read bit by bit, and what would run in a CUDA graph goes tile by tile (`flashinfer_fa2.py`). Whatever a kernel
+overwrites is overwritten here too, and what it refuses, or would take for something else, is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+
+from tests.engine import flashinfer_fa2 as fa2
 
 
 def attention(query, key, value, mask):
@@ -38,127 +41,265 @@ def joined(parts, return_lse):
     return (attended, weights) if return_lse else attended
 
 
-class PagedPrefill:
-    def __init__(self, workspace, layout, *, backend, use_cuda_graph=False, **buffers):
-        assert (layout, backend) == ("NHD", "fa2")
-        assert bool(buffers) == use_cuda_graph
-        self.buffers = {name.removesuffix("_buf"): buffer for name, buffer in buffers.items()}
-        assert all(buffer.dtype == torch.int32 for buffer in self.buffers.values())
+INT32 = torch.int32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The library has no float32, which here stands for 16 bits."""
+
+
+def check_array(array, *, size=None, dtypes=(INT32,)):
+    """What its kernels ask of an array of numbers."""
+    assert array.dtype in dtypes
+    assert array.ndim == 1
+    assert array.is_contiguous()
+    assert size is None or len(array) == size
+
+
+def check_heads(*tensors):
+    """What its kernels ask of heads: strides are taken as they are, but for the last."""
+    for tensor in tensors:
+        assert tensor.ndim == 3
+        assert tensor.stride(-1) == 1
+        assert len(tensor) == len(tensors[0])
+
+
+class Planned:
+    """What was said in a plan holds in a run."""
+
+    def plan_for(self, heads, kv_heads, head_dim, page_size, q_data_type, kv_data_type, rows):
+        assert heads % kv_heads == 0
+        assert head_dim in (64, 128, 256)
+        self.planned = heads, kv_heads, head_dim, page_size, q_data_type, kv_data_type, rows
+
+    def check_run(self, query, keys, out=None):
+        heads, kv_heads, head_dim, page_size, q_data_type, kv_data_type, rows = self.planned
+        check_heads(query)
+        assert (query.dtype, keys.dtype) == (q_data_type, kv_data_type)
+        assert query.shape == (rows, heads, head_dim)
+        assert page_size is None or keys.shape[1:] == (2, page_size, kv_heads, head_dim)
+        if out is not None:
+            assert (out.shape, out.dtype) == (query.shape, query.dtype)
+            assert out.is_contiguous()
+
+
+class PagedPrefill(Planned):
+    def __init__(
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        qo_indptr_buf=None,
+        paged_kv_indptr_buf=None,
+        paged_kv_indices_buf=None,
+        paged_kv_last_page_len_buf=None,
+        *,
+        backend,
+    ):
+        assert (kv_layout, backend) == ("NHD", "fa2")
+        buffers = qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        assert all((buffer is not None) == use_cuda_graph for buffer in buffers)
+        self.is_graph = use_cuda_graph
+        if use_cuda_graph:
+            sequences = len(qo_indptr_buf) - 1
+            for buffer, size in zip(buffers, (sequences + 1, sequences + 1, None, sequences), strict=True):
+                check_array(buffer, size=size)
+            self.buffers = buffers
+            self.rows = None
+        self.reset_workspace_buffer(float_workspace_buffer, torch.empty(8 << 20, dtype=torch.uint8))
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        assert int_workspace_buffer.dtype == torch.uint8
+        self.workspaces = float_workspace_buffer, int_workspace_buffer
 
     def plan(
         self,
-        qo,
-        indptr,
-        indices,
-        last,
-        heads,
-        kv_heads,
-        head_dim,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
         page_size,
         *,
-        causal=False,
         custom_mask=None,
-        **types,
+        causal=False,
+        q_data_type=torch.float16,
+        kv_data_type=None,
+        uniform_q_len=None,
     ):
-        for array in (qo, indptr, indices, last):
-            assert array.dtype == torch.int32
+        qo, indptr, indices, last = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        pages = None if self.is_graph else int(indptr[-1])
+        for array, size in ((qo, None), (indptr, len(qo)), (indices, pages), (last, len(qo) - 1)):
+            check_array(array, size=size)
+        for array in (qo, indptr, last):
             assert array.device.type == "cpu"
-        assert types.keys() == {"q_data_type", "kv_data_type"}
-        self.queries = (qo[1:] - qo[:-1]).tolist()
-        self.keys = ((indptr[1:] - indptr[:-1] - 1) * page_size + last).tolist()
-        self.tables = indices.split((indptr[1:] - indptr[:-1]).tolist())
-        shapes = list(zip(self.queries, self.keys, strict=True))
-        if self.buffers:
+        counts = indptr.diff()
+        assert (counts > 0).all()
+        self.plan_for(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type, int(qo[-1]))
+        lengths = (counts - 1) * page_size + last
+        if self.is_graph:
+            assert custom_mask is None
             assert causal
-            self.plan_buffers(qo_indptr=qo, paged_kv_indptr=indptr, paged_kv_last_page_len=last, indices=indices)
-            self.page_size = page_size
+            self.plan_graph(qo, indptr, indices, last, lengths.int(), uniform_q_len)
+            return
+        self.queries, self.keys = qo.diff().tolist(), lengths.tolist()
+        assert min(self.keys) >= 0
+        self.tables = indices.split(counts.tolist())
+        shapes = list(zip(self.queries, self.keys, strict=True))
         if custom_mask is not None:
+            assert custom_mask.dtype == torch.bool
             self.masks = masks_of(custom_mask, shapes)
         elif causal:
             self.masks = [torch.ones(n, m, dtype=torch.bool).tril(m - n) for n, m in shapes]
         else:
             self.masks = [torch.ones(n, m, dtype=torch.bool) for n, m in shapes]
 
-    def plan_buffers(self, *, indices, **arrays):
-        for name, array in arrays.items():
-            self.buffers[name].copy_(array)  # as many as the buffer has, no more and no fewer
-        self.buffers["paged_kv_indices"][: len(indices)] = indices
-        self.planned = self.keys
+    def plan_graph(self, qo, indptr, indices, last, lengths, uniform_q_len):
+        for buffer, array in zip(self.buffers, (qo, indptr, indices, last), strict=True):
+            buffer[: len(array)].copy_(array)
+            assert array is indices or len(array) == len(buffer)
+        heads, kv_heads, head_dim, page_size, *_, rows = self.planned
+        assert self.rows in (None, rows)
+        self.rows = rows
+        before = getattr(self, "_plan_info", None)
+        self._plan_info = fa2.plan(
+            *self.workspaces, self.workspaces[1], qo, indptr, lengths, rows, len(last), heads, kv_heads, page_size,
+            True, head_dim, head_dim, True, -1, -1, False, 0, uniform_q_len or 0,
+        )  # fmt: skip
+        # A captured graph goes on with what it was captured with.
+        assert before in (None, self._plan_info)
 
-    def read_buffers(self):
-        """Lengths and pages as they are now; no length may be beyond what was planned."""
-        counts = self.buffers["paged_kv_indptr"].diff()
-        self.keys = ((counts - 1) * self.page_size + self.buffers["paged_kv_last_page_len"]).tolist()
-        assert all(keys <= most for keys, most in zip(self.keys, self.planned, strict=True))
-        self.tables = self.buffers["paged_kv_indices"][: int(counts.sum())].split(counts.tolist())
-        shapes = zip(self.queries, self.keys, strict=True)
-        self.masks = [torch.ones(n, m, dtype=torch.bool).tril(m - n) for n, m in shapes]
-
-    def run(self, query, cache, return_lse=False):
-        if self.buffers:
-            self.read_buffers()
-        rows = query.split(self.queries)
+    def run(self, q, paged_kv_cache, *, out=None, return_lse=False):
+        self.check_run(q, paged_kv_cache, out)
+        if self.is_graph:
+            assert not return_lse
+            out = torch.empty_like(q) if out is None else out
+            caches = paged_kv_cache.unbind(dim=1)
+            fa2.paged_run(*self.workspaces, self._plan_info, q, *caches, *self.buffers, out, None, 1, 0, -1, False)
+            return out
+        rows = q.split(self.queries)
         parts = zip(rows, self.tables, self.keys, self.masks, strict=True)
-        return joined([attention(q, *cached(cache, pages, keys), mask) for q, pages, keys, mask in parts], return_lse)
+        answer = joined(
+            [attention(own, *cached(paged_kv_cache, pages, keys), mask) for own, pages, keys, mask in parts], return_lse
+        )
+        return answer if out is None else out.copy_(answer)
 
 
-class RaggedPrefill:
-    def __init__(self, workspace, layout, *, backend):
-        assert (layout, backend) == ("NHD", "fa2")
+class RaggedPrefill(Planned):
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend):
+        assert (kv_layout, backend) == ("NHD", "fa2")
 
-    def plan(self, qo, kv, heads, kv_heads, head_dim, *, custom_mask, q_data_type, kv_data_type, disable_split_kv):
+    def plan(
+        self,
+        qo_indptr,
+        kv_indptr,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        *,
+        custom_mask,
+        q_data_type,
+        kv_data_type,
+        disable_split_kv,
+    ):
         assert disable_split_kv
-        self.queries, self.keys = ((array[1:] - array[:-1]).tolist() for array in (qo, kv))
+        assert custom_mask.dtype == torch.bool
+        for array in (qo_indptr, kv_indptr):
+            check_array(array, size=len(qo_indptr))
+            assert array.device.type == "cpu"
+        self.plan_for(num_qo_heads, num_kv_heads, head_dim_qk, None, q_data_type, kv_data_type, int(qo_indptr[-1]))
+        self.queries, self.keys = ((array[1:] - array[:-1]).tolist() for array in (qo_indptr, kv_indptr))
         self.masks = masks_of(custom_mask, list(zip(self.queries, self.keys, strict=True)))
 
-    def run(self, query, key, value, return_lse=False):
-        parts = zip(query.split(self.queries), key.split(self.keys), value.split(self.keys), self.masks, strict=True)
+    def run(self, q, k, v, *, return_lse=False):
+        self.check_run(q, k)
+        check_heads(k, v)
+        parts = zip(q.split(self.queries), k.split(self.keys), v.split(self.keys), self.masks, strict=True)
         return joined([attention(*part) for part in parts], return_lse)
 
 
 class PagedDecode(PagedPrefill):
-    def __init__(self, workspace, layout, *, use_tensor_cores, backend):
-        super().__init__(workspace, layout, backend=backend)
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores, backend):
+        super().__init__(float_workspace_buffer, kv_layout, backend=backend)
+        self.use_tensor_cores = use_tensor_cores
 
-    def plan(self, indptr, *arrays, **types):
-        super().plan(torch.arange(len(indptr), dtype=torch.int32), indptr, *arrays, causal=True, **types)
+    def plan(
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        q_data_type,
+        kv_data_type,
+    ):
+        assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
+        super().plan(
+            torch.arange(len(indptr), dtype=INT32), indptr, indices, last_page_len, num_qo_heads, num_kv_heads,
+            head_dim, page_size, causal=True, q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
 
 
-def merge_state(left, left_weight, right, right_weight):
-    shares = torch.softmax(torch.stack((left_weight, right_weight)) * math.log(2), 0)[..., None]
-    return (left * shares[0] + right * shares[1]).to(left.dtype), torch.logaddexp2(left_weight, right_weight)
+def merge_state(v_a, s_a, v_b, s_b):
+    assert all(tensor.is_contiguous() for tensor in (v_a, s_a, v_b, s_b))
+    assert v_a.dtype == v_b.dtype
+    assert s_a.dtype == s_b.dtype == torch.float32
+    assert v_a.shape == v_b.shape
+    assert s_a.shape == s_b.shape == v_a.shape[:2]
+    shares = torch.softmax(torch.stack((s_a, s_b)) * math.log(2), 0)[..., None]
+    return (v_a * shares[0] + v_b * shares[1]).to(v_a.dtype), torch.logaddexp2(s_a, s_b)
 
 
-def append_paged_kv_cache(key, value, sequences, positions, cache, indices, indptr, last):
-    assert key.dtype == cache.dtype
-    assert all(array.dtype == torch.int32 for array in (sequences, positions, indices, indptr, last))
-    page_size = cache.shape[2]
-    pages = indices[indptr[sequences] + positions // page_size]
-    cache[pages, 0, positions % page_size] = key
-    cache[pages, 1, positions % page_size] = value
+def append_paged_kv_cache(
+    append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len
+):
+    check_heads(append_key, append_value)
+    assert append_key.dtype == append_value.dtype == paged_kv_cache.dtype
+    assert append_key.shape[1:] == append_value.shape[1:] == paged_kv_cache.shape[3:]
+    assert append_key.shape[2] in (64, 128, 256, 512)
+    for array, size in ((batch_indices, len(append_key)), (positions, len(append_key))):
+        check_array(array, size=size)
+    for array, size in ((kv_indices, None), (kv_indptr, len(kv_last_page_len) + 1), (kv_last_page_len, None)):
+        check_array(array, size=size)
+    page_size = paged_kv_cache.shape[2]
+    pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
+    paged_kv_cache[pages, 0, positions % page_size] = append_key
+    paged_kv_cache[pages, 1, positions % page_size] = append_value
 
 
 def xqa(
     query,
-    cache,
-    workspace,
-    tables,
-    lengths,
-    most,
+    kv_cache,
+    workspace_buffer,
+    block_tables,
+    seq_lens,
+    max_seq_len,
+    bmm1_scale=1.0,
+    bmm2_scale=1.0,
     *,
-    bmm1_scale,
-    bmm2_scale,
-    q_len_per_req,
+    q_len_per_req=1,
     mask=None,
     q_cu_seq_lens=None,
 ):
     assert query.is_contiguous()
+    assert query.dtype == kv_cache.dtype
+    assert kv_cache.shape[2] in (16, 32, 64, 128)
     assert bmm1_scale == query.shape[-1] ** -0.5
     assert bmm2_scale == 1
-    assert most == lengths.max()
-    starts = range(len(lengths) + 1) if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
+    assert max_seq_len == seq_lens.max()
+    assert (workspace_buffer.dtype, block_tables.dtype) == (torch.uint8, INT32)
+    assert block_tables.is_contiguous()
+    check_array(seq_lens, size=len(block_tables))
+    if q_len_per_req > 1:
+        check_array(q_cu_seq_lens, size=len(block_tables) + 1)
+        assert mask.dtype == torch.uint16
+        assert mask.is_contiguous()
+    starts = range(len(seq_lens) + 1) if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
     parts = []
-    for index, keys in enumerate(lengths.tolist()):
+    for index, keys in enumerate(seq_lens.tolist()):
         rows = range(starts[index], starts[index + 1])
         assert len(rows) <= q_len_per_req
         sees = torch.ones(len(rows), keys, dtype=torch.bool)
@@ -167,32 +308,60 @@ def xqa(
             words = mask[list(rows)].tolist()
             bits = [[words[i][j // 16] >> (j % 16) & 1 for j in range(len(rows))] for i in range(len(rows))]
             sees[:, keys - len(rows) :] = torch.tensor(bits, dtype=torch.bool)
-        parts.append(attention(query[list(rows)], *cached(cache, tables[index], keys), sees))
+        parts.append(attention(query[list(rows)], *cached(kv_cache, block_tables[index], keys), sees))
     return joined(parts, return_lse=False)
 
 
-def rmsnorm(hidden, weight, eps, out=None):
-    wide = hidden.float()
-    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(hidden.dtype)
-    return normed if out is None else out.copy_(normed)
+def rmsnorm(
+    input,  # noqa: A002
+    weight,
+    eps=1e-6,
+    out=None,
+):
+    """Of [N, size] or [N, heads, size]; a weight of another dtype would be read as if it were of the input's."""
+    assert input.ndim in (2, 3)
+    assert input.stride(-1) == 1
+    assert input.dtype == weight.dtype
+    assert weight.shape == input.shape[-1:]
+    wide = input.float()
+    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(input.dtype)
+    if out is None:
+        return normed
+    assert (out.shape, out.dtype, out.stride(-1)) == (input.shape, input.dtype, 1)
+    return out.copy_(normed)
 
 
-def fused_add_rmsnorm(hidden, residual, weight, eps):
-    residual += hidden
-    hidden.copy_(rmsnorm(residual, weight, eps))
+def fused_add_rmsnorm(
+    input,  # noqa: A002
+    residual,
+    weight,
+    eps=1e-6,
+):
+    assert input.ndim == 2
+    assert (input.shape, input.dtype) == (residual.shape, residual.dtype)
+    assert residual.stride(-1) == 1
+    residual += input
+    input.copy_(rmsnorm(residual, weight, eps))
 
 
-def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, table):
-    assert table.dtype == torch.float32
-    cos, sin = table[positions][:, None].chunk(2, -1)
+def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache):
+    check_array(positions, size=len(query), dtypes=(torch.int32, torch.int64))
+    assert cos_sin_cache.dtype == torch.float32
+    assert cos_sin_cache.is_contiguous()
+    assert cos_sin_cache.shape[1] in (16, 32, 64, 128, 256)
+    assert query.dtype == key.dtype
+    assert query.dtype in DTYPES
+    query, key = (heads.view(len(heads), -1, head_size) for heads in (query, key))
+    check_heads(query, key)
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
     for heads in (query, key):
-        assert heads.shape[-1] == head_size
         left, right = heads.float().chunk(2, -1)
         heads.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), -1))
 
 
-def silu_and_mul(gate_up: Tensor):
-    gate, up = gate_up.chunk(2, -1)
+def silu_and_mul(input: Tensor):  # noqa: A002
+    assert input.is_contiguous()
+    gate, up = input.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
 
 

@@ -167,7 +167,7 @@ FAULTS = {
     "one key less": (
         layout,
         "last_page_lengths",
-        lambda *given, right=layout.last_page_lengths: right(*given) - 1,
+        lambda *given, right=layout.last_page_lengths: np.maximum(right(*given) - 1, 0),
     ),
     "table not cut": (
         layout,

@@ -21,7 +21,7 @@ from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.ops import PLAIN
 from engine.runner import Runner
-from tests.engine.conftest import VOCAB
+from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.test_core import CONFIG, outputs, requests
@@ -41,6 +41,14 @@ def runner_of(model, backend, monkeypatch):
     return Runner(
         model, FlashInferAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "cpu"), "cpu", FusedOps()
     )
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model with heads as FlashInfer has kernels for."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    make_folder(folder, head_dim=64)
+    return load_model(folder)
 
 
 def decoding(rng, count, *, most_draft=MOST_DRAFT):
@@ -80,7 +88,7 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
     forward = runner.fixed(shape)
     padding = batch - len(sequences)
     bounds = [min(sequence.computed + slack, LONGEST - 1) for sequence in sequences]
-    forward.plan([*(one.pages for one in sequences), *[[]] * padding], [*bounds, *[0] * padding], widths)
+    forward.plan([*bounds, *[0] * padding], widths)
     seats = torch.tensor([*range(len(sequences)), *[state.idle] * padding])
     tokens = np.full((batch, drafted), 7, np.int32)
     for row, sequence in zip(tokens, sequences, strict=False):
@@ -98,9 +106,9 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
 
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
 @pytest.mark.parametrize("seed", range(6))
-def test_padded_steps_give_the_logits_of_ragged_ones(model, backend, seed, monkeypatch):
+def test_padded_steps_give_the_logits_of_ragged_ones(wide, backend, seed, monkeypatch):
     rng = np.random.default_rng(seed)
-    runner = runner_of(model, backend, monkeypatch)
+    runner = runner_of(wide, backend, monkeypatch)
     sequences = decoding(rng, int(rng.integers(1, 6)))
     fill(runner, sequences)
     expected = runner.forward(build_batch(sequences, PAGE_SIZE))
@@ -112,10 +120,10 @@ def test_padded_steps_give_the_logits_of_ragged_ones(model, backend, seed, monke
 
 
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
-def test_lengths_are_those_of_the_device(model, backend, monkeypatch):
+def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
     """Bounds that are too high change nothing; contexts on the device that differ do."""
     rng = np.random.default_rng(1)
-    runner = runner_of(model, backend, monkeypatch)
+    runner = runner_of(wide, backend, monkeypatch)
     sequences = decoding(rng, 3, most_draft=0)
     fill(runner, sequences)
     state = state_of(sequences)
@@ -133,7 +141,6 @@ def orders_for(sequences, *, most=MOST_DRAFT):
         paths=[sequence.draft for sequence in sequences],
         lengths=[len(sequence) for sequence in sequences],
         most=[min(most, len(sequence.draft)) for sequence in sequences],
-        tables=[sequence.pages for sequence in sequences],
         contexts=[sequence.computed for sequence in sequences],
     )
 
@@ -176,7 +183,7 @@ def test_no_value_is_looked_at(model_folder, kind):
     forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
     step = FixedStep(forward, state, shape, 13, PAGE_SIZE, CopyStream(CPU))
-    forward.plan([[]] * 4, [LONGEST - 1] * 4, [0] * 4)
+    forward.plan([LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
         assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
 
@@ -197,10 +204,10 @@ class Recorded:
 def test_the_least_shape_that_holds_a_step_runs_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, None, 12, 10)
-    for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11]):
-        grid.run(Orders(list(range(len(most))), [], [], most, [], []), GREEDY)
+    for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
+        grid.run(Orders(list(range(len(most))), [], [], most, []), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
-    assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12)]
+    assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
 
 

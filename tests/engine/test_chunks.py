@@ -1,0 +1,183 @@
+"""Steps of fixed shapes on FlashInfer's FA2, tile by tile, where contexts are shorter than planned."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.cache import PagedCache
+from engine.attention.calls import Shape
+from engine.attention.chunks import Chunks, workspaces
+from engine.attention.fixed import RaggedRows, StepShape
+from engine.attention.flashinfer_fixed import FlashInferFixed, requests_of
+from engine.attention.plain_fixed import PlainFixed
+from engine.models.config import ModelConfig
+from ssd.errors import UserError
+from tests.engine import flashinfer_fa2 as fa2
+from tests.engine.flashinfer_twin import TWIN
+
+PAGE_SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """A device on which few keys are worth a split."""
+    monkeypatch.setattr(fa2, "LEAST_CHUNK", 2 * PAGE_SIZE)
+    monkeypatch.setattr(fa2, "PROCESSORS", 20)
+
+
+def compare(
+    seed, *, heads=(4, 2), pages=14, library=TWIN, device="cpu", dtype=torch.float32, tolerance=2e-5, runs=None
+):
+    """Random steps, all of one shape, on its rows in any way; each context up to 40 tokens shorter than planned.
+
+    pages: of each sequence. runs: from a step to something that does the same.
+    """
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    sequences, width = int(rng.integers(1, 5)), 17
+    step_shape = StepShape(sequences, sequences + int(rng.choice([0, 1, 4, 16 * sequences])), width, pages)
+    count = step_shape.rows
+    config = ModelConfig(
+        9, 64, 8, num_layers=1, num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, max_positions=99
+    )
+    cache = PagedCache(config, sequences * pages + 1, PAGE_SIZE, dtype, device)
+    cache.layers.copy_(torch.randn(cache.layers.shape, generator=generator))
+    shape = Shape(*heads, 64, PAGE_SIZE, dtype, dtype, device)
+    sizes = workspaces(*heads, 64, requests_of(step_shape, heads[0] // heads[1]), count)
+    floats, integers = (torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
+    tested = FlashInferFixed(library, shape, floats, integers, cache, step_shape)
+    plain = PlainFixed(*(cache.layers[:, :, kind].float().contiguous() for kind in (0, 1)), step_shape)
+    shapes = [(count, of_a_kind, 64) for of_a_kind in (heads[0], *2 * heads[1:])]
+    new = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    given = RaggedRows(
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.zeros(sequences + 1, dtype=torch.int32, device=device),
+        torch.zeros(sequences, dtype=torch.int32, device=device),
+        torch.zeros(sequences, pages, dtype=torch.int32, device=device),
+    )
+
+    def step():
+        return tested.begin(given)(0, *new)
+
+    run = step if runs is None else runs(step)
+    for _ in range(3):
+        tables = rng.permutation(sequences * pages).reshape(sequences, pages)
+        bounds = rng.integers(0, pages * PAGE_SIZE - width, sequences)
+        contexts = np.maximum(bounds - rng.integers(0, 41, sequences), 0)
+        spread = random_rows(rng, step_shape)
+        starts = np.cumsum([0, *spread])
+        places = np.concatenate([context + np.arange(own) for context, own in zip(contexts, spread, strict=True)])
+        slots = tables.repeat(spread, axis=0)[np.arange(len(places)), places // PAGE_SIZE] * PAGE_SIZE
+        nobodys = np.full(count - len(places), sequences * pages * PAGE_SIZE)
+        slots = np.concatenate((slots + places % PAGE_SIZE, nobodys))
+        for tensor, array in zip(given, (slots, starts, contexts, tables), strict=True):
+            tensor.copy_(torch.from_numpy(array))
+        for tensor in new:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        for attention in (tested, plain):
+            attention.plan(bounds.tolist(), spread)
+        expected = plain.begin(given)(0, *(tensor.float() for tensor in new))
+        attended = run().float()
+        own = slice(starts[-1])
+        torch.testing.assert_close(attended[own], expected[own], rtol=tolerance, atol=tolerance)
+        assert torch.isfinite(attended).all()
+
+
+def random_rows(rng, shape):
+    """How many rows each sequence has, so that they fit; none for the last ones, where nobody sits."""
+    seated = int(rng.integers(1, shape.sequences + 1))
+    spread = np.ones(seated, int)
+    if shape.rows == shape.sequences:
+        return [*spread.tolist(), *[0] * (shape.sequences - seated)]
+    for _ in range(int(rng.integers(0, shape.rows - seated + 1))):
+        one = rng.integers(seated)
+        spread[one] = min(shape.width, spread[one] + 1)
+    return [*spread.tolist(), *[0] * (shape.sequences - seated)]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_shorter_contexts_than_planned(seed, heads):
+    compare(seed, heads=heads)
+
+
+def test_chunks_that_are_not_corrected_are_noticed(monkeypatch):
+    monkeypatch.setattr(Chunks, "correct", lambda *_: None)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(0)
+
+
+class Captured:
+    """A step as a CUDA graph."""
+
+    def __init__(self, step):
+        self.step, self.graph = step, None
+
+    def __call__(self):
+        if self.graph is None:
+            self.step()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.answer = self.step()
+        self.graph.replay()
+        return self.answer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runs", [None, Captured], ids=["launched", "captured"])
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (8, 2)], ids=str)
+def test_shorter_contexts_than_planned_on_a_gpu(heads, runs):
+    library = pytest.importorskip("flashinfer")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    for seed in range(10):
+        compare(
+            seed, heads=heads, pages=60, library=library, device="cuda", dtype=torch.bfloat16, tolerance=2e-2, runs=runs
+        )
+
+
+@given(
+    st.sampled_from([(32, 8, 128), (32, 32, 128), (28, 4, 128), (8, 1, 256), (12, 2, 64)]),
+    st.integers(1, 256),
+    st.integers(1, 33),
+    st.integers(0, 3000),
+)
+def test_workspaces_suffice(heads, sequences, tokens, longest):
+    """On a device of the size of an H200, whatever the lengths; and no array moves from plan to plan."""
+    pages = np.random.default_rng(longest).integers(1, longest + 2, sequences)
+    rng = np.random.default_rng(longest)
+    shape = StepShape(sequences, sequences * tokens, tokens, 1)
+    requests = requests_of(shape, heads[0] // heads[1])
+    sizes = workspaces(*heads, requests, shape.rows)
+    given = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    layouts = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa2, "PROCESSORS", 132)
+        patch.setattr(fa2, "LEAST_CHUNK", 128)
+        for counts in (pages, np.full(sequences, longest + 1), np.ones(sequences, int)):
+            spread = random_rows(rng, shape)
+            behind = [shape.rows - sum(spread), *[0] * (requests - sequences - 1)]
+            others = [-(-behind[0] // PAGE_SIZE), *behind[1:]]
+            tables, queries = (
+                torch.from_numpy(np.cumsum([0, *own, *more]).astype(np.int32))
+                for own, more in ((counts, others), (spread, behind))
+            )
+            sizes = (shape.rows, requests, heads[0], heads[1], PAGE_SIZE, True, heads[2], heads[2])
+            rest = (True, -1, -1, False, 0, 0)
+            layouts.add(tuple(fa2.plan(*given, given[1], queries, tables, tables, *sizes, *rest)))
+    assert len(layouts) == 1
+
+
+def test_short_drafts_run_on_small_tiles():
+    """Of as many rows as a tile has for all query heads of a key head."""
+    for sequences, rows, tile in ((1, 1, 16), (1, 17, 64), (64, 64, 16), (64, 192, 16), (64, 320, 128), (2, 8, 16)):
+        requests = requests_of(StepShape(sequences, rows, 17, 1), 4)
+        assert requests > sequences
+        assert fa2.cta_tile((rows - requests + 1) * 4, 128) == tile
+
+
+def test_unknown_plans_are_refused():
+    with pytest.raises(UserError, match=r"flashinfer-python 0\.7\.2"):
+        Chunks(torch.zeros(64, dtype=torch.uint8), [0] * 16, 1, 1)
