@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.device.follow import Prepared, followed
-from engine.device.inputs import StepInputs, build_inputs
+from engine.device.inputs import Drafts, StepInputs, build_inputs
+from engine.device.lookup import looked_up
 from engine.device.sample import sampled_tokens
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, on_device
@@ -25,7 +26,9 @@ Pool = Any
 
 WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and libraries allocate."""
-COUNTS = 2
+GIVEN = 5
+"""Columns of what the host sends for a sequence before the tokens of its path."""
+COUNTS = 3
 """Columns of a result before its tokens."""
 
 
@@ -58,6 +61,8 @@ class Orders(NamedTuple):
     """Of the texts that they follow."""
     most: list[int]
     """Tokens of each to verify at most."""
+    spare: list[int]
+    """Tokens to verify at most that are looked up, see `looked_up`, where nothing prepared is left."""
     tables: list[list[int]]
     """Page tables."""
     contexts: list[int]
@@ -75,8 +80,8 @@ class FixedStep:
         self._state = state
         self._drafted = drafted
         self._page_size = page_size
-        # One tensor, so that one copy brings it: seat, size, length, most, then the path's tokens.
-        self._idle = np.zeros((sequences, 4 + max(1, furthest)), np.int32)
+        # One tensor, so that one copy brings it: seat, size, length, most, spare, then the path's tokens.
+        self._idle = np.zeros((sequences, GIVEN + max(1, furthest)), np.int32)
         self._idle[:, 0] = state.idle
         self._given = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
         self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -116,38 +121,58 @@ class FixedStep:
     def _rows(self, orders: Orders) -> np.ndarray:
         """int32, like `_idle`; a fresh array, which a copy may still be reading."""
         rows = self._idle.copy()
-        for row, seat, path, length, most in zip(
-            rows, orders.seats, orders.paths, orders.lengths, orders.most, strict=False
+        for row, seat, path, length, most, spare in zip(
+            rows, orders.seats, orders.paths, orders.lengths, orders.most, orders.spare, strict=False
         ):
-            size = min(len(path), len(row) - 4)
-            row[:4] = seat, size, length, most
-            row[4 : 4 + size] = path[:size]
+            size = min(len(path), len(row) - GIVEN)
+            row[:GIVEN] = seat, size, length, most, spare
+            row[GIVEN : GIVEN + size] = path[:size]
         return rows
 
     def _step(self, kind: Kind) -> Tensor:
-        """int32 [B, COUNTS + K + 1]."""
+        """int32 [B, COUNTS + K + 1 + K], see `Result`."""
         state, given = self._state, self._given
         seats = given[:, 0].long()
-        prepared = Prepared(given[:, 4:], given[:, 1], given[:, 2], given[:, 3])
-        drafts = followed(state, seats, prepared, self._drafted)
+        drafts, is_found = self._drafts(seats)
         one_each = torch.ones_like(given[:, 0])
         inputs = build_inputs(state, seats, one_each, drafts, 1 + self._drafted, self._page_size)
         logits = self._forward(inputs, state.page_tables[seats])
         chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
         verified = verify(state, inputs.drafted, chosen, 1 + self._drafted)
-        counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0)), dim=1)
-        return torch.cat((counts, verified.tokens), dim=1)
+        counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0), is_found.int()), dim=1)
+        return torch.cat((counts, verified.tokens, drafts.tokens), dim=1)
+
+    def _drafts(self, seats: Tensor) -> tuple[Drafts, Tensor]:
+        """What is left of the prepared ones, or else was looked up; and whether it was, bool [B]."""
+        given = self._given
+        prepared = Prepared(given[:, GIVEN:], given[:, 1], given[:, 2], given[:, 3])
+        drafts = followed(self._state, seats, prepared, self._drafted)
+        if not self._drafted:
+            return drafts, torch.zeros_like(seats, dtype=torch.bool)
+        found, counts = looked_up(self._state, seats, self._drafted)
+        counts = torch.minimum(counts, given[:, 4])
+        is_found = (drafts.lengths == 0) & (counts > 0)
+        tokens = torch.where(is_found[:, None], found, drafts.tokens)
+        return Drafts(tokens, torch.where(is_found, counts, drafts.lengths), None), is_found
 
 
 class Result(NamedTuple):
     """What came of one sequence."""
 
-    drafted: int
-    """Draft tokens that were verified; padding is none."""
+    draft: np.ndarray
+    """uint32: draft tokens that were verified; padding is none."""
+    is_found: bool
+    """Whether that was looked up, not prepared."""
     tokens: np.ndarray
     """uint32: accepted draft tokens and the target's own."""
 
     @classmethod
     def of(cls, row: np.ndarray) -> Result:
         """From a row that `FixedStep.run` gave."""
-        return cls(int(row[1]), row[COUNTS : COUNTS + int(row[0])].astype(np.uint32))
+        produced, drafted, is_found = row[:COUNTS].tolist()
+        draft = (len(row) + COUNTS + 1) // 2
+        return cls(
+            draft=row[draft : draft + drafted].astype(np.uint32),
+            is_found=bool(is_found),
+            tokens=row[COUNTS : COUNTS + produced].astype(np.uint32),
+        )

@@ -36,7 +36,7 @@ class StepGrid:
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Run a step in the least shape that holds it; see `FixedStep.run`."""
         sequences = next(size for size in self._sequences if size >= len(orders.seats))
-        drafted = next(size for size in self._drafts if size >= max(orders.most))
+        drafted = next(size for size in self._drafts if size >= max(*orders.most, *orders.spare))
         return self._step(sequences, drafted).run(orders, kind)
 
     def _step(self, sequences: int, drafted: int) -> FixedStep:
