@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.device.lookup import LONGEST
+from engine.device.lookup_torch import LONGEST
 from engine.device.state import DeviceState
 
 BLOCK = 2048

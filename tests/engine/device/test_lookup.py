@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.device import lookup
-from engine.device.lookup import LONGEST
+from engine.device import lookup, lookup_torch
+from engine.device.lookup_torch import LONGEST
 from engine.device.state import DeviceState
 from tests.engine.device.backends import planted
 
@@ -99,7 +99,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, tmp_path):
-    module = planted(lookup, *FAULTS[fault], tmp_path)
+    module = planted(lookup_torch, *FAULTS[fault], tmp_path)
     assert all(agrees(lookup.looked_up, *random_texts(seed)) for seed in range(CASES))
 
     def is_caught(seed):
