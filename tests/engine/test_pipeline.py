@@ -10,10 +10,13 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.build import DRAFTER_NAMES, build_drafter
 from engine.drafters.none import NoDrafter
+from engine.graphs import Result
+from engine.prepared import PreparedDrafting
 from engine.request import Request, SamplingParams
+from engine.sequence import Sequence
 from ssd.config import DrafterConfig
 from ssd.draft import DraftBatch, Path, Source
-from tests.engine.chain import answer, chain_engine
+from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.test_core import CONFIG, outputs, requests
 from tests.engine.test_overlap import Journal
 
@@ -203,6 +206,21 @@ def test_where_nothing_prepared_fits_the_device_looks_in_the_text(drafter, has_b
     told = engine._drafting.drafter.told
     assert not any(accepted for _, accepted in told)
     assert any(verified for verified, _ in told) == (drafter is Misleading)
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_drafter_is_not_told_of_what_was_looked_up_even_if_it_drafted_the_same(is_found):
+    drafter = Misleading()
+    drafting = PreparedDrafting(drafter, EngineConfig(max_draft=4, loop="pipelined"), VOCAB)
+    sequence = Sequence(0, Request(PROMPT, SamplingParams(max_tokens=TOKENS)), TOKENS)
+    sequence.draft_room = 4
+    drafting.introduce(sequence)
+    [path] = drafting.prepare([sequence])
+    result = Result(path.tokens[:4], is_found, np.array([0, 0, 0, 0, 1], np.uint32))
+    drafting.verified(sequence, path, result)
+    sequence.commit(result.tokens, 4)
+    drafting.prepare([sequence])
+    assert drafter.told[-1] == ((0, 0) if is_found else (4, 4))
 
 
 def test_without_a_drafter_nothing_is_looked_up(model):
