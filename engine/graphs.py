@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from engine.attention.fixed import StepShape
 from engine.device.follow import Prepared, followed
-from engine.device.inputs import StepInputs, build_inputs
+from engine.device.inputs import Drafts, StepInputs, build_inputs
+from engine.device.lookup import looked_up
 from engine.device.sample import replayed, sampled_tokens
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, CopyStream, on_device
@@ -27,7 +28,9 @@ Pool = Any
 
 WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and libraries allocate."""
-COUNTS = 2
+GIVEN = 5
+"""Columns of what the host sends for a sequence before the tokens of its path."""
+COUNTS = 3
 """Columns of a result before its tokens."""
 
 
@@ -60,13 +63,20 @@ class Orders(NamedTuple):
     """Of the texts that they follow."""
     most: list[int]
     """Tokens of each to verify at most."""
+    spare: list[int]
+    """Tokens to verify at most that are looked up, see `looked_up`, where nothing prepared is left."""
     contexts: list[int]
     """Tokens before the one that runs, at most."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Of each: its last token and whatever may be verified."""
+        return [1 + max(both) for both in zip(self.most, self.spare, strict=True)]
 
     @classmethod
     def nobody(cls) -> Orders:
         """Of no sequence."""
-        return cls([], [], [], [], [])
+        return cls([], [], [], [], [], [])
 
 
 class FixedStep:
@@ -89,8 +99,8 @@ class FixedStep:
         self._shape = shape
         self._page_size = page_size
         self._copies = copies
-        # One tensor, so that one copy brings it: seat, size, length, most, then the path's tokens.
-        self._idle = np.zeros((shape.sequences, 4 + max(1, furthest)), np.int32)
+        # One tensor, so that one copy brings it: seat, size, length, most, spare, then the path's tokens.
+        self._idle = np.zeros((shape.sequences, GIVEN + max(1, furthest)), np.int32)
         self._idle[:, 0] = state.idle
         self._given = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
         self._pool: Pool | None = None
@@ -102,8 +112,7 @@ class FixedStep:
         if self._given.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
         padding = len(self._idle) - len(orders.seats)
-        rows = [1 + most for most in orders.most]
-        self._forward.plan([*orders.contexts, *[0] * padding], [*rows, *[0] * padding])
+        self._forward.plan([*orders.contexts, *[0] * padding], [*orders.rows, *[0] * padding])
         self._given.copy_(on_device(self._rows(orders), self._given.device), non_blocking=True)
         if not self._given.is_cuda:
             return self._copies.bring(self._step(kind))
@@ -133,40 +142,63 @@ class FixedStep:
     def _rows(self, orders: Orders) -> np.ndarray:
         """int32, like `_idle`; a fresh array, which a copy may still be reading."""
         rows = self._idle.copy()
-        for row, seat, path, length, most in zip(
-            rows, orders.seats, orders.paths, orders.lengths, orders.most, strict=False
+        for row, seat, path, length, most, spare in zip(
+            rows, orders.seats, orders.paths, orders.lengths, orders.most, orders.spare, strict=False
         ):
-            size = min(len(path), len(row) - 4)
-            row[:4] = seat, size, length, most
-            row[4 : 4 + size] = path[:size]
+            size = min(len(path), len(row) - GIVEN)
+            row[:GIVEN] = seat, size, length, most, spare
+            row[GIVEN : GIVEN + size] = path[:size]
         return rows
 
     def _step(self, kind: Kind) -> Tensor:
-        """int32 [B, COUNTS + W]."""
+        """int32 [B, COUNTS + W + W - 1], see `Result`."""
         state, given, shape = self._state, self._given, self._shape
-        seats, most = given[:, 0].long(), given[:, 3]
-        drafts = followed(state, seats, Prepared(given[:, 4:], given[:, 1], given[:, 2], most), shape.width - 1)
+        seats = given[:, 0].long()
+        drafts, is_found = self._drafts(seats)
         # Nobody has no rows; those that are left over are behind all.
-        starts = pad(torch.where(seats == state.idle, 0, 1 + most).cumsum(0, dtype=torch.int32), (1, 0))
-        inputs = build_inputs(state, seats, torch.ones_like(most), drafts, starts, shape.rows, self._page_size)
+        own = torch.where(seats == state.idle, 0, 1 + torch.maximum(given[:, 3], given[:, 4]))
+        starts = pad(own.cumsum(0, dtype=torch.int32), (1, 0))
+        inputs = build_inputs(state, seats, torch.ones_like(own), drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[seats])
         chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
         # Whether anything was recorded or not, so that no shape is captured twice.
         chosen = replayed(state, inputs, chosen)
         verified = verify(state, inputs.drafted, chosen, shape.width)
-        counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0)), dim=1)
-        return torch.cat((counts, verified.tokens), dim=1)
+        counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0), is_found.int()), dim=1)
+        return torch.cat((counts, verified.tokens, drafts.tokens), dim=1)
+
+    def _drafts(self, seats: Tensor) -> tuple[Drafts, Tensor]:
+        """What is left of the prepared ones, or else was looked up; and whether it was, bool [B]."""
+        given, width = self._given, self._shape.width - 1
+        if self._shape.rows == self._shape.sequences:
+            none = torch.zeros_like(given[:, 0])
+            return Drafts(none[:, None].expand(-1, width), none, None), none.bool()
+        prepared = Prepared(given[:, GIVEN:], given[:, 1], given[:, 2], given[:, 3])
+        drafts = followed(self._state, seats, prepared, width)
+        found, counts = looked_up(self._state, seats, width)
+        counts = torch.minimum(counts, given[:, 4])
+        is_found = (drafts.lengths == 0) & (counts > 0)
+        tokens = torch.where(is_found[:, None], found, drafts.tokens)
+        return Drafts(tokens, torch.where(is_found, counts, drafts.lengths), None), is_found
 
 
 class Result(NamedTuple):
     """What came of one sequence."""
 
-    drafted: int
-    """Draft tokens that were verified; padding is none."""
+    draft: np.ndarray
+    """uint32: draft tokens that were verified; padding is none."""
+    is_found: bool
+    """Whether that was looked up, not prepared."""
     tokens: np.ndarray
     """uint32: accepted draft tokens and the target's own."""
 
     @classmethod
     def of(cls, row: np.ndarray) -> Result:
         """From a row that `FixedStep.run` gave."""
-        return cls(int(row[1]), row[COUNTS : COUNTS + int(row[0])].astype(np.uint32))
+        produced, drafted, is_found = row[:COUNTS].tolist()
+        draft = (len(row) + COUNTS + 1) // 2
+        return cls(
+            draft=row[draft : draft + drafted].astype(np.uint32),
+            is_found=bool(is_found),
+            tokens=row[COUNTS : COUNTS + produced].astype(np.uint32),
+        )

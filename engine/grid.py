@@ -56,8 +56,7 @@ class StepGrid:
 
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Run a step in the least shape that holds it; see `FixedStep.run`."""
-        count = len(orders.seats)
-        return self.step_of(*self.shape_for(count, count + sum(orders.most))).run(orders, kind)
+        return self.step_of(*self.shape_for(len(orders.seats), sum(orders.rows))).run(orders, kind)
 
     def step_of(self, sequences: int, rows: int) -> FixedStep:
         """The step of a shape."""

@@ -143,16 +143,16 @@ class PipelinedEngine(Engine):
         watch.lap("schedule")
         paths, asking = self._prepared.prepare(sequences)
         watch.lap("draft")
-        drafted = [path.most for path in paths]
         orders = Orders(
             seats=seats,
             paths=[path.tokens for path in paths],
             lengths=[path.length for path in paths],
-            most=drafted,
+            most=[path.most for path in paths],
+            spare=[path.spare for path in paths],
             contexts=[sequence.end - 1 for sequence in sequences],
         )
         results = self._grid.run(orders, _kind(sequences, self.model.vocab_size))
-        most = [1 + count for count in drafted]
+        most = [1 + max(path.most, path.spare) for path in paths]
         for sequence, count in zip(sequences, most, strict=True):
             sequence.in_flight += count
         watch.lap("forward")
@@ -163,16 +163,13 @@ class PipelinedEngine(Engine):
         rows = step.results.read()
         watch.lap("verify")
         report = StepReport()
-        for sequence, path, most, row in zip(step.sequences, step.paths, step.most, rows, strict=False):
-            if sequence not in self._seats:
-                continue
-            result = Result.of(row)
+        ended = zip(step.sequences, step.paths, step.most, map(Result.of, rows), strict=False)
+        here = [one for one in ended if one[0] in self._seats]
+        self._prepared.note([path for _, path, _, _ in here], [result for _, _, _, result in here])
+        for sequence, path, most, result in here:
             sequence.in_flight -= most
-            begun = len(sequence) - path.length
-            sequence.draft = path.tokens[begun : begun + result.drafted]
-            sequence.draft_sources = path.sources[begun : begun + result.drafted]
+            self._prepared.verified(sequence, path, result)
             sequence.tree, sequence.scheduled = None, 1
-            self._prepared.verified(sequence)
             self._append(report, sequence, result.tokens, np.arange(len(result.tokens)), None)
         watch.lap("commit")
         return report

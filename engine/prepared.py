@@ -1,7 +1,8 @@
 """Drafts for a step whose text the host does not know yet: the step before is still under way.
 
 They follow the last text that is known, and are long enough to reach beyond what the step under way may commit. Where
-that turns out to be what they begin with, the device verifies what is left of them, see `engine.device.follow`.
+that turns out to be what they begin with, the device verifies what is left of them, see `engine.device.follow`. Where
+nothing is left, it verifies what it finds in the sequence's own text, see `engine.device.lookup`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.budget import Asking, Budget
+from engine.columns import Columns
 from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
 from engine.drafting import Drafting
+from engine.graphs import Result
 from engine.overlap import furthest
 from engine.sequence import NO_SOURCES, NO_TOKENS, Sequence
 from engine.tree import straight_length
-from ssd.draft import DraftBatch, Drafter, Path, Progress
+from ssd.draft import DraftBatch, Drafter, Progress, Source
 
 NO_ODDS = np.empty(0, np.float32)
 
@@ -35,6 +39,8 @@ class PreparedPath(NamedTuple):
     """Of the text that it follows."""
     most: int
     """Tokens to verify at most."""
+    spare: int
+    """Tokens to verify at most that are looked up in its place."""
 
 
 class PreparedDrafting(Drafting):
@@ -43,48 +49,66 @@ class PreparedDrafting(Drafting):
     def __init__(self, drafter: Drafter, config: EngineConfig, vocab_size: int, budget: Budget | None = None) -> None:
         """As `Drafting`."""
         super().__init__(drafter, config, vocab_size, budget)
+        self._looks_up = not isinstance(drafter, NoDrafter)
+        self._columns = Columns(config.max_draft)
         self._last: dict[int, PreparedPath] = {}
         """By sequence: the drafter's last draft."""
+        self._likely: dict[int, int] = {}
+        """By sequence: tokens that its last step commits if all that was prepared is accepted."""
         self._shared: dict[int, int] = {}
         """By sequence, of a draft that was verified: how many tokens the drafter's last one begins with too."""
 
     def prepare(self, sequences: SequenceOf[Sequence]) -> tuple[list[PreparedPath], Asking | None]:
-        """Paths for sequences that all produce; how much is verified goes by the likeliest outcome, that all of the
-        draft before is accepted. Empty ones and None while the drafter rests; else whether there is a trial among
-        them. What asking took is for the caller to say: the device has not waited for it.
+        """Paths for sequences that all produce. While the drafter rests they are empty, and the rest is None; else it
+        says whether there is a trial among them. How long asking took is for the caller to say: perhaps nobody waited.
         """
+        asking = None
         if self._budget is not None and self._budget.rests:
-            return [PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0) for sequence in sequences], None
-        cost = None if self._budget is None else self._budget.price(len(sequences), len(sequences))
-        drafts = self._drafts_for(sequences, cost)
-        paths = [self._path(sequence, drafts, index) for index, sequence in enumerate(sequences)]
-        self._last.update((sequence.sequence_id, path) for sequence, path in zip(sequences, paths, strict=True))
-        if self._budget is None:
-            return paths, Asking(0.0)
-        likely = [
-            Path(path.tokens[sequence.in_flight :], path.odds[sequence.in_flight :])
-            for path, sequence in zip(paths, sequences, strict=True)
-        ]
-        usable = np.array([min(path.most, len(left.tokens)) for path, left in zip(paths, likely, strict=True)])
-        lengths, is_trial = self._budget.spend(DraftBatch.of_paths(likely), usable, len(sequences))
-        cut = [path._replace(most=length) for path, length in zip(paths, lengths.tolist(), strict=True)]
-        return cut, Asking(0.0, is_trial)
+            paths = [self._empty(sequence) for sequence in sequences]
+        else:
+            cost = None if self._budget is None else self._budget.price(len(sequences), len(sequences))
+            drafts = self._drafts_for(sequences, cost)
+            paths = [self._path(sequence, drafts, index) for index, sequence in enumerate(sequences)]
+            self._last.update((sequence.sequence_id, path) for sequence, path in zip(sequences, paths, strict=True))
+            asking = Asking(0.0)
+        if self._budget is not None:
+            paths, is_trial = self._worth_verifying(sequences, paths, self._budget)
+            asking = asking and asking._replace(is_trial=is_trial)
+        self._likely.update((one.sequence_id, 1 + path.most) for one, path in zip(sequences, paths, strict=True))
+        return paths, asking
 
-    def verified(self, sequence: Sequence) -> None:
-        """The draft of a sequence was verified, what came of it is to be committed. The drafter is told of it only as
-        far as its last one, for the same text, was the same; and not at all if that was for an earlier text.
+    def note(self, paths: SequenceOf[PreparedPath], results: SequenceOf[Result]) -> None:
+        """What became of a step's drafts, of sequences that produced."""
+        self._columns.note(
+            [path.most > 0 for path in paths],
+            [path.spare for path in paths],
+            [result.is_found for result in results],
+            [len(result.tokens) - 1 if len(result.draft) else -1 for result in results],
+        )
+
+    def verified(self, sequence: Sequence, path: PreparedPath, result: Result) -> None:
+        """The draft of a sequence was verified; note it there, before what came of it is committed.
+
+        The drafter is told of it only as far as its last one, for the same text, was the same; and not at all if that
+        was for an earlier text, or the draft was none of its own.
         """
-        last = self._last.get(sequence.sequence_id)
-        if last is None or sequence.untold_steps:
+        draft = sequence.draft = result.draft
+        begun = len(sequence) - path.length
+        found = np.full(len(draft), Source.LOCAL, np.uint8)
+        sequence.draft_sources = found if result.is_found else path.sources[begun : begun + len(draft)]
+        if sequence.untold_steps:
             return
-        draft = sequence.draft
-        most = min(len(draft), len(last.tokens))
-        self._shared[sequence.sequence_id] = int(np.append(draft[:most] != last.tokens[:most], True).argmax())
+        last = self._last.get(sequence.sequence_id)
+        offered = NO_TOKENS if last is None or result.is_found else last.tokens
+        most = min(len(draft), len(offered))
+        differs = draft[:most] != offered[:most]
+        self._shared[sequence.sequence_id] = int(np.append(differs, True).argmax())
 
     def end(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafting.end`."""
         self._restrict(sequence)
         self._last.pop(sequence.sequence_id, None)
+        self._likely.pop(sequence.sequence_id, None)
         super().end(sequence, learn)
 
     def _progress(self, sequences: SequenceOf[Sequence], cost: float | None, limits: SequenceOf[int]) -> Progress:
@@ -107,8 +131,31 @@ class PreparedDrafting(Drafting):
         odds = drafts.odds[first : first + size]
         # Of what is under way, at least one token comes to be committed.
         left = size - min(size, sequence.in_flight, 1)
+        empty = self._empty(sequence)
         most = min(self._most(sequence), left, sequence.draft_room)
-        return PreparedPath(tokens[:size], odds, drafts.sources_of(index)[:size], len(sequence), most)
+        return empty._replace(tokens=tokens[:size], odds=odds, sources=drafts.sources_of(index)[:size], most=most)
+
+    def _empty(self, sequence: Sequence) -> PreparedPath:
+        spare = min(self._most(sequence), sequence.draft_room) if self._looks_up else 0
+        return PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0, spare)
+
+    def _worth_verifying(
+        self, sequences: SequenceOf[Sequence], paths: SequenceOf[PreparedPath], budget: Budget
+    ) -> tuple[list[PreparedPath], bool]:
+        """The paths, cut to what pays, and whether there is a trial among them. What pays goes by the likeliest
+        outcome: all of the draft before is accepted.
+        """
+        odds = []
+        for sequence, path in zip(sequences, paths, strict=True):
+            committed = self._likely.get(sequence.sequence_id, 0) if sequence.in_flight else 0
+            odds.append(path.odds[committed : committed + path.most])
+        room = [path.spare for path in paths]
+        lengths, is_trial = budget.spend(self._columns.drafts(odds, room), np.array(room), len(sequences))
+        cut = [
+            path._replace(most=min(path.most, length), spare=min(path.spare, length))
+            for path, length in zip(paths, lengths.tolist(), strict=True)
+        ]
+        return cut, is_trial
 
     def _limits(self, sequences: SequenceOf[Sequence]) -> list[int]:
         return [min(furthest(self._most(sequence)), sequence.room - 1) for sequence in sequences]

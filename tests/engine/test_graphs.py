@@ -141,6 +141,7 @@ def orders_for(sequences, *, most=MOST_DRAFT):
         paths=[sequence.draft for sequence in sequences],
         lengths=[len(sequence) for sequence in sequences],
         most=[min(most, len(sequence.draft)) for sequence in sequences],
+        spare=[0] * len(sequences),
         contexts=[sequence.computed for sequence in sequences],
     )
 
@@ -165,7 +166,7 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
     shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE, CopyStream(CPU))
     results = [Result.of(row) for row in step.run(orders_for(sequences), GREEDY).read()]
-    assert [result.drafted for result in results] == [4, 4, 0, 0]
+    assert [len(result.draft) for result in results] == [4, 4, 0, 0]
     assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
     assert results[0].tokens[:4].tolist() == draft
     for seat, sequence in enumerate(sequences):
@@ -185,7 +186,7 @@ def test_no_value_is_looked_at(model_folder, kind):
     step = FixedStep(forward, state, shape, 13, PAGE_SIZE, CopyStream(CPU))
     forward.plan([LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
-        assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
+        assert step._step(kind).shape == (4, 3 + 1 + 2 * MOST_DRAFT)
 
 
 class Recorded:
@@ -205,7 +206,7 @@ def test_the_least_shape_that_holds_a_step_runs_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, None, 12, 10)
     for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
-        grid.run(Orders(list(range(len(most))), [], [], most, []), GREEDY)
+        grid.run(Orders(list(range(len(most))), [], [], most, [0] * len(most), []), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
     assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})

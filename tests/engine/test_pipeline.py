@@ -10,9 +10,13 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.build import DRAFTER_NAMES, build_drafter
 from engine.drafters.none import NoDrafter
+from engine.graphs import Result
+from engine.prepared import PreparedDrafting
 from engine.request import Request, SamplingParams
+from engine.sequence import Sequence
 from ssd.config import DrafterConfig
-from tests.engine.chain import answer, chain_engine
+from ssd.draft import DraftBatch, Path, Source
+from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.test_core import CONFIG, outputs, requests
 from tests.engine.test_overlap import Journal
 
@@ -180,6 +184,109 @@ def test_a_trial_is_noted_with_its_own_step():
     chain_engine(config, 40, Journal(100), budget).generate([Request(PROMPT[:1], SamplingParams(max_tokens=TOKENS))])
     assert budget.noted == budget.spent[: len(budget.noted)]
     assert (5, True) in budget.noted
+
+
+class Silent:
+    """Finds nothing, and notes what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def start(self, sequence_id, prompt):
+        pass
+
+    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
+        self.told.append((verified, accepted))
+
+    def close(self):
+        pass
+
+    def draft(self, progress):
+        self.told += zip(progress.verified.tolist(), progress.accepted.tolist(), strict=True)
+        return DraftBatch.empty(len(progress.sequence_ids))
+
+
+class Misleading(Silent):
+    """Drafts what never comes."""
+
+    def draft(self, progress):
+        super().draft(progress)
+        path = Path(np.zeros(9, np.uint32), np.full(9, 0.9, np.float32))
+        return DraftBatch.of_paths([path] * len(progress.sequence_ids))
+
+
+@pytest.mark.parametrize("drafter", [Silent, Misleading])
+@pytest.mark.parametrize("has_budget", [False, True], ids=["all", "budget"])
+def test_where_nothing_prepared_fits_the_device_looks_in_the_text(drafter, has_budget):
+    """There are few tokens, so that one of seven that are looked up is right."""
+    config = EngineConfig(max_sequences=4, max_draft=4, max_step_tokens=64, loop="pipelined")
+    budget = Budget(StepCost([1, 2, 400], [1.0, 1.001, 1.1])) if has_budget else None
+    engine = chain_engine(config, 200, drafter(), budget)
+    rng = np.random.default_rng(0)
+    asked = [Request(rng.integers(1, 8, 9).astype(np.uint32), SamplingParams(max_tokens=TOKENS)) for _ in range(12)]
+    reports = []
+    completions = engine.generate(asked, observe=reports.append)
+    engine.close()
+    assert [c.tokens.tolist() for c in completions] == [answer(request.prompt, TOKENS) for request in asked]
+    assert sum(c.accepted for c in completions) > 40
+    assert sum(c.steps + c.accepted for c in completions) == sum(len(c.tokens) for c in completions)
+    for outcome in (outcome for report in reports for outcome in report.outcomes):
+        # What is right is none of the drafter's.
+        assert outcome.accepted == 0 or set(outcome.sources.tolist()) == {Source.LOCAL}
+    told = engine._drafting.drafter.told
+    assert not any(accepted for _, accepted in told)
+    assert any(verified for verified, _ in told) == (drafter is Misleading)
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_drafter_is_not_told_of_what_was_looked_up_even_if_it_drafted_the_same(is_found):
+    drafter = Misleading()
+    drafting = PreparedDrafting(drafter, EngineConfig(max_draft=4, loop="pipelined"), VOCAB)
+    sequence = Sequence(0, Request(PROMPT, SamplingParams(max_tokens=TOKENS)), TOKENS)
+    sequence.draft_room = 4
+    drafting.introduce(sequence)
+    [path], _ = drafting.prepare([sequence])
+    result = Result(path.tokens[:4], is_found, np.array([0, 0, 0, 0, 1], np.uint32))
+    drafting.verified(sequence, path, result)
+    sequence.commit(result.tokens, 4)
+    drafting.prepare([sequence])
+    assert drafter.told[-1] == ((0, 0) if is_found else (4, 4))
+
+
+def test_without_a_drafter_nothing_is_looked_up(model):
+    [completion] = build_engine(model, PIPELINED, NoDrafter()).generate(requests(1, max_tokens=60))
+    assert completion.drafted == 0
+
+
+def test_the_budget_is_asked_for_what_is_left_behind_the_tokens_under_way():
+    """All of the step before being accepted, 4 of 9 tokens are left."""
+    journal, config = Journal(100), EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64, loop="pipelined")
+    budget = Budget(StepCost([1, 2, 64], [1.0, 1.0, 1.0]))
+    offered = []
+    spend = budget.spend
+
+    def noted(drafts, usable, tokens):
+        assert (usable <= np.diff(drafts.offsets)).all()
+        offered.append(usable.tolist())
+        return spend(drafts, usable, tokens)
+
+    budget.spend = noted
+    engine = chain_engine(config, 40, journal, budget)
+    paths = []
+    prepare = engine._prepared._worth_verifying
+
+    def worth(sequences, given, own):
+        cut, is_trial = prepare(sequences, given, own)
+        paths.extend(zip((one.in_flight for one in sequences), cut, strict=True))
+        return cut, is_trial
+
+    engine._prepared._worth_verifying = worth
+    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS))])
+    assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
+    assert offered
+    for in_flight, path in paths:
+        assert path.most <= path.spare <= 4
+        assert path.most <= max(0, len(path.tokens) - bool(in_flight))
 
 
 def test_trees_are_refused():

@@ -4,7 +4,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.device import verify_triton
+from engine.device import lookup_triton, verify_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 DRAFTED = {
@@ -31,3 +31,9 @@ for is_tree in (False, True):
     compile_kernel(verify_triton._verify, {"chosen": "*i64", **common}, shape, 1)
     odds = {"p": "*fp32", "q": "*fp32", "q_starts": "*i32", "seeds": "*i64", "vocab": "i32"}
     compile_kernel(verify_triton._reject, {**odds, **common}, {**shape, "VOCAB_BLOCK": 4096}, 8)
+
+texts = {"seats": "*i64", "lengths": "*i32", "history": "*i32", "history_stride": "i32"}
+drafts = {"out_tokens": "*i32", "out_counts": "*i32", "width": "i32"}
+compile_kernel(
+    lookup_triton._look_up, {**texts, **drafts}, {"LONGEST": 4, "BLOCK": lookup_triton.BLOCK, "WIDTH": 16}, 8
+)
