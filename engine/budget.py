@@ -199,8 +199,13 @@ class Budget:
         self._steps_without = 0
         return True
 
-    def note(self, tokens: int, sequences: int, accepted: int, seconds: float, asking: Asking | None) -> None:
-        """A step took so long, and so many draft tokens were accepted. asking: None if the drafter was not asked."""
+    def note(
+        self, tokens: int, sequences: int, accepted: int, seconds: float, asking: Asking | None, foreign: int = 0
+    ) -> None:
+        """A step took so long, and so many draft tokens were accepted, of which some were none of the drafter's.
+
+        asking: None if the drafter was not asked.
+        """
         # By steps, not by askings: what was of no use long ago says little.
         self._promised *= MEMORY
         self._kept = MEMORY * (self._kept + accepted)
@@ -212,7 +217,7 @@ class Budget:
         if asking is None:
             return
         self._spent = RECENT * self._spent + asking.seconds
-        self._saved = RECENT * self._saved + accepted * seconds / (sequences + accepted)
+        self._saved = RECENT * self._saved + (accepted - foreign) * seconds / (sequences + accepted)
         self._rest = 0 if self._saved >= self._spent else min(2 * self._rest + 1, MOST_REST)
         self._steps_to_rest = self._rest
 

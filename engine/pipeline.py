@@ -4,6 +4,8 @@
     pipelined    device    forward s               | forward s+1             | forward s+2
                  host      draft s+1, read and commit s-1 | draft s+2, read and commit s | ...
 
+Where that pays more, the next step is begun when the one before it is known, see `pace.py`; both ways the same is run.
+
 The device carries the sequences' true lengths, last tokens and page tables, see `engine.device`; the host goes by the
 most that may have been committed when it hands out pages, and by what it knows when it drafts. A sequence that has
 ended, was cancelled or lost its pages meanwhile may be in one step more, of which nothing is taken. What such a step
@@ -34,6 +36,7 @@ from engine.graphs import FixedStep, Kind, Orders, Result
 from engine.grid import StepGrid
 from engine.models.config import ModelConfig
 from engine.overlap import furthest
+from engine.pace import Pace
 from engine.pages import PagePool
 from engine.prepared import PreparedDrafting, PreparedPath
 from engine.runner import Runner
@@ -58,6 +61,14 @@ class UnderWay(NamedTuple):
     """For its drafts; how long is known when the step before has ended."""
 
 
+class Ended(NamedTuple):
+    """A step whose results are known."""
+
+    report: StepReport
+    looked_up: int
+    """Of the accepted draft tokens, those that the device found itself."""
+
+
 class PipelinedEngine(Engine):
     """Runs one step ahead of what it knows."""
 
@@ -71,21 +82,42 @@ class PipelinedEngine(Engine):
         grid: StepGrid,
         decode: Decode | None = None,
         budget: Budget | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """grid: of which the state has a seat for each sequence that may run. For the others see `Engine`."""
         super().__init__(model, config, runner, pages, drafter, decode, budget)
         self._drafting = self._prepared = PreparedDrafting(drafter, config, model.vocab_size, budget)
         self._seats = Seats(grid.state)
         self._grid = grid
+        self._pace = Pace() if pace is None else pace
         self._under_way: UnderWay | None = None
 
     def step(self) -> StepReport:
-        """Begin a step, and commit what the one before it produced."""
+        """Begin a step, and commit what the one before it produced; in which order, see `Pace`."""
+        watch = Stopwatch()
+        before, self._under_way = self._under_way, None
+        ended = None
+        if before is not None and self._pace.waits:
+            ended = self._end_step(before, watch)
         for sequence in self.scheduler.admit():
             self._drafting.introduce(sequence)
-        if any(sequence.request.sampling.needs_host for sequence in self.scheduler.running):
-            return self._step_plainly()
-        watch = Stopwatch()
+        watch.lap("schedule")
+        prompt_tokens = 0
+        if not any(sequence.request.sampling.needs_host for sequence in self.scheduler.running):
+            prompt_tokens = self._begin_step(before, watch)
+        elif before is None:
+            self._seats.clear_but([])
+            return super().step()
+        if before is None:
+            return StepReport(times=watch.times())
+        if ended is None:
+            ended = self._end_step(before, watch)
+        ended.report.times = watch.times()
+        self._note(before, prompt_tokens, ended)
+        return ended.report
+
+    def _begin_step(self, before: UnderWay | None, watch: Stopwatch) -> int:
+        """Begin one if there is anything to run; returns how many tokens of prompts run beside it."""
         # One whose every token is on its way has nothing left to run.
         going = [one for one in self.scheduler.schedule() if one.room > min(one.in_flight, 1)]
         self._seats.clear_but(self.scheduler.running)
@@ -93,31 +125,26 @@ class PipelinedEngine(Engine):
         prompt_tokens = self._run_prompts(going)
         watch.lap("forward")
         producing = [sequence for sequence in going if sequence.completes_prompt]
-        before, begun = self._under_way, self._begin(producing, watch) if producing else None
-        # As long as the device is not done with the step before, asking costs nothing.
-        if begun is not None and begun.asking is not None and (before is None or before.results.has_come):
-            begun = begun._replace(asking=begun.asking._replace(seconds=watch.times().draft))
-        self._under_way = begun
-        report = StepReport() if before is None else self._end_step(before, watch)
-        report.times = watch.times()
-        if before is not None and self._budget is not None:
-            # What has passed in this call is about the time from the end of one step to that of the next.
-            accepted, seconds = sum(outcome.accepted for outcome in report.outcomes), report.times.total
-            tokens = before.tokens + prompt_tokens
-            self._budget.note(tokens, len(before.sequences), accepted, seconds, before.asking)
-        return report
+        if producing:
+            begun = self._begin(producing, watch)
+            # As long as the device is not done with the step before, asking costs nothing.
+            if begun.asking is not None and (before is None or before.results.has_come):
+                begun = begun._replace(asking=begun.asking._replace(seconds=watch.times().draft))
+            self._under_way = begun
+        return prompt_tokens
 
-    def _step_plainly(self) -> StepReport:
-        """A step of the plain loop, once nothing is under way any more."""
-        before, self._under_way = self._under_way, None
-        if before is None:
-            self._seats.clear_but([])
-            return super().step()
-        watch = Stopwatch()
-        self._seats.clear_but(self.scheduler.running)
-        report = self._end_step(before, watch)
-        report.times = watch.times()
-        return report
+    def _note(self, step: UnderWay, prompt_tokens: int, ended: Ended) -> None:
+        """Let it be known what came of a step. What has passed in this call is about the time from the end of the step
+        before it to its own.
+        """
+        times, accepted = ended.report.times, sum(outcome.accepted for outcome in ended.report.outcomes)
+        # Where launching is not waiting, it is the host's part as well.
+        launching_s = times.forward if self._grid.state.lengths.is_cuda else 0.0
+        host_s = times.schedule + times.draft + times.commit + launching_s
+        self._pace.note(host_s, times.total, accepted, ended.report.committed)
+        if self._budget is not None:
+            tokens, count = step.tokens + prompt_tokens, len(step.sequences)
+            self._budget.note(tokens, count, accepted, times.total, step.asking, ended.looked_up)
 
     def _run_prompts(self, sequences: SequenceOf[Sequence]) -> int:
         """Run what is scheduled of prompts but their last tokens, which produce; returns how many tokens that was."""
@@ -158,8 +185,9 @@ class PipelinedEngine(Engine):
         watch.lap("forward")
         return UnderWay(sequences, paths, most, results, sum(most), asking)
 
-    def _end_step(self, step: UnderWay, watch: Stopwatch) -> StepReport:
+    def _end_step(self, step: UnderWay, watch: Stopwatch) -> Ended:
         """Wait for a step's results, and commit those of sequences that still are what they were."""
+        self._seats.clear_but(self.scheduler.running)
         rows = step.results.read()
         watch.lap("verify")
         report = StepReport()
@@ -172,7 +200,7 @@ class PipelinedEngine(Engine):
             sequence.tree, sequence.scheduled = None, 1
             self._append(report, sequence, result.tokens, np.arange(len(result.tokens)), None)
         watch.lap("commit")
-        return report
+        return Ended(report, sum(len(result.tokens) - 1 for *_, result in here if result.is_found))
 
 
 def build_grid(model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str) -> StepGrid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -18,12 +19,17 @@ from engine.request import Request, SamplingParams
 from ssd.draft import DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5
-SAID = 0
-"""The token of which all outputs are made, whatever the model says."""
+
+
+def said(places: np.ndarray, vocab_size: int) -> np.ndarray:
+    """What all outputs are made of, whatever the model says: each place has another token, so nothing of them is found
+    earlier in the text. places: of tokens within an output; uint32 like those.
+    """
+    return (places % vocab_size).astype(np.uint32)
 
 
 class FixedDrafter:
-    """Drafts random tokens in one shape for everyone, whatever was said: none of them fits."""
+    """Drafts random tokens in one shape for everyone, of which none fits."""
 
     def __init__(self, parents: np.ndarray, vocab_size: int, odds: float = 0.9, right: int = 0) -> None:
         """parents: int32 [k]. odds: that each token is promised to fit with, given its parent. right: how many tokens,
@@ -34,6 +40,7 @@ class FixedDrafter:
         self._vocab_size = vocab_size
         self._odds = odds
         self._random = np.random.default_rng(0)
+        self._produced: Counter[int] = Counter()
 
     def start(self, sequence_id: int, prompt: np.ndarray) -> None:
         """Nothing to note."""
@@ -42,12 +49,15 @@ class FixedDrafter:
         """The same shape for every sequence, cut to what it can use."""
         lengths = np.minimum(progress.max_draft, len(self._parents)).astype(np.uint32)
         parents = [self._parents[:length] for length in lengths.tolist()]
-        tokens = int(lengths.sum())
-        drafted = self._random.integers(SAID + 1, self._vocab_size, tokens, np.uint32)
-        offsets = offsets_of(lengths)
-        drafted[np.arange(tokens) - np.repeat(offsets[:-1], lengths) < self._right] = SAID
+        tokens, offsets = int(lengths.sum()), offsets_of(lengths)
+        ids = progress.sequence_ids.tolist()
+        for sequence_id, count in zip(ids, np.diff(progress.offsets).tolist(), strict=True):
+            self._produced[sequence_id] += count
+        within = np.arange(tokens) - np.repeat(offsets[:-1].astype(np.int64), lengths)
+        places = within + np.repeat([self._produced[sequence_id] for sequence_id in ids], lengths)
+        away = np.where(within < self._right, 0, self._random.integers(1, self._vocab_size, tokens))
         return DraftBatch(
-            tokens=drafted,
+            tokens=said(places + away, self._vocab_size),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
             odds=np.full(tokens, self._odds, np.float32),
             source=np.full(tokens, Source.CORPUS, np.uint8),
@@ -74,10 +84,10 @@ def binary_tree(nodes: int) -> np.ndarray:
 
 
 def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[Request]:
-    """Prompts of random tokens that have no beginning in common, and outputs of a fixed length, all of them `SAID`."""
+    """Prompts of random tokens that have no beginning in common, and outputs of a fixed length, see `said`."""
     random = np.random.default_rng(seed)
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-    output = np.full(output_tokens, SAID, np.uint32)
+    output = said(np.arange(output_tokens), bench.config.vocab_size)
     return [
         Request(random.integers(0, bench.config.vocab_size, prompt_tokens, np.uint32), sampling, recorded=output)
         for _ in range(count)

@@ -133,10 +133,25 @@ class ChainForward:
         return torch.tensor([scores(row) for row in rows], dtype=torch.float32).view(-1, VOCAB)
 
 
-def chain_engine(config, pages, drafter, budget=None):
-    """An engine on this model, with that many pages."""
+class FixedPace:
+    """Decides whatever is asked, so that no test depends on how long steps take."""
+
+    def __init__(self, decide):
+        self.decide = decide
+
+    @property
+    def waits(self):
+        return self.decide()
+
+    def note(self, host_s, step_s, accepted, produced):
+        assert 0 <= host_s <= step_s
+        assert accepted <= produced
+
+
+def chain_engine(config, pages, drafter, budget=None, waits=lambda: False):
+    """An engine on this model, with that many pages; `waits`: whether the pipelined loop does."""
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
     if config.loop != "pipelined":
         return Engine(MODEL, config, runner, pool, drafter, budget=budget)
     grid = build_grid(MODEL, config, runner, pool, "cpu")
-    return PipelinedEngine(MODEL, config, runner, pool, drafter, grid, budget=budget)
+    return PipelinedEngine(MODEL, config, runner, pool, drafter, grid, budget=budget, pace=FixedPace(waits))

@@ -195,6 +195,13 @@ def test_asking_pays_if_accepted_tokens_save_more_than_it_takes(drafting_s, pays
     assert (len(asked_in(Budget(CHEAP), 64, accepted=1, drafting_s=drafting_s)) == 64) == pays
 
 
+@pytest.mark.parametrize(("foreign", "pays"), [(0, True), (1, False)])
+def test_what_others_found_saves_a_drafter_nothing(foreign, pays):
+    budget = Budget(CHEAP)
+    budget.note(1, 1, 1, 1.0, Asking(0.4), foreign)
+    assert budget.rests == (not pays)
+
+
 def test_a_drafter_that_becomes_useful_is_asked_in_every_step_again():
     budget = Budget(CHEAP)
     asked_in(budget, 200, accepted=0, drafting_s=0.01)

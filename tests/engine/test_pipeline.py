@@ -85,11 +85,11 @@ PROMPT = np.array([3, 1, 4, 1, 5], np.uint32)
 TOKENS = 60
 
 
-def journal_of(right, max_draft=4, request_max_draft=None):
+def journal_of(right, max_draft=4, request_max_draft=None, *, waits=False):
     """A single request, and in which order things are done for it."""
     journal = Journal(right)
     config = EngineConfig(max_sequences=1, max_draft=max_draft, max_step_tokens=64, loop="pipelined")
-    engine = chain_engine(config, 40, journal)
+    engine = chain_engine(config, 40, journal, waits=lambda: waits)
     run, end = engine._grid.run, engine._end_step
 
     def begin(orders, kind):
@@ -114,6 +114,15 @@ def test_a_step_is_begun_before_the_one_before_it_is_read(right):
     assert order[:5] == ["begin", "begin", "read", "begin", "read"]
     # Without drafts it is known which step is the last one; with them it may be one before.
     assert 0 <= order.count("begin") - completion.steps <= bool(right)
+
+
+@pytest.mark.parametrize("right", [0, 2, 100])
+def test_a_step_that_is_waited_for_is_read_before_the_next_is_begun(right):
+    journal, completion = journal_of(right, waits=True)
+    order = [event for event in journal.events if event in ("begin", "read")]
+    assert order == ["begin", "read"] * completion.steps
+    # Nothing is refused but what the drafter has wrong.
+    assert completion.steps == -(-TOKENS // (1 + min(right, 4)))
 
 
 def test_right_drafts_are_verified_in_every_step():
@@ -174,7 +183,7 @@ class TryingBudget(Budget):
         self.spent.append((tokens + int(lengths.sum()), is_trial))
         return Spent(lengths, is_trial)
 
-    def note(self, tokens, sequences, accepted, seconds, asking):
+    def note(self, tokens, sequences, accepted, seconds, asking, foreign=0):
         self.noted.append((tokens, asking.is_trial))
 
 

@@ -92,7 +92,7 @@ class RestingBudget:
     def spend(self, drafts, usable, tokens):
         return Spent(usable)
 
-    def note(self, tokens, sequences, accepted, seconds, asking):
+    def note(self, tokens, sequences, accepted, seconds, asking, foreign=0):
         assert self.is_late or asking is None or not self.rests
         assert self.is_late or not (self.rests and accepted)
         self.rests = bool(self.rng.random() < 0.5)
@@ -132,7 +132,9 @@ class Workload:
         # A thread of the overlapped loop may be later than what the budget is told next.
         asked_at_once = None if loop == "overlapped" else budget
         self.drafter = StrictDrafter(rng, shape, is_told_all=loop == "plain", budget=asked_at_once)
-        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget)
+        pace = np.random.default_rng(seed)
+        waits = lambda: bool(pace.random() < 0.5)  # noqa: E731
+        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget, waits)
         self.records = np.random.default_rng([seed, 1])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
