@@ -108,7 +108,7 @@ class FixedStep:
 
     @torch.inference_mode()
     def run(self, orders: Orders, kind: Kind) -> Arriving:
-        """Counts and tokens, see `Result.of`. A kind that was not captured is captured now."""
+        """Counts and tokens, see `Result.of_rows`. A kind that was not captured is captured now."""
         if self._given.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
         padding = len(self._idle) - len(orders.seats)
@@ -193,12 +193,11 @@ class Result(NamedTuple):
     """uint32: accepted draft tokens and the target's own."""
 
     @classmethod
-    def of(cls, row: np.ndarray) -> Result:
-        """From a row that `FixedStep.run` gave."""
-        produced, drafted, is_found = row[:COUNTS].tolist()
-        draft = (len(row) + COUNTS + 1) // 2
-        return cls(
-            draft=row[draft : draft + drafted].astype(np.uint32),
-            is_found=bool(is_found),
-            tokens=row[COUNTS : COUNTS + produced].astype(np.uint32),
-        )
+    def of_rows(cls, rows: np.ndarray) -> list[Result]:
+        """From what `FixedStep.run` gave."""
+        draft = (rows.shape[1] + COUNTS + 1) // 2
+        tokens = rows.astype(np.uint32)
+        return [
+            cls(row[draft : draft + drafted], bool(is_found), row[COUNTS : COUNTS + produced])
+            for row, (produced, drafted, is_found) in zip(tokens, rows[:, :COUNTS].tolist(), strict=True)
+        ]

@@ -191,7 +191,7 @@ class PipelinedEngine(Engine):
         rows = step.results.read()
         watch.lap("verify")
         report = StepReport()
-        ended = zip(step.sequences, step.paths, step.most, map(Result.of, rows), strict=False)
+        ended = zip(step.sequences, step.paths, step.most, Result.of_rows(rows), strict=False)
         here = [one for one in ended if one[0] in self._seats]
         self._prepared.note([path for _, path, _, _ in here], [result for _, _, _, result in here])
         for sequence, path, most, result in here:

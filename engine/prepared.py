@@ -20,7 +20,6 @@ from engine.drafting import Drafting
 from engine.graphs import Result
 from engine.overlap import furthest
 from engine.sequence import NO_SOURCES, NO_TOKENS, Sequence
-from engine.tree import straight_length
 from ssd.draft import DraftBatch, Drafter, Progress, Source
 
 NO_ODDS = np.empty(0, np.float32)
@@ -67,8 +66,7 @@ class PreparedDrafting(Drafting):
             paths = [self._empty(sequence) for sequence in sequences]
         else:
             cost = None if self._budget is None else self._budget.price(len(sequences), len(sequences))
-            drafts = self._drafts_for(sequences, cost)
-            paths = [self._path(sequence, drafts, index) for index, sequence in enumerate(sequences)]
+            paths = self._paths(sequences, self._drafts_for(sequences, cost))
             self._last.update((sequence.sequence_id, path) for sequence, path in zip(sequences, paths, strict=True))
             asking = Asking(0.0)
         if self._budget is not None:
@@ -94,12 +92,16 @@ class PreparedDrafting(Drafting):
         """
         draft = sequence.draft = result.draft
         begun = len(sequence) - path.length
-        found = np.full(len(draft), Source.LOCAL, np.uint8)
-        sequence.draft_sources = found if result.is_found else path.sources[begun : begun + len(draft)]
+        if result.is_found:
+            sequence.draft_sources = np.full(len(draft), Source.LOCAL, np.uint8)
+        else:
+            sequence.draft_sources = path.sources[begun : begun + len(draft)]
+        last = self._last.get(sequence.sequence_id)
         if sequence.untold_steps:
             return
-        last = self._last.get(sequence.sequence_id)
         offered = NO_TOKENS if last is None or result.is_found else last.tokens
+        if len(offered) and offered is path.tokens:  # it was the last one itself
+            return
         most = min(len(draft), len(offered))
         differs = draft[:most] != offered[:most]
         self._shared[sequence.sequence_id] = int(np.append(differs, True).argmax())
@@ -122,22 +124,35 @@ class PreparedDrafting(Drafting):
             sequence.last_verified = min(sequence.last_verified, shared)
             sequence.last_accepted = min(sequence.last_accepted, shared)
 
-    def _path(self, sequence: Sequence, drafts: DraftBatch, index: int) -> PreparedPath:
-        tokens = drafts.tokens_of(index)
-        size = straight_length(drafts.parents_of(index))
-        # A remote drafter's word is no reason to index out of the embedding.
-        size = int(np.append(tokens[:size] >= self._vocab_size, True).argmax())
-        first = int(drafts.offsets[index])
-        odds = drafts.odds[first : first + size]
-        # Of what is under way, at least one token comes to be committed.
-        left = size - min(size, sequence.in_flight, 1)
-        empty = self._empty(sequence)
-        most = min(self._most(sequence), left, sequence.draft_room)
-        return empty._replace(tokens=tokens[:size], odds=odds, sources=drafts.sources_of(index)[:size], most=most)
+    def _paths(self, sequences: SequenceOf[Sequence], drafts: DraftBatch) -> list[PreparedPath]:
+        tokens, odds, sources = drafts.tokens, drafts.odds, drafts.source
+        starts = drafts.offsets.tolist()
+        paths = []
+        for index, (sequence, size) in enumerate(zip(sequences, self._usable_sizes(drafts), strict=True)):
+            own = slice(starts[index], starts[index] + size)
+            spare = self._spare(sequence)
+            # Of what is under way, at least one token comes to be committed.
+            left = size - 1 if sequence.in_flight and size else size
+            most = min(self._most(sequence), left, sequence.draft_room)
+            paths.append(PreparedPath(tokens[own], odds[own], sources[own], len(sequence), most, spare))
+        return paths
+
+    def _usable_sizes(self, drafts: DraftBatch) -> list[int]:
+        """How many tokens of each draft, from the first on, follow one another and are known to the model: a remote
+        drafter's word is no reason to index out of the embedding.
+        """
+        sizes = np.diff(drafts.offsets).astype(np.int64)
+        within = np.arange(len(drafts.tokens)) - drafts.offsets[:-1].astype(np.int64).repeat(sizes)
+        ends = np.flatnonzero((drafts.parents != within - 1) | (drafts.tokens >= self._vocab_size))
+        # The first end of each draft is written last.
+        sizes[np.arange(len(sizes)).repeat(sizes)[ends[::-1]]] = within[ends[::-1]]
+        return sizes.tolist()
 
     def _empty(self, sequence: Sequence) -> PreparedPath:
-        spare = min(self._most(sequence), sequence.draft_room) if self._looks_up else 0
-        return PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0, spare)
+        return PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0, self._spare(sequence))
+
+    def _spare(self, sequence: Sequence) -> int:
+        return min(self._most(sequence), sequence.draft_room) if self._looks_up else 0
 
     def _worth_verifying(
         self, sequences: SequenceOf[Sequence], paths: SequenceOf[PreparedPath], budget: Budget

@@ -165,7 +165,7 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE, CopyStream(CPU))
-    results = [Result.of(row) for row in step.run(orders_for(sequences), GREEDY).read()]
+    results = Result.of_rows(step.run(orders_for(sequences), GREEDY).read())
     assert [len(result.draft) for result in results] == [4, 4, 0, 0]
     assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
     assert results[0].tokens[:4].tolist() == draft
