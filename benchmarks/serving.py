@@ -54,6 +54,8 @@ class Run:
     """None if the contestant does not say."""
     steps: list[tuple[StageTimes, int]] = field(default_factory=list)
     """How long every step took, and how many sequences produced in it."""
+    begun_early: int = 0
+    """Steps that were begun before the one before them was known."""
 
     @property
     def tokens(self) -> int:
@@ -82,6 +84,7 @@ def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Call
             running[engine.add(items[number].request)] = number
         report = engine.step()
         run.steps.append((report.times, len(report.outcomes)))
+        run.begun_early += report.has_next
         for outcome in report.outcomes:
             clocks[running[outcome.sequence_id]].note(len(outcome.tokens))
         run.drafted = (run.drafted or 0) + sum(outcome.drafted for outcome in report.outcomes)

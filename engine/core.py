@@ -64,6 +64,8 @@ class StepReport:
     """By the ids that `Engine.add` gave."""
     times: StageTimes = field(default_factory=StageTimes)
     """How long it took."""
+    has_next: bool = False
+    """Whether the next step was begun before this one was known, as the pipelined loop may do."""
 
     @property
     def tokens(self) -> dict[int, np.ndarray]:

@@ -112,6 +112,7 @@ class PipelinedEngine(Engine):
             return StepReport(times=watch.times())
         if ended is None:
             ended = self._end_step(before, watch)
+            ended.report.has_next = self._under_way is not None
         ended.report.times = watch.times()
         self._note(before, prompt_tokens, ended)
         return ended.report

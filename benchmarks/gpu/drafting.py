@@ -31,6 +31,8 @@ class Waiting:
     """That the engine's own clock gives to drafting."""
     idle_us: float | None
     """In which the GPU waits in gaps; None without one."""
+    begun_early: float
+    """Share of steps that were begun before the one before them was known."""
 
 
 def drafting(bench: Bench) -> Iterator[Figure]:
@@ -40,6 +42,7 @@ def drafting(bench: Bench) -> Iterator[Figure]:
     for name, limit in VISIBLE.items():
         own = waiting(bench, name, asked)
         details = {"step_us": round(own.step_us), "step_without_us": round(plain.step_us), "streams": len(asked.served)}
+        details["begun_early"] = round(own.begun_early, 3)
         share = 100 * own.drafting_us / own.step_us
         yield Figure(f"drafting with {name}, by the engine's clock", share, "% of a step", STEPS, None, details)
         if own.idle_us is not None and plain.idle_us is not None:
@@ -71,4 +74,5 @@ def waiting(bench: Bench, name: str, asked: Traffic) -> Waiting:
         seconds, reports = stream.timed(STEPS)
         kernels = stream.recorded(STEPS) if bench.on_gpu else []
     idle = sum(gap for gap in gaps(kernels) if gap >= LEAST_GAP_US) / STEPS if span(kernels) else None
-    return Waiting(1e6 * median(seconds), 1e6 * median(report.times.draft for report in reports), idle)
+    early = sum(report.has_next for report in reports) / len(reports)
+    return Waiting(1e6 * median(seconds), 1e6 * median(report.times.draft for report in reports), idle, early)
