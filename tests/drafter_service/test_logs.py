@@ -232,9 +232,10 @@ def test_what_grpc_tells_of_a_failed_handler_has_no_values(logs):
         await server.stop(None)
 
     asyncio.run(main())
-    (line,) = logs()
-    assert line["raised"] == "ValueError"
-    assert "Holmes" not in json.dumps(line)
+    # gRPC's poller, one for the whole process, may also complain of a loop that an earlier test has closed.
+    lines = logs()
+    assert sum(line["raised"] == "ValueError" for line in lines) == 1
+    assert "Holmes" not in json.dumps(lines)
 
 
 def test_a_thread_that_dies_is_logged(logs):
