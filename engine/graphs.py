@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.attention.fixed import StepShape
-from engine.device.follow import Prepared, followed
-from engine.device.inputs import Drafts, StepInputs, build_inputs
-from engine.device.lookup import looked_up
+from engine.device.drafted import Drafts, Prepared, StepInputs
+from engine.device.follow import followed
+from engine.device.inputs import build_inputs
+from engine.device.lookup import completed
 from engine.device.sample import replayed, sampled_tokens
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, CopyStream, on_device
@@ -164,22 +165,18 @@ class FixedStep:
         # Whether anything was recorded or not, so that no shape is captured twice.
         chosen = replayed(state, inputs, chosen)
         verified = verify(state, inputs.drafted, chosen, shape.width)
-        counts = torch.stack((verified.counts, (inputs.drafted.counts - 1).clamp(min=0), is_found.int()), dim=1)
-        return torch.cat((counts, verified.tokens, drafts.tokens), dim=1)
+        columns = (verified.counts, inputs.lengths - inputs.drafted.scheduled, is_found)
+        return torch.cat((*(column[:, None] for column in columns), verified.tokens, drafts.tokens), dim=1)
 
     def _drafts(self, seats: Tensor) -> tuple[Drafts, Tensor]:
-        """What is left of the prepared ones, or else was looked up; and whether it was, bool [B]."""
+        """What is left of the prepared ones, or else was looked up; and whether it was, int32 [B]."""
         given, width = self._given, self._shape.width - 1
         if self._shape.rows == self._shape.sequences:
             none = torch.zeros_like(given[:, 0])
-            return Drafts(none[:, None].expand(-1, width), none, None), none.bool()
+            return Drafts(none[:, None].expand(-1, width), none, None), none
         prepared = Prepared(given[:, GIVEN:], given[:, 1], given[:, 2], given[:, 3])
         drafts = followed(self._state, seats, prepared, width)
-        found, counts = looked_up(self._state, seats, width)
-        counts = torch.minimum(counts, given[:, 4])
-        is_found = (drafts.lengths == 0) & (counts > 0)
-        tokens = torch.where(is_found[:, None], found, drafts.tokens)
-        return Drafts(tokens, torch.where(is_found, counts, drafts.lengths), None), is_found
+        return completed(self._state, seats, drafts, given[:, 4])
 
 
 class Result(NamedTuple):

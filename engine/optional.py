@@ -15,6 +15,12 @@ def has_flashinfer() -> bool:
 
 
 @cache
+def has_triton() -> bool:
+    """Whether Triton is installed; says nothing of a device to run its kernels on."""
+    return find_spec("triton") is not None
+
+
+@cache
 def flashinfer() -> Any:
     """The module. Raises UserError where it cannot be imported."""
     try:

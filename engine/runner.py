@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.attention.base import Attention
 from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
 from engine.batch import Batch
-from engine.device.inputs import StepInputs
+from engine.device.drafted import StepInputs
 from engine.device.transfer import on_device
 from engine.models.decoder import Decoder
 from engine.models.ops import PLAIN, Ops

@@ -1,10 +1,34 @@
-"""What the device verifies, and what comes of it: fixed shapes, whatever the drafts are."""
+"""What the device runs and verifies, and what comes of it: fixed shapes, whatever the drafts are."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Prepared(NamedTuple):
+    """Paths of B sequences, made for a text that may have grown since; padded to P tokens each."""
+
+    tokens: Tensor
+    """int32 [B, P]."""
+    sizes: Tensor
+    """int32 [B]: tokens that count."""
+    lengths: Tensor
+    """int32 [B]: of the texts that they follow."""
+    most: Tensor
+    """int32 [B]: tokens to verify at most."""
+
+
+class Drafts(NamedTuple):
+    """Drafts of B sequences, padded to K tokens each."""
+
+    tokens: Tensor
+    """int32 [B, K]."""
+    lengths: Tensor
+    """int32 [B]: draft tokens that count; those beyond a sequence's room do not, whatever this says."""
+    parents: Tensor | None
+    """int32 [B, K], indices within the draft, -1 for a child of the context; None if all are paths."""
 
 
 class Drafted(NamedTuple):
@@ -25,6 +49,29 @@ class Drafted(NamedTuple):
     """int32 [B]: its committed tokens that this step runs; 0 for padding."""
     seats: Tensor
     """int64 [B]: where it sits in the state; only the idle seat may come more than once."""
+
+
+class StepInputs(NamedTuple):
+    """N rows, of which each of B sequences has some, one behind the other. Behind a sequence's tokens, and behind the
+    last sequence, they are padding: token 0 at position 0, whose keys and values go to scratch.
+    """
+
+    tokens: Tensor
+    """int64 [N]."""
+    positions: Tensor
+    """int64 [N]: within each token's text."""
+    slots: Tensor
+    """int64 [N]: page * page_size + offset."""
+    seats: Tensor
+    """int64 [N]: whose rows they are; the idle seat's behind the last sequence."""
+    starts: Tensor
+    """int32 [B + 1]: where each sequence's rows begin, and where the last one's end."""
+    contexts: Tensor
+    """int32 [B]: tokens before, whose keys and values are in the cache."""
+    lengths: Tensor
+    """int32 [B]: tokens of each sequence that are none of padding."""
+    drafted: Drafted
+    """Those rows as `verify` takes them."""
 
 
 class Verified(NamedTuple):

@@ -7,22 +7,23 @@ each sequence; elsewhere PyTorch's operations do.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from torch import Tensor
 
 from engine.device import lookup_torch
+from engine.device.drafted import Drafts
 from engine.device.state import DeviceState
+from engine.optional import has_triton
 
 
-def looked_up(state: DeviceState, seats: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Up to `width` tokens that may follow each text, int32 [B, width], and how many, int32 [B]; 0 behind them.
+def completed(state: DeviceState, seats: Tensor, drafts: Drafts, spare: Tensor) -> tuple[Drafts, Tensor]:
+    """The drafts, and where one is empty, up to `spare` tokens that may follow its text; and whether there are such.
 
     They follow the longest match of the text's end, the latest of several; `2 ** length` tokens of it, since long
-    matches go on for longer. What runs on to the text's end begins again at the match. seats: int64 [B].
+    matches go on for longer. What runs on to the text's end begins again at the match. seats: int64 [B]. spare: int32
+    [B]. Returns int32 [B] for whether. Drafts are paths, with 0 behind their tokens, and may be overwritten.
     """
-    if seats.is_cuda and find_spec("triton") is not None:
+    if seats.is_cuda and has_triton():
         from engine.device import lookup_triton
 
-        return lookup_triton.looked_up(state, seats, width)
-    return lookup_torch.looked_up(state, seats, width)
+        return lookup_triton.completed(state, seats, drafts, spare)
+    return lookup_torch.completed(state, seats, drafts, spare)

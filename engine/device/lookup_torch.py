@@ -5,14 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.device.drafted import Drafts
 from engine.device.state import DeviceState
 
 LONGEST = 4
 """Tokens of a match at most; 8 and 16 gained nothing on recorded traffic."""
 
 
+def completed(state: DeviceState, seats: Tensor, drafts: Drafts, spare: Tensor) -> tuple[Drafts, Tensor]:
+    """See `engine.device.lookup.completed`."""
+    found, counts = looked_up(state, seats, drafts.tokens.shape[1])
+    counts = torch.minimum(counts, spare)
+    is_found = (drafts.lengths == 0) & (counts > 0)
+    lengths = torch.where(is_found, counts, drafts.lengths)
+    tokens = torch.where(is_found[:, None], found, drafts.tokens)
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    return Drafts(torch.where(column < lengths[:, None], tokens, 0), lengths, None), is_found.int()
+
+
 def looked_up(state: DeviceState, seats: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """See `engine.device.lookup.looked_up`."""
+    """Up to `width` tokens for each text, int32 [B, width], and how many, int32 [B]."""
     texts, lengths = state.history[seats], state.lengths[seats].long()[:, None]
     place = torch.arange(texts.shape[1], device=texts.device)
     agrees = (place < lengths).expand(texts.shape)

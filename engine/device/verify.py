@@ -6,7 +6,6 @@ kernel does it, with a program for each sequence; elsewhere PyTorch's operations
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import ModuleType
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from engine.device import verify_torch
 from engine.device.drafted import Drafted, Verified
 from engine.device.state import DeviceState
+from engine.optional import has_triton
 
 
 def verify(state: DeviceState, drafted: Drafted, chosen: Tensor, width: int) -> Verified:
@@ -36,7 +36,7 @@ def reject(state: DeviceState, drafted: Drafted, p: Tensor, q: Tensor, q_starts:
 
 def _on(tensor: Tensor) -> ModuleType:
     """The implementation for where the tensor is."""
-    if tensor.is_cuda and find_spec("triton") is not None:
+    if tensor.is_cuda and has_triton():
         from engine.device import verify_triton
 
         return verify_triton

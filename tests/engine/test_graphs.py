@@ -11,7 +11,8 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.batch import build_batch
 from engine.build import build_engine
-from engine.device.inputs import Drafts, build_inputs
+from engine.device.drafted import Drafts
+from engine.device.inputs import build_inputs
 from engine.device.state import DeviceState
 from engine.device.transfer import CopyStream
 from engine.drafters.ngram import NgramDrafter

@@ -4,8 +4,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.device import lookup_triton, verify_triton
+from engine.device import follow_triton, inputs_triton, lookup_triton, verify_triton
 
+LONG = {"seats", "out_tokens", "out_positions", "out_slots", "out_seats"}
 HOPPER = GPUTarget("cuda", 90, 32)
 DRAFTED = {
     "tokens": "*i64",
@@ -34,6 +35,16 @@ for is_tree in (False, True):
 
 texts = {"seats": "*i64", "lengths": "*i32", "history": "*i32", "history_stride": "i32"}
 drafts = {"out_tokens": "*i32", "out_counts": "*i32", "width": "i32"}
-compile_kernel(
-    lookup_triton._look_up, {**texts, **drafts}, {"LONGEST": 4, "BLOCK": lookup_triton.BLOCK, "WIDTH": 16}, 8
-)
+found = {"spare": "*i32", "spare_stride": "i32", "out_found": "*i32"}
+blocks = {"LONGEST": 4, "BLOCK": lookup_triton.BLOCK, "WIDTH": 16}
+compile_kernel(lookup_triton._look_up, {**texts, **drafts, **found}, blocks, 8)
+columns = dict.fromkeys(("tokens", "sizes", "bases", "most"), "*i32")
+columns |= {f"{name}_stride": "i32" for name in columns} | {"size": "i32"}
+compile_kernel(follow_triton._follow, {**texts, **drafts, **columns}, {"SIZE": 64, "WIDTH": 16}, 1)
+names = inputs_triton._make.arg_names
+integers = {name: "i32" for name in names if "stride" in name}
+arrays = {name: "*i64" if name in LONG else "*i32" for name in names}
+shape = dict.fromkeys(("batch", "rows", "idle", "scratch", "page_size"), "i32")
+constants = {"BLOCK": inputs_triton.BLOCK}
+del arrays["BLOCK"]
+compile_kernel(inputs_triton._make, {**arrays, **integers, **shape}, constants, 1)

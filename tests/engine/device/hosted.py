@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.device.inputs import Drafts
+from engine.device.drafted import Drafts
 from engine.device.state import NOT_RECORDED, DeviceState
 from engine.request import Request, SamplingParams
 from engine.sequence import NO_TOKENS, Sequence

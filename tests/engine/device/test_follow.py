@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.device import follow
-from engine.device.follow import Prepared, followed
+from engine.device import follow_torch
+from engine.device.drafted import Prepared
+from engine.device.follow import followed
 from engine.device.state import DeviceState
 from ssd.draft import DraftBatch, Path, offsets_of
 from ssd.follow import follow as follow_on_host
@@ -13,6 +14,7 @@ from tests.engine.device.backends import planted
 from tests.engine.device.test_no_waiting import materials
 
 CASES = 300
+KERNEL_CASES = 60
 LONGEST = 12
 
 
@@ -37,9 +39,9 @@ def expected(texts, lengths, paths, most, width):
     return [left.tokens_of(index)[: min(width, most[index])].tolist() for index in range(len(texts))]
 
 
-def agrees(module, seed):
+def agrees(module, seed, device="cpu"):
     rng, texts, lengths, paths, most = random_case(seed)
-    state = DeviceState.empty(len(texts), LONGEST, 1, 0, torch.device("cpu"))
+    state = DeviceState.empty(len(texts), LONGEST, 1, 0, torch.device(device))
     for seat, text in enumerate(texts):
         state.lengths[seat] = len(text)
         state.history[seat] = 9
@@ -49,15 +51,15 @@ def agrees(module, seed):
     for row, path in zip(tokens, paths, strict=True):
         row[: len(path)] = path
     columns = (tokens, np.array([len(path) for path in paths]), np.array(lengths), most)
-    prepared = Prepared(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
-    drafts = module.followed(state, torch.arange(len(texts)), prepared, width)
+    prepared = Prepared(*(torch.from_numpy(column.astype(np.int32)).to(device) for column in columns))
+    drafts = module.followed(state, torch.arange(len(texts), device=device), prepared, width)
     assert drafts.tokens.shape == (len(texts), width)
     picked = [row[:size] for row, size in zip(drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True)]
     return picked == expected(texts, lengths, paths, most, width)
 
 
 def test_what_follows_is_what_the_host_would_pick():
-    assert all(agrees(follow, seed) for seed in range(CASES))
+    assert all(agrees(follow_torch, seed) for seed in range(CASES))
     assert sum(any(expected(*random_case(seed)[1:], 4)) for seed in range(CASES)) > CASES / 4
 
 
@@ -71,8 +73,45 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, tmp_path):
-    module = planted(follow, *FAULTS[fault], tmp_path)
+    module = planted(follow_torch, *FAULTS[fault], tmp_path)
     assert not all(agrees(module, seed) for seed in range(CASES))
+
+
+def kernel():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
+    from engine.device import follow_triton
+
+    return follow_triton
+
+
+def test_the_kernel_picks_the_same():
+    module = kernel()
+    assert all(agrees(module, seed) for seed in range(KERNEL_CASES))
+
+
+KERNEL_FAULTS = {
+    "what came is not looked at": ("tl.where(differs > 0, 0, ", "tl.where(differs > 1, 0, "),
+    "more than it has": ("tl.load(sizes + sequence * sizes_stride) - committed", "width + 0 * committed"),
+    "from its beginning": ("path + committed + place", "path + place"),
+    "of the step before": ("base + column, mask", "base - 1 + column, mask"),
+}
+
+
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_faults_in_the_kernel_are_caught(fault, tmp_path):
+    module = planted(kernel(), *KERNEL_FAULTS[fault], tmp_path)
+    assert not all(agrees(module, seed) for seed in range(KERNEL_CASES))
+
+
+@pytest.mark.gpu
+def test_the_kernel_on_a_gpu_picks_the_same():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from engine.device import follow
+
+    assert all(agrees(follow, seed, "cuda") for seed in range(CASES))
 
 
 def test_no_value_is_looked_at():

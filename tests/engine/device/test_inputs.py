@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from engine.batch import build_batch
-from engine.device import inputs as made
-from engine.device.inputs import build_inputs, depths
+from engine.device import inputs_torch as made
+from engine.device.inputs import build_inputs
+from engine.device.inputs_torch import depths
 from engine.device.state import DeviceState
 from engine.request import Request
 from engine.sequence import Sequence
@@ -22,6 +23,7 @@ from tests.engine.device.hosted import (
 )
 
 SCRATCH = PAGES * PAGE_SIZE
+KERNEL_CASES = 40
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -78,7 +80,12 @@ def matches(sequences, inputs):
             parents = np.arange(-1, count - 2) if sequence.tree is None else sequence.tree.parents
             good &= drafted.parents[start + 1 : start + count].tolist() == parents.tolist()
     behind = slice(starts[-1], None)
-    return good and not any(tokens[behind]) and set(slots[behind]) <= {SCRATCH} and len(set(seats[behind])) <= 1
+    return (
+        good
+        and not any(tokens[behind])
+        and set(slots[behind]) <= {SCRATCH}
+        and set(seats[behind]) <= {len(sequences) + 1}
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,6 +114,43 @@ def test_planted_faults_are_caught(fault, tmp_path):
     module = planted(made, *FAULTS[fault], tmp_path)
     steps = [random_step(seed, "cpu", True) for seed in range(100)]
     assert not all(matches(sequences, module.build_inputs(state, *step)) for sequences, state, step in steps)
+
+
+def kernel():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
+    from engine.device import inputs_triton
+
+    return inputs_triton
+
+
+def kernel_agrees(module, seed):
+    sequences, state, step = random_step(seed, "cpu", False)
+    return matches(sequences, module.build_inputs(state, *step))
+
+
+def test_the_kernel_makes_the_same(monkeypatch):
+    module = kernel()
+    # Several blocks for a sequence.
+    monkeypatch.setattr(module, "BLOCK", 4)
+    assert all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
+
+
+KERNEL_FAULTS = {
+    "padding is written": ("tl.where(counts_in, page * page_size", "tl.where(is_own, page * page_size"),
+    "drafts beyond the room": (", room - 1), 0)", ", room + 9), 0)"),
+    "drafts within prompts": ("(context + runs == length) & ", ""),
+    "drafts of the first sequence": ("draft_tokens + sequence * draft_stride", "draft_tokens"),
+    "rows that produce begin early": ("start + asked - 1", "start + asked - 2"),
+    "behind all is the last sequence": ("tl.full([], idle, tl.int64)", "tl.load(seats + batch - 1)"),
+}
+
+
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_faults_in_the_kernel_are_caught(fault, tmp_path):
+    module = planted(kernel(), *KERNEL_FAULTS[fault], tmp_path)
+    assert not all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
 
 
 def test_seats_of_nobody_and_of_ended_sequences_do_nothing():

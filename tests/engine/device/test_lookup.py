@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.device import lookup, lookup_torch
+from engine.device.drafted import Drafts
 from engine.device.lookup_torch import LONGEST
 from engine.device.state import DeviceState
 from tests.engine.device.backends import planted
@@ -42,17 +43,22 @@ def state_of(texts, device="cpu"):
     return state
 
 
-def drafts_of(look_up, texts, width, device="cpu"):
+def drafts_of(module, texts, width, device="cpu"):
     """What is found for some texts, and for a seat that nobody has."""
-    tokens, counts = look_up(state_of(texts, device), torch.arange(len(texts) + 1, device=device), width)
+    integers = {"dtype": torch.int32, "device": device}
+    none = Drafts(torch.zeros(len(texts) + 1, width, **integers), torch.zeros(len(texts) + 1, **integers), None)
+    spare = torch.full((len(texts) + 1,), width, **integers)
+    drafts, found = module.completed(state_of(texts, device), torch.arange(len(texts) + 1, device=device), none, spare)
+    tokens, counts = drafts.tokens, drafts.lengths
+    assert found.tolist() == (counts > 0).int().tolist()
     assert tokens.shape == (len(texts) + 1, width)
     assert tokens.dtype == counts.dtype == torch.int32
     assert not any(any(row[count:]) for row, count in zip(tokens.tolist(), counts.tolist(), strict=True))
     return [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
 
 
-def agrees(look_up, texts, width, device="cpu"):
-    return drafts_of(look_up, texts, width, device) == [*(found_in(text, width) for text in texts), []]
+def agrees(module, texts, width, device="cpu"):
+    return drafts_of(module, texts, width, device) == [*(found_in(text, width) for text in texts), []]
 
 
 def random_texts(seed):
@@ -67,7 +73,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=MAX_LENGTH), m
 
 @given(TEXTS, st.integers(1, 20))
 def test_the_longest_and_latest_match_goes_on(texts, width):
-    assert agrees(lookup.looked_up, texts, width)
+    assert agrees(lookup, texts, width)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_the_longest_and_latest_match_goes_on(texts, width):
     ],
 )
 def test_examples(text, draft):
-    assert drafts_of(lookup.looked_up, [text], 16)[0] == draft == found_in(text, 16)
+    assert drafts_of(lookup, [text], 16)[0] == draft == found_in(text, 16)
 
 
 FAULTS = {
@@ -100,11 +106,11 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, tmp_path):
     module = planted(lookup_torch, *FAULTS[fault], tmp_path)
-    assert all(agrees(lookup.looked_up, *random_texts(seed)) for seed in range(CASES))
+    assert all(agrees(lookup, *random_texts(seed)) for seed in range(CASES))
 
     def is_caught(seed):
         try:
-            return not agrees(module.looked_up, *random_texts(seed))
+            return not agrees(module, *random_texts(seed))
         except (RuntimeError, AssertionError):
             return True
 
@@ -124,20 +130,20 @@ def test_the_kernel_finds_the_same(monkeypatch):
     module = kernel()
     # Several blocks for a text.
     monkeypatch.setattr(module, "BLOCK", 16)
-    assert all(agrees(module.looked_up, *random_texts(seed)) for seed in range(CASES))
+    assert all(agrees(module, *random_texts(seed)) for seed in range(CASES))
 
 
 @pytest.mark.gpu
 def test_the_kernel_on_a_gpu_finds_the_same():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    assert all(agrees(lookup.looked_up, *random_texts(seed), device="cuda") for seed in range(CASES))
+    assert all(agrees(lookup, *random_texts(seed), device="cuda") for seed in range(CASES))
 
 
 KERNEL_FAULTS = {
     "a later text": ("agrees = place < length", "agrees = place <= length"),
     "the last block alone": ("best = tl.maximum(best, ", "best = tl.maximum(0 * best, "),
-    "as many as there is room for": ("<< match, 0), width)", "* width, 0), width)"),
+    "as many as there is room for": ("<< match, 0), room)", "* width, 0), room)"),
     "beyond the end": ("tl.maximum(length - place, 1)", "(length - place + 1)"),
 }
 
@@ -148,11 +154,45 @@ def test_faults_in_the_kernel_are_caught(fault, tmp_path):
         pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
     module = planted(kernel(), *KERNEL_FAULTS[fault], tmp_path)
     module.BLOCK = 16
-    assert not all(agrees(module.looked_up, *random_texts(seed)) for seed in range(CASES))
+    assert not all(agrees(module, *random_texts(seed)) for seed in range(CASES))
+
+
+def only_where_empty(module, seed):
+    """Whether drafts that are there stay, and none is longer than its room."""
+    texts, width = random_texts(seed)
+    rng = np.random.default_rng(seed)
+    count = len(texts)
+    lengths, spare = rng.integers(0, 2, count) * rng.integers(0, width + 1, count), rng.integers(0, width + 1, count)
+    tokens = np.where(np.arange(width) < lengths[:, None], 9, 0)
+    given = Drafts(*(torch.from_numpy(array.astype(np.int32)) for array in (tokens, lengths)), None)
+    # A column of a wider array, as the engine has it.
+    column = torch.from_numpy(np.stack((spare, spare + 1), axis=1).astype(np.int32))[:, 0]
+    drafts, found = module.completed(state_of(texts), torch.arange(count), given, column)
+    for index, text in enumerate(texts):
+        looked = found_in(text, width)[: spare[index]]
+        expected = [9] * lengths[index] or looked
+        if drafts.tokens[index].tolist() != expected + [0] * (width - len(expected)):
+            return False
+        if int(found[index]) != int(not lengths[index] and len(looked) > 0):
+            return False
+    return True
+
+
+def test_only_empty_drafts_are_completed():
+    assert all(only_where_empty(lookup, seed) for seed in range(CASES))
+
+
+def test_the_kernel_completes_only_empty_drafts():
+    if torch.cuda.is_available():
+        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
+    assert all(only_where_empty(kernel(), seed) for seed in range(CASES))
 
 
 def test_no_value_is_looked_at():
     state = DeviceState.empty(3, MAX_LENGTH, 1, 0, torch.device("meta"))
-    tokens, counts = lookup.looked_up(state, torch.arange(4, device="meta"), 5)
-    assert tokens.shape == (4, 5)
-    assert counts.shape == (4,)
+    none = torch.zeros(4, dtype=torch.int32, device="meta")
+    drafts, found = lookup.completed(
+        state, torch.arange(4, device="meta"), Drafts(none[:, None].expand(-1, 5), none, None), none
+    )
+    assert drafts.tokens.shape == (4, 5)
+    assert found.shape == (4,)

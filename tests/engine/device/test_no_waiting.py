@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.device import verify
-from engine.device.inputs import Drafts, build_inputs, compaction
+from engine.device.drafted import Drafts
+from engine.device.inputs import build_inputs, compaction
 from engine.device.sample import replayed, sampled_tokens
 from engine.device.state import DeviceState
 
