@@ -4,7 +4,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.device import lookup_triton, verify_triton
+from engine.device import draw_triton, lookup_triton, verify_triton
+from engine.request import GREEDY_BELOW
 
 HOPPER = GPUTarget("cuda", 90, 32)
 DRAFTED = {
@@ -37,3 +38,9 @@ drafts = {"out_tokens": "*i32", "out_counts": "*i32", "width": "i32"}
 compile_kernel(
     lookup_triton._look_up, {**texts, **drafts}, {"LONGEST": 4, "BLOCK": lookup_triton.BLOCK, "WIDTH": 16}, 8
 )
+
+rows = {"logits": "*fp32", "row_stride": "i32", "temperatures": "*fp64", "seeds": "*i64", "positions": "*i64"}
+drawn = {"floors": "*fp32", "out_scores": "*fp32", "out_tokens": "*i64", "vocab": "i32", "size": "i32"}
+for has_floors in (False, True):
+    constants = {"GREEDY_BELOW": GREEDY_BELOW, "HAS_FLOORS": has_floors, "BLOCK": draw_triton.BLOCK}
+    compile_kernel(draw_triton._draw, {**rows, **drawn}, constants, 4)
