@@ -15,7 +15,7 @@ from engine.sampling import choose_tokens, greedy_tokens, gumbel_noise
 from engine.truncation import WORKSPACE, Limits, Truncation, truncate
 from tests.engine.device.backends import planted
 
-CASES = 30
+CASES = 40
 INFINITE = float("inf")
 
 
@@ -26,13 +26,13 @@ def random_rows(seed, device="cpu"):
     logits = rng.normal(0, rng.choice([0.1, 3, 20]), (rows, vocab)).astype(np.float32)
     if rng.random() < 0.5:
         logits = np.round(logits)
-    logits[rng.random((rows, vocab)) < rng.choice([0, 0.5, 1])] = -INFINITE
+    logits[rng.random((rows, vocab)) < rng.choice([0, 0.5, 1], p=[0.6, 0.3, 0.1])] = -INFINITE
     temperatures = rng.choice([0.0, GREEDY_BELOW, 0.3, 1.0, 5.0], rows)
     seeds, positions = (rng.integers(-(1 << 62), 1 << 62, rows) for _ in range(2))
     given = [logits, temperatures, seeds, positions]
     limits = None
     if seed % 2:
-        top_k, top_p, min_p = (rng.choice(kinds, rows) for kinds in ([0, 1, 7], [1.0, 0.6], [0.0, 0.2]))
+        top_k, top_p, min_p = (rng.choice(kinds, rows) for kinds in ([0, 1, 3], [1.0, 0.3], [0.0, 0.5]))
         limits = Truncation(top_k, top_p, min_p).on(torch.from_numpy(logits).to(device))
     return *(torch.from_numpy(array).to(device) for array in given), limits
 
@@ -95,23 +95,36 @@ class Memory(TorchDispatchMode):
         self.now -= size
 
 
-def memory_of(rows, vocab, most):
-    """Bytes that drawing takes beside the logits; of tensors without values."""
+def memory_of(function, most):
+    """Bytes that it takes beside the logits, of many rows; of tensors without values."""
     settings = {"device": "meta"}
-    integers = torch.zeros(rows, dtype=torch.int64, **settings)
-    numbers = torch.ones(rows, dtype=torch.float64, **settings)
-    limits = None if most is None else Limits(integers, numbers, numbers, most)
-    logits = torch.zeros(rows, vocab, **settings)
+    logits = torch.zeros(1088, 128_256, **settings)
+    integers = torch.zeros(len(logits), dtype=torch.int64, **settings)
+    numbers = torch.ones(len(logits), dtype=torch.float64, **settings)
     with Memory() as memory:
-        sampling.draw_tokens(logits, numbers, integers, integers, limits)
+        function(logits, numbers, integers, Limits(integers, numbers, numbers, most))
     return memory.most
 
 
-@pytest.mark.parametrize("most", [None, 0, 64, 128_256], ids=["all", "min_p", "top_k", "top_p"])
-def test_memory_is_bounded(most, monkeypatch):
-    assert WORKSPACE / 8 < memory_of(4352, 128_256, most) < WORKSPACE
+def drawn_without_limits(logits, temperatures, seeds, _):
+    return sampling.draw_tokens(logits, temperatures, seeds, seeds)
+
+
+def drawn_of_few(logits, temperatures, seeds, limits):
+    return sampling.draw_tokens(logits, temperatures, seeds, seeds, limits)
+
+
+def ranked(logits, temperatures, _, limits):
+    return truncation.floors_of(logits, temperatures, limits)
+
+
+@pytest.mark.parametrize(
+    ("function", "most"), [(drawn_without_limits, 0), (drawn_of_few, 64), (ranked, 128_256)], ids=["all", "few", "rank"]
+)
+def test_memory_is_bounded(function, most, monkeypatch):
+    assert WORKSPACE / 4 < memory_of(function, most) < WORKSPACE
     monkeypatch.setattr(truncation, "WORKSPACE", WORKSPACE << 10)
-    assert memory_of(4352, 128_256, most) > 10 * WORKSPACE
+    assert memory_of(function, most) > 10 * WORKSPACE
 
 
 def kernel():
@@ -121,23 +134,27 @@ def kernel():
     return draw_triton
 
 
-def interpreted(module, programs=12):
-    """With several blocks a part, and several parts a row where there are few rows."""
+@pytest.fixture
+def interpreted(monkeypatch):
+    """What makes a module ready: with several blocks a part, and several parts a row where there are few rows."""
     if torch.cuda.is_available():
         pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
-    module.BLOCK, module.PROGRAMS = 16, programs
-    return module.draw_tokens
+
+    def ready(module, programs=12):
+        monkeypatch.setattr(module, "BLOCK", 16)
+        monkeypatch.setattr(module, "PROGRAMS", programs)
+        return module.draw_tokens
+
+    return ready
 
 
 @pytest.mark.parametrize("programs", [1, 12, 1000])
-def test_the_kernel_draws_the_same(programs, monkeypatch):
-    module = kernel()
-    monkeypatch.setattr(module, "BLOCK", 16)
-    monkeypatch.setattr(module, "PROGRAMS", programs)
-    assert all(agrees(interpreted(module, programs), seed) for seed in range(CASES))
+def test_the_kernel_draws_the_same(programs, interpreted):
+    draw_tokens = interpreted(kernel(), programs)
+    assert all(agrees(draw_tokens, seed) for seed in range(CASES))
 
 
-def test_the_kernel_takes_rows_that_are_apart_and_none():
+def test_the_kernel_takes_rows_that_are_apart_and_none(interpreted):
     logits, *settings, _ = random_rows(2)
     assert logits.shape[1] > 1
     spaced = torch.nn.functional.pad(logits, (0, 5), value=99)[:, : logits.shape[1]]
@@ -146,11 +163,27 @@ def test_the_kernel_takes_rows_that_are_apart_and_none():
     assert draw_tokens(*(column[:0] for column in (logits, *settings))).shape == (0,)
 
 
-def test_the_kernel_takes_what_is_no_number_for_the_largest():
+def test_the_kernel_takes_what_is_no_number_for_the_largest(interpreted):
     logits = torch.tensor([[0.0, 1, float("nan"), 5, float("nan")], [0.0, 9, 2, 3, 4]])
     for temperature in (0.0, 1.0):
         settings = torch.full((2,), temperature, dtype=torch.float64), torch.arange(2), torch.arange(2)
         assert interpreted(kernel())(logits, *settings).tolist() == drawn_at_once(logits, *settings, None).tolist()
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["as it is", "planted fault"])
+def test_no_noise_is_above_its_bound(wrong, tmp_path):
+    kernel()
+    from tests.engine.device import noise_kernel
+
+    module = planted(noise_kernel, "gumbel_bound(own, column)", "0.99 * gumbel_bound(own, column)", tmp_path)
+    fill_bounds = module.fill_bounds if wrong else noise_kernel.fill_bounds
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seeds = torch.arange(500, device=device)
+    bounds = torch.empty(500, 1000, device=device)
+    fill_bounds[(500,)](seeds, seeds, bounds, 1000, 1024)
+    above = bounds - gumbel_noise(seeds, seeds, 1000)
+    assert bool((above > 0).all()) != wrong
+    assert above[bounds > 5].max() < 0.01
 
 
 @pytest.mark.gpu
@@ -200,7 +233,6 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_in_the_kernel_are_caught(fault, tmp_path):
-    module = planted(kernel(), *FAULTS[fault], tmp_path)
-    draw_tokens = interpreted(module)
+def test_faults_in_the_kernel_are_caught(fault, interpreted, tmp_path):
+    draw_tokens = interpreted(planted(kernel(), *FAULTS[fault], tmp_path))
     assert not all(agrees(draw_tokens, seed) for seed in range(CASES))
