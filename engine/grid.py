@@ -12,8 +12,7 @@ from engine.graphs import FixedStep, Kind, Orders
 
 LEAST_DRAFT = 4
 """Rows for drafts that a step has at least, if it has any: a step of 5 tokens takes as long as one of 2."""
-AT_START = (Kind(draws=False, most=None), Kind(draws=True, most=None))
-"""What is captured at start. Steps that truncate are captured when they are first met."""
+GREEDY, DRAWN = Kind(draws=False, most=None), Kind(draws=True, most=None)
 
 
 class StepGrid:
@@ -33,6 +32,13 @@ class StepGrid:
         """Numbers of sequences that steps may have, rising."""
         self._steps: dict[tuple[int, int], FixedStep] = {}
 
+    @property
+    def greedy(self) -> Kind:
+        """Of steps in which nothing is drawn. On a GPU one kernel takes what is largest and draws, at the same cost if
+        nothing is; so one graph does both, and steps that truncate are captured when they are first met.
+        """
+        return DRAWN if self.state.lengths.is_cuda else GREEDY
+
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
         """The least shape that holds so many: its sequences and rows."""
         padded = next(size for size in self.sequences if size >= sequences)
@@ -51,8 +57,7 @@ class StepGrid:
         pool = torch.cuda.graph_pool_handle()
         for sequences in reversed(self.sequences):
             for rows in reversed(self.rows_of(sequences)):
-                for kind in AT_START:
-                    self.step_of(sequences, rows).capture(kind, pool)
+                self.step_of(sequences, rows).capture(self.greedy, pool)
 
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Run a step in the least shape that holds it; see `FixedStep.run`."""

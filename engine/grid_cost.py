@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.budget import StepCost
 from engine.graphs import Orders
-from engine.grid import AT_START, StepGrid
+from engine.grid import StepGrid
 
 
 class GridCost:
@@ -23,7 +23,7 @@ class GridCost:
         shapes = {rows: sequences for sequences in grid.sequences for rows in grid.rows_of(sequences)}
 
         def run(rows: int, _sequences: int) -> None:
-            grid.step_of(shapes[rows], rows).run(Orders.nobody(), AT_START[0]).read()
+            grid.step_of(shapes[rows], rows).run(Orders.nobody(), grid.greedy).read()
 
         return cls(StepCost.measured(run, sorted(shapes)), grid)
 

@@ -33,7 +33,7 @@ from engine.detokenize import Decode
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, CopyStream
 from engine.graphs import FixedStep, Kind, Orders, Result
-from engine.grid import StepGrid
+from engine.grid import DRAWN, StepGrid
 from engine.models.config import ModelConfig
 from engine.overlap import furthest
 from engine.pace import Pace
@@ -179,12 +179,24 @@ class PipelinedEngine(Engine):
             spare=[path.spare for path in paths],
             contexts=[sequence.end - 1 for sequence in sequences],
         )
-        results = self._grid.run(orders, _kind(sequences, self.model.vocab_size))
+        results = self._grid.run(orders, self._kind(sequences))
         most = [1 + max(path.most, path.spare) for path in paths]
         for sequence, count in zip(sequences, most, strict=True):
             sequence.in_flight += count
         watch.lap("forward")
         return UnderWay(sequences, paths, most, results, sum(most), asking)
+
+    def _kind(self, sequences: SequenceOf[Sequence]) -> Kind:
+        """How tokens are drawn; what is ranked is rounded up, so that there are few kinds."""
+        samplings = [sequence.request.sampling for sequence in sequences]
+        if not any(sampling.truncates for sampling in samplings):
+            return DRAWN if any(sampling.is_drawn for sampling in samplings) else self._grid.greedy
+        top_k, top_p, min_p = (
+            np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
+        )
+        vocab_size = self.model.vocab_size
+        most = Truncation(top_k, top_p, min_p).most(vocab_size)
+        return Kind(True, min(1 << (most - 1).bit_length(), vocab_size) if most else 0)
 
     def _end_step(self, step: UnderWay, watch: Stopwatch) -> Ended:
         """Wait for a step's results, and commit those of sequences that still are what they were."""
@@ -222,15 +234,3 @@ def build_grid(model: ModelConfig, config: EngineConfig, runner: Runner, pages: 
     if state.lengths.is_cuda:
         grid.capture()
     return grid
-
-
-def _kind(sequences: SequenceOf[Sequence], vocab_size: int) -> Kind:
-    """How tokens are drawn; what is ranked is rounded up, so that there are few kinds."""
-    samplings = [sequence.request.sampling for sequence in sequences]
-    if not any(sampling.truncates for sampling in samplings):
-        return Kind(any(sampling.is_drawn for sampling in samplings), None)
-    top_k, top_p, min_p = (
-        np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
-    )
-    most = Truncation(top_k, top_p, min_p).most(vocab_size)
-    return Kind(True, min(1 << (most - 1).bit_length(), vocab_size) if most else 0)

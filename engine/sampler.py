@@ -9,6 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.device.draw import draw_tokens
+from engine.device.transfer import on_device
 from engine.logprobs import Logprobs, logprobs_of
 from engine.processors import adjusted
 from engine.sampling import choose_tokens, greedy_tokens
@@ -69,13 +71,17 @@ def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Ten
             top_p=np.repeat([sampling.top_p for sampling in samplings], counts),
             min_p=np.repeat([sampling.min_p for sampling in samplings], counts),
         )
-    return choose_tokens(
-        logits,
-        temperatures=np.repeat([sampling.temperature for sampling in samplings], counts),
-        seeds=np.repeat(np.array([sampling.seed for sampling in samplings], np.int64), counts),
-        positions=batch.positions[batch.logit_rows[: len(logits)]] + 1,
-        truncation=truncation,
+    settings = (
+        np.repeat(np.array([sampling.temperature for sampling in samplings], np.float64), counts),
+        np.repeat(np.array([sampling.seed for sampling in samplings], np.int64), counts),
+        batch.positions[batch.logit_rows[: len(logits)]] + 1,
     )
+    if not logits.is_cuda:
+        return choose_tokens(logits, *settings, truncation)
+    # As the pipelined loop does: another implementation's logarithms may differ in the last bit.
+    limits = None if truncation is None else truncation.on(logits)
+    temperatures, seeds, positions = (on_device(array, logits.device) for array in settings)
+    return draw_tokens(logits, temperatures, seeds, positions, limits)
 
 
 def _logprobs(batch: Batch, logits: Tensor, tokens: np.ndarray, sequences: SequenceOf[Sequence]) -> dict[int, Logprobs]:

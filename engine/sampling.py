@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.device.transfer import on_device
 from engine.request import GREEDY_BELOW
-from engine.truncation import Limits, Truncation, truncate, truncate_all
+from engine.truncation import Limits, Truncation, floors_of, rows_at_a_time, truncate, warmth_of
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -47,21 +47,23 @@ def choose_tokens(
     logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
     token to be chosen within its sequence. Returns int64 [M].
     """
+    tokens = greedy_tokens(logits)
     drawn = np.flatnonzero(temperatures > GREEDY_BELOW)
-    if len(drawn):
+    size = rows_at_a_time(logits.shape[1])
+    for part in (drawn[first : first + size] for first in range(0, len(drawn), size)):
         rows, warmth, own_seeds, own_positions = (
-            on_device(array, logits.device) for array in (drawn, temperatures[drawn], seeds[drawn], positions[drawn])
+            on_device(array, logits.device) for array in (part, temperatures[part], seeds[part], positions[part])
         )
         scores = logits[rows] / warmth.to(logits)[:, None]
         if truncation is None:
             scores += gumbel_noise(own_seeds, own_positions, logits.shape[1])
         else:
             # Noise costs more than all else here, and few tokens are left to need it.
-            scores = truncate(scores, truncation.rows(drawn))
-            left, tokens = torch.nonzero(scores > float("-inf"), as_tuple=True)
-            scores[left, tokens] += _noise(_keys(own_seeds, own_positions)[left], tokens)
-        logits = logits.index_copy(0, rows, scores)
-    return greedy_tokens(logits)
+            scores = truncate(scores, truncation.rows(part))
+            left, candidates = torch.nonzero(scores > float("-inf"), as_tuple=True)
+            scores[left, candidates] += _noise(_keys(own_seeds, own_positions)[left], candidates)
+        tokens[rows] = greedy_tokens(scores)
+    return tokens
 
 
 def draw_tokens(
@@ -71,12 +73,17 @@ def draw_tokens(
 
     logits: float32 [M, V]. temperatures: float64 [M]. seeds, positions: int64 [M]. Returns int64 [M].
     """
-    is_drawn = temperatures > GREEDY_BELOW
-    scores = logits / torch.where(is_drawn, temperatures, 1).to(logits)[:, None]
-    if limits is not None:
-        scores = truncate_all(scores, limits)
-    scores = scores + gumbel_noise(seeds, positions, logits.shape[1])
-    return torch.where(is_drawn, greedy_tokens(scores), greedy_tokens(logits))
+    floors = torch.full_like(temperatures, float("-inf")) if limits is None else floors_of(logits, temperatures, limits)
+    columns = (logits, temperatures, seeds, positions, floors.to(logits))
+    size = rows_at_a_time(logits.shape[1])
+    return torch.cat([_draw(*part) for part in zip(*(column.split(size) for column in columns), strict=True)])
+
+
+def _draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, floors: Tensor) -> Tensor:
+    scores = logits / warmth_of(temperatures).to(logits)[:, None]
+    scores.masked_fill_(scores < floors[:, None], float("-inf"))
+    scores += gumbel_noise(seeds, positions, logits.shape[1])
+    return torch.where(temperatures > GREEDY_BELOW, greedy_tokens(scores), greedy_tokens(logits))
 
 
 def stream_seeds(seeds: Tensor, stream: Stream) -> Tensor:

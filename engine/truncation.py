@@ -14,6 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.device.transfer import on_device
+from engine.request import GREEDY_BELOW
+
+WORKSPACE = 1 << 28
+"""Bytes that the temporaries of many rows may take; what has more is worked on in parts."""
+BYTES_AN_ENTRY = 64
+"""Of temporaries at most, with those of PyTorch's sorting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,32 +64,56 @@ class Limits(NamedTuple):
 
 def truncate(scores: Tensor, limits: Truncation) -> Tensor:
     """`scores`, float32 [M, V], logits over temperature, with -inf for the tokens that are not to be drawn."""
-    floor = _floor(scores, on_device(limits.min_p, scores.device))
+    floor = _floor(scores.amax(dim=-1), on_device(limits.min_p, scores.device))
     ranked = np.flatnonzero((limits.top_k > 0) | (limits.top_p < 1))
     if len(ranked):
         rows = on_device(ranked, scores.device)
-        floor[rows] = _floor_of_ranks(scores[rows], floor[rows], limits.rows(ranked).on(scores))
+        those = limits.rows(ranked).on(scores)
+        floor[rows] = _floor_of_ranks(_best(scores[rows], those.most), floor[rows], those)
     return scores.masked_fill(scores < floor[:, None], float("-inf"))
 
 
-def truncate_all(scores: Tensor, limits: Limits) -> Tensor:
-    """The same, without waiting for the device: all rows are ranked if any needs it."""
-    floor = _floor(scores, limits.min_p)
-    if limits.most:
-        is_ranked = (limits.top_k > 0) | (limits.top_p < 1)
-        floor = torch.where(is_ranked, _floor_of_ranks(scores, floor, limits), floor)
-    return scores.masked_fill(scores < floor[:, None], float("-inf"))
+def floors_of(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tensor:
+    """The lowest score that each row may draw, float32 [M], without waiting for the device: all are ranked if any is.
+
+    logits: float32 [M, V]. temperatures: float64 [M].
+    """
+    # To divide keeps the order, rounded or not; so it comes last, and no scores of all tokens are needed.
+    warmth = warmth_of(temperatures).to(logits)
+    floors = _floor(logits.amax(dim=-1) / warmth, limits.min_p)
+    if not limits.most:
+        return floors
+    most = min(limits.most, logits.shape[1])
+    columns = (logits, warmth, floors, limits.top_k, limits.top_p, limits.min_p)
+    # On the CPU all tokens are sorted, however few are wanted.
+    size = rows_at_a_time(logits.shape[1] if logits.device.type == "cpu" else most)
+    ranked = [
+        _floor_of_ranks(_best(part, most) / own_warmth[:, None], floor, Limits(top_k, top_p, min_p, most))
+        for part, own_warmth, floor, top_k, top_p, min_p in zip(
+            *(column.split(size) for column in columns), strict=True
+        )
+    ]
+    return torch.where((limits.top_k > 0) | (limits.top_p < 1), torch.cat(ranked), floors)
 
 
-def _floor(scores: Tensor, min_p: Tensor) -> Tensor:
-    return scores.amax(dim=-1) + torch.log(min_p).to(scores)
+def warmth_of(temperatures: Tensor) -> Tensor:
+    """What logits are divided by, float64 [M]: 1 for rows that are greedy."""
+    return torch.where(temperatures > GREEDY_BELOW, temperatures, 1)
 
 
-def _floor_of_ranks(scores: Tensor, floor: Tensor, limits: Limits) -> Tensor:
-    """The score of the last token that top-k and top-p keep of those above `floor`, float32 [M]."""
-    kept = torch.where(limits.top_k > 0, limits.top_k, scores.shape[1])
+def rows_at_a_time(entries: int) -> int:
+    """Of how many rows with so many entries each the temporaries fit into `WORKSPACE`; at least one."""
+    return max(1, WORKSPACE // (BYTES_AN_ENTRY * max(1, entries)))
+
+
+def _floor(highest: Tensor, min_p: Tensor) -> Tensor:
+    return highest + torch.log(min_p).to(highest)
+
+
+def _floor_of_ranks(best: Tensor, floor: Tensor, limits: Limits) -> Tensor:
+    """The score of the last token that top-k and top-p keep of those above `floor`, float32 [M]; see `_best`."""
+    kept = torch.where(limits.top_k > 0, limits.top_k, best.shape[1])
     share = torch.where(limits.top_p < 1, limits.top_p, float("inf"))  # 1 keeps what rounding would lose
-    best = _best(scores, min(limits.most, scores.shape[1]))
     # Sums run from the likeliest token on, so that they do not depend on the rows beside this one.
     weights = torch.exp((best - best[:, :1]).double())
     is_kept = torch.arange(best.shape[1], device=best.device) < kept[:, None]

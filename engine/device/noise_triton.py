@@ -31,10 +31,15 @@ def key(seed, position):
 
 
 @triton.jit
+def _number(key, index):
+    """A random uint32."""
+    return (mix64(key + (index + 1).to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
+
+
+@triton.jit
 def uniform(key, index):
     """Uniform numbers strictly between 0 and 1, float64, of a key and indices."""
-    number = mix64(key + (index + 1).to(tl.uint64) * GOLDEN)
-    return ((number >> 32).to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+    return (_number(key, index).to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
 
 
 @triton.jit
@@ -42,3 +47,10 @@ def gumbel(key, index):
     """Standard Gumbel noise, float32."""
     # 1 - u has 33 bits, so it is exact, and its logarithm as precise as log1p's.
     return (-tl.log(-tl.log(1.0 - uniform(key, index)))).to(tl.float32)
+
+
+@triton.jit
+def gumbel_bound(key, index):
+    """No less than `gumbel` of the same, float32, and hardly more where that is large; it takes no float64."""
+    # -log(1 - u) >= u. What is added is far more than float32's errors here, and far less than noises differ by.
+    return 1e-4 - tl.log((_number(key, index).to(tl.float32) + 0.5) * (1.0 / 4294967296.0))

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.device.drafted import StepInputs
+from engine.device.draw import draw_tokens
 from engine.device.state import NOT_RECORDED, DeviceState
-from engine.sampling import draw_tokens, greedy_tokens
+from engine.sampling import greedy_tokens
 from engine.truncation import Limits
 
 

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from engine.budget import Budget, StepCost
+from engine.device.state import DeviceState
 from engine.grid import StepGrid
 from engine.grid_cost import GridCost
 from tests.engine.test_budget import drafts_of
@@ -70,6 +72,7 @@ def test_shapes_are_measured(monkeypatch):
     timed = Timed()
     monkeypatch.setattr("engine.budget.perf_counter", lambda: timed.now)
     monkeypatch.setattr("engine.budget.MEASURING_S", 1000)
-    cost = GridCost.measured(StepGrid(timed.make, None, max_sequences=4, max_draft=8))
+    state = DeviceState.empty(1, 1, 1, 0, torch.device("cpu"))
+    cost = GridCost.measured(StepGrid(timed.make, state, max_sequences=4, max_draft=8))
     assert cost.seconds(3, 1) == pytest.approx(0.05)
     assert cost.seconds(21, 4) == pytest.approx(0.36)

@@ -4,7 +4,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.device import follow_triton, inputs_triton, lookup_triton, verify_triton
+from engine.device import draw_triton, follow_triton, inputs_triton, lookup_triton, verify_triton
+from engine.request import GREEDY_BELOW
 
 LONG = {"seats", "out_tokens", "out_positions", "out_slots", "out_seats"}
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -48,3 +49,9 @@ shape = dict.fromkeys(("batch", "rows", "idle", "scratch", "page_size"), "i32")
 constants = {"BLOCK": inputs_triton.BLOCK}
 del arrays["BLOCK"]
 compile_kernel(inputs_triton._make, {**arrays, **integers, **shape}, constants, 1)
+
+rows = {"logits": "*fp32", "row_stride": "i32", "temperatures": "*fp64", "seeds": "*i64", "positions": "*i64"}
+drawn = {"floors": "*fp32", "out_scores": "*fp32", "out_tokens": "*i64", "vocab": "i32", "size": "i32"}
+for has_floors in (False, True):
+    constants = {"GREEDY_BELOW": GREEDY_BELOW, "HAS_FLOORS": has_floors, "BLOCK": draw_triton.BLOCK}
+    compile_kernel(draw_triton._draw, {**rows, **drawn}, constants, 4)

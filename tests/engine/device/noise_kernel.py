@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from engine.device.noise_triton import gumbel, key, uniform
+from engine.device.noise_triton import gumbel, gumbel_bound, key, uniform
 
 
 @triton.jit
@@ -13,3 +13,11 @@ def fill(seeds, positions, noise, chances, size, shift, BLOCK: tl.constexpr):  #
     own = key(tl.load(seeds + row).to(tl.uint64), tl.load(positions + row))
     tl.store(noise + row * size + column, gumbel(own, column + shift), mask=column < size)
     tl.store(chances + row * size + column, uniform(own, column), mask=column < size)
+
+
+@triton.jit
+def fill_bounds(seeds, positions, bounds, size, BLOCK: tl.constexpr):  # noqa: N803
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    own = key(tl.load(seeds + row).to(tl.uint64), tl.load(positions + row))
+    tl.store(bounds + row * size + column, gumbel_bound(own, column), mask=column < size)

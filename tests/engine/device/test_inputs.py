@@ -74,7 +74,7 @@ def matches(sequences, inputs):
         count = int(drafted.counts[index])
         good &= count == len(wanted)
         start = int(drafted.starts[index])
-        good &= count == 0 or start == wanted[0] - span.start + starts[index]
+        good &= [start] * min(count, 1) == [row - span.start + starts[index] for row in wanted[:1].tolist()]
         good &= row_tokens[start : start + count] == batch.tokens[wanted].tolist()
         if drafted.parents is not None and count:
             parents = np.arange(-1, count - 2) if sequence.tree is None else sequence.tree.parents
