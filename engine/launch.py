@@ -56,6 +56,7 @@ def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: C
         draft_shape=options.draft_shape,
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
+        kv_dtype=options.kv_dtype,
         prefix_cache=options.prefix_cache,
         loop=options.loop,
     )

@@ -247,7 +247,7 @@ def test_the_price_is_that_of_the_step():
 def test_an_engine_that_may_draft_nothing_measures_nothing():
     options = EngineOptions.of(
         None, device="cpu", dtype="float32", attention="auto", drafter="ngram", address="", max_draft=0,
-        draft_shape="path", max_sequences=1, kv_memory=16, prefix_cache=True, loop="plain", threads=None,
+        draft_shape="path", max_sequences=1, kv_memory=16, kv_dtype="auto", prefix_cache=True, loop="plain", threads=None,
     )  # fmt: skip
     model, tokenizer = load(options), Tokenizer(options.model)
     engine = launch(model, tokenizer, options, warn=print)
