@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -34,12 +36,13 @@ def build_engine(
     *,
     has_budget: bool = False,
     attention: str = "auto",
+    say: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
     seconds, and verify only what pays; otherwise everything that was drafted. `attention`: as in
-    `choose_backend`. Raises UserError for one that cannot run, and for a KV cache without a page.
+    `choose_backend`. `say` is told what takes long. Raises UserError for an attention or a KV cache that cannot be had.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -51,6 +54,8 @@ def build_engine(
     runner = Runner(model, cache, device, make_ops(backend))
     if config.loop == "pipelined":
         grid = build_grid(model.config, config, runner, pages, device)
+        if torch.device(device).type == "cuda":
+            grid.capture(say)
         budget = Budget(GridCost.measured(grid)) if has_budget else None
         return PipelinedEngine(model.config, config, runner, pages, drafter, grid, decode, budget)
     budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None

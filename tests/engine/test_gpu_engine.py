@@ -122,12 +122,21 @@ def test_in_16_bits_outputs_part_at_near_ties_alone(place, wide_folder, kv_dtype
             found = [*partings(first, expected), *partings(again, expected)]
             most = max((parting.gap_ulp for parting in found), default=0.0)
             name = f"{place.dtype}, KV cache {kv_dtype}, {loop} loop, {drafter}".removeprefix("torch.")
-            record_property(
-                name, f"{len(found)} of {2 * len(asked)} outputs part from the reference, at gaps of up to {most:.1f} ulp"
-            )
+            told = f"{len(found)} of {2 * len(asked)} outputs part from the reference, at gaps of up to {most:.1f} ulp"
+            record_property(name, told)
             assert all(parting.is_near_tie for parting in found), (name, found)
             assert not found or place.dtype != torch.float32
             assert drafter != "ssd" or accepted > 20
+
+
+def test_a_cache_of_8_bits_has_room_for_more(place, wide_folder):
+    model = load_model(wide_folder, dtype=place.dtype, device=place.device)
+    config = EngineConfig(max_sequences=8, kv_memory_mib=1)
+    wide, narrow = (
+        build_engine(model, replace(config, kv_dtype=kv_dtype), NoDrafter(), attention="flashinfer")
+        for kv_dtype in ("auto", "fp8")
+    )
+    assert narrow.scheduler.pages.count == place.dtype.itemsize * wide.scheduler.pages.count
 
 
 def test_partings_are_judged_by_the_reference():
@@ -200,9 +209,7 @@ def has_the_odds(texts, odds):
     cells = np.array(texts) @ VOCAB ** np.arange(LENGTH - 1, -1, -1)
     observed, expected = np.bincount(cells, minlength=len(odds)), odds * len(texts)
     rare = expected < 8
-    observed, expected = (
-        np.append(counts[~rare], counts[rare].sum()) for counts in (observed, expected)
-    )
+    observed, expected = (np.append(counts[~rare], counts[rare].sum()) for counts in (observed, expected))
     return chisquare(observed, expected).pvalue > 1e-4
 
 

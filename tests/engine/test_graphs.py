@@ -212,6 +212,25 @@ def test_the_least_shape_that_holds_a_step_runs_it():
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
 
 
+def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
+    captures, said = [], []
+
+    def make(sequences, rows):
+        step = type("Step", (), {})()
+        step.capture = lambda kind, pool: captures.append((sequences, rows, kind.draws, pool))
+        return step
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    grid = StepGrid(make, None, 2, 4)
+    assert grid.captured == (0, 0.0)
+    grid.capture(said.append)
+    shapes = [(2, 10), (2, 6), (2, 2), (1, 5), (1, 1)]
+    assert captures == [(*shape, draws, "pool") for shape in shapes for draws in (False, True)]
+    assert grid.captured.graphs == 10
+    assert said[0].startswith("capturing 10 CUDA graphs")
+    assert said[1] == f"captured 10 CUDA graphs in {grid.captured.seconds:.1f} s"
+
+
 @pytest.mark.parametrize(
     ("first", "last", "sizes"),
     [(1, 1, [1]), (1, 8, [1, 2, 4, 8]), (4, 16, [4, 8, 16]), (4, 3, [3]), (1, 5, [1, 2, 4, 5])],
