@@ -234,7 +234,7 @@ def test_where_there_is_no_gpu_tests_are_counted_by_file(monkeypatch, capsys, tm
         )
     assert tests.files(tmp_path) == [str(file)]
     monkeypatch.setattr(tests, "files", lambda: [str(file)])
-    assert tests.main() == 0
+    assert tests.main([]) == 0
     first, own, whole = capsys.readouterr().out.splitlines()
     assert "no test was run" in first
     assert own.split()[0] == whole.split()[0] == "2"
@@ -251,7 +251,7 @@ PROGRAMS = {
 
 def test_groups_of_tests_run_beside_each_other(monkeypatch, capsys, tmp_path):
     groups = groups_of_programs(monkeypatch, tmp_path)
-    assert tests.run([groups["good"], groups["bad"], groups["none"]]) == 1
+    assert tests.run([groups["good"], groups["bad"], groups["none"]], 60) == 1
     said = capsys.readouterr().out
     for words in (
         "test_good.py: ok",
@@ -265,9 +265,8 @@ def test_groups_of_tests_run_beside_each_other(monkeypatch, capsys, tmp_path):
 
 
 def test_groups_of_tests_are_stopped_after_their_time(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(tests, "LIMIT_S", 1.0)
-    assert tests.run([groups_of_programs(monkeypatch, tmp_path)["slow"]]) == 1
-    assert "test_slow.py: OUT OF TIME after 1 s" in capsys.readouterr().out
+    assert tests.run([groups_of_programs(monkeypatch, tmp_path)["slow"]], 1) == 1
+    assert "test_slow.py: OUT OF TIME, 1 s" in capsys.readouterr().out
 
 
 def groups_of_programs(monkeypatch, folder):
