@@ -9,6 +9,7 @@ import torch
 from engine.attention.base import Attention
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
+from engine.config import KvDtype
 from engine.models.config import ModelConfig
 from engine.models.fused import FusedOps
 from engine.models.ops import PLAIN, Ops
@@ -35,12 +36,34 @@ def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device:
     return "flashinfer"
 
 
+def choose_kv_dtype(wanted: KvDtype, backend: Backend, dtype: torch.dtype) -> torch.dtype:
+    """What the KV cache holds, of a model that computes in `dtype`. Raises UserError where the backend cannot."""
+    if wanted == "auto":
+        return dtype
+    if backend != "flashinfer":
+        raise UserError(
+            "--kv-dtype fp8 is for FlashInfer's kernels; give --attention flashinfer, which says what it needs, or "
+            "leave --kv-dtype out"
+        )
+    return torch.float8_e4m3fn
+
+
 def make_attention(
-    backend: Backend, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: str
+    backend: Backend,
+    config: ModelConfig,
+    pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str,
+    kv_dtype: torch.dtype | None = None,
 ) -> Attention:
-    """An attention with an empty cache. Raises UserError."""
-    kind = FlashInferAttention if backend == "flashinfer" else PlainAttention
-    return kind(config, pages, page_size, dtype, device)
+    """An attention with an empty cache. kv_dtype: as `choose_kv_dtype` gives it, otherwise `dtype`.
+
+    Raises UserError.
+    """
+    if backend == "flashinfer":
+        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype)
+    return PlainAttention(config, pages, page_size, dtype, device)
 
 
 def make_ops(backend: Backend) -> Ops:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from engine.backend import choose_backend, make_attention, make_ops
+from engine.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
 from engine.batch import Batch, Span
 from engine.budget import Budget, StepCost
 from engine.config import EngineConfig
@@ -34,22 +36,26 @@ def build_engine(
     *,
     has_budget: bool = False,
     attention: str = "auto",
+    say: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
     seconds, and verify only what pays; otherwise everything that was drafted. `attention`: as in
-    `choose_backend`. Raises UserError for one that cannot run, and for a KV cache without a page.
+    `choose_backend`. `say` is told what takes long. Raises UserError for an attention or a KV cache that cannot be had.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
-    pages = PagePool(_page_count(model.config, config, dtype), config.page_size)
     backend = choose_backend(attention, model.config, dtype, device)
+    kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
+    pages = PagePool(_page_count(model.config, config, kv_dtype), config.page_size)
     # Behind the pages that are handed out one stays nobody's, for padding.
-    cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device)
+    cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype)
     runner = Runner(model, cache, device, make_ops(backend))
     if config.loop == "pipelined":
         grid = build_grid(model.config, config, runner, pages, device)
+        if torch.device(device).type == "cuda":
+            grid.capture(say)
         budget = Budget(GridCost.measured(grid)) if has_budget else None
         return PipelinedEngine(model.config, config, runner, pages, drafter, grid, decode, budget)
     budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
@@ -84,9 +90,8 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
 
 
 def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Pages for the memory that was granted, or for as many full context windows as can run at once.
-
-    Raises UserError if it holds none.
+    """Pages for the memory that was granted, or for as many full context windows as can run at once; dtype: of the
+    cache. Raises UserError if it holds none.
     """
     page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize * config.page_size
     granted = (config.kv_memory_mib << 20) // page_bytes

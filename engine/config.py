@@ -7,6 +7,7 @@ from typing import Literal
 
 DraftShape = Literal["path", "tree"]
 Loop = Literal["plain", "overlapped", "pipelined"]
+KvDtype = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class EngineConfig:
     """Tokens in a page of KV cache."""
     kv_memory_mib: int = 256
     """Memory for the KV cache; less is taken if `max_sequences` full context windows need less."""
+    kv_dtype: KvDtype = "auto"
+    """Of the KV cache. `auto`: the model's. `fp8`: float8_e4m3fn, stored without a scale; with FlashInfer alone."""
     prefix_cache: bool = True
     """Whether requests reuse the keys and values of a beginning that they share with earlier ones."""
     watermark: float = 0.01
@@ -38,6 +41,8 @@ class EngineConfig:
         for name, least in (("max_sequences", 1), ("page_size", 1), ("kv_memory_mib", 1), ("max_draft", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.kv_dtype not in ("auto", "fp8"):
+            raise ValueError(f"kv_dtype must be 'auto' or 'fp8', not {self.kv_dtype!r}")
         if self.draft_shape not in ("path", "tree"):
             raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
         if self.loop not in ("plain", "overlapped", "pipelined"):

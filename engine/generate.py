@@ -50,7 +50,11 @@ def run_generate(options: GenerateOptions) -> None:
     requests = _requests(prompts, tokenizer, options)
     console = Console(stderr=True, highlight=False)
     engine = launch(
-        model, tokenizer, options.engine, warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}")
+        model,
+        tokenizer,
+        options.engine,
+        warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
+        say=lambda text: console.print(escape(text)),
     )
     with closing(engine):
         for number, request in enumerate(requests[:: options.samples], start=1):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,14 @@ from engine.graphs import FixedStep, Kind, Orders
 LEAST_DRAFT = 4
 """Rows for drafts that a step has at least, if it has any: a step of 5 tokens takes as long as one of 2."""
 GREEDY, DRAWN = Kind(draws=False, most=None), Kind(draws=True, most=None)
+
+
+class Captured(NamedTuple):
+    """What a start has captured."""
+
+    graphs: int
+    seconds: float
+    """Compiling what they run included, where that was never done."""
 
 
 class StepGrid:
@@ -30,6 +40,7 @@ class StepGrid:
         self._max_draft = max_draft
         self.sequences = doubled(1, max_sequences)
         """Numbers of sequences that steps may have, rising."""
+        self.captured = Captured(0, 0.0)
         self._steps: dict[tuple[int, int], FixedStep] = {}
 
     @property
@@ -52,12 +63,24 @@ class StepGrid:
         drafts = doubled(least, sequences * self._max_draft) if self._max_draft else []
         return [sequences, *(sequences + drafted for drafted in drafts)]
 
-    def capture(self) -> None:
-        """Capture every shape, on a CUDA device; the largest first, whose memory then serves the others."""
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """All numbers of sequences and rows, rising."""
+        return [(sequences, rows) for sequences in self.sequences for rows in self.rows_of(sequences)]
+
+    def capture(self, say: Callable[[str], None]) -> None:
+        """Capture every shape, on a CUDA device; the largest first, whose memory then serves the others.
+
+        say: told before and after, since it takes a while.
+        """
+        shapes = self.shapes
+        say(f"capturing {len(shapes)} CUDA graphs ... (the first time ever, kernels are compiled before)")
+        began = perf_counter()
         pool = torch.cuda.graph_pool_handle()
-        for sequences in reversed(self.sequences):
-            for rows in reversed(self.rows_of(sequences)):
-                self.step_of(sequences, rows).capture(self.greedy, pool)
+        for sequences, rows in reversed(shapes):
+            self.step_of(sequences, rows).capture(self.greedy, pool)
+        self.captured = Captured(len(shapes), perf_counter() - began)
+        say(f"captured {len(shapes)} CUDA graphs in {self.captured.seconds:.1f} s")
 
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Run a step in the least shape that holds it; see `FixedStep.run`."""

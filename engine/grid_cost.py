@@ -20,7 +20,7 @@ class GridCost:
     @classmethod
     def measured(cls, grid: StepGrid) -> GridCost:
         """Time steps in which nobody sits."""
-        shapes = {rows: sequences for sequences in grid.sequences for rows in grid.rows_of(sequences)}
+        shapes = {rows: sequences for sequences, rows in grid.shapes}
 
         def run(rows: int, _sequences: int) -> None:
             grid.step_of(shapes[rows], rows).run(Orders.nobody(), grid.greedy).read()

@@ -46,8 +46,14 @@ def find_dtype(wanted: str, device: str) -> torch.dtype:
     return DTYPES[wanted]
 
 
-def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: Callable[[str], None]) -> Engine:
-    """The engine around a loaded model; `warn` as in `build_drafter`. Raises UserError."""
+def launch(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    options: EngineOptions,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Engine:
+    """The engine around a loaded model; `warn` as in `build_drafter`, `say` as in `build_engine`. Raises UserError."""
     if options.loop == "pipelined" and options.draft_shape == "tree":
         raise UserError("--loop pipelined verifies paths alone; give --draft-shape path, or another --loop")
     config = EngineConfig(
@@ -56,6 +62,7 @@ def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: C
         draft_shape=options.draft_shape,
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
+        kv_dtype=options.kv_dtype,
         prefix_cache=options.prefix_cache,
         loop=options.loop,
     )
@@ -63,4 +70,6 @@ def launch(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, warn: C
     drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, longest), MAX_DRAFT))
     drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
     may_draft = options.drafter != "none" and options.max_draft > 0
-    return build_engine(model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention)
+    return build_engine(
+        model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention, say=say
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engine.config import DraftShape, Loop
+from engine.config import DraftShape, KvDtype, Loop
 from engine.models.hub import find_model
 from engine.shipped import SHIPPED_MODEL
 
@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "plain", "flashinfer")
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
 SHAPES = ("path", "tree")
+KV_DTYPES = ("auto", "fp8")
 LOOPS = ("plain", "overlapped", "pipelined")
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 
@@ -41,6 +42,7 @@ class EngineOptions:
     max_sequences: int
     kv_memory: int
     """MiB."""
+    kv_dtype: KvDtype
     prefix_cache: bool
     loop: Loop
     threads: int | None
@@ -81,6 +83,12 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         ),
         click.option(
             "--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache."
+        ),
+        click.option(
+            "--kv-dtype",
+            type=click.Choice(KV_DTYPES),
+            default="auto",
+            help="Of the KV cache; auto: the model's; fp8: twice as many tokens, rounded; for --attention flashinfer.",
         ),
         click.option(
             "--prefix-cache/--no-prefix-cache",

@@ -33,7 +33,7 @@ from engine.detokenize import Decode
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, CopyStream
 from engine.graphs import FixedStep, Kind, Orders, Result
-from engine.grid import DRAWN, StepGrid
+from engine.grid import DRAWN, Captured, StepGrid
 from engine.models.config import ModelConfig
 from engine.overlap import furthest
 from engine.pace import Pace
@@ -91,6 +91,11 @@ class PipelinedEngine(Engine):
         self._grid = grid
         self._pace = Pace() if pace is None else pace
         self._under_way: UnderWay | None = None
+
+    @property
+    def captured(self) -> Captured:
+        """What the start has captured; nothing but on a CUDA device."""
+        return self._grid.captured
 
     def step(self) -> StepReport:
         """Begin a step, and commit what the one before it produced; in which order, see `Pace`."""
@@ -217,7 +222,7 @@ class PipelinedEngine(Engine):
 
 
 def build_grid(model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str) -> StepGrid:
-    """The state of an engine with these settings and the steps on it, captured on a CUDA device. The cache that
+    """The state of an engine with these settings and the steps on it, to be captured on a CUDA device. The cache that
     `runner` has is one page larger than `pages`, for padding.
     """
     longest = model.max_positions
@@ -230,7 +235,4 @@ def build_grid(model: ModelConfig, config: EngineConfig, runner: Runner, pages: 
         shape = StepShape(sequences, rows, 1 + config.max_draft, most_pages)
         return FixedStep(runner.fixed(shape), state, shape, furthest(config.max_draft), pages.page_size, copies)
 
-    grid = StepGrid(make, state, config.max_sequences, config.max_draft)
-    if state.lengths.is_cuda:
-        grid.capture()
-    return grid
+    return StepGrid(make, state, config.max_sequences, config.max_draft)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from statistics import median
+from time import perf_counter
 
 import torch
 
 from benchmarks.gpu.bench import CEILING_TRIES, DRAFT, Bench
 from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
-from benchmarks.gpu.figures import Figure, at_least, at_most
+from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
 from benchmarks.gpu.stepping import FixedDrafter, path, ratios, time_steps
 from benchmarks.gpu.timeline import LEAST_GAP_US, Interval, by_name, idle_share, span
 from engine.drafters.none import NoDrafter
+from engine.pipeline import PipelinedEngine
 
 RECORDED_STEPS = 20
+SHORT = 256
+"""Tokens of a sequence where none runs."""
+CAPTURE_S = 60.0
+"""What an engine's start may take for it."""
 
 
 def ceilings(bench: Bench) -> Iterator[Figure]:
@@ -24,6 +31,24 @@ def ceilings(bench: Bench) -> Iterator[Figure]:
     yield Figure("copy bandwidth, read and write", reached.bytes_per_s / 1e9, "GB/s", CEILING_TRIES)
     size = bench.scale.product
     yield Figure(f"matrix product {size} x {size} x {size}", reached.flops_per_s / 1e12, "TFLOP/s", CEILING_TRIES)
+
+
+def start(bench: Bench) -> Iterator[Figure]:
+    """Graphs of the largest engine that is served, captured as at its start; all kernels have been compiled before."""
+    if not bench.on_gpu or bench.setting.loop != "pipelined":
+        raise SkippedError("graphs are captured by the pipelined loop, on a CUDA device")
+    counts = {"small": 1, "large": max(bench.scale.concurrencies)}
+    found = {}
+    for name, sequences in counts.items():
+        began = perf_counter()
+        with closing(bench.engine(NoDrafter(), sequences, SHORT, has_budget=True)) as engine:
+            assert isinstance(engine, PipelinedEngine)
+            found[name] = engine.captured, perf_counter() - began
+    (graphs, seconds), whole = found["large"]
+    details = {"graphs": graphs, "ms_a_graph": round(1e3 * seconds / graphs, 1), "whole_start_s": round(whole, 2)}
+    details |= {"peak_mib": torch.cuda.max_memory_allocated() >> 20}
+    name = f"capturing the graphs of {counts['large']} streams, drafts of up to {DRAFT}"
+    yield Figure(name, seconds, "s", 1, at_most(CAPTURE_S), details)
 
 
 def decode(bench: Bench) -> Iterator[Figure]:

@@ -20,4 +20,7 @@ def build(options: EngineOptions) -> Engine:
     def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    return launch(load(options), Tokenizer(options.model), options, warn)
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    return launch(load(options), Tokenizer(options.model), options, warn, say)

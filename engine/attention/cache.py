@@ -9,6 +9,17 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 
 
+def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of this dtype holds them.
+
+    What is beyond the range of 8 bits becomes the largest number there is; PyTorch may make it not a number.
+    """
+    if dtype.itemsize > 1:
+        return tensor.to(dtype)
+    most = torch.finfo(dtype).max
+    return tensor.clamp(-most, most).to(dtype)
+
+
 class PagedCache:
     """Keys and values of all layers in one tensor, [layers, pages, 2, page_size, kv_heads, head_dim].
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Attention
-from engine.attention.cache import PagedCache
+from engine.attention.cache import PagedCache, as_stored
 from engine.attention.calls import WORKSPACE_BYTES, Call, Shape, make_call
 from engine.attention.chunks import workspaces
 from engine.attention.fixed import StepShape
@@ -64,6 +64,9 @@ class FlashInferAttention(Attention):
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
             store(cache, key, value)
+            if cache.dtype != query.dtype:
+                # Trees see the draft's own keys as later steps will see them.
+                key, value = (as_stored(part, cache.dtype).to(query.dtype) for part in (key, value))
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
             attended = query.new_empty(query.shape)

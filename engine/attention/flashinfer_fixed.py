@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.attention.cache import PagedCache
+from engine.attention.cache import PagedCache, as_stored
 from engine.attention.calls import Shape
 from engine.attention.chunks import Chunks
 from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
@@ -159,8 +159,8 @@ class Append:
 
         def store(cache: Tensor, key: Tensor, value: Tensor) -> None:
             self._library.append_paged_kv_cache(
-                key.to(cache.dtype),
-                value.to(cache.dtype),
+                as_stored(key, cache.dtype),
+                as_stored(value, cache.dtype),
                 sequence,
                 slots,
                 cache,

@@ -3,6 +3,7 @@
 import json
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,11 +220,60 @@ def test_where_there_is_no_gpu_it_says_what_would_have_run(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "nothing was measured" in said
     assert all(own.name in said and own.title in said for own in PARTS)
-    monkeypatch.setattr(tests.pytest, "main", lambda arguments: print("pytest", *arguments))
-    assert tests.main() == 0
+
+
+def test_where_there_is_no_gpu_tests_are_counted_by_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = tests.files()
+    assert {Path(file).name for file in found} >= {"test_gpu_device.py", "test_flashinfer.py", "test_verify.py"}
+    file = tmp_path / "test_some.py"
+    file.write_text('"""What it is about.\n\nMore."""\nimport pytest\n')
+    with file.open("a") as more:
+        more.write(
+            "def test_cpu(): pass\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', [1, 2])\ndef test_gpu(n): pass\n"
+        )
+    assert tests.files(tmp_path) == [str(file)]
+    monkeypatch.setattr(tests, "files", lambda: [str(file)])
+    assert tests.main([]) == 0
+    first, own, whole = capsys.readouterr().out.splitlines()
+    assert "no test was run" in first
+    assert own.split()[0] == whole.split()[0] == "2"
+    assert own.endswith("test_some.py: What it is about.")
+
+
+PROGRAMS = {
+    "good": "def test_it(record_property):\n    record_property('ties', 'only 3')\n",
+    "bad": "def test_it():\n    assert False, 'very wrong'\n",
+    "slow": "import time\ndef test_it():\n    time.sleep(60)\n",
+    "none": "",
+}
+
+
+def test_groups_of_tests_run_beside_each_other(monkeypatch, capsys, tmp_path):
+    groups = groups_of_programs(monkeypatch, tmp_path)
+    assert tests.run([groups["good"], groups["bad"], groups["none"]], 60) == 1
     said = capsys.readouterr().out
-    assert "--collect-only" in said
-    assert "test_gpu_device.py" in said
+    for words in (
+        "test_good.py: ok",
+        "ties: only 3",
+        "test_bad.py: FAILED",
+        "very wrong",
+        "test_none.py: ok",
+        "2 of 3",
+    ):
+        assert words in said
+
+
+def test_groups_of_tests_are_stopped_after_their_time(monkeypatch, capsys, tmp_path):
+    assert tests.run([groups_of_programs(monkeypatch, tmp_path)["slow"]], 1) == 1
+    assert "test_slow.py: OUT OF TIME, 1 s" in capsys.readouterr().out
+
+
+def groups_of_programs(monkeypatch, folder):
+    for name, program in PROGRAMS.items():
+        (folder / f"test_{name}.py").write_text(program)
+    monkeypatch.setattr(tests.Group, "arguments", property(lambda own: ["-q", "-p", "no:cacheprovider", own.file]))
+    return {name: tests.Group(str(folder / f"test_{name}.py")) for name in PROGRAMS}
 
 
 def test_results_of_a_day_get_names_of_their_own(tmp_path):

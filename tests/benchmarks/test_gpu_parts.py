@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.gpu import tests
 from benchmarks.gpu.bench import TINY, Bench, Setting
 from benchmarks.gpu.figures import SkippedError
 from benchmarks.gpu.parts import PARTS
@@ -51,5 +52,11 @@ def test_parts_that_need_a_trace_are_skipped_without_one(tmp_path):
                     list(part.run(bench))
 
 
-def test_all_parts_fit_into_nine_minutes():
-    assert sum(part.limit_s for part in PARTS) <= 9 * 60
+def test_tests_and_all_parts_fit_into_nine_minutes():
+    assert tests.LIMIT_S + sum(part.limit_s for part in PARTS) <= 9 * 60
+
+
+def test_nothing_is_captured_on_a_cpu(bench):
+    [start] = [part for part in PARTS if part.name == "start"]
+    with pytest.raises(SkippedError, match="pipelined"):
+        list(start.run(bench))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.cache import PagedCache
+from engine.attention.cache import PagedCache, as_stored
 from engine.attention.kernels import Kernels, assign
 from engine.attention.layout import (
     block_tables,
@@ -151,6 +151,12 @@ def test_every_piece_is_in_one_call_that_can_do_it(data, paths, trees, singles_a
 
 def test_indptr_begins_with_0():
     assert indptr([3, 0, 2]).tolist() == [0, 3, 3, 5]
+
+
+def test_what_8_bits_do_not_reach_becomes_the_largest_number():
+    heads = torch.tensor([1e9, -500.0, 1.06, 0.0])
+    assert as_stored(heads, torch.float8_e4m3fn).float().tolist() == [448, -448, 1.0, 0]
+    assert torch.equal(as_stored(heads, torch.float32), heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)

@@ -7,7 +7,8 @@ import torch
 
 from engine import optional
 from engine.attention.plain import PlainAttention
-from engine.backend import choose_backend, make_attention, make_ops
+from engine.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
+from engine.config import EngineConfig
 from engine.launch import find_device, find_dtype
 from engine.models.config import ModelConfig
 from engine.models.ops import PLAIN
@@ -65,6 +66,17 @@ def test_flashinfer_says_why_it_cannot_run(installed, config, dtype, device, wor
     with pytest.raises(UserError, match=words) as refusal:
         choose_backend("flashinfer", config, dtype, device)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_cache_of_8_bits_is_for_flashinfer():
+    assert choose_kv_dtype("auto", "plain", torch.float32) == torch.float32
+    assert choose_kv_dtype("auto", "flashinfer", torch.bfloat16) == torch.bfloat16
+    assert choose_kv_dtype("fp8", "flashinfer", torch.bfloat16) == torch.float8_e4m3fn
+    with pytest.raises(UserError, match="--attention flashinfer") as refusal:
+        choose_kv_dtype("fp8", "plain", torch.bfloat16)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ValueError, match="kv_dtype must be"):
+        EngineConfig(kv_dtype="int8")
 
 
 def test_a_missing_library_is_named_with_how_to_install_it(missing):

@@ -247,12 +247,13 @@ def test_the_price_is_that_of_the_step():
 def test_an_engine_that_may_draft_nothing_measures_nothing():
     options = EngineOptions.of(
         None, device="cpu", dtype="float32", attention="auto", drafter="ngram", address="", max_draft=0,
-        draft_shape="path", max_sequences=1, kv_memory=16, prefix_cache=True, loop="plain", threads=None,
+        draft_shape="path", max_sequences=1, kv_memory=16, kv_dtype="auto", prefix_cache=True,
+        loop="plain", threads=None,
     )  # fmt: skip
     model, tokenizer = load(options), Tokenizer(options.model)
-    engine = launch(model, tokenizer, options, warn=print)
+    engine = launch(model, tokenizer, options, warn=print, say=print)
     [completion] = engine.generate([Request(tokenizer.encode("def f(x):"), SamplingParams(max_tokens=5))])
     assert (len(completion.tokens), completion.drafted) == (5, 0)
-    drafting = launch(model, tokenizer, replace(options, max_draft=1), warn=print)
+    drafting = launch(model, tokenizer, replace(options, max_draft=1), warn=print, say=print)
     [again] = drafting.generate([Request(tokenizer.encode("def f(x):"), SamplingParams(max_tokens=5))])
     assert again.tokens.tolist() == completion.tokens.tolist()

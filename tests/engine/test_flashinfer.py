@@ -4,13 +4,13 @@ Everything runs twice: on the CPU with a slow twin of the library, and, marked `
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from engine.attention import calls, layout, merge
+from engine.attention import layout, merge
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kernels import Kernels
 from engine.attention.plain import PlainAttention
@@ -28,8 +28,8 @@ from engine.tree import DraftTree
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.places import PLACES, place_of
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_tree_attention import RandomTrees, requests
 from tests.engine.trees import random_tree
@@ -47,29 +47,10 @@ choices = pytest.mark.parametrize("kernels", CHOICES.values(), ids=CHOICES.keys(
 some_choices = pytest.mark.parametrize("kernels", [CHOICES["default"], CHOICES["xqa"]], ids=["default", "xqa"])
 
 
-@dataclass
-class Place:
-    """Where FlashInfer, or its twin, runs."""
-
-    device: str
-    dtype: torch.dtype
-    tolerance: float
-    """Absolute and relative, of attention."""
-
-
-@pytest.fixture(scope="module", params=["twin", pytest.param("library", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=PLACES)
 def place(request):
-    if request.param == "library":
-        pytest.importorskip("flashinfer")
-        yield Place("cuda", torch.bfloat16, 2e-2)
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("engine.attention.flashinfer", "engine.models.fused", "engine.backend"):
-            patch.setattr(f"{module}.flashinfer", lambda: TWIN)
-        patch.setattr("engine.backend._obstacle", lambda *_: None)
-        patch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
-        patch.setattr(calls, "XQA_WORKSPACE_BYTES", 1)
-        yield Place("cpu", torch.float32, 2e-5)
+    with place_of(request.param) as there:
+        yield there
 
 
 def config_of(heads, kv_heads):
@@ -155,11 +136,16 @@ def test_attention_of_other_groups_of_heads(place, kernels, sharing):
     compare(place, kernels, 6, sharing=sharing)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("place", ["library"], indirect=True)
 def test_attention_over_keys_of_8_bits(place):
-    """Trees see the draft's own keys unrounded, so they are left out."""
-    compare(place, Kernels(), 7, kinds=("prompt", "single", "path"), kv_dtype=torch.float8_e4m3fn)
+    compare(place, Kernels(), 7, kv_dtype=torch.float8_e4m3fn)
+
+
+def test_trees_that_see_their_own_keys_unrounded_are_noticed(place, monkeypatch):
+    if place.device == "cuda":
+        pytest.skip("what 16 bits differ by hides it")
+    monkeypatch.setattr("engine.attention.flashinfer.as_stored", lambda part, _: part)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(place, Kernels(), 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
 
 
 FAULTS = {

@@ -13,7 +13,8 @@ from engine.attention import calls
 from tests.engine import flashinfer_fa2 as fa2
 from tests.engine import test_chunks
 from tests.engine.flashinfer_twin import TWIN
-from tests.engine.test_flashinfer import CHOICES, Place, compare
+from tests.engine.places import Place
+from tests.engine.test_flashinfer import CHOICES, compare
 
 flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer, though no GPU")
 

@@ -1,0 +1,15 @@
+"""A plugin of pytest: what tests recorded with `record_property` stands at the end of its output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Called by pytest."""
+    reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name)]
+    lines = [f"{name}: {value}" for report in reports for name, value in report.user_properties]
+    if lines:
+        terminalreporter.section("reported")
+    for line in lines:
+        terminalreporter.write_line(line)
