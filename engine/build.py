@@ -18,12 +18,14 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.pages import PagePool
 from engine.pipeline import PipelinedEngine, build_grid
+from engine.request import SamplingParams
 from engine.runner import Runner
 from ssd.draft import Drafter
 from ssd.errors import UserError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Tokens of steps that are measured."""
+USUAL = SamplingParams(temperature=1.0)
 MOST_LOGITS = 512
 """Rows of logits in a step that is measured: of large vocabularies more would not fit into memory."""
 
@@ -36,13 +38,15 @@ def build_engine(
     *,
     has_budget: bool = False,
     attention: str = "auto",
+    usual: SamplingParams = USUAL,
     say: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """An engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
-    seconds, and verify only what pays; otherwise everything that was drafted. `attention`: as in
-    `choose_backend`. `say` is told what takes long. Raises UserError for an attention or a KV cache that cannot be had.
+    seconds, and verify only what pays; otherwise everything that was drafted. `attention`: as in `choose_backend`.
+    `usual`: what most requests will ask for. `say` is told what takes long. Raises UserError for an attention or a KV
+    cache that cannot be had.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -55,10 +59,10 @@ def build_engine(
     if config.loop == "pipelined":
         grid = build_grid(model.config, config, runner, pages, device)
         if torch.device(device).type == "cuda":
-            grid.capture(say)
-        budget = Budget(GridCost.measured(grid)) if has_budget else None
+            grid.capture(say, grid.kind_of([usual], model.config.vocab_size))
+        budget = Budget(GridCost.measured(grid)) if has_budget and config.max_draft else None
         return PipelinedEngine(model.config, config, runner, pages, drafter, grid, decode, budget)
-    budget = Budget(_measure(runner, model.config, config, pages)) if has_budget else None
+    budget = Budget(_measure(runner, model.config, config, pages)) if has_budget and config.max_draft else None
     return Engine(model.config, config, runner, pages, drafter, decode, budget)
 
 

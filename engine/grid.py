@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving
 from engine.graphs import FixedStep, Kind, Orders
+from engine.request import SamplingParams
+from engine.truncation import Truncation
 
 LEAST_DRAFT = 4
 """Rows for drafts that a step has at least, if it has any: a step of 5 tokens takes as long as one of 2."""
@@ -46,9 +49,19 @@ class StepGrid:
     @property
     def greedy(self) -> Kind:
         """Of steps in which nothing is drawn. On a GPU one kernel takes what is largest and draws, at the same cost if
-        nothing is; so one graph does both, and steps that truncate are captured when they are first met.
+        nothing is; so one graph does both.
         """
         return DRAWN if self.state.lengths.is_cuda else GREEDY
+
+    def kind_of(self, samplings: Sequence[SamplingParams], vocab_size: int) -> Kind:
+        """How tokens are drawn for some requests; what is ranked is rounded up, so that there are few kinds."""
+        if not any(sampling.truncates for sampling in samplings):
+            return DRAWN if any(sampling.is_drawn for sampling in samplings) else self.greedy
+        top_k, top_p, min_p = (
+            np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
+        )
+        most = Truncation(top_k, top_p, min_p).most(vocab_size)
+        return Kind(True, min(1 << (most - 1).bit_length(), vocab_size) if most else 0)
 
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
         """The least shape that holds so many: its sequences and rows."""
@@ -68,17 +81,20 @@ class StepGrid:
         """All numbers of sequences and rows, rising."""
         return [(sequences, rows) for sequences in self.sequences for rows in self.rows_of(sequences)]
 
-    def capture(self, say: Callable[[str], None]) -> None:
-        """Capture every shape, on a CUDA device; the largest first, whose memory then serves the others.
+    def capture(self, say: Callable[[str], None], usual: Kind = DRAWN) -> None:
+        """Capture every shape, on a CUDA device; the largest first, whose memory then serves the others. Steps that
+        truncate in a way that was not expected are captured when they are first met.
 
-        say: told before and after, since it takes a while.
+        say: told before and after, since it takes a while. usual: what most requests are expected to need, beside what
+        is neither drawn nor truncated.
         """
-        shapes = self.shapes
+        kinds = dict.fromkeys((self.greedy, usual))
+        shapes = [(*shape, kind) for shape in reversed(self.shapes) for kind in kinds]
         say(f"capturing {len(shapes)} CUDA graphs ... (the first time ever, kernels are compiled before)")
         began = perf_counter()
         pool = torch.cuda.graph_pool_handle()
-        for sequences, rows in reversed(shapes):
-            self.step_of(sequences, rows).capture(self.greedy, pool)
+        for sequences, rows, kind in shapes:
+            self.step_of(sequences, rows).capture(kind, pool)
         self.captured = Captured(len(shapes), perf_counter() - began)
         say(f"captured {len(shapes)} CUDA graphs in {self.captured.seconds:.1f} s")
 

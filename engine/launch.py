@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from engine.build import build_engine
+from engine.build import USUAL, build_engine
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.drafters.build import build_drafter
 from engine.models.decoder import Decoder
+from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.options import EngineOptions
 from engine.overlap import furthest
+from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
@@ -71,5 +75,14 @@ def launch(
     drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
     may_draft = options.drafter != "none" and options.max_draft > 0
     return build_engine(
-        model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention, say=say
-    )
+        model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
+        usual=_recommended(options.model), say=say,
+    )  # fmt: skip
+
+
+def _recommended(folder: Path) -> SamplingParams:
+    """What requests get that ask for nothing."""
+    defaults = load_generation_defaults(folder)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
+    return replace(USUAL, **given)

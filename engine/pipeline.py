@@ -32,8 +32,8 @@ from engine.core import Engine, StepReport
 from engine.detokenize import Decode
 from engine.device.state import DeviceState
 from engine.device.transfer import Arriving, CopyStream
-from engine.graphs import FixedStep, Kind, Orders, Result
-from engine.grid import DRAWN, Captured, StepGrid
+from engine.graphs import FixedStep, Orders, Result
+from engine.grid import Captured, StepGrid
 from engine.models.config import ModelConfig
 from engine.overlap import furthest
 from engine.pace import Pace
@@ -43,7 +43,6 @@ from engine.runner import Runner
 from engine.seats import Seats
 from engine.sequence import NO_TOKENS, Sequence
 from engine.times import Stopwatch
-from engine.truncation import Truncation
 from ssd.draft import Drafter
 
 
@@ -56,7 +55,7 @@ class UnderWay(NamedTuple):
     """Tokens that each may append."""
     results: Arriving
     tokens: int
-    """That it runs, prompts left out."""
+    """That it runs, and of prompts those that run before it and behind the step before."""
     asking: Asking | None
     """For its drafts; how long is known when the step before has ended."""
 
@@ -91,6 +90,8 @@ class PipelinedEngine(Engine):
         self._grid = grid
         self._pace = Pace() if pace is None else pace
         self._under_way: UnderWay | None = None
+        self._prompt_tokens = 0
+        """Run since a step was begun last."""
 
     @property
     def captured(self) -> Captured:
@@ -107,9 +108,8 @@ class PipelinedEngine(Engine):
         for sequence in self.scheduler.admit():
             self._drafting.introduce(sequence)
         watch.lap("schedule")
-        prompt_tokens = 0
         if not any(sequence.request.sampling.needs_host for sequence in self.scheduler.running):
-            prompt_tokens = self._begin_step(before, watch)
+            self._begin_step(before, watch)
         elif before is None:
             self._seats.clear_but([])
             return super().step()
@@ -119,16 +119,17 @@ class PipelinedEngine(Engine):
             ended = self._end_step(before, watch)
             ended.report.has_next = self._under_way is not None
         ended.report.times = watch.times()
-        self._note(before, prompt_tokens, ended)
+        if ended.report.outcomes:  # else it ran for nobody who is still here
+            self._note(before, ended)
         return ended.report
 
-    def _begin_step(self, before: UnderWay | None, watch: Stopwatch) -> int:
-        """Begin one if there is anything to run; returns how many tokens of prompts run beside it."""
+    def _begin_step(self, before: UnderWay | None, watch: Stopwatch) -> None:
+        """Begin one if there is anything to run."""
         # One whose every token is on its way has nothing left to run.
         going = [one for one in self.scheduler.schedule() if one.room > min(one.in_flight, 1)]
         self._seats.clear_but(self.scheduler.running)
         watch.lap("schedule")
-        prompt_tokens = self._run_prompts(going)
+        self._prompt_tokens += self._run_prompts(going)
         watch.lap("forward")
         producing = [sequence for sequence in going if sequence.completes_prompt]
         if producing:
@@ -137,20 +138,21 @@ class PipelinedEngine(Engine):
             if begun.asking is not None and (before is None or before.results.has_come):
                 begun = begun._replace(asking=begun.asking._replace(seconds=watch.times().draft))
             self._under_way = begun
-        return prompt_tokens
+            self._prompt_tokens = 0
 
-    def _note(self, step: UnderWay, prompt_tokens: int, ended: Ended) -> None:
+    def _note(self, step: UnderWay, ended: Ended) -> None:
         """Let it be known what came of a step. What has passed in this call is about the time from the end of the step
-        before it to its own.
+        before it to its own, and so of all that was launched in between.
         """
         times, accepted = ended.report.times, sum(outcome.accepted for outcome in ended.report.outcomes)
         # Where launching is not waiting, it is the host's part as well.
         launching_s = times.forward if self._grid.state.lengths.is_cuda else 0.0
         host_s = times.schedule + times.draft + times.commit + launching_s
-        self._pace.note(host_s, times.total, accepted, ended.report.committed)
+        # What the device finds itself it finds at either pace.
+        self._pace.note(host_s, times.total, accepted - ended.looked_up, ended.report.committed)
         if self._budget is not None:
-            tokens, count = step.tokens + prompt_tokens, len(step.sequences)
-            self._budget.note(tokens, count, accepted, times.total, step.asking, ended.looked_up)
+            count = len(step.sequences)
+            self._budget.note(step.tokens, count, accepted, times.total, step.asking, ended.looked_up)
 
     def _run_prompts(self, sequences: SequenceOf[Sequence]) -> int:
         """Run what is scheduled of prompts but their last tokens, which produce; returns how many tokens that was."""
@@ -184,24 +186,13 @@ class PipelinedEngine(Engine):
             spare=[path.spare for path in paths],
             contexts=[sequence.end - 1 for sequence in sequences],
         )
-        results = self._grid.run(orders, self._kind(sequences))
+        kind = self._grid.kind_of([sequence.request.sampling for sequence in sequences], self.model.vocab_size)
+        results = self._grid.run(orders, kind)
         most = [1 + max(path.most, path.spare) for path in paths]
         for sequence, count in zip(sequences, most, strict=True):
             sequence.in_flight += count
         watch.lap("forward")
-        return UnderWay(sequences, paths, most, results, sum(most), asking)
-
-    def _kind(self, sequences: SequenceOf[Sequence]) -> Kind:
-        """How tokens are drawn; what is ranked is rounded up, so that there are few kinds."""
-        samplings = [sequence.request.sampling for sequence in sequences]
-        if not any(sampling.truncates for sampling in samplings):
-            return DRAWN if any(sampling.is_drawn for sampling in samplings) else self._grid.greedy
-        top_k, top_p, min_p = (
-            np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
-        )
-        vocab_size = self.model.vocab_size
-        most = Truncation(top_k, top_p, min_p).most(vocab_size)
-        return Kind(True, min(1 << (most - 1).bit_length(), vocab_size) if most else 0)
+        return UnderWay(sequences, paths, most, results, sum(most) + self._prompt_tokens, asking)
 
     def _end_step(self, step: UnderWay, watch: Stopwatch) -> Ended:
         """Wait for a step's results, and commit those of sequences that still are what they were."""

@@ -152,7 +152,11 @@ class PreparedDrafting(Drafting):
         return PreparedPath(NO_TOKENS, NO_ODDS, NO_SOURCES, len(sequence), 0, self._spare(sequence))
 
     def _spare(self, sequence: Sequence) -> int:
-        return min(self._most(sequence), sequence.draft_room) if self._looks_up else 0
+        if not self._looks_up:
+            return 0
+        # Of what is under way at least one token comes; and the target adds one of its own.
+        left = sequence.room - 1 - min(sequence.in_flight, 1)
+        return max(0, min(self._most(sequence), sequence.draft_room, left))
 
     def _worth_verifying(
         self, sequences: SequenceOf[Sequence], paths: SequenceOf[PreparedPath], budget: Budget

@@ -138,6 +138,7 @@ class FixedPace:
 
     def __init__(self, decide):
         self.decide = decide
+        self.accepted = 0
 
     @property
     def waits(self):
@@ -145,7 +146,8 @@ class FixedPace:
 
     def note(self, host_s, step_s, accepted, produced):
         assert 0 <= host_s <= step_s
-        assert accepted <= produced
+        assert 0 <= accepted <= produced
+        self.accepted += accepted
 
 
 def chain_engine(config, pages, drafter, budget=None, waits=lambda: False):

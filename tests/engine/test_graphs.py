@@ -21,6 +21,7 @@ from engine.grid import StepGrid, doubled
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.ops import PLAIN
+from engine.request import SamplingParams
 from engine.runner import Runner
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_twin import TWIN
@@ -235,7 +236,7 @@ def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
         return step
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    grid = StepGrid(make, None, 2, 4)
+    grid = StepGrid(make, state_of([]), 2, 4)
     assert grid.captured == (0, 0.0)
     grid.capture(said.append)
     shapes = [(2, 10), (2, 6), (2, 2), (1, 5), (1, 1)]
@@ -243,6 +244,17 @@ def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
     assert grid.captured.graphs == 10
     assert said[0].startswith("capturing 10 CUDA graphs")
     assert said[1] == f"captured 10 CUDA graphs in {grid.captured.seconds:.1f} s"
+
+
+def test_few_kinds_of_drawing():
+    grid = StepGrid(None, state_of([]), 2, 4)
+    plain, drawn = SamplingParams(), SamplingParams(temperature=0.7)
+    assert grid.kind_of([plain], VOCAB) == GREEDY
+    assert grid.kind_of([plain, drawn], VOCAB) == Kind(True, None)
+    assert grid.kind_of([drawn, replace(drawn, top_k=20)], VOCAB) == Kind(True, 32)
+    assert grid.kind_of([replace(drawn, top_p=0.9)], VOCAB) == Kind(True, VOCAB)
+    assert grid.kind_of([replace(drawn, min_p=0.1)], VOCAB) == Kind(True, 0)
+    assert grid.kind_of([replace(plain, top_k=20)], VOCAB) == GREEDY
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,40 @@ def test_a_trial_is_noted_with_its_own_step():
     assert (5, True) in budget.noted
 
 
+def test_prompts_are_timed_with_the_step_behind_them():
+    """On a device they run before the step that is begun in the same call, whose time is known a call later."""
+    config = EngineConfig(max_sequences=2, max_draft=0, max_step_tokens=64, loop="pipelined")
+    engine = chain_engine(config, 40, Silent(), TryingBudget())
+    tokens = []
+    for prompt in (PROMPT[:1], np.arange(1, 21, dtype=np.uint32) % VOCAB):
+        engine.add(Request(prompt, SamplingParams(max_tokens=TOKENS)))
+        for _ in range(3):
+            engine.step()
+            tokens.append(engine._under_way.tokens)
+    assert tokens == [1, 1, 1, 2 + 19, 2, 2]
+
+
+def test_a_step_that_ran_for_nobody_is_not_noted():
+    """It was begun before it was known that a stop token had ended the last request."""
+    budget = TryingBudget()
+    engine = chain_engine(EngineConfig(max_sequences=1, max_draft=4, loop="pipelined"), 40, Journal(0), budget)
+    stop = answer(PROMPT, 9)[8]
+    engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS, stop_token_ids=(stop,)))])
+    assert engine._under_way is not None
+    noted = len(budget.noted)
+    engine.add(Request(PROMPT, SamplingParams(max_tokens=2)))
+    engine.step()
+    assert len(budget.noted) == noted
+
+
+def test_nothing_is_looked_up_beyond_the_end():
+    drafting = PreparedDrafting(Misleading(), EngineConfig(max_draft=4, loop="pipelined"), VOCAB)
+    for tokens, in_flight, spare in ((1, 0, 0), (2, 0, 1), (2, 1, 0), (9, 0, 4), (1, 1, 0)):
+        sequence = Sequence(0, Request(PROMPT, SamplingParams(max_tokens=tokens)), len(PROMPT) + tokens)
+        sequence.draft_room, sequence.in_flight = 8, in_flight
+        assert drafting._spare(sequence) == spare
+
+
 class Silent:
     """Finds nothing, and notes what it is told."""
 
@@ -242,6 +276,8 @@ def test_where_nothing_prepared_fits_the_device_looks_in_the_text(drafter, has_b
     for outcome in (outcome for report in reports for outcome in report.outcomes):
         # What is right is none of the drafter's.
         assert outcome.accepted == 0 or set(outcome.sources.tolist()) == {Source.LOCAL}
+    # For these it need not have waited.
+    assert engine._pace.accepted == 0
     told = engine._drafting.drafter.told
     assert not any(accepted for _, accepted in told)
     assert any(verified for verified, _ in told) == (drafter is Misleading)
