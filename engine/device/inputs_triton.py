@@ -33,7 +33,8 @@ def build_inputs(
     return StepInputs(tokens, positions, slots, row_seats, starts, contexts, lengths, drafted)
 
 
-@triton.jit
+# Else each shape of step would be compiled for itself.
+@triton.jit(do_not_specialize=["batch", "rows", "idle", "scratch"])
 def _make(
     seats, scheduled, draft_tokens, draft_stride, draft_lengths, starts,
     lengths, computed, limits, history, history_stride, page_tables, table_stride,
