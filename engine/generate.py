@@ -166,7 +166,8 @@ def _summarise(completions: Sequence[Completion], seconds: float, drafter: str, 
     drafted = sum(completion.drafted for completion in completions)
     accepted = sum(completion.accepted for completion in completions)
     console.print(
-        f"{_counted(len(completions), 'output')}, {_counted(tokens, 'token')} in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s, "
+        f"{_counted(len(completions), 'output')}, {_counted(tokens, 'token')} in {seconds:.2f} s: "
+        f"{tokens / seconds:,.0f} tokens/s, "
         f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {drafted:,} drafted, {accepted:,} accepted"
         + (f" ({accepted / drafted:.0%})" if drafted else "")
     )

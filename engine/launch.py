@@ -21,7 +21,6 @@ from engine.tokenizer import Tokenizer
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
-
 THREADS_PER_PROCESSOR = 4
 """Far more than pay; OpenMP crashes the process where the machine gives it no more."""
 

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import socket
+from dataclasses import fields
 
 import pytest
 
@@ -11,6 +12,8 @@ from engine.api import serve
 from engine.api.settings import ServerConfig
 from engine.options import EngineOptions
 from ssd.errors import UserError
+
+FIELDS = [field.name for field in fields(EngineOptions) if field.name != "model"]
 
 
 def failing(number):
@@ -38,18 +41,13 @@ def test_each_reason_has_its_words(monkeypatch, number, said):
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setattr(serve, "EngineProcess", lambda _: pytest.fail("an engine was made"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = EngineOptions.of(None, **dict.fromkeys(FIELDS))
         config = ServerConfig(port=taken.getsockname()[1])
         with pytest.raises(UserError, match="the port is in use"):
-            asyncio.run(serve.serve(EngineOptions.of(None, **ENGINE), config, "m", print))
+            asyncio.run(serve.serve(options, config, "m", print))
 
 
 def test_an_address_of_another_machine_is_no_port_in_use():
     # Set aside for documents: nobody's own.
     with pytest.raises(UserError, match="no address of this machine"):
         serve.bound("192.0.2.1", 0)
-
-
-ENGINE = dict(
-    device="cpu", dtype="float32", attention="auto", drafter="none", address="", max_draft=0, draft_shape="path",
-    max_sequences=1, kv_memory=16, kv_dtype="auto", prefix_cache=True, loop="plain", threads=None,
-)  # fmt: skip
