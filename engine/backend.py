@@ -36,6 +36,14 @@ def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device:
     return "flashinfer"
 
 
+def check_machine(wanted: str, dtype: torch.dtype, device: str) -> None:
+    """What can be said before there is a model. Raises UserError for FlashInfer where it cannot run."""
+    if wanted == "flashinfer":
+        if obstacle := _obstacle(None, dtype, device):
+            raise UserError(f"--attention flashinfer {obstacle}")
+        flashinfer()
+
+
 def choose_kv_dtype(wanted: KvDtype, backend: Backend, dtype: torch.dtype) -> torch.dtype:
     """What the KV cache holds, of a model that computes in `dtype`. Raises UserError where the backend cannot."""
     if wanted == "auto":
@@ -71,12 +79,12 @@ def make_ops(backend: Backend) -> Ops:
     return FusedOps() if backend == "flashinfer" else PLAIN
 
 
-def _obstacle(config: ModelConfig, dtype: torch.dtype, device: str) -> str | None:
-    """Why FlashInfer cannot run a model there, to stand behind its name."""
+def _obstacle(config: ModelConfig | None, dtype: torch.dtype, device: str) -> str | None:
+    """Why FlashInfer cannot run a model, None for any, there, to stand behind its name."""
     if torch.device(device).type != "cuda":
         return f"needs a CUDA device, not {device!r}; give --device cuda, or --attention plain"
     if dtype not in DTYPES:
         return "computes in 16 bits; give --dtype bfloat16, or --attention plain"
-    if config.head_dim not in HEAD_DIMS:
+    if config is not None and config.head_dim not in HEAD_DIMS:
         return f"has no kernels for heads of {config.head_dim}; give --attention plain"
     return None

@@ -53,7 +53,12 @@ def generate(
 @click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one.")
 @click.option("--name", help="What clients call the model.  [default: its folder's name]")
-@click.option("--max-waiting", type=click.IntRange(min=0), default=256, help="Most beyond those; more get a 429.")
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(min=0),
+    default=256,
+    help="Most requests that wait beyond --max-sequences; more get a 429.",
+)
 @click.option("--api-keys", type=click.Path(path_type=Path, dir_okay=False), help="File with a key a line.")
 @click.option(
     "--cached-responses",

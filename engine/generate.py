@@ -24,6 +24,8 @@ from engine.seeds import sample_seed
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
 
+NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"
+
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -74,7 +76,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     if options.prompts:
         return list(options.prompts)
     if options.path is None and sys.stdin.isatty():
-        raise UserError("no prompt; give one as an argument, with --file, or on stdin")
+        raise UserError(NO_PROMPT)
     from_stdin = options.path is None or str(options.path) == "-"
     text = _read_stdin() if from_stdin else _read_file(options.path or Path("-"))
     # Not `splitlines`, for which form feeds and Unicode's separators end lines too.
@@ -86,7 +88,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     else:
         prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"{'stdin' if from_stdin else options.path} holds no prompt")
+        raise UserError(NO_PROMPT if from_stdin else f"{options.path} holds no prompt")
     return prompts
 
 
@@ -164,7 +166,12 @@ def _summarise(completions: Sequence[Completion], seconds: float, drafter: str, 
     drafted = sum(completion.drafted for completion in completions)
     accepted = sum(completion.accepted for completion in completions)
     console.print(
-        f"{len(completions)} outputs, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s, "
+        f"{_counted(len(completions), 'output')}, {_counted(tokens, 'token')} in {seconds:.2f} s: "
+        f"{tokens / seconds:,.0f} tokens/s, "
         f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {drafted:,} drafted, {accepted:,} accepted"
         + (f" ({accepted / drafted:.0%})" if drafted else "")
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

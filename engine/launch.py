@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from engine.backend import check_machine
 from engine.build import USUAL, build_engine
 from engine.config import EngineConfig
 from engine.core import Engine
@@ -23,13 +25,27 @@ from engine.tokenizer import Tokenizer
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
+THREADS_PER_PROCESSOR = 4
+"""Far more than pay; OpenMP crashes the process where the machine gives it no more."""
+
 
 def load(options: EngineOptions) -> Decoder:
-    """The model, packed. Raises UserError."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    """The model, packed. Raises UserError, before it loads anything for what no model can mend."""
+    if options.loop == "pipelined" and options.draft_shape == "tree":
+        raise UserError("--loop pipelined verifies paths alone; give --draft-shape path, or another --loop")
     device = find_device(options.device)
-    return pack(load_model(options.model, dtype=find_dtype(options.dtype, device), device=device))
+    dtype = find_dtype(options.dtype, device)
+    check_machine(options.attention, dtype, device)
+    if options.threads:
+        _set_threads(options.threads)
+    return pack(load_model(options.model, dtype=dtype, device=device))
+
+
+def _set_threads(threads: int) -> None:
+    most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    if threads > most:
+        raise UserError(f"--threads {threads}: give at most {most}, {THREADS_PER_PROCESSOR} for each processor here")
+    torch.set_num_threads(threads)
 
 
 def find_device(wanted: str) -> str:
@@ -37,8 +53,8 @@ def find_device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError):
+        torch.empty(0, device=wanted).cpu()  # `meta` holds nothing that could be had back
+    except (RuntimeError, AssertionError, ImportError):
         raise UserError(f"--device {wanted}: PyTorch finds no such device here; give cpu, or leave it out") from None
     return wanted
 
@@ -58,8 +74,6 @@ def launch(
     say: Callable[[str], None],
 ) -> Engine:
     """The engine around a loaded model; `warn` as in `build_drafter`, `say` as in `build_engine`. Raises UserError."""
-    if options.loop == "pipelined" and options.draft_shape == "tree":
-        raise UserError("--loop pipelined verifies paths alone; give --draft-shape path, or another --loop")
     config = EngineConfig(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,

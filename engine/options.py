@@ -76,7 +76,10 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote."),
         click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step."),
         click.option(
-            "--draft-shape", type=click.Choice(SHAPES), default="path", help="Of drafts: with branches or without."
+            "--draft-shape",
+            type=click.Choice(SHAPES),
+            default="path",
+            help="Of drafts: without branches or with them; not with --loop pipelined.",
         ),
         click.option(
             "--max-sequences", type=click.IntRange(min=1), default=max_sequences, help="Most requests running at once."
@@ -100,9 +103,13 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             type=click.Choice(LOOPS),
             default="plain",
             help="overlapped: draft beside the model's work; pays where drafting has a processor of its own. "
-            "pipelined: begin each step before the one before it is known; for GPUs.",
+            "pipelined: begin each step before the one before it is known; for GPUs; verifies no trees.",
         ),
-        click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: PyTorch's choice]"),
+        click.option(
+            "--threads",
+            type=click.IntRange(min=1),
+            help="CPU threads, at most 4 a processor.  [default: PyTorch's choice]",
+        ),
     )
 
     def with_options(command: Callable[..., Any]) -> Callable[..., Any]:

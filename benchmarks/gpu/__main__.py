@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.command import PAGE, RESULTS, build_parser, child_arguments
+from benchmarks.gpu.command import PAGE, RESULTS, TRACE, build_parser, child_arguments
 from benchmarks.gpu.machine import describe, today
 from benchmarks.gpu.page import merged, read_results, update_page
 from benchmarks.gpu.parts import PARTS, Part
@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and write what they found."""
     parser = build_parser(__doc__)
     options = parser.parse_args(arguments)
+    # The trace that is looked for unless told otherwise may be lacking: parts that need it are skipped then.
+    if options.trace != TRACE and not options.trace.is_file():
+        parser.error(f"--trace {options.trace}: there is no such file; give a recorded trace, .npz")
     parts = [part for part in PARTS if not options.part or part.name in options.part]
     if options.page:
         try:

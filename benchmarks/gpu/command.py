@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.gpu.bench import SCALES, Setting
+from benchmarks.gpu.factor import factor
 from benchmarks.gpu.parts import PARTS
 from benchmarks.shapes import SHAPES
 from engine.models.loader import DTYPES
@@ -38,7 +39,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="llama3-8b", help="of the random weights (llama3-8b)")
     add("--scale", choices=SCALES, default="full", help="how much of everything: tiny tries the benchmark (full)")
     add("--trace", type=Path, default=TRACE, metavar="FILE", help=f"recorded traffic, .npz ({TRACE})")
-    add("--time", type=float, default=1.0, metavar="FACTOR", help="of every part's time limit (1)")
+    add("--time", type=factor, default=1.0, metavar="FACTOR", help="of every part's time limit (1)")
     add("--commit", help="what the results are of; git is asked otherwise")
     add("--out", type=Path, metavar="FILE", help=f"results; otherwise {RESULTS}/gpu-DATE.json, and {PAGE} is updated")
     add("--page", type=Path, nargs="+", metavar="FILE", help=f"update {PAGE} from these results, and stop")

@@ -10,7 +10,7 @@ from typing import Any
 from ssd.errors import UserError
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-NOTHING = "Nothing has been measured on a GPU yet: none of the figures below has ever run on one.\n"
+NOTHING = "Nothing has run or been measured on a GPU yet. The figures below are those to reach.\n"
 
 Document = dict[str, Any]
 

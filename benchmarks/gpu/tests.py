@@ -25,6 +25,8 @@ from time import perf_counter, sleep
 import pytest
 import torch
 
+from benchmarks.gpu.factor import factor
+
 SIGNS = ("mark.gpu", "tests.engine.places")
 """Of tests that need a GPU: the marker, or places to run at, of which some are marked."""
 LIMIT_S = 150.0
@@ -160,7 +162,7 @@ def title(file: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if something failed; 0 where there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.tests")
-    parser.add_argument("--time", type=float, default=1.0, metavar="FACTOR", help=f"of the limit of {LIMIT_S:.0f} s")
+    parser.add_argument("--time", type=factor, default=1.0, metavar="FACTOR", help=f"of the limit of {LIMIT_S:.0f} s")
     limit_s = LIMIT_S * parser.parse_args(arguments).time
     chosen = files()
     if torch.cuda.is_available():

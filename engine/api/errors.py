@@ -64,6 +64,14 @@ def from_validation(problem: RequestValidationError) -> ApiError:
     param = ".".join(path) or None
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
+    if first["type"] == "model_attributes_type" and not path:
+        # A body of another type, or of none, is not read as JSON.
+        unread = isinstance(first["input"], bytes)
+        return ApiError(
+            400, "send the header Content-Type: application/json" if unread else "the body must be a JSON object"
+        )
+    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
+        return ApiError(400, f"{param} are not supported", param=param)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
     what = _what(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import time
@@ -29,9 +30,16 @@ from engine.options import EngineOptions
 from engine.tokenizer import Tokenizer
 from ssd.errors import UserError
 
+OBSTACLES = {
+    errno.EADDRINUSE: "the port is in use; give another --port, or 0 for a free one",
+    errno.EADDRNOTAVAIL: "that is no address of this machine; give one of its own to --host, or 0.0.0.0 for all",
+    errno.EACCES: "this user may not listen there; give a --port from 1024 on",
+}
+
 
 async def serve(engine_options: EngineOptions, config: ServerConfig, name: str, say: Callable[[str], None]) -> None:
     """Serve until a signal. Raises UserError if it cannot, or the engine has ended by itself."""
+    bound(config.host, config.port).close()  # It would be a pity to say so after a large model has been loaded.
     folder = engine_options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
     tokenizer = Tokenizer(folder)
@@ -70,7 +78,7 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Ca
         app, host=config.host, port=config.port, log_level="warning", access_log=False,
         timeout_graceful_shutdown=int(config.drain_s), server_header=False, lifespan="off",
     )  # fmt: skip
-    sockets = [_bound(settings)]
+    sockets = [bound(config.host, config.port)]
     host, port = sockets[0].getsockname()[:2]
     server = _Server(settings, lambda: say(f"serving at http://{host}:{port}"))
 
@@ -110,8 +118,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bound(settings: uvicorn.Config) -> Any:
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, which does not listen yet. Raises UserError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return settings.bind_socket()
-    except SystemExit:
-        raise UserError(f"cannot listen at {settings.host}:{settings.port}: is the port in use?") from None
+        listener.bind((host, port))
+    except OSError as problem:
+        listener.close()
+        why = OBSTACLES.get(problem.errno or 0, problem.strerror)
+        raise UserError(f"cannot listen at {host}:{port}: {why}") from None
+    return listener

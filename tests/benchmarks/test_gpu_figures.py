@@ -222,6 +222,21 @@ def test_where_there_is_no_gpu_it_says_what_would_have_run(monkeypatch, capsys):
     assert all(own.name in said and own.title in said for own in PARTS)
 
 
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "x"])
+def test_limits_that_are_none_are_refused(capsys, given):
+    for main in (whole.main, tests.main):
+        with pytest.raises(SystemExit, match="2"):
+            main([f"--time={given}"])
+        assert f"argument --time: {given!r} is no number above 0" in capsys.readouterr().err
+
+
+def test_a_trace_that_was_named_must_be_there(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        whole.main(["--trace", str(tmp_path / "none.npz")])
+    assert "none.npz: there is no such file" in capsys.readouterr().err
+
+
 def test_where_there_is_no_gpu_tests_are_counted_by_file(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = tests.files()

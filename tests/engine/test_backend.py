@@ -100,7 +100,7 @@ def test_devices_and_dtypes(monkeypatch):
     assert find_dtype("float16", "cpu") == torch.float16
 
 
-@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "meta:x"])
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "meta:x", "meta", "hpu"])
 def test_devices_that_are_not_here_are_refused(device):
     with pytest.raises(UserError, match="--device"):
         find_device(device)

@@ -296,6 +296,9 @@ BAD_INPUT = {
     "a bias of a token outside the vocabulary": (("--logit-bias", "300=5"), ["x"], "prompt 1: logit_bias holds"),
     "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
     "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
+    "more threads than a machine can have": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
+    "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
+    "a device that holds nothing": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
     "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
 }
 
@@ -316,6 +319,26 @@ def test_bad_input_is_one_line_and_exit_2(run, model_folder, tmp_path, options, 
     assert message in line
     assert "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "nonsense"), "--device nonsense"),
+        (("--attention", "flashinfer"), "--attention flashinfer needs a CUDA device"),
+        (("--loop", "pipelined", "--draft-shape", "tree"), "verifies paths alone"),
+        (("--threads", 100_000), "--threads"),
+    ],
+)
+def test_what_no_model_can_mend_is_said_before_one_is_loaded(run, model_folder, monkeypatch, options, message):
+    monkeypatch.setattr("engine.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    code, _, err = run("generate", "--model", model_folder, "--device", "cpu", *options, "x")
+    assert (code, message in err) == (2, True)
+
+
+def test_one_is_no_plural(run, model_folder):
+    _, _, err = run("generate", "--model", model_folder, "--max-tokens", 1, PROMPT)
+    assert "1 output, 1 token in" in err
 
 
 def test_no_prompt_at_a_terminal(run, model_folder):

@@ -67,6 +67,7 @@ def test_chats_of_common_clients_work(http, body):
     [
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": True}, "store"),
         ({"prediction": {"type": "content", "content": "x"}}, "prediction"),

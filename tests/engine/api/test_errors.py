@@ -5,7 +5,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from engine.api.errors import from_validation
-from engine.api.schemas import CompletionRequest
+from engine.api.schemas import ChatRequest, CompletionRequest
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,11 @@ def test_the_first_fault_is_named(field, param, said):
     error = from_validation(RequestValidationError(found))
     assert (error.status, error.param) == (400, param)
     assert said in error.message
+
+
+def test_what_is_refused_by_name_is_not_told_of_lists():
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{}]})
+    [found] = caught.value.errors()
+    error = from_validation(RequestValidationError([{**found, "loc": ("body", *found["loc"])}]))
+    assert (error.status, error.param, error.message) == (400, "tools", "tools are not supported")

@@ -239,6 +239,15 @@ def test_bodies_that_are_none_are_refused(http, body, status):
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_called_json_is_told_so(http, kind):
+    asked = b'{"model": "stdlib-7m", "prompt": "x", "max_tokens": 1}'
+    answer = http.post("/v1/completions", content=asked, headers={"Content-Type": kind})
+    said = answer.json()["error"]["message"]
+    assert (answer.status_code, said) == (400, "send the header Content-Type: application/json")
+    assert http.post("/v1/completions", json=[]).json()["error"]["message"] == "the body must be a JSON object"
+
+
 def test_routes_that_are_not_there_are_errors_in_the_same_form(http):
     assert http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert http.get("/v1/completions").status_code == 405

@@ -1,0 +1,17 @@
+"""An option that multiplies time limits."""
+
+from __future__ import annotations
+
+import argparse
+from math import isfinite
+
+
+def factor(text: str) -> float:
+    """A number above 0. Raises what argparse tells users."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
