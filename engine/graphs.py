@@ -65,7 +65,7 @@ class Orders(NamedTuple):
     most: list[int]
     """Tokens of each to verify at most."""
     spare: list[int]
-    """Tokens to verify at most that are looked up, see `looked_up`, where nothing prepared is left."""
+    """Tokens to verify at most that are looked up, see `completed`, where nothing prepared is left."""
     contexts: list[int]
     """Tokens before the one that runs, at most."""
 
