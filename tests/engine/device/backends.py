@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -37,6 +38,14 @@ def triton_module():
     from engine.device import verify_triton
 
     return verify_triton
+
+
+def interpreted_kernels(name):
+    """The module of this name, whose kernels are interpreted."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run on this machine's GPU; nothing is interpreted")
+    return importlib.import_module(f"engine.device.{name}")
 
 
 def interpreted():

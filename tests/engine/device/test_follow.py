@@ -10,7 +10,7 @@ from engine.device.follow import followed
 from engine.device.state import DeviceState
 from ssd.draft import DraftBatch, Path, offsets_of
 from ssd.follow import follow as follow_on_host
-from tests.engine.device.backends import planted
+from tests.engine.device.backends import interpreted_kernels, planted
 from tests.engine.device.test_no_waiting import materials
 
 CASES = 300
@@ -77,17 +77,8 @@ def test_planted_faults_are_caught(fault, tmp_path):
     assert not all(agrees(module, seed) for seed in range(CASES))
 
 
-def kernel():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
-    from engine.device import follow_triton
-
-    return follow_triton
-
-
 def test_the_kernel_picks_the_same():
-    module = kernel()
+    module = interpreted_kernels("follow_triton")
     assert all(agrees(module, seed) for seed in range(KERNEL_CASES))
 
 
@@ -101,7 +92,7 @@ KERNEL_FAULTS = {
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_the_kernel_are_caught(fault, tmp_path):
-    module = planted(kernel(), *KERNEL_FAULTS[fault], tmp_path)
+    module = planted(interpreted_kernels("follow_triton"), *KERNEL_FAULTS[fault], tmp_path)
     assert not all(agrees(module, seed) for seed in range(KERNEL_CASES))
 
 

@@ -12,7 +12,7 @@ from engine.device.state import DeviceState
 from engine.request import Request
 from engine.sequence import Sequence
 from engine.tree import DraftTree
-from tests.engine.device.backends import planted
+from tests.engine.device.backends import interpreted_kernels, planted
 from tests.engine.device.hosted import (
     PAGE_SIZE,
     PAGES,
@@ -116,22 +116,13 @@ def test_planted_faults_are_caught(fault, tmp_path):
     assert not all(matches(sequences, module.build_inputs(state, *step)) for sequences, state, step in steps)
 
 
-def kernel():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
-    from engine.device import inputs_triton
-
-    return inputs_triton
-
-
 def kernel_agrees(module, seed):
     sequences, state, step = random_step(seed, "cpu", False)
     return matches(sequences, module.build_inputs(state, *step))
 
 
 def test_the_kernel_makes_the_same(monkeypatch):
-    module = kernel()
+    module = interpreted_kernels("inputs_triton")
     # Several blocks for a sequence.
     monkeypatch.setattr(module, "BLOCK", 4)
     assert all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
@@ -149,7 +140,7 @@ KERNEL_FAULTS = {
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_the_kernel_are_caught(fault, tmp_path):
-    module = planted(kernel(), *KERNEL_FAULTS[fault], tmp_path)
+    module = planted(interpreted_kernels("inputs_triton"), *KERNEL_FAULTS[fault], tmp_path)
     assert not all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
 
 

@@ -10,7 +10,7 @@ from engine.device import lookup, lookup_torch
 from engine.device.drafted import Drafts
 from engine.device.lookup_torch import LONGEST
 from engine.device.state import DeviceState
-from tests.engine.device.backends import planted
+from tests.engine.device.backends import interpreted_kernels, planted
 
 MAX_LENGTH = 40
 CASES = 40
@@ -117,17 +117,8 @@ def test_planted_faults_are_caught(fault, tmp_path):
     assert any(is_caught(seed) for seed in range(CASES))
 
 
-def kernel():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from engine.device import lookup_triton
-
-    return lookup_triton
-
-
 def test_the_kernel_finds_the_same(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
-    module = kernel()
+    module = interpreted_kernels("lookup_triton")
     # Several blocks for a text.
     monkeypatch.setattr(module, "BLOCK", 16)
     assert all(agrees(module, *random_texts(seed)) for seed in range(CASES))
@@ -150,9 +141,7 @@ KERNEL_FAULTS = {
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_the_kernel_are_caught(fault, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
-    module = planted(kernel(), *KERNEL_FAULTS[fault], tmp_path)
+    module = planted(interpreted_kernels("lookup_triton"), *KERNEL_FAULTS[fault], tmp_path)
     module.BLOCK = 16
     assert not all(agrees(module, *random_texts(seed)) for seed in range(CASES))
 
@@ -183,9 +172,7 @@ def test_only_empty_drafts_are_completed():
 
 
 def test_the_kernel_completes_only_empty_drafts():
-    if torch.cuda.is_available():
-        pytest.skip("the kernel runs on this machine's GPU; nothing is interpreted")
-    assert all(only_where_empty(kernel(), seed) for seed in range(CASES))
+    assert all(only_where_empty(interpreted_kernels("lookup_triton"), seed) for seed in range(CASES))
 
 
 def test_no_value_is_looked_at():
