@@ -96,9 +96,9 @@ class PreparedDrafting(Drafting):
             sequence.draft_sources = np.full(len(draft), Source.LOCAL, np.uint8)
         else:
             sequence.draft_sources = path.sources[begun : begun + len(draft)]
-        last = self._last.get(sequence.sequence_id)
         if sequence.untold_steps:
             return
+        last = self._last.get(sequence.sequence_id)
         offered = NO_TOKENS if last is None or result.is_found else last.tokens
         if len(offered) and offered is path.tokens:  # it was the last one itself
             return

@@ -6,11 +6,10 @@ rows at a time. Both loops draw here on a GPU, so that they give the same tokens
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from torch import Tensor
 
 from engine import sampling
+from engine.optional import has_triton
 from engine.truncation import Limits
 
 
@@ -21,7 +20,7 @@ def draw_tokens(
 
     logits: float32 [M, V]. temperatures: float64 [M]. seeds, positions: int64 [M], of the token to be chosen.
     """
-    if logits.is_cuda and find_spec("triton") is not None:
+    if logits.is_cuda and has_triton():
         from engine.device import draw_triton
 
         return draw_triton.draw_tokens(logits, temperatures, seeds, positions, limits)
