@@ -4,11 +4,10 @@ know. On a GPU one kernel makes them for paths, with a program for each sequence
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine.device import inputs_torch
-from engine.device.drafted import Drafts, StepInputs, Verified
+from engine.device.drafted import Drafts, StepInputs
 from engine.device.state import DeviceState
 from engine.optional import has_triton
 
@@ -26,17 +25,3 @@ def build_inputs(
 
         return inputs_triton.build_inputs(state, seats, scheduled, drafts, starts, rows, page_size)
     return inputs_torch.build_inputs(state, seats, scheduled, drafts, starts, rows, page_size)
-
-
-def compaction(state: DeviceState, inputs: StepInputs, verified: Verified, page_size: int) -> tuple[Tensor, Tensor]:
-    """Slots to copy keys and values from and to, int64 [B * K] each, so that accepted paths of trees lie together.
-
-    Read all sources before any target is written. What stays where it is, is copied within the scratch page.
-    """
-    column = torch.arange(verified.rows.shape[1], device=inputs.slots.device)
-    rows = inputs.drafted.starts[:, None] + column
-    slots = inputs.slots[rows.clamp(max=len(inputs.slots) - 1)]
-    moves = (column < verified.counts[:, None]) & (verified.rows != column)
-    scratch = state.scratch_page * page_size
-    sources = torch.where(moves, slots.gather(1, verified.rows.long()), scratch)
-    return sources[:, 1:].flatten(), torch.where(moves, slots, scratch)[:, 1:].flatten()

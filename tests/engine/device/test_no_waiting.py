@@ -7,7 +7,7 @@ import torch
 
 from engine.device import verify
 from engine.device.drafted import Drafts
-from engine.device.inputs import build_inputs, compaction
+from engine.device.inputs import build_inputs
 from engine.device.sample import replayed, sampled_tokens
 from engine.device.state import DeviceState
 
@@ -39,7 +39,6 @@ def step(state, drafts, seats, scheduled, starts, odds, look=lambda tensor: tens
             chosen = sampled_tokens(state, inputs, odds.log(), draws=True, most=most)
             chosen = replayed(state, inputs, chosen)
             verified = verify.verify(state, inputs.drafted, chosen, DRAFT + 1)
-            compaction(state, inputs, verified, PAGE_SIZE)
         inputs = build_inputs(state, seats, scheduled, shape, starts, len(odds), PAGE_SIZE)
         verify.reject(state, inputs.drafted, odds.clone(), odds.clone(), inputs.drafted.starts, DRAFT + 1)
     return inputs, verified

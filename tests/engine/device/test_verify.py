@@ -10,14 +10,13 @@ from engine.batch import build_batch
 from engine.core import _kept_rows
 from engine.device import verify_torch
 from engine.device.drafted import Drafted
-from engine.device.inputs import build_inputs, compaction
+from engine.device.inputs import build_inputs
 from engine.device.state import DeviceState
 from engine.sampler import Chosen
 from tests import naive
 from tests.engine.device.backends import Backend, planted, triton_module
 from tests.engine.device.hosted import (
     PAGE_SIZE,
-    PAGES,
     VOCAB,
     give_drafts,
     new_sequence,
@@ -26,13 +25,11 @@ from tests.engine.device.hosted import (
     state_of,
 )
 
-SCRATCH = PAGES * PAGE_SIZE
-
 
 def commit_on_host(sequences, chosen):
-    """What each produces, and the slots whose keys move, as the engine's core does it."""
+    """What each produces, as the engine's core does it."""
     batch = build_batch(sequences, PAGE_SIZE)
-    produced, moves = [], {}
+    produced = []
     for index, (sequence, rows) in enumerate(
         zip(sequences, _kept_rows(batch, Chosen(chosen, {}), sequences), strict=True)
     ):
@@ -41,12 +38,10 @@ def commit_on_host(sequences, chosen):
             produced.append(([], []))
             continue
         start = batch.logit_offsets[index]
-        own = batch.slots[batch.logit_rows[start : batch.logit_offsets[index + 1]]]
-        moves.update({int(own[row]): int(own[place]) for place, row in enumerate(rows) if row != place})
         tokens = chosen[start + rows]
         sequence.commit(tokens, len(rows) - 1)
         produced.append((tokens.tolist(), rows.tolist()))
-    return produced, moves
+    return produced
 
 
 def steps_agree(backend, seed, *, trees):
@@ -72,15 +67,13 @@ def steps_agree(backend, seed, *, trees):
         chosen = rng.integers(0, VOCAB, len(inputs.tokens))
         of_host = np.concatenate([chosen[first:][:count] for first, count in zip(firsts, counts, strict=True)])
         verified = backend.verify(state, inputs.drafted, torch.from_numpy(chosen).to(backend.device), most + 1)
-        produced, moves = commit_on_host(sequences, of_host.astype(np.uint32))
+        produced = commit_on_host(sequences, of_host.astype(np.uint32))
         produced += [([], [])] * 2
         for index, (tokens, rows) in enumerate(produced):
             padding = [0] * (most + 1 - len(tokens))
             if verified.tokens[index].tolist() != tokens + padding or verified.rows[index].tolist() != rows + padding:
                 return False
-        sources, targets = (slots.tolist() for slots in compaction(state, inputs, verified, PAGE_SIZE))
-        moved = {(source, target) for source, target in zip(sources, targets, strict=True)} - {(SCRATCH, SCRATCH)}
-        if verified.counts.tolist() != [len(tokens) for tokens, _ in produced] or moved != set(moves.items()):
+        if verified.counts.tolist() != [len(tokens) for tokens, _ in produced]:
             return False
         if not same_state(state, sequences, seats):
             return False
