@@ -18,7 +18,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
 from ssd.build import new_corpus, new_drafter
 from ssd.config import DrafterConfig
-from ssd.draft import DraftBatch, Drafter, Progress, offsets_of
+from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 
 OWN_DRAFTERS = ("ssd", "article", "ngram", "none")
 
@@ -115,7 +115,7 @@ class Entry:
 
 
 class Embedded:
-    """A drafter with the face of `ssd.draft.Drafter`. It takes in what was committed as part of `draft`."""
+    """A drafter with the face of `ssd.types.Drafter`. It takes in what was committed as part of `draft`."""
 
     def __init__(self, drafter: Drafter, k: int, *, has_odds: bool = False) -> None:
         self._drafter = drafter

@@ -47,20 +47,20 @@ from benchmarks.serving import Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import load_trace
 from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
-from engine.backend import choose_backend
+from engine.attention.backend import choose_backend
 from engine.build import build_engine
+from engine.commands.demo.sidecar import running_sidecar
+from engine.commands.launch import find_device, find_dtype
+from engine.commands.options import ATTENTIONS, DTYPES, LOOPS
 from engine.config import EngineConfig, Loop
-from engine.demo.sidecar import running_sidecar
 from engine.drafters.build import DRAFTER_NAMES, build_drafter
-from engine.launch import find_device, find_dtype
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.options import ATTENTIONS, DTYPES, LOOPS
-from engine.overlap import furthest
-from engine.shipped import SHIPPED_MODEL
+from engine.models.shipped import SHIPPED_MODEL
+from engine.speculation.overlap import furthest
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 

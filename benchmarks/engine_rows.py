@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serving import Run
-from engine.times import Stage
+from engine.scheduling.times import Stage
 
 Row = dict[str, Any]
 Contestant = tuple[str, int]

@@ -24,10 +24,10 @@ from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.settings.quantity import Quantity
 from ssd.build import new_corpus
 from ssd.config import DrafterConfig
-from ssd.corpus import Corpus
-from ssd.draft import DraftBatch, Progress, offsets_of
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.search import longest_match
 from ssd.drafter import SuffixDrafter
-from ssd.search import longest_match
+from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 48
 """Tokens of a request that are its prompt; the rest is its output."""

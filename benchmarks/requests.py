@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.traces import Trace
-from engine.demo.workload import make_workload, read_prompts
+from engine.commands.demo.workload import make_workload, read_prompts
 from engine.models.config import ModelConfig
-from engine.request import Request, SamplingParams
-from engine.shipped import PROMPTS_FILE, SHIPPED_MODEL
-from engine.tokenizer import Tokenizer
+from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.memory import forget_peak, peak_bytes
 from benchmarks.requests import Item
-from engine.core import Engine
-from engine.times import StageTimes
+from engine.engine import Engine
+from engine.scheduling.times import StageTimes
 
 
 @dataclass

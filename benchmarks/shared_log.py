@@ -18,11 +18,11 @@ import time
 import numpy as np
 
 from benchmarks.text import REQUEST_TOKENS, Writer
-from drafter_service.log.events import Event, Finished
-from drafter_service.shared_log import SharedLog
+from drafter_service.replication.events import Event, Finished
+from drafter_service.replication.shared_log import SharedLog
 from ssd.build import new_corpus
 from ssd.config import DrafterConfig
-from ssd.corpus import Corpus
+from ssd.corpus.corpus import Corpus
 from tests.redis import running_redis
 
 NAMESPACE = "benchmark"

@@ -30,11 +30,11 @@ from benchmarks.text import Writer
 from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.wire import MAX_MESSAGE_BYTES, pack
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, pack
 from ssd.config import DrafterConfig
-from ssd.corpus import Corpus
-from ssd.draft import offsets_of
+from ssd.corpus.corpus import Corpus
 from ssd.drafter import SuffixDrafter
+from ssd.types import offsets_of
 
 CORPUS_SEED, ENGINE_SEED, FEED_SEED = 1, 2, 3
 MAX_DRAFT, COST = 8, 0.02
@@ -56,7 +56,16 @@ CHANNEL = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("se
 def service(folder: Path, *arguments: str) -> Iterator[str]:
     """A running service; yields its address."""
     address = f"unix:{folder}/drafter.sock"
-    command = [sys.executable, "-m", "drafter_service.cli", "serve", "--listen", address, "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "drafter_service.commands.main",
+        "serve",
+        "--listen",
+        address,
+        "--log-level",
+        "warning",
+    ]
     with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -286,7 +295,7 @@ def measure_freshness(address: str, seconds: float) -> float:
 
 
 def _asking(sequence: int) -> Any:
-    from ssd.draft import Progress
+    from ssd.types import Progress
 
     none = np.zeros(1, np.uint32)
     return Progress(

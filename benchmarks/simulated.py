@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.text import REQUEST_TOKENS, Writer
-from ssd.draft import DraftBatch, Progress, offsets_of
+from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 64
 """Of REQUEST_TOKENS, the tokens that are given."""

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from engine.attention.plain import PlainAttention
-from engine.batch import build_batch
+from engine.executor.batch import build_batch
+from engine.executor.eager import Runner
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.request import Request
-from engine.runner import Runner
-from engine.sequence import Sequence
-from engine.shipped import SHIPPED_MODEL
+from engine.models.shipped import SHIPPED_MODEL
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import Sequence
 
 STEP_TOKENS = (1, 2, 4, 8, 12, 16, 17, 24, 32, 64)
 ROUNDS = 60

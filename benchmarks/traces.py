@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ssd.ring import MAX_TOKEN_ID
+from ssd.corpus.ring import MAX_TOKEN_ID
 
 VOCABULARY = 50_000
 SOURCE_TOKENS = 4_000

@@ -19,7 +19,7 @@ from benchmarks.serving import Clock, Run
 from engine.models.decoder import Decoder
 from engine.models.families import config_to_hf
 from engine.models.loader import checkpoint_views
-from engine.request import Request
+from engine.scheduling.request import Request
 
 PEERS = ("transformers", "transformers-pld")
 """Plain, and with prompt lookup."""

@@ -19,11 +19,11 @@ import torch
 from benchmarks.gpu.stepping import binary_tree, path
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kernels import Kernels
-from engine.batch import Batch, build_batch
+from engine.executor.batch import Batch, build_batch
 from engine.models.config import ModelConfig
-from engine.request import Request
-from engine.sequence import Sequence as Running
-from engine.tree import DraftTree, straight_length
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import Sequence as Running
+from engine.speculation.draft_tree import DraftTree, straight_length
 
 PAGE_SIZE = 16
 ROUNDS = 50

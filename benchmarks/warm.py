@@ -23,14 +23,14 @@ import orjson
 from tokenizers import Tokenizer
 
 from benchmarks.text import Writer
-from drafter_service.warm.files import list_files
-from drafter_service.warm.offline import OfflineSink
-from drafter_service.warm.pipeline import load
-from drafter_service.warm.reading import Reading
-from drafter_service.warm.resume import Resume
-from drafter_service.warm.vocabulary import Vocabulary
+from drafter_service.ingest.files import list_files
+from drafter_service.ingest.offline import OfflineSink
+from drafter_service.ingest.pipeline import load
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.resume import Resume
+from drafter_service.ingest.vocabulary import Vocabulary
 
-MODEL = Path(__file__).parents[1] / "engine" / "assets" / "stdlib-7m"
+MODEL = Path(__file__).parents[1] / "engine" / "models" / "assets" / "stdlib-7m"
 CAPACITY = 16_000_000
 MEGABYTES, ROUNDS = 100, 3
 PROMPT_TOKENS = 80

@@ -7,21 +7,21 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
-from engine.batch import Batch, Span
-from engine.budget import Budget, StepCost
+from engine.attention.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
 from engine.config import EngineConfig
-from engine.core import Engine
-from engine.detokenize import Decode
-from engine.grid_cost import GridCost
+from engine.engine import Engine
+from engine.executor.batch import Batch, Span
+from engine.executor.eager import Runner
+from engine.executor.pipeline import PipelinedEngine, build_grid
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.pages import PagePool
-from engine.pipeline import PipelinedEngine, build_grid
-from engine.request import SamplingParams
-from engine.runner import Runner
-from ssd.draft import Drafter
+from engine.models.detokenize import Decode
+from engine.scheduling.pages import PagePool
+from engine.scheduling.request import SamplingParams
+from engine.speculation.shape_cost import GridCost
+from engine.speculation.token_budget import Budget, StepCost
 from ssd.errors import UserError
+from ssd.types import Drafter
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Tokens of steps that are measured."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device.transfer import on_device
-from engine.request import GREEDY_BELOW
+from engine.executor.transfer import on_device
+from engine.scheduling.request import GREEDY_BELOW
 
 WORKSPACE = 1 << 28
 """Bytes that the temporaries of many rows may take; what has more is worked on in parts."""

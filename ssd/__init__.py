@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ssd.config import DrafterConfig as DrafterConfig
-    from ssd.draft import DraftBatch as DraftBatch
-    from ssd.draft import Drafter as Drafter
-    from ssd.draft import Progress as Progress
     from ssd.drafter import SuffixDrafter as SuffixDrafter
+    from ssd.types import DraftBatch as DraftBatch
+    from ssd.types import Drafter as Drafter
+    from ssd.types import Progress as Progress
 
 _HOMES = {
-    "DraftBatch": "ssd.draft",
-    "Drafter": "ssd.draft",
+    "DraftBatch": "ssd.types",
+    "Drafter": "ssd.types",
     "DrafterConfig": "ssd.config",
-    "Progress": "ssd.draft",
+    "Progress": "ssd.types",
     "SuffixDrafter": "ssd.drafter",
 }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ssd.article import ArticleCorpus, ArticleDrafter
+from ssd.classic import ArticleCorpus, ArticleDrafter
 from ssd.config import DrafterConfig
-from ssd.corpus import Corpus
+from ssd.corpus.corpus import Corpus
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
 

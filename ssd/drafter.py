@@ -10,15 +10,15 @@ from weakref import WeakSet
 import numpy as np
 
 from ssd.config import DrafterConfig, check_cost
-from ssd.corpus import Corpus
-from ssd.draft import DraftBatch, Progress, offsets_of
-from ssd.frame import Frame
-from ssd.idle import Idle, IdleSessions
-from ssd.local import LocalIndex
-from ssd.ring import check_tokens
-from ssd.sequences import NODES, OWNER, SIZE, Sequences
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import check_tokens
+from ssd.kernels.frame import Frame
+from ssd.kernels.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
+from ssd.sequences.idle import Idle, IdleSessions
+from ssd.sequences.local_index import LocalIndex
+from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
-from ssd.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
+from ssd.types import DraftBatch, Progress, offsets_of
 
 NO_LIMIT = np.zeros(1, np.uint32)
 ONE_EACH = np.empty(0, np.uint32)

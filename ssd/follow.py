@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from ssd.draft import ROOT, DraftBatch
-from ssd.jit import FloatsOut, Int, Longs, Tokens, TokensOut, kernel
+from ssd.kernels.jit import FloatsOut, Int, Longs, Tokens, TokensOut, kernel
+from ssd.types import ROOT, DraftBatch
 
 Parents = types.Array(types.int32, 1, "C", readonly=True)
 ParentsOut = types.Array(types.int32, 1, "C")

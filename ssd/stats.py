@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.jit import inline
-from ssd.sequences import AGE, DEPTH, LENGTH, PATH_ODDS, SOURCE
+from ssd.kernels.jit import inline
+from ssd.sequences.tables import AGE, DEPTH, LENGTH, PATH_ODDS, SOURCE
 
 LENGTHS = 65
 """Match lengths counted apart; longer ones with the last."""

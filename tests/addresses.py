@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ssd.ring import PAD
+from ssd.corpus.ring import PAD
 from tests.naive import SEPARATOR
 from tests.strategies import array
 

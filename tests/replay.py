@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ssd import DraftBatch, DrafterConfig, SuffixDrafter
-from ssd.corpus import Corpus
-from ssd.draft import ROOT, Drafter, Progress, offsets_of
+from ssd.corpus.corpus import Corpus
+from ssd.types import ROOT, Drafter, Progress, offsets_of
 
 
 def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> SuffixDrafter:

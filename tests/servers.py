@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-SERVE = (sys.executable, "-m", "drafter_service.cli", "serve")
+SERVE = (sys.executable, "-m", "drafter_service.commands.main", "serve")
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from drafter_service.cli import cli
-from drafter_service.metrics.endpoint import MetricsEndpoint
+from drafter_service.commands.main import cli
+from drafter_service.observability.metrics.endpoint import MetricsEndpoint
 from tests.drafter_service.service_facts import filled_stats, namespace_facts, service_facts
 
 ROOT = Path(__file__).parent.parent

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from engine.shipped import SHIPPED_MODEL
+from engine.models.shipped import SHIPPED_MODEL
 from tests.engine.api.serving import serving
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

@@ -17,13 +17,13 @@ from benchmarks.memory import free_bytes
 from benchmarks.shapes import SHAPES, random_model
 from engine.build import build_engine
 from engine.config import DraftShape, EngineConfig, Loop
-from engine.core import Engine
+from engine.engine import Engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import DTYPES
 from engine.models.packed import pack
-from engine.overlap import furthest
-from ssd.draft import Drafter
+from engine.speculation.overlap import furthest
+from ssd.types import Drafter
 
 DRAFT = 16
 """Draft tokens in a step, at most."""

@@ -9,8 +9,8 @@ from benchmarks.gpu.bench import SCALES, Setting
 from benchmarks.gpu.factor import factor
 from benchmarks.gpu.parts import PARTS
 from benchmarks.shapes import SHAPES
+from engine.commands.options import ATTENTIONS, LOOPS
 from engine.models.loader import DTYPES
-from engine.options import ATTENTIONS, LOOPS
 
 TRACE = Path("../shared/traces/agent-tau-airline-gpt4o.npz")
 RESULTS = Path("benchmarks/results")

@@ -15,13 +15,13 @@ from benchmarks.gpu.stepping import FixedDrafter, path, random_requests
 from benchmarks.gpu.traffic import Traffic, shortened, teach, traffic
 from benchmarks.requests import Item
 from benchmarks.serving import Run, serve
-from engine.core import Engine
-from engine.demo.sidecar import running_sidecar
+from engine.commands.demo.sidecar import running_sidecar
 from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.engine import Engine
 from ssd.config import DrafterConfig
-from ssd.draft import Drafter
 from ssd.drafter import SuffixDrafter
+from ssd.types import Drafter
 
 SPEEDUPS = {1: 2.2, 16: 1.8, 64: 1.3, 256: 1.0}
 """What `ssd` is to reach on recorded traffic, by concurrency."""

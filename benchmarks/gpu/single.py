@@ -16,7 +16,7 @@ from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
 from benchmarks.gpu.stepping import FixedDrafter, path, ratios, time_steps
 from benchmarks.gpu.timeline import LEAST_GAP_US, Interval, by_name, idle_share, span
 from engine.drafters.none import NoDrafter
-from engine.pipeline import PipelinedEngine
+from engine.executor.pipeline import PipelinedEngine
 
 RECORDED_STEPS = 20
 SHORT = 256

@@ -14,9 +14,9 @@ import numpy as np
 from benchmarks.gpu.bench import DRAFT, PROMPT_STEP_TOKENS, Bench
 from benchmarks.gpu.timeline import Interval, record
 from engine.config import DraftShape
-from engine.core import Engine, StepReport
-from engine.request import Request, SamplingParams
-from ssd.draft import DraftBatch, Drafter, Progress, Source, offsets_of
+from engine.engine import Engine, StepReport
+from engine.scheduling.request import Request, SamplingParams
+from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5
 

@@ -9,7 +9,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import SkippedError
 from benchmarks.requests import Item, Limits, is_renumbered, replay_items
 from benchmarks.traces import Trace, load_trace
-from ssd.draft import Drafter
+from ssd.types import Drafter
 
 WARM_UP_TOKENS = 8
 FIRST_LEARNED_ID = 1 << 32

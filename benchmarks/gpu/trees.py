@@ -13,10 +13,10 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import Figure, at_least, at_most
 from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
 from benchmarks.tree_attention import draft_batch, pages_for
+from engine.attention.backend import choose_backend, make_attention
 from engine.attention.base import Attention
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kernels import Kernels
-from engine.backend import choose_backend, make_attention
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
 

@@ -18,7 +18,7 @@ from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTI
 from drafter_service.client.socket_call import SocketCall
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
-from ssd.draft import DraftBatch, Progress
+from ssd.types import DraftBatch, Progress
 
 
 class Call(Protocol):

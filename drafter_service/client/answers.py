@@ -8,8 +8,8 @@ import numpy as np
 
 from drafter_service.client.texts import spread
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import read_drafts
-from ssd.draft import ROOT, DraftBatch, offsets_of
+from drafter_service.transport.wire import read_drafts
+from ssd.types import ROOT, DraftBatch, offsets_of
 
 U4, I4, F4, U1 = (np.dtype(name) for name in ("<u4", "<i4", "<f4", "<u1"))
 

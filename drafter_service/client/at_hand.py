@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from drafter_service.client.texts import spread
-from ssd.draft import DraftBatch, offsets_of
+from ssd.types import DraftBatch, offsets_of
 
 AS_CONFIGURED = -1.0
 """In place of a cost that the engine does not say."""

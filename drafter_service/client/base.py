@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import structlog
 
-from drafter_service.access.client import ClientAccess, Connector
-from drafter_service.address import Address
+from drafter_service.auth.client import ClientAccess, Connector
 from drafter_service.client.core import Core
 from drafter_service.client.counters import Counters
 from drafter_service.client.link import AHEAD, DEADLINE_S, PATIENCE_S, Link, Parting, hello_of
 from drafter_service.client.messages import RefusedError
-from drafter_service.wire import WireError
+from drafter_service.transport.address import Address
+from drafter_service.transport.wire import WireError
 from ssd.errors import UserError
 
 if TYPE_CHECKING:  # It brings numba with it.
-    from drafter_service.facts import ModelIdentity
+    from drafter_service.observability.facts import ModelIdentity
 
 logger = structlog.get_logger(__name__)
 

@@ -24,9 +24,9 @@ from drafter_service.client.messages import MOST_TEXT_BYTES, PROTOCOL, batch_mes
 from drafter_service.client.outgoing import Outgoing
 from drafter_service.client.running import News, Running
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import WireError, unpack
-from ssd.draft import DraftBatch, Progress, check_outcome, offsets_of
-from ssd.ring import check_tokens
+from drafter_service.transport.wire import WireError, unpack
+from ssd.corpus.ring import check_tokens
+from ssd.types import DraftBatch, Progress, check_outcome, offsets_of
 
 CLIENT_ID_BYTES = 16
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from drafter_service.client.messages import RefusedError
 from drafter_service.client.outgoing import Outgoing
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import WireError
+from drafter_service.transport.wire import WireError
 
 RESOURCE_EXHAUSTED = 8
 """The status code of a service that has too much to do now."""

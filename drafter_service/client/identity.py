@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from drafter_service.facts import ModelIdentity
-from drafter_service.identity import fingerprint
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server.identity import fingerprint
 from ssd.errors import UserError
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -12,11 +12,11 @@ import grpc
 from drafter_service.client.core import Core
 from drafter_service.client.messages import RefusedError
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import MAX_MESSAGE_BYTES, WireError
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
 from ssd.errors import UserError
 
 if TYPE_CHECKING:  # It brings numba with it.
-    from drafter_service.facts import ModelIdentity
+    from drafter_service.observability.facts import ModelIdentity
 
 DEADLINE_S = 0.002
 """Longest wait for the drafts of one step."""

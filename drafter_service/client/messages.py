@@ -10,7 +10,7 @@ from drafter_service.client.ended import Ended
 from drafter_service.client.outgoing import Beginning, Ending, Outgoing
 from drafter_service.client.running import News
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import MAX_MESSAGE_BYTES, WireError, pack, unpack
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError, pack, unpack
 
 PROTOCOL = 2
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from drafter_service.client.about import About
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import pack
+from drafter_service.transport.wire import pack
 
 
 class Beginning(NamedTuple):

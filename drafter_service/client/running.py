@@ -28,8 +28,8 @@ from drafter_service.client.at_hand import AtHand
 from drafter_service.client.ended import Ended
 from drafter_service.client.texts import Texts
 from ssd.config import check_cost
-from ssd.draft import Progress, offsets_of
-from ssd.ring import check_tokens
+from ssd.corpus.ring import check_tokens
+from ssd.types import Progress, offsets_of
 
 LEAST_ROWS = 16
 

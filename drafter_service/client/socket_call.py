@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 
 from drafter_service.client.socket_status import broken, read_end, read_response
-from drafter_service.frames import HEADER, MAGIC, framed, read_header
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.frames import HEADER, MAGIC, framed, read_header
 
 
 class SocketCall:

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import WireError
+from drafter_service.transport.wire import WireError
 
 Parsed = TypeVar("Parsed", bound=Message)
 

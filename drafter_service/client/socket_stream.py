@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from drafter_service.client.outgoing import Outgoing
 from drafter_service.client.socket_status import StreamError, broken, read_end, read_response
 from drafter_service.client.socket_writer import SocketWriter
-from drafter_service.frames import MAGIC, Frames, framed
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import WireError
+from drafter_service.transport.frames import MAGIC, Frames, framed
+from drafter_service.transport.wire import WireError
 
 READ_BYTES = 1 << 18
 HUNG_UP = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)

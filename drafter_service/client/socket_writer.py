@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from drafter_service.client.outgoing import Outgoing
-from drafter_service.frames import framed
+from drafter_service.transport.frames import framed
 
 AT_ONCE_BYTES = 16 << 10
 """Texts up to here are small: they are copied in some 10 us."""

@@ -15,8 +15,8 @@ from drafter_service.client.link import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OPTI
 from drafter_service.client.messages import RefusedError
 from drafter_service.client.socket_stream import SocketStream
 from drafter_service.client.stream import Stream
-from drafter_service.wire import WireError
-from ssd.draft import DraftBatch, Progress
+from drafter_service.transport.wire import WireError
+from ssd.types import DraftBatch, Progress
 
 
 class DrafterClient(Client):

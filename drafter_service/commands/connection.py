@@ -53,8 +53,8 @@ class Link:
 
     def connector(self) -> Any:
         """The `Connector` for the address and files. Raises UserError for files that cannot be used."""
-        from drafter_service.access.client import ClientAccess, Connector
-        from drafter_service.address import Address
+        from drafter_service.auth.client import ClientAccess, Connector
+        from drafter_service.transport.address import Address
         from ssd.errors import UserError
 
         ca, certificate, key, token = self._files
@@ -70,7 +70,7 @@ class Link:
         import grpc
 
         from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-        from drafter_service.wire import MAX_MESSAGE_BYTES
+        from drafter_service.transport.wire import MAX_MESSAGE_BYTES
         from ssd.errors import UserError
 
         connector = self.connector()

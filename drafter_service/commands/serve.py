@@ -76,8 +76,8 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
     if print_config:
         click.echo(to_toml(tree), nl=False)
         return
-    from drafter_service.logs import configure_logs
-    from drafter_service.server import DrafterServer, serve_until_signalled
+    from drafter_service.observability.logs import configure_logs
+    from drafter_service.server.server import DrafterServer, serve_until_signalled
 
     configure_logs(tree.reports.log_format, tree.reports.log_level)
     server = DrafterServer(tree)

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from drafter_service.access.config import AccessConfig
+from drafter_service.auth.config import AccessConfig
 from ssd.config import DrafterConfig
-from ssd.ring import check_capacity
+from ssd.corpus.ring import check_capacity
 
 Positive = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]

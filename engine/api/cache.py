@@ -9,7 +9,7 @@ from dataclasses import astuple, replace
 
 from engine.api.messages import Ended, Produced
 from engine.api.process import EngineProcess
-from engine.request import Completion, Request
+from engine.scheduling.request import Completion, Request
 
 
 class ResponseCache:

@@ -16,8 +16,8 @@ from engine.api.respond import streamed, whole
 from engine.api.schemas import ChatRequest
 from engine.api.service import Service, new_id, now, off_the_loop
 from engine.api.usage import usage_of
-from engine.logprobs import Logprobs
-from engine.request import Completion, Request
+from engine.sampling.logprobs import Logprobs
+from engine.scheduling.request import Completion, Request
 from ssd.errors import UserError
 
 

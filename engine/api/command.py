@@ -10,7 +10,7 @@ import click
 
 from engine.api.serve import serve
 from engine.api.settings import ServerConfig
-from engine.options import EngineOptions
+from engine.commands.options import EngineOptions
 
 
 def run_server(model: str | None, name: str | None, config: ServerConfig, **engine: Any) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from engine.api.messages import Ended, Produced, RequestTimes
 from engine.api.text import OutputText, Piece
-from engine.logprobs import Logprobs
-from engine.request import Completion, FinishReason, Request
+from engine.sampling.logprobs import Logprobs
+from engine.scheduling.request import Completion, FinishReason, Request
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.logprobs import Logprobs
-from engine.request import Completion
+from engine.sampling.logprobs import Logprobs
+from engine.scheduling.request import Completion
 
 Decode = Callable[[np.ndarray], str]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.logprobs import Logprobs
-from engine.request import Completion, Request
+from engine.sampling.logprobs import Logprobs
+from engine.scheduling.request import Completion, Request
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Bounds of vLLM's histogram of tokens in a step."""
@@ -134,7 +134,7 @@ class Figures:
     drafted_at: tuple[int, ...] = ()
     """How many drafts reached each position."""
     drafted_from: dict[str, int] = field(default_factory=dict)
-    """`drafted` by where the tokens were found: the names of `ssd.draft.Source` in small letters."""
+    """`drafted` by where the tokens were found: the names of `ssd.types.Source` in small letters."""
     accepted_from: dict[str, int] = field(default_factory=dict)
     learned_tokens: int = 0
     """Of finished outputs that the drafter was given to remember."""

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from engine.api.engine_metrics import ENGINE, LABELS, EngineMetrics
 from engine.api.generation import Delta
 from engine.api.messages import RequestTimes
-from engine.request import Completion, FinishReason, Request
+from engine.scheduling.request import Completion, FinishReason, Request
 
 FIRST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from engine.api.growth import Growth
 from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Figures, Produced, Ready, Refused, Stop
 from engine.api.worker import run_worker
-from engine.request import Request
+from engine.scheduling.request import Request
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.core import Engine
+    from engine.engine import Engine
 
 STOP_TIMEOUT_S = 10.0
 

@@ -17,7 +17,7 @@ from engine.api.process import EngineGoneError
 from engine.api.schemas import SamplingFields
 from engine.api.service import Service
 from engine.api.text import Piece
-from engine.request import Completion, Request
+from engine.scheduling.request import Completion, Request
 from ssd.errors import UserError
 
 T = TypeVar("T")

@@ -24,10 +24,10 @@ from engine.api.cache import ResponseCache
 from engine.api.process import EngineProcess
 from engine.api.service import SAMPLING, Served, Service
 from engine.api.settings import ServerConfig, read_keys
-from engine.chat import ChatPrompts
+from engine.commands.options import EngineOptions
+from engine.models.chat import ChatPrompts
 from engine.models.generation import load_generation_defaults
-from engine.options import EngineOptions
-from engine.tokenizer import Tokenizer
+from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
 
 OBSTACLES = {

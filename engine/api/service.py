@@ -22,11 +22,11 @@ from engine.api.metrics import Metrics
 from engine.api.process import EngineProcess
 from engine.api.schemas import SamplingFields
 from engine.api.text import OutputText
-from engine.chat import ChatPrompts
-from engine.detokenize import Detokenizer
-from engine.request import Request, SamplingParams
-from engine.seeds import sample_seed
-from engine.tokenizer import Tokenizer
+from engine.models.chat import ChatPrompts
+from engine.models.detokenize import Detokenizer
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.seeds import sample_seed
+from engine.scheduling.request import Request, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion whose request does not say, as in OpenAI's API."""

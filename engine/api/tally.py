@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.api.messages import STEP_TOKENS, CorpusFigures, Figures
-from engine.request import Completion, FinishReason, Request
-from ssd.draft import Source
+from engine.scheduling.request import Completion, FinishReason, Request
+from ssd.types import Source
 
 if TYPE_CHECKING:
-    from engine.core import Engine, Outcome, StepReport
+    from engine.engine import Engine, Outcome, StepReport
 
 SOURCES = tuple(source.name.lower() for source in Source)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from engine.api.messages import RequestTimes
 
 if TYPE_CHECKING:
-    from engine.core import StepReport
-    from engine.sequence import Sequence
+    from engine.engine import StepReport
+    from engine.scheduling.sequence import Sequence
 
 
 class Timing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.request import Completion
+from engine.scheduling.request import Completion
 
 
 def usage_of(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict[str, Any]:

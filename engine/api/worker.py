@@ -16,7 +16,7 @@ from engine.api.timing import Timing
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.core import Engine
+    from engine.engine import Engine
 
 FIGURES_EVERY_S = 0.25
 INDEXED_AFTER_S = 0.5

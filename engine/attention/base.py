@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from engine.attention.fixed import FixedAttention, StepShape
-from engine.batch import Batch
+from engine.executor.batch import Batch
 from engine.models.decoder import Attend
 
 

@@ -20,7 +20,7 @@ from engine.attention.kernels import Kind, wants_tensor_cores
 from engine.attention.layout import Piece
 from engine.attention.merge import Partial, among_drafts, merge, padded
 from engine.attention.planned import Planned
-from engine.device.transfer import on_device
+from engine.executor.transfer import on_device
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for the parts of split keys. Plans of ragged steps split only until they fill the device,

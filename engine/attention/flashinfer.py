@@ -14,11 +14,11 @@ from engine.attention.fixed import StepShape
 from engine.attention.flashinfer_fixed import Append, FlashInferFixed, requests_of
 from engine.attention.kernels import Kernels, Kind, assign
 from engine.attention.layout import cut, rows_of
-from engine.batch import Batch
-from engine.device.transfer import on_device
+from engine.executor.batch import Batch
+from engine.executor.optional import flashinfer
+from engine.executor.transfer import on_device
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend
-from engine.optional import flashinfer
 
 
 class FlashInferAttention(Attention):

@@ -21,7 +21,7 @@ from engine.attention.chunks import Chunks
 from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
 from engine.attention.layout import indptr, last_page_lengths
 from engine.attention.planned import Planned
-from engine.device.transfer import staged
+from engine.executor.transfer import staged
 from engine.models.decoder import Attend
 
 Store = Callable[[Tensor, Tensor, Tensor], None]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.batch import Batch
+from engine.executor.batch import Batch
 
 
 class Piece(NamedTuple):

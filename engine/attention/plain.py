@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.attention.base import Attention
 from engine.attention.fixed import StepShape
 from engine.attention.plain_fixed import PlainFixed
-from engine.batch import Batch
+from engine.executor.batch import Batch
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend
 

@@ -1,1 +1,1 @@
-"""Every kind of drafter behind one flag. They share the face that `ssd.draft.Drafter` describes."""
+"""Every kind of drafter behind one flag. They share the face that `ssd.types.Drafter` describes."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssd.config import DrafterConfig
-from ssd.draft import Drafter
+from ssd.types import Drafter
 
 DrafterName = Literal["none", "ngram", "ssd", "ssd-remote"]
 DEADLINE_S = 0.01

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.draft import NO_PATH, DraftBatch, Path, Progress, Source
+from ssd.types import NO_PATH, DraftBatch, Path, Progress, Source
 
 LONGEST = 4
 SHORTEST = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.draft import DraftBatch, Progress
+from ssd.types import DraftBatch, Progress
 
 
 class NoDrafter:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.executor.optional import flashinfer
 from engine.models.ops import Ops, Turn
-from engine.optional import flashinfer
 
 
 class FusedOps(Ops):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.files import read_json, token_ids
-from engine.request import LEAST_REPETITION, MOST_REPETITION
+from engine.scheduling.request import LEAST_REPETITION, MOST_REPETITION
 from ssd.errors import UserError
 
 GENERATION_FILE = "generation_config.json"

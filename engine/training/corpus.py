@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from engine.tokenizer import TOKENIZER_FILE
+from engine.models.tokenizer import TOKENIZER_FILE
 from engine.training.sources import SourceFile, Split, read_files, split, stdlib_root
 from engine.training.vocabulary import encode_texts, train_tokenizer
 

@@ -11,8 +11,8 @@ import torch
 
 from engine.models.generation import GENERATION_FILE
 from engine.models.loader import load_model, save_model
-from engine.shipped import PROMPTS_FILE
-from engine.tokenizer import TOKENIZER_FILE
+from engine.models.shipped import PROMPTS_FILE
+from engine.models.tokenizer import TOKENIZER_FILE
 from engine.training.card import score_model, score_ngram, write_card
 from engine.training.corpus import FILES_FILE, TrainingText, held_out_files, prepare
 from engine.training.prompts import function_prompts, write_prompts

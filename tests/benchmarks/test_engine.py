@@ -13,12 +13,12 @@ from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import Request, Trace
 from benchmarks.transformers_peer import TransformersPeer, same_model
 from engine.build import build_engine
+from engine.commands.options import LOOPS
 from engine.config import EngineConfig
 from engine.drafters.build import build_drafter
 from engine.models.loader import checkpoint_views
-from engine.options import LOOPS
-from engine.shipped import SHIPPED_MODEL
-from engine.times import StageTimes
+from engine.models.shipped import SHIPPED_MODEL
+from engine.scheduling.times import StageTimes
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 

@@ -27,7 +27,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, said
 from benchmarks.gpu.timeline import Interval, by_name, gaps, idle_share, span
 from benchmarks.shapes import SHAPES, random_model
-from engine.tree import DraftTree, straight_length
+from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.errors import UserError
 
 LLAMA = SHAPES["llama3-8b"]
@@ -105,7 +105,7 @@ def test_shapes_of_drafts():
 def test_a_fixed_draft_is_cut_to_what_can_be_used():
     import numpy as np
 
-    from ssd.draft import Progress
+    from ssd.types import Progress
 
     counts = np.array([4, 0, 2], np.uint32)
     none = np.zeros(3, np.uint32)
@@ -343,7 +343,7 @@ def test_what_a_part_reported_counts_however_it_ends(monkeypatch, program, statu
 def test_a_kv_cache_is_as_large_as_wanted_but_no_larger_than_the_room_left():
     from benchmarks.engine import engine_config
     from benchmarks.requests import Item
-    from engine.request import Request, SamplingParams
+    from engine.scheduling.request import Request, SamplingParams
 
     items = [Item(Request([1] * 1000, SamplingParams(max_tokens=1000)), 0)]
     wide = engine_config(LLAMA, items, 16, torch.bfloat16)

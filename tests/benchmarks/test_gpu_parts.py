@@ -8,7 +8,7 @@ from benchmarks.gpu import tests
 from benchmarks.gpu.bench import TINY, Bench, Setting
 from benchmarks.gpu.figures import SkippedError
 from benchmarks.gpu.parts import PARTS
-from engine.options import LOOPS
+from engine.commands.options import LOOPS
 from tests.benchmarks.gpu_parts import figures_of
 
 

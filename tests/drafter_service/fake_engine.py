@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from drafter_service.client.core import Core
-from ssd.draft import DraftBatch, Progress, offsets_of
+from ssd.types import DraftBatch, Progress, offsets_of
 
 
 @dataclass

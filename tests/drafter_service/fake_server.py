@@ -17,8 +17,8 @@ import grpc
 import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.wire import drafts_message
-from ssd.draft import DraftBatch, Path
+from drafter_service.transport.wire import drafts_message
+from ssd.types import DraftBatch, Path
 
 TIMEOUT_S = 30
 """For what happens at once on a machine that is not busy."""

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from drafter_service.access.client import ClientAccess, Connector
-from drafter_service.access.config import AccessConfig
-from drafter_service.access.control import AccessControl
-from drafter_service.access.listening import listen
-from drafter_service.access.rights import Right
-from drafter_service.address import Address
+from drafter_service.auth.client import ClientAccess, Connector
+from drafter_service.auth.config import AccessConfig
+from drafter_service.auth.control import AccessControl
+from drafter_service.auth.listening import listen
+from drafter_service.auth.rights import Right
+from drafter_service.transport.address import Address
 
 TIMEOUT_S = 10
 RIGHTS = {"Read": Right.READ, "Learn": Right.LEARN, "Admin": Right.ADMIN}

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ssd.corpus import Corpus
-from ssd.snapshot import load, save
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.snapshot import load, save
 
 TOKENS = 400_000
 DEPTH = 32

@@ -17,7 +17,7 @@ import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.wire import MAX_MESSAGE_BYTES, batch_message, pack, read_drafts, unpack
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, batch_message, pack, read_drafts, unpack
 from tests.replay import progress_of
 from tests.strategies import array
 

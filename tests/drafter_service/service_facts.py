@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from drafter_service.facts import ClientTotals, CorpusFacts, LogFacts, ModelIdentity, NamespaceFacts, ServiceFacts
-from drafter_service.history import History
-from drafter_service.latency import Latency
+from drafter_service.observability.facts import (
+    ClientTotals,
+    CorpusFacts,
+    LogFacts,
+    ModelIdentity,
+    NamespaceFacts,
+    ServiceFacts,
+)
+from drafter_service.observability.history import History
+from drafter_service.observability.latency import Latency
 from ssd.stats import Stats
 
 

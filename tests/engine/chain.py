@@ -10,10 +10,10 @@ import itertools
 
 import torch
 
-from engine.core import Engine
+from engine.engine import Engine
+from engine.executor.pipeline import PipelinedEngine, build_grid
 from engine.models.config import ModelConfig
-from engine.pages import PagePool
-from engine.pipeline import PipelinedEngine, build_grid
+from engine.scheduling.pages import PagePool
 
 VOCAB = 8
 END = 0

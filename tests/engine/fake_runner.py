@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.core import Engine
-from engine.pages import PagePool
+from engine.engine import Engine
+from engine.scheduling.pages import PagePool
 from tests.engine import chain
 
 VOCAB = 12

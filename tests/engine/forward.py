@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from engine.attention.plain import PlainAttention
-from engine.batch import build_batch
-from engine.prefix import PageNames
-from engine.request import Request, SamplingParams
-from engine.runner import Runner
-from engine.sequence import Sequence
+from engine.executor.batch import build_batch
+from engine.executor.eager import Runner
+from engine.scheduling.page_hashes import PageNames
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.sequence import Sequence
 
 PAGE_SIZE = 16
 

@@ -11,7 +11,7 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
 from engine.models.decoder import Decoder
-from engine.request import Request
+from engine.scheduling.request import Request
 
 MOST_ULP = 2
 """How far apart the two best logits of a near tie are, in units in the last place of bfloat16."""

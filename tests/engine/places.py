@@ -33,9 +33,9 @@ def place_of(name: str) -> Iterator[Place]:
         yield Place("cuda", torch.bfloat16, 2e-2)
         return
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("engine.attention.flashinfer", "engine.models.fused", "engine.backend"):
+        for module in ("engine.attention.flashinfer", "engine.models.fused", "engine.attention.backend"):
             patch.setattr(f"{module}.flashinfer", lambda: TWIN)
-        patch.setattr("engine.backend._obstacle", lambda *_: None)
+        patch.setattr("engine.attention.backend._obstacle", lambda *_: None)
         patch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
         patch.setattr(calls, "XQA_WORKSPACE_BYTES", 1)
         yield Place("cpu", torch.float32, 2e-5)

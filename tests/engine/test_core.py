@@ -8,13 +8,13 @@ import torch
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import Engine
 from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
-from engine.request import FinishReason, Request, SamplingParams
+from engine.engine import Engine
+from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.config import DrafterConfig
-from ssd.draft import DraftBatch, Path
 from ssd.errors import UserError
+from ssd.types import DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
@@ -126,7 +126,7 @@ def test_drafts_that_are_right_up_to_a_point_are_accepted_up_to_it(model, plain,
 @pytest.mark.parametrize("fault", [-1, 1], ids=["one too few", "one too many"])
 def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fault):
     """The tests above would see a verifier that is off by one: the output differs, or steps are lost."""
-    from engine import core
+    from engine import engine as core
 
     exact = core.accepted_length
     monkeypatch.setattr(

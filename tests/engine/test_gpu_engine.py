@@ -14,29 +14,30 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine import core, graphs
+from engine import engine as core
 from engine.attention import flashinfer_fixed
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.batch import build_batch
 from engine.build import build_engine
+from engine.commands.options import LOOPS
 from engine.config import EngineConfig
-from engine.device.verify import verify
 from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.executor import graph as graphs
+from engine.executor.batch import build_batch
+from engine.executor.eager import Runner
+from engine.executor.kernels.verify import verify
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.options import LOOPS
-from engine.request import Request, SamplingParams
-from engine.runner import Runner
+from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.conftest import make_folder
+from tests.engine.executor.test_pipeline import mixed_requests
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.near_ties import Best, Reference, partings, references
 from tests.engine.places import PLACES, place_of
 from tests.engine.test_core import ScriptedDrafter, outputs, requests
-from tests.engine.test_pipeline import mixed_requests
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Few shapes to capture: each engine of the pipelined loop captures all of its own.

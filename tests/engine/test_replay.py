@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import sampler
+from engine.commands.options import LOOPS
 from engine.config import EngineConfig
-from engine.device.state import DeviceState
 from engine.drafters.none import NoDrafter
-from engine.options import LOOPS
-from engine.request import Request, SamplingParams
+from engine.executor.device_state import DeviceState
+from engine.sampling import sampler
+from engine.scheduling.request import Request, SamplingParams
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.workload import StrictDrafter, replayed
 
@@ -84,7 +84,7 @@ def test_planted_faults_are_caught(monkeypatch):
         assert gives_the_record(*replay("pipelined", drafts=False)[:2])
         assert not gives_the_record(*replay("pipelined", pages=11, drafts=False)[:2])
     with monkeypatch.context() as patch:
-        patch.setattr("engine.graphs.replayed", lambda state, inputs, tokens: tokens)
+        patch.setattr("engine.executor.graph.replayed", lambda state, inputs, tokens: tokens)
         assert not gives_the_record(*replay("pipelined", drafts=False)[:2])
     with monkeypatch.context() as patch:
         patch.setattr(sampler, "_replay", lambda *_: None)
@@ -95,14 +95,14 @@ def test_planted_faults_are_caught(monkeypatch):
 def test_the_logits_are_sampled_all_the_same(monkeypatch):
     """What a replay takes is what the step would take."""
     seen = []
-    for place in ("engine.sampler.greedy_tokens", "engine.graphs.sampled_tokens"):
+    for place in ("engine.sampling.sampler.greedy_tokens", "engine.executor.graph.sampled_tokens"):
         monkeypatch.setattr(place, counting(place, seen))
     for loop in LOOPS:
         seen.clear()
         _, completions, _ = replay(loop, drafts=False)
         assert len(seen) >= max(completion.steps for completion in completions)
         if loop == "pipelined":
-            assert set(seen) == {"engine.graphs.sampled_tokens"}
+            assert set(seen) == {"engine.executor.graph.sampled_tokens"}
 
 
 def counting(place, seen):

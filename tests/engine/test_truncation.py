@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from engine import sampling
-from engine.sampling import choose_tokens
+from engine.sampling import noise as sampling
+from engine.sampling.noise import choose_tokens
 from engine.truncation import Truncation, truncate
 from tests.engine import naive_sampling as naive
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.draft import DraftBatch, offsets_of
+from ssd.types import DraftBatch, offsets_of
 
 
 def random_tree(rng, right, limit, vocab):

@@ -6,11 +6,11 @@ from collections import Counter
 
 import numpy as np
 
-from engine.budget import Spent
 from engine.config import EngineConfig
-from engine.request import FinishReason, Request, SamplingParams
-from ssd.draft import DraftBatch, Path
+from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.speculation.token_budget import Spent
 from ssd.errors import UserError
+from ssd.types import DraftBatch, Path
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
 from tests.engine.trees import batch_of_trees, random_tree
 

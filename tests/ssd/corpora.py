@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.corpus import Corpus
-from ssd.draft import Drafter
-from ssd.ring import PAD, SEPARATOR
-from ssd.view import FROZEN
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import PAD, SEPARATOR
+from ssd.corpus.view import FROZEN
+from ssd.types import Drafter
 from tests.replay import progress_of
 
 DEPTH = 8

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd.article import LONGEST_PATTERN, SAMPLES, ArticleCorpus, commonest_continuation, longest_pattern
 from ssd.build import new_corpus, new_drafter
+from ssd.classic import LONGEST_PATTERN, SAMPLES, ArticleCorpus, commonest_continuation, longest_pattern
 from ssd.config import DrafterConfig
-from ssd.ring import MIN_CAPACITY
+from ssd.corpus.ring import MIN_CAPACITY
 from tests import naive
 from tests.replay import progress_of, replay_one
 from tests.strategies import LARGEST, array, corpus_and_context

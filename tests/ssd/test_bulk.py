@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.corpus import Corpus
-from ssd.ring import SEPARATOR
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import SEPARATOR
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
 
 GAP_PART = 1 << 14

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.draft import Progress
+from ssd.types import Progress
 from tests.replay import progress_of
 from tests.strategies import array
 

@@ -8,9 +8,9 @@ import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.build import new_corpus, new_drafter
-from ssd.corpus import Corpus
-from ssd.draft import ROOT, Source
-from ssd.sequences import LEAST_ROWS
+from ssd.corpus.corpus import Corpus
+from ssd.sequences.tables import LEAST_ROWS
+from ssd.types import ROOT, Source
 from tests import naive
 from tests.replay import drafter_of, progress_of, replay_one
 from tests.strategies import array

@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.draft import DraftBatch
 from ssd.follow import NONE, count_shared, follow
+from ssd.types import DraftBatch
 
 TOKENS = st.integers(0, 2)
 

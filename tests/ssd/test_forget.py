@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.corpus import Corpus
+from ssd.corpus.corpus import Corpus
 from tests.replay import progress_of
 from tests.ssd.corpora import DEPTH, assert_whole, fill, holds, settle, some_requests
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssd.draft import Source
 from ssd.stats import ACCEPTED, COUNT, KEPT_COUNT, ODDS_BINS, PROMISED, VERIFIED, Stats
+from ssd.types import Source
 from tests.replay import drafter_of, progress_of, replay_one
 from tests.strategies import array
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.core import Outcome, StepReport
-from engine.request import Completion, FinishReason
-from ssd.draft import Source
+from engine.engine import Outcome, StepReport
+from engine.scheduling.request import Completion, FinishReason
 from ssd.errors import UserError
+from ssd.types import Source
 
 PAGES, PAGE_SIZE = 64, 16
 SOURCES = np.array([Source.CORPUS, Source.LOCAL], np.uint8)

@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from engine.shipped import SHIPPED_MODEL
+from engine.models.shipped import SHIPPED_MODEL
 
 TIMEOUT_S = 60
 """Generous: machines are shared."""
@@ -18,7 +18,7 @@ MODEL = "stdlib-7m"
 @contextmanager
 def serving(*arguments, model=SHIPPED_MODEL):
     """A running `ssd-engine serve` at a free port; yields its `url` and `process`."""
-    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(model), "--port", "0"]
     machine = ("--device", "cpu", "--threads", "1")
     process = subprocess.Popen(
         [*command, *machine, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -10,7 +10,7 @@ import pytest
 
 from engine.api import serve
 from engine.api.settings import ServerConfig
-from engine.options import EngineOptions
+from engine.commands.options import EngineOptions
 from ssd.errors import UserError
 
 FIELDS = [field.name for field in fields(EngineOptions) if field.name != "model"]

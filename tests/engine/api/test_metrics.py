@@ -13,7 +13,7 @@ from engine.api.engine_metrics import EngineMetrics
 from engine.api.generation import Delta
 from engine.api.messages import CorpusFigures, Figures, RequestTimes
 from engine.api.metrics import Metrics, token_bounds
-from engine.request import Completion, FinishReason, Request, SamplingParams
+from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 
 OF_VLLM = {
     "gauge": {

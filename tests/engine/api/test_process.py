@@ -14,7 +14,7 @@ from engine.api.errors import ApiError
 from engine.api.generation import deltas_of
 from engine.api.messages import Ended
 from engine.api.process import EngineGoneError, EngineProcess
-from engine.request import Request, SamplingParams
+from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
 from tests.engine.api.fake_engine import FakeEngine
 

@@ -17,8 +17,8 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.shipped import SHIPPED_MODEL
-from engine.tokenizer import Tokenizer
+from engine.models.shipped import SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
 from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
 
 PROMPT = "def quicksort(items):\n    "
@@ -379,7 +379,7 @@ def test_weights_that_are_no_numbers_are_a_line_and_exit_code_2(folder, tmp_path
         name = next(name for name in tensors if "norm" in name)
         tensors[name][0] = float("nan")
         save_file(tensors, path, {"format": "pt"})
-    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(spoilt), "--port", "0"]
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(spoilt), "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 2
     assert "not finite" in ended.stderr

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from engine.api.messages import STEP_TOKENS
 from engine.api.tally import Tally
-from engine.core import Outcome, StepReport
-from engine.request import Completion, FinishReason, Request
-from ssd.draft import Source
+from engine.engine import Outcome, StepReport
+from engine.scheduling.request import Completion, FinishReason, Request
+from ssd.types import Source
 from tests.engine.api.fake_engine import FakeEngine
 
 

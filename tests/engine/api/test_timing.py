@@ -8,7 +8,7 @@ import pytest
 from engine.api import timing
 from engine.api.messages import RequestTimes
 from engine.api.timing import Timing
-from engine.core import StepReport
+from engine.engine import StepReport
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.api.usage import usage_of
-from engine.request import Completion, FinishReason
+from engine.scheduling.request import Completion, FinishReason
 
 
 def completion(tokens, cached):

@@ -11,7 +11,7 @@ import pytest
 from engine.api import worker
 from engine.api.messages import Begin, Cancel, CorpusFigures, Ended, Failed, Figures, Produced, Ready, Refused, Stop
 from engine.api.worker import Worker, run_worker
-from engine.request import Request, SamplingParams
+from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
 from tests.engine.api.fake_engine import PAGE_SIZE, PAGES, FakeEngine
 

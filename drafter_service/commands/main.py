@@ -1,0 +1,50 @@
+"""`ssd-drafter`: run the drafter as a service, and look after it. Heavy modules are imported by those who need them."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from drafter_service.auth.command import token
+from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
+from drafter_service.commands.serve import serve
+from drafter_service.ingest.command import warm
+from drafter_service.observability.report.command import report, top
+from ssd.errors import UserError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="ssd-drafter")
+def cli() -> None:
+    """Spacelike speculative decoding: a drafter that remembers every token your service has seen."""
+
+
+@cli.command()
+def precompile() -> None:
+    """Compile the kernels into a cache, so that nobody waits for a compiler later."""
+    import time
+
+    began = time.perf_counter()
+    click.echo("compiling the drafter's kernels (about a minute at the first time)...")
+    from ssd.drafter import SuffixDrafter
+
+    SuffixDrafter().close()
+    click.echo(f"ready after {time.perf_counter() - began:.1f} s")
+
+
+for command in (serve, warm, report, top, namespaces, forget, snapshot, drop, token, health):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line and exit code 2."""
+    try:
+        cli()
+    except UserError as problem:
+        click.echo(f"error: {problem}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Parquet files, some rows at a time. Columns of token ids never become Python numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from drafter_service.ingest.chunk import Chunk, Position
+from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.files import Opened
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.records import KNOWN
+from ssd.errors import UserError
+
+MOST_ROWS = 4096
+NO_COLUMNS = "no column that is known; name it with --field"
+
+
+def check_parquet() -> None:
+    """Raises UserError, naming what to install, if Parquet files cannot be read here."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise UserError("Parquet files need pyarrow; pip install 'ssd-drafter[parquet]'") from None
+
+
+def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
+    """Chunks of rows; positions count rows. Raises RecordError if no column is known."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(opened.data, pre_buffer=False, buffer_size=reading.block_bytes)
+    wanted = {field.split(".")[0] for field in reading.fields} | set(reading.fields) or KNOWN
+    columns = [name for name in file.schema_arrow.names if name in wanted]
+    if not columns:
+        raise RecordError(NO_COLUMNS)
+    row, rows = 0, max(1, file.metadata.num_rows)
+    for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        if row + group.num_rows <= start.offset:
+            row += group.num_rows
+            continue
+        row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
+        at_once = min(MOST_ROWS, max(1, reading.block_bytes // row_bytes))
+        for batch in file.iter_batches(at_once, row_groups=[index], columns=columns):
+            first, row = row, row + batch.num_rows
+            if row <= start.offset:
+                continue
+            items = []
+            for number, values in enumerate(zip(*map(_values, batch.columns), strict=True), first + 1):
+                items += reading.items_of(dict(zip(columns, values, strict=True)), opened.file, number)
+            yield Chunk(items, Position(row, row), opened.file.size * row // rows)
+
+
+def _values(column: Any) -> list[Any]:
+    """A column's values; lists of whole numbers as arrays."""
+    import pyarrow as pa
+
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not is_list or not pa.types.is_integer(kind.value_type) or column.values.null_count:
+        return list(column.to_pylist())
+    values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
+    return [values[first:end] for first, end in pairwise(offsets)]

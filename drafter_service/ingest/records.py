@@ -1,0 +1,221 @@
+"""One record of a log, as JSON or a row of a table has it, to the outputs in it and what they answered.
+
+Knows the forms that records come in, and nothing of tokenizers, files or positions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from drafter_service.ingest.chunk import Part
+from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.messages import Chat, Reply, chat_of, reply_of
+from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
+
+Record = dict[str, Any]
+
+PROMPT_IDS = ("prompt_token_ids", "input_ids")
+OUTPUT_IDS = ("completion_token_ids", "output_token_ids", "output_ids", "token_ids")
+WHOLE_IDS = ("tokens", "input_ids")
+PROMPTS = ("prompt", "question", "input")
+OUTPUTS = ("completion", "response", "output", "answer")
+CONVERSATIONS = ("messages", "conversations")
+EXCHANGE = ("request", "response", "body", "choices", "id", "request_id", "tools")
+KNOWN = frozenset(
+    (*PROMPT_IDS, *OUTPUT_IDS, *WHOLE_IDS, *PROMPTS, *OUTPUTS, *CONVERSATIONS, *EXCHANGE, "text", "messages")
+)
+"""Names of all fields that are looked at."""
+
+SEPARATOR_BYTES = SEPARATOR.tobytes()
+
+NOT_A_RECORD = "no JSON object"
+NO_OUTPUT = "no output in any known form"
+BAD_IDS = f"token ids that are no whole numbers from 0 to {MAX_TOKEN_ID:,}"
+NO_FIELD = "lacks a field of --field, or it is neither text nor token ids"
+
+
+class Found(NamedTuple):
+    """An output in a record."""
+
+    output: Part | Reply
+    prompt: Part | Chat | None = None
+    request: str | None = None
+    """The name that the service gave it."""
+
+
+def find_outputs(record: object, fields: tuple[str, ...] = ()) -> list[Found]:
+    """All outputs of a record, at least one. `fields`: where to look, the output last, if not in the known places.
+
+    Raises RecordError if there is none.
+    """
+    if not isinstance(record, dict):
+        raise RecordError(NOT_A_RECORD)
+    if fields:
+        return [_from_fields(record, fields)]
+    for read in (_exchange, _token_columns, _text_columns, _conversation, _whole):
+        if found := list(read(record)):
+            return found
+    raise RecordError(NO_OUTPUT)
+
+
+def _exchange(record: Record) -> Iterator[Found]:
+    """A request to an OpenAI-style service and what it answered, or only the answer."""
+    answer = _body(record.get("response")) or record
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        return
+    asked = _body(record.get("request")) or _body(record.get("body")) or record
+    name = record.get("request_id") or answer.get("id")
+    for index, choice in enumerate(choices):
+        if isinstance(choice, dict) and (output := _output_of(choice)) is not None:
+            prompt = _prompt_of(asked, answer, choice, index, len(choices))
+            yield Found(output, prompt, name if isinstance(name, str) and name else None)
+
+
+def _body(value: object) -> Record | None:
+    """An object, which may stand in JSON of its own, and in a field `body` of another."""
+    value = _parsed(value)
+    if not isinstance(value, dict):
+        return None
+    inner = _parsed(value.get("body"))
+    return inner if isinstance(inner, dict) else value
+
+
+def _parsed(value: object) -> object:
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+    return value
+
+
+def _output_of(choice: Record) -> Part | Reply | None:
+    ids = _ids(choice.get("token_ids"))
+    return ids if ids is not None else reply_of(choice.get("message")) or _text(choice.get("text"))
+
+
+def _prompt_of(asked: Record, answer: Record, choice: Record, index: int, choices: int) -> Part | Chat | None:
+    for source in (choice, answer, asked):
+        if (ids := _ids(source.get("prompt_token_ids"))) is not None:
+            return ids
+    chat = chat_of(asked.get("messages"), asked.get("tools"))
+    if chat is not None:
+        return chat
+    prompt = asked.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        # Several prompts, each with as many choices as the next.
+        number = choice.get("index")
+        number = number if isinstance(number, int) else index
+        place = number // max(1, choices // len(prompt))
+        prompt = prompt[place] if 0 <= place < len(prompt) else None
+    return _part(prompt)
+
+
+def _token_columns(record: Record) -> Iterator[Found]:
+    output = _first_ids(record, OUTPUT_IDS)
+    if output is not None:
+        yield Found(output, _first_ids(record, PROMPT_IDS))
+
+
+def _text_columns(record: Record) -> Iterator[Found]:
+    for name in OUTPUTS:
+        value = record.get(name)
+        output = _last_reply(value) or _part(value) if isinstance(value, list) else _text(value)
+        if output is not None:
+            prompts = (_part_or_chat(record.get(key)) for key in (*PROMPTS, *CONVERSATIONS))
+            yield Found(output, next((prompt for prompt in prompts if prompt is not None), None))
+            return
+
+
+def _conversation(record: Record) -> Iterator[Found]:
+    """Each turn of the assistant answers all that was said before it."""
+    for name in CONVERSATIONS:
+        chat = chat_of(record.get(name), record.get("tools"))
+        if chat is None:
+            continue
+        for index, message in enumerate(chat.messages):
+            reply = reply_of(message) if message["role"] == "assistant" else None
+            if reply is not None:
+                yield Found(reply, chat._replace(messages=chat.messages[:index]) if index else None)
+        return
+
+
+def _whole(record: Record) -> Iterator[Found]:
+    ids = _first_ids(record, WHOLE_IDS)
+    output = ids if ids is not None else _text(record.get("text"))
+    if output is not None:
+        yield Found(output)
+
+
+def _from_fields(record: Record, fields: tuple[str, ...]) -> Found:
+    parts = [_part(_dig(record, field)) for field in fields]
+    *before, output = parts
+    if output is None or any(part is None for part in before):
+        raise RecordError(NO_FIELD)
+    texts = [part for part in before if isinstance(part, str)]
+    tokens = [part for part in before if isinstance(part, np.ndarray)]
+    if texts and tokens:
+        raise RecordError(NO_FIELD)
+    prompt: Part | None = "\n".join(texts) if texts else np.concatenate(tokens) if tokens else None
+    return Found(output, prompt)
+
+
+def _dig(record: Record, field: str) -> object:
+    """The value of a field such as "answer" or "meta.answer"."""
+    value: object = record
+    if field in record:
+        return record[field]
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _last_reply(messages: list[object]) -> str | Reply | None:
+    return reply_of(messages[-1]) if messages else None
+
+
+def _part(value: object) -> Part | None:
+    ids = _ids(value)
+    return ids if ids is not None else _text(value)
+
+
+def _part_or_chat(value: object) -> Part | Chat | None:
+    part = _part(value)
+    return part if part is not None else chat_of(value)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _first_ids(record: Record, names: tuple[str, ...]) -> np.ndarray | None:
+    columns = (_ids(record.get(name)) for name in names)
+    return next((ids for ids in columns if ids is not None), None)
+
+
+def _ids(value: object) -> np.ndarray | None:
+    """Token ids, uint32 [N]; None if there are none. Raises RecordError for numbers that are none."""
+    if isinstance(value, np.ndarray):
+        return token_ids(value) if len(value) else None
+    if not isinstance(value, list) or not value or not isinstance(value[0], (int, float)):
+        return None
+    try:
+        data = array("I", value).tobytes()
+    except (TypeError, OverflowError):
+        raise RecordError(BAD_IDS) from None
+    ids = np.frombuffer(data, np.uint32)
+    # A search for its bytes is a tenth of a look at the numbers.
+    return token_ids(ids) if SEPARATOR_BYTES in data else ids
+
+
+def token_ids(values: np.ndarray) -> np.ndarray:
+    """Numbers [N] as token ids, uint32. Raises RecordError if they can be none."""
+    if values.dtype.kind not in "iu" or (len(values) and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID):
+        raise RecordError(BAD_IDS)
+    return values.astype(np.uint32, copy=False)

@@ -1,0 +1,156 @@
+"""Token ids in numpy's files, or raw: read as a stream, whatever their size.
+
+Where documents end: each row of a 2-D array is one; an .npz file may have `offsets` [D + 1] beside `tokens`, or
+`prompt_len` and `output_len` [D]. What is longer than a piece is cut.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import repeat
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.lib import format as npy
+
+from drafter_service.ingest.chunk import Chunk, Item, Position
+from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.files import Opened
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.records import token_ids
+
+PIECE_TOKENS = 1 << 16
+MOST_HIGH_HALF = 64
+"""Vocabularies are below 4 million: of 32-bit ids the upper half is smaller than this."""
+HEAD_BYTES = 1 << 16
+"""By which 16 and 32 bits are told apart."""
+TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))
+NO_TOKENS = "no array `tokens` of whole numbers, in one or two dimensions"
+NO_ENDS = "ends of documents that do not fit the tokens"
+CUT_OFF = "fewer tokens than the file says it has"
+
+Lengths = Iterable[tuple[int, int]]
+"""Of each document: tokens of its prompt and of its output."""
+
+
+class _CutOffError(RecordError):
+    """The tokens end before all documents do."""
+
+
+def read_npy(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
+    """Chunks of an .npy file; positions count tokens and documents. Raises RecordError if it holds no token ids."""
+    shape, dtype = _header(opened.data)
+    yield from _read(opened, opened.data, dtype, _rows(shape), start, reading)
+
+
+def read_npz(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
+    """Chunks of an .npz file, as `read_npy`."""
+    with zipfile.ZipFile(opened.data) as archive:
+        names = set(archive.namelist())
+        if TOKENS not in names:
+            raise RecordError(NO_TOKENS)
+        with archive.open(TOKENS) as member:
+            stream = cast(BinaryIO, member)
+            shape, dtype = _header(stream)
+            has_ends = len(shape) == 1 and (OFFSETS in names or {PROMPTS, OUTPUTS} <= names)
+            lengths = _lengths(archive, names, shape[0]) if has_ends else _rows(shape)
+            yield from _read(opened, stream, dtype, lengths, start, reading)
+
+
+def read_raw(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
+    """Chunks of raw little-endian token ids, of 16 or of 32 bits: ids of 32 bits have small upper halves."""
+    data = opened.data.read(HEAD_BYTES)
+    head = np.frombuffer(data[: len(data) // 4 * 4], "<u2")
+    dtype = np.dtype("<u4" if len(head) and head[1::2].max() < MOST_HIGH_HALF else "<u2")
+    opened.data.seek(0)
+    with suppress(_CutOffError):
+        yield from _read(opened, opened.data, dtype, repeat((0, PIECE_TOKENS)), start, reading)
+
+
+def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = npy.read_magic(stream)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, is_by_columns, dtype = read(stream)
+    if dtype.kind not in "iu" or len(shape) not in (1, 2) or (is_by_columns and len(shape) == 2):
+        raise RecordError(NO_TOKENS)
+    return shape, dtype
+
+
+def _rows(shape: tuple[int, ...]) -> Lengths:
+    return repeat((0, shape[1]), shape[0]) if len(shape) == 2 else [(0, shape[0])]
+
+
+def _lengths(archive: zipfile.ZipFile, names: set[str], tokens: int) -> Lengths:
+    if OFFSETS in names:
+        offsets = _whole_numbers(archive, OFFSETS)
+        if offsets[:1].any():
+            raise RecordError(NO_ENDS)
+        outputs = np.diff(offsets)
+        prompts = np.zeros_like(outputs)
+    else:
+        prompts, outputs = _whole_numbers(archive, PROMPTS), _whole_numbers(archive, OUTPUTS)
+    is_sound = len(prompts) == len(outputs) and (prompts >= 0).all() and (outputs >= 0).all()
+    if not is_sound or int(prompts.sum() + outputs.sum()) != tokens:
+        raise RecordError(NO_ENDS)
+    return zip(prompts.tolist(), outputs.tolist(), strict=True)
+
+
+def _whole_numbers(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(name) as member:
+        array = np.asarray(npy.read_array(member, allow_pickle=False))
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RecordError(NO_ENDS)
+    return array.astype(np.int64)
+
+
+def _in_pieces(lengths: Lengths) -> Lengths:
+    for prompt, output in lengths:
+        while prompt == 0 and output > PIECE_TOKENS:
+            yield 0, PIECE_TOKENS
+            output -= PIECE_TOKENS
+        yield prompt, output
+
+
+def _read(
+    opened: Opened, stream: BinaryIO, dtype: np.dtype[Any], lengths: Lengths, start: Position, reading: Reading
+) -> Iterator[Chunk]:
+    offset, number = start
+    _skip(stream, offset * dtype.itemsize)
+    items: list[Item] = []
+    weight = 0
+    for index, (prompt, output) in enumerate(_in_pieces(lengths)):
+        if index < start.item:
+            continue
+        data = stream.read((prompt + output) * dtype.itemsize)
+        values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
+        offset, number = offset + len(values), number + 1
+        items += _items(values, prompt, f"{opened.file.name}:{number}", reading)
+        weight += values.nbytes
+        is_cut_off = len(values) < prompt + output
+        if is_cut_off or weight >= reading.block_bytes:
+            yield Chunk(items, Position(offset, number), opened.bytes_read)
+            items, weight = [], 0
+        if is_cut_off:
+            raise _CutOffError(CUT_OFF)
+    yield Chunk(items, Position(offset, number), opened.bytes_read)
+
+
+def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> list[Item]:
+    try:
+        tokens = token_ids(values)
+    except RecordError as problem:
+        reading.faults.note(str(problem), place)
+        return []
+    if len(tokens) <= prompt:
+        return []
+    if prompt == 0:
+        return [Item(place, None, tokens)]
+    # A copy, so that nothing holds the prompt.
+    return [Item(place, reading.lead_of(tokens[:prompt]), tokens[prompt:].copy())]
+
+
+def _skip(stream: BinaryIO, size: int) -> None:
+    while size > 0 and (part := stream.read(min(size, HEAD_BYTES))):
+        size -= len(part)

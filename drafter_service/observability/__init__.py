@@ -1,0 +1,1 @@
+"""Reports, metrics, logs and traces."""

@@ -1,0 +1,104 @@
+"""One entry of the log: events in columns, packed as little-endian bytes.
+
+The columns of N events: kinds u1 [N], times f8 [N], lengths u4 [N] into tokens u4, name_lengths u4 [N], in bytes, into
+names in UTF-8. The only place that knows the format; anything may come in, from other versions too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from drafter_service.replication.events import Dropped, Event, Finished, Forgotten, ForgottenBefore
+from drafter_service.transport.wire import WireError, pack, unpack, unpack_tokens
+
+VERSION = b"1"
+FINISHED, FORGOTTEN, FORGOTTEN_BEFORE, DROPPED = range(4)
+KINDS = {Finished: FINISHED, Forgotten: FORGOTTEN, ForgottenBefore: FORGOTTEN_BEFORE, Dropped: DROPPED}
+NO_TOKENS = np.empty(0, np.uint32)
+
+
+class Entry(NamedTuple):
+    """What was read."""
+
+    writer: bytes
+    """Who wrote it."""
+    events: list[Event]
+
+
+def encode(events: Sequence[Event], writer: bytes) -> dict[bytes, bytes]:
+    """The fields of an entry."""
+    tokens = [event.tokens if isinstance(event, Finished) else NO_TOKENS for event in events]
+    names = [
+        event.request.encode(errors="surrogatepass") if isinstance(event, Finished | Forgotten) else b""
+        for event in events
+    ]
+    return {
+        b"version": VERSION,
+        b"writer": writer,
+        b"kinds": pack(np.array([KINDS[type(event)] for event in events]), "u1"),
+        b"times": pack(np.array([event.time for event in events], np.float64), "f8"),
+        b"lengths": pack(np.array([len(part) for part in tokens]), "u4"),
+        b"tokens": pack(np.concatenate(tokens), "u4"),
+        b"name_lengths": pack(np.array([len(name) for name in names]), "u4"),
+        b"names": b"".join(names),
+    }
+
+
+def decode(fields: Mapping[bytes, bytes]) -> Entry:
+    """The entry of some fields; tokens are views of them. Raises WireError for anything but what `encode` makes."""
+    if _field(fields, "version") != VERSION:
+        raise WireError("the entry has another version")
+    kinds = unpack(_field(fields, "kinds"), "u1", "kinds")
+    if not len(kinds):
+        raise WireError("kinds is empty")
+    times = unpack(_field(fields, "times"), "f8", "times")
+    if len(times) != len(kinds) or not np.all(np.isfinite(times)):
+        raise WireError(f"times must be {len(kinds)} finite numbers")
+    tokens = unpack_tokens(_field(fields, "tokens"), "tokens")
+    names = _field(fields, "names")
+    ends = _ends(fields, "lengths", len(kinds), len(tokens))
+    name_ends = _ends(fields, "name_lengths", len(kinds), len(names))
+    events, first, first_name = [], 0, 0
+    for kind, time, end, name_end in zip(
+        kinds.tolist(), times.tolist(), ends.tolist(), name_ends.tolist(), strict=True
+    ):
+        events.append(_event(kind, names[first_name:name_end], tokens[first:end], time))
+        first, first_name = end, name_end
+    return Entry(_field(fields, "writer"), events)
+
+
+def _event(kind: int, name: bytes, tokens: np.ndarray, time: float) -> Event:
+    if kind == FINISHED:
+        return Finished(_text(name), tokens, time)
+    if kind == FORGOTTEN:
+        return Forgotten(_text(name), time)
+    if kind == FORGOTTEN_BEFORE:
+        return ForgottenBefore(time)
+    if kind == DROPPED:
+        return Dropped(time)
+    raise WireError(f"kinds holds {kind}")
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode(errors="surrogatepass")
+    except UnicodeDecodeError:
+        raise WireError("names is not UTF-8") from None
+
+
+def _ends(fields: Mapping[bytes, bytes], name: str, number: int, total: int) -> np.ndarray:
+    lengths = unpack(_field(fields, name), "u4", name)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if len(lengths) != number or int(ends[-1]) != total:
+        raise WireError(f"{name} must be {number} lengths that make up {total}")
+    return ends
+
+
+def _field(fields: Mapping[bytes, bytes], name: str) -> bytes:
+    try:
+        return fields[name.encode()]
+    except KeyError:
+        raise WireError(f"there is no {name}") from None

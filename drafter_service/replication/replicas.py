@@ -1,0 +1,134 @@
+"""Keeps namespaces in step with other replicas through the shared log, if there is one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import structlog
+
+from drafter_service.observability.facts import LogFacts
+from drafter_service.replication.events import Event, Finished, Forgotten
+from drafter_service.replication.reader import Reader
+from drafter_service.replication.shared_log import NamespaceLog, SharedLog
+from drafter_service.replication.stream import OLDEST, Position
+from drafter_service.server.learning import Learning
+from drafter_service.server.namespace import Namespace
+from drafter_service.settings.tree import Log
+
+logger = structlog.get_logger(__name__)
+
+BYTES_PER_TOKEN = 4
+"""In the log."""
+
+
+class Replication:
+    """Publishes what is learned here first, and learns what others published. The event loop alone uses it."""
+
+    def __init__(self, config: Log, learning: Learning) -> None:
+        """Raises UserError for a URL that cannot be used."""
+        self._learning = learning
+        self._members: dict[str, Member] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._past = LogFacts(is_connected=True)
+        """Of namespaces that have left."""
+        self._log: SharedLog | None = None
+        if config.url is not None:
+            self._log = SharedLog(
+                config.url,
+                prefix=config.prefix,
+                max_bytes=BYTES_PER_TOKEN * config.most_tokens,
+                outbox_tokens=config.queue_tokens,
+            )
+
+    async def stop(self) -> None:
+        """Disconnect; namespaces have left before."""
+        await asyncio.gather(*self._leaving)
+        if self._log is not None:
+            await self._log.close()
+
+    def joined(self, namespace: Namespace) -> None:
+        """A namespace was loaded."""
+        if self._log is not None:
+            self._members[namespace.name] = Member(namespace, self._log.open(namespace.name), self._learning)
+
+    def left(self, namespace: Namespace) -> None:
+        """A namespace leaves memory."""
+        member = self._members.pop(namespace.name, None)
+        if member is not None:
+            self._past = _sum(self._past, replace(member.facts(), is_connected=True, lag_entries=0, lag_s=0.0))
+            task = asyncio.get_running_loop().create_task(member.close())
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    def facts(self) -> LogFacts | None:
+        """How the log is doing; None without one."""
+        if self._log is None:
+            return None
+        total = self._past
+        for member in self._members.values():
+            total = _sum(total, member.facts())
+        return total
+
+
+class Member:
+    """One namespace's part in the log."""
+
+    def __init__(self, namespace: Namespace, log: NamespaceLog, learning: Learning) -> None:
+        self._namespace, self._log, self._learning = namespace, log, learning
+        self._reader: Reader = log.reader(_position(namespace), known=namespace.learned_names())
+        namespace.log_position = lambda: str(self._reader.position)
+        namespace.publish = log.publish
+        self._reading = asyncio.get_running_loop().create_task(self._reader.run(self._take))
+        self._reading.add_done_callback(self._note_end)
+
+    async def close(self) -> None:
+        """Publish what waits, if that is possible soon, and stop."""
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+        await self._log.close()
+
+    def facts(self) -> LogFacts:
+        """How this namespace's log is doing."""
+        counters, lag = self._log.counters, self._reader.lag
+        return LogFacts(
+            published_tokens=counters.published_tokens,
+            consumed_tokens=counters.consumed_tokens,
+            duplicates=counters.duplicates,
+            dropped_tokens=self._log.dropped_tokens,
+            malformed=counters.malformed,
+            gaps=counters.gaps,
+            errors=counters.errors,
+            is_connected=self._log.is_connected and self._reader.is_connected,
+            lag_entries=lag.entries,
+            lag_s=lag.seconds,
+        )
+
+    async def _take(self, events: list[Event]) -> None:
+        await self._learning.wait_for_room(self._namespace)
+        for event in events:
+            match event:
+                case Finished(request, tokens, finished_at):
+                    self._namespace.learn(tokens, request or None, logged_at=finished_at)
+                case Forgotten(request):
+                    self._namespace.forget(request, is_from_log=True)
+                case _:
+                    self._namespace.forget_before(event.time, is_from_log=True)
+
+    def _note_end(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled() and reading.exception() is not None:
+            logger.error("reading the shared log ended", namespace=self._namespace.name, exc_info=reading.exception())
+
+
+def _position(namespace: Namespace) -> Position:
+    """Where a namespace's snapshot had read to; from the oldest entry if there is none."""
+    try:
+        return Position.parse(namespace.restored_position) if namespace.restored_position else OLDEST
+    except ValueError:
+        return OLDEST
+
+
+def _sum(first: LogFacts, second: LogFacts) -> LogFacts:
+    totals = {name: getattr(first, name) + getattr(second, name) for name in vars(first)}
+    is_connected = first.is_connected and second.is_connected
+    return replace(LogFacts(**totals), is_connected=is_connected, lag_s=max(first.lag_s, second.lag_s))

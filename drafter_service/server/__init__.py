@@ -1,0 +1,1 @@
+"""The gRPC service: streams, sessions, namespaces and their storage."""

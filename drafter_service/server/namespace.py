@@ -1,0 +1,254 @@
+"""An isolated corpus, with all that was learned and counted in it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from drafter_service.observability.facts import ClientTotals, CorpusFacts, ModelIdentity, NamespaceFacts
+from drafter_service.observability.history import History, Sample
+from drafter_service.observability.latency import Latency
+from drafter_service.observability.passages import Passages
+from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
+from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.requests import hash_of
+from ssd.drafter import SuffixDrafter
+from ssd.stats import Stats
+
+MOST_NAMES = 1 << 17
+"""Names of learned requests that are remembered to learn none twice; 16 MB at most."""
+
+
+class IdentityError(ValueError):
+    """A client serves another model than the namespace was made for."""
+
+
+class ClosedError(RuntimeError):
+    """The namespace has left memory, with all that was told to it since."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One engine's stream, as others see it."""
+
+    task: asyncio.Task[object]
+    is_answering: bool = False
+    """Whether gRPC has a response to send: if it is cancelled then, the stream ends without a status, and hangs."""
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Have it end, after the response in hand."""
+        self.is_over = True
+        if not self.is_answering:
+            self.task.cancel()
+
+
+class Namespace:
+    """One corpus, its odds, its counters and those who draft from it. The event loop alone uses it."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelIdentity,
+        config: DrafterConfig,
+        corpus: Corpus,
+        *,
+        stats: Stats | None = None,
+        passages: Passages | None = None,
+    ) -> None:
+        """`corpus` is refreshed in the background from now on, until it is closed."""
+        self.name = name
+        self.model = model
+        self.config = config
+        self.corpus = corpus
+        self.stats = stats or Stats()
+        self.history = History()
+        self.passages = passages
+        """None unless they are to be shown."""
+        self.clients = ClientTotals()
+        self.draft_latency = Latency()
+        self.merge_latency = Latency()
+        self.duplicates = 0
+        self.drafters: set[SuffixDrafter] = set()
+        self.streams: set[Stream] = set()
+        self.holds = 0
+        """How many calls use it now."""
+        self.is_closed = False
+        """Whether it has left memory."""
+        self.last_used = time.monotonic()
+        self.restored_position: str | None = None
+        """How far the shared log had been read when the snapshot was saved that this began with."""
+        self.log_position: Callable[[], str | None] = lambda: self.restored_position
+        """How far it has been read."""
+        self.publish: Callable[[Event], None] = lambda _: None
+        """Tells the shared log what happens here first."""
+        self._learned = corpus.named()
+        """Hashes of names, with when they were learned."""
+        self._saved_at = self._total
+        corpus.times.heard = self.merge_latency.note
+        corpus.maintain(config.refresh_interval_s)
+
+    def adopt(self, model: ModelIdentity) -> None:
+        """A client says what it serves. Raises IdentityError if token ids would mean something else."""
+        own = self.model
+        if own.tokenizer and model.tokenizer and own.tokenizer != model.tokenizer:
+            raise IdentityError(f"namespace {self.name!r} belongs to another tokenizer; choose another namespace")
+        if own.vocabulary_size and model.vocabulary_size and own.vocabulary_size != model.vocabulary_size:
+            raise IdentityError(
+                f"namespace {self.name!r} has a vocabulary of {own.vocabulary_size} tokens, not "
+                f"{model.vocabulary_size}; choose another namespace"
+            )
+        self.model = ModelIdentity(
+            own.name or model.name,
+            own.tokenizer or model.tokenizer,
+            own.adapter or model.adapter,
+            own.vocabulary_size or model.vocabulary_size,
+        )
+        self.last_used = time.monotonic()
+
+    def new_drafter(self) -> SuffixDrafter:
+        """A drafter for one stream."""
+        drafter = SuffixDrafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
+        self.drafters.add(drafter)
+        return drafter
+
+    def release(self, drafter: SuffixDrafter) -> None:
+        """The stream of a drafter has ended for good."""
+        self.drafters.discard(drafter)
+        drafter.close()
+
+    def learn(self, tokens: np.ndarray, request: str | None, *, logged_at: float | None = None) -> bool:
+        """Remember a finished text, uint32 [n], unless one of its name was learned before; whether it was not.
+
+        logged_at: when it finished elsewhere, for what comes from the shared log.
+        """
+        if request is not None:
+            name = hash_of(request)
+            if name in self._learned:
+                self.duplicates += 1
+                return False
+            self._learned[name] = self.corpus.clock() if logged_at is None else logged_at
+            if len(self._learned) > MOST_NAMES:
+                for oldest in list(islice(self._learned, MOST_NAMES // 8)):
+                    del self._learned[oldest]
+        self.corpus.append(tokens, request, time=logged_at)
+        if logged_at is None:
+            # The log needs a name to tell a text that comes twice from two that are alike.
+            self.publish(Finished(request or secrets.token_hex(8), tokens, time.time()))
+        return True
+
+    def learned_names(self) -> list[int]:
+        """Hashes of the names that were learned lately, the newest last."""
+        return list(self._learned)
+
+    def forget(self, request: str, *, is_from_log: bool = False) -> None:
+        """Forget what was produced under a name, what still runs included; it is gone once the corpus is refreshed."""
+        if not is_from_log:
+            self.publish(Forgotten(request, time.time()))
+        self._learned.pop(hash_of(request), None)
+        self.corpus.forget(request)
+        for drafter in self.drafters:
+            drafter.forget_own(request)
+
+    def forget_before(self, moment: float, *, is_from_log: bool = False) -> None:
+        """Forget what was learned before a time, in seconds since 1970, as `forget`."""
+        if not is_from_log:
+            self.publish(ForgottenBefore(min(moment, self.corpus.clock())))
+        self._learned = {name: time for name, time in self._learned.items() if time >= moment}
+        self.corpus.forget_older_than(self.corpus.clock() - moment)
+        for drafter in self.drafters:
+            drafter.end_sessions_before(moment)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run now."""
+        return sum(drafter.running for drafter in self.drafters)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody drafts from it."""
+        return not self.drafters and not self.holds
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether there is anything to save."""
+        return self._saved_at != self._total
+
+    def note_saved(self, total: tuple[int, int]) -> None:
+        """A snapshot holds what there was when `_total` was `total`."""
+        self._saved_at = total
+
+    @property
+    def total(self) -> tuple[int, int]:
+        """Grows with all that a snapshot would hold."""
+        return self._total
+
+    @property
+    def memory_bytes(self) -> int:
+        """Held by the corpus, the odds and the running sequences."""
+        return self.corpus.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
+
+    def note_sample(self, now: float) -> None:
+        """Write the totals into the history."""
+        stats = self.stats
+        self.history.note(
+            Sample(
+                time=now,
+                steps=stats.steps,
+                committed=stats.committed,
+                hits=stats.hits,
+                drafted=stats.verified,
+                accepted=stats.accepted,
+                corpus_tokens=self.corpus.tokens,
+                appended_tokens=self.corpus.appended,
+                memory_bytes=self.memory_bytes,
+                timeouts=self.clients.timeouts,
+            )
+        )
+
+    def facts(self, *, with_passages: bool = False) -> NamespaceFacts:
+        """What reports and metrics say of it."""
+        show = self.passages if with_passages else None
+        corpus, times = self.corpus, self.corpus.times
+        return NamespaceFacts(
+            name=self.name,
+            model=self.model,
+            stats=self.stats,
+            history=self.history,
+            corpus=CorpusFacts(
+                capacity=corpus.capacity,
+                tokens=corpus.tokens,
+                requests=corpus.requests,
+                appended_tokens=corpus.appended,
+                waiting_tokens=corpus.waiting,
+                merges=times.merges,
+                base_merges=times.base_merges,
+                full_builds=times.full_builds,
+                forgotten=times.forgotten,
+            ),
+            memory_bytes=self.memory_bytes,
+            streams=len(self.streams),
+            sequences=self.sequences,
+            draft_latency=self.draft_latency,
+            merge_latency=self.merge_latency,
+            clients=self.clients,
+            duplicates=self.duplicates,
+            passages=show.most_productive(corpus) if show is not None else None,
+        )
+
+    def close(self) -> None:
+        """End what runs in it. Its corpus is to be closed then, by a thread that may wait."""
+        self.is_closed = True
+        for drafter in list(self.drafters):
+            self.release(drafter)
+
+    @property
+    def _total(self) -> tuple[int, int]:
+        return self.corpus.appended + self.corpus.times.forgotten, self.stats.steps

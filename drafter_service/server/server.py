@@ -1,0 +1,226 @@
+"""The sidecar: everything that serves, put together, started and stopped.
+
+One event loop serves all streams, which keeps the round trip short; merging, snapshots and long prompts have threads of
+their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import ExitStack
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from drafter_service.auth.control import AccessControl
+from drafter_service.auth.listening import check_exposure, listen
+from drafter_service.observability.facts import ModelIdentity, ServiceFacts
+from drafter_service.observability.metrics.endpoint import MetricsEndpoint, asked_of
+from drafter_service.observability.process import allow_files, resident_bytes
+from drafter_service.observability.tracing import interceptors
+from drafter_service.replication.replicas import Replication
+from drafter_service.server.admin import Admin
+from drafter_service.server.housekeeping import Housekeeping
+from drafter_service.server.learning import Learning
+from drafter_service.server.namespace import Namespace
+from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces
+from drafter_service.server.store import alone_in
+from drafter_service.server.stream import Drafting
+from drafter_service.settings.tree import ServiceConfig
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.address import Address
+from drafter_service.transport.step_socket import StepSocket
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES
+from ssd.errors import UserError
+
+logger = structlog.get_logger(__name__)
+
+PACKAGE = pb.DESCRIPTOR.package
+SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
+FILES = 256
+"""Open at a time, beside those of streams."""
+GRACE_S = 2.0
+"""How long the last responses may take to leave after the server was told to stop."""
+
+
+class DrafterServer:
+    """Serves namespaces at one address."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        """Raises UserError for an address or a file that cannot be used."""
+        self._config = config
+        self.address = Address.parse(config.listen)
+        """With the real port, once it listens."""
+        self._started_at = time.time()
+        learning = Learning(config.limits.waiting_tokens)
+        self._replication = Replication(config.log, learning)
+        self.namespaces = Namespaces(config, on_loaded=self._replication.joined, on_leaving=self._replication.left)
+        access = AccessControl(config.access)
+        self._drafting = Drafting(self.namespaces, access, config.limits)
+        self._held = ExitStack()
+        """What is this service's alone while it runs."""
+        self._step_socket = StepSocket(self._drafting, config.limits.streams)
+        self._admin = Admin(
+            self.namespaces,
+            access,
+            self._drafting,
+            learning,
+            self.facts,
+            may_show_passages=config.reports.passages,
+        )
+        self._housekeeping = Housekeeping(self.namespaces, config)
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._metrics: MetricsEndpoint | None = None
+        self.summary = ""
+        """What drafting was worth, in a line; written when it stops."""
+
+    async def start(self) -> None:
+        """Restore what is configured, then serve. Raises UserError if the address cannot be had."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._step_socket.stop(0)
+            if self._server is not None:
+                await self._server.stop(None)
+            self._held.close()
+            raise
+
+    async def _start(self) -> None:
+        files = FILES + 2 * self._config.limits.streams
+        if not allow_files(files):
+            logger.warning("few files may be opened", needed=files, advice="raise the limit (ulimit -n, LimitNOFILE)")
+        server = grpc.aio.server(
+            interceptors=interceptors(self._config.reports.tracing),
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                # Without this two servers share a port and each gets some of the streams.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, self._handlers())])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        self._server = server
+        self._held.enter_context(alone_in(self._config.snapshots.folder))
+        self._listen(server)
+        for name in self._config.namespaces.capacities:
+            try:
+                async with self.namespaces.use(name, ModelIdentity()):
+                    pass
+            except (NamespaceError, BudgetError) as problem:
+                raise UserError(f"namespaces.capacities: {problem}") from None
+        self._housekeeping.start()
+        await self._step_socket.start()
+        await server.start()
+        if self._config.reports.metrics is not None:
+            facts = asked_of(asyncio.get_running_loop(), self.facts)
+            self._metrics = MetricsEndpoint(facts, self._config.reports.metrics)
+            self._metrics.start()
+        for service in (SERVICE, ""):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def _listen(self, server: grpc.aio.Server) -> None:
+        access = self._config.access
+        check_exposure(self.address, access)
+        self.address.claim()
+        if self.address.steps is not None and not access.has_tls:
+            self._step_socket.bind(self.address.steps, access.socket_permissions)
+        self.address = listen(server, self.address, access)
+
+    async def stop(self) -> None:
+        """Say so to those that ask for health, end every stream after the message in hand, save, release everything."""
+        await self._health.enter_graceful_shutdown()
+        self._drafting.stop()
+        if self._server is not None:
+            await asyncio.gather(self._server.stop(GRACE_S), self._step_socket.stop(GRACE_S))
+        await self._housekeeping.stop()
+        if self._metrics is not None:
+            # A scrape that is under way waits for this loop.
+            await asyncio.to_thread(self._metrics.stop)
+        self.summary = _summary(self.namespaces.loaded.values())
+        await self.namespaces.close()
+        await self._replication.stop()
+        self._held.close()
+
+    def facts(self, names: Collection[str] | None = None, with_passages: bool = False) -> ServiceFacts:
+        """What is known of the service, and of all loaded namespaces or the named ones."""
+        chosen = [
+            namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
+        ]
+        return ServiceFacts(
+            version=version("ssd-drafter"),
+            started_at=self._started_at,
+            now=time.time(),
+            memory_bytes=resident_bytes(),
+            namespaces=tuple(namespace.facts(with_passages=with_passages) for namespace in chosen),
+            refused=self._drafting.refused,
+            failed_saves=self.namespaces.failed_saves,
+            log=self._replication.facts(),
+        )
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        admin = self._admin
+        unary = {
+            "Observe": (admin.observe, pb.ObserveRequest),
+            "Forget": (admin.forget, pb.ForgetRequest),
+            "Report": (admin.report, pb.ReportRequest),
+            "Snapshot": (admin.snapshot, pb.SnapshotRequest),
+            "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
+            "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
+        }
+        # Requests stay bytes for gRPC, which would call it the service's fault if one cannot be parsed.
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(_of_bytes(method, request), response_serializer=_serialised)
+            for name, (method, request) in unary.items()
+        }
+        for name, stream in (("Draft", self._drafting.draft), ("Warm", admin.warm)):
+            handlers[name] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialised)
+        return handlers
+
+
+def _summary(namespaces: Iterable[Namespace]) -> str:
+    stats = [namespace.stats for namespace in namespaces]
+    steps, committed = sum(each.steps for each in stats), sum(each.committed for each in stats)
+    return (
+        f"stopped: {committed:,} tokens committed, {sum(each.verified for each in stats):,} drafted, "
+        f"{sum(each.accepted for each in stats):,} accepted, {committed / max(1, steps):.2f} tokens per step"
+    )
+
+
+def _of_bytes(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], kind: Any) -> Callable[..., Any]:
+    """A method that takes a message of a kind as one that takes its bytes."""
+
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            request = kind.FromString(data)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a {kind.__name__} of {PACKAGE}")
+        return await method(request, context)
+
+    return call
+
+
+def _serialised(message: pb.DraftResponse) -> bytes:
+    return message.SerializeToString()
+
+
+async def serve_until_signalled(server: DrafterServer, ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM; `ready` is called once streams are welcome."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    await server.start()
+    ready()
+    await stopping.wait()
+    await server.stop()

@@ -1,0 +1,60 @@
+"""The Draft stream over a plain Unix socket, which HTTP/2 would make several times slower.
+
+    client    MAGIC, then frames: the metadata "authorization" of the call ("" for none), every DraftRequest
+    service   frames: every DraftResponse, then one that is marked as the last and holds an Error; its code is that of
+              gRPC, 0 for a stream that ended in good order
+
+A frame is a length, uint32 little endian, and so many bytes. The highest bit of the length marks the last one.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+
+MAGIC = b"ssd.drafter.v1\n"
+HEADER = struct.Struct("<I")
+LAST = 1 << 31
+
+
+def framed(data: bytes) -> bytes:
+    """A message as a frame."""
+    return HEADER.pack(len(data)) + data
+
+
+def last_frame(code: int, message: str) -> bytes:
+    """What ends a stream; `code` is a gRPC status code."""
+    data = pb.Error(code=code, message=message).SerializeToString()
+    return HEADER.pack(len(data) | LAST) + data
+
+
+def read_header(header: bytes | bytearray, begin: int = 0) -> tuple[int, bool]:
+    """How many bytes follow, and whether it is the last frame. Raises WireError for more than there may be."""
+    (length,) = HEADER.unpack_from(header, begin)
+    size = length & ~LAST
+    if size > MAX_MESSAGE_BYTES:
+        raise WireError(f"a frame of {size} bytes; at most {MAX_MESSAGE_BYTES} are possible")
+    return size, length >= LAST
+
+
+class Frames:
+    """Takes bytes as they come, and gives whole frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
+        """The frames that are whole now, each with whether it is the last. Raises WireError for one too long."""
+        self._data += data
+        frames, begin = [], 0
+        while len(self._data) >= begin + HEADER.size:
+            size, is_last = read_header(self._data, begin)
+            end = begin + HEADER.size + size
+            if len(self._data) < end:
+                break
+            frames.append((bytes(self._data[begin + HEADER.size : end]), is_last))
+            begin = end
+        del self._data[:begin]
+        return frames

@@ -1,0 +1,90 @@
+"""From `--attention` to what runs attention and the small operations of a model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from engine.attention.base import Attention
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.plain import PlainAttention
+from engine.config import KvDtype
+from engine.executor.optional import flashinfer, has_flashinfer
+from engine.models.config import ModelConfig
+from engine.models.fused import FusedOps
+from engine.models.ops import PLAIN, Ops
+from ssd.errors import UserError
+
+Backend = Literal["plain", "flashinfer"]
+
+HEAD_DIMS = (64, 128, 256)
+"""Of the kernels that FlashInfer compiles."""
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device: str) -> Backend:
+    """The backend for `auto`, `plain` or `flashinfer`. Raises UserError for FlashInfer where it cannot run."""
+    if wanted == "plain":
+        return "plain"
+    obstacle = _obstacle(config, dtype, device)
+    if wanted == "auto":
+        return "flashinfer" if obstacle is None and has_flashinfer() else "plain"
+    if obstacle is not None:
+        raise UserError(f"--attention flashinfer {obstacle}")
+    flashinfer()
+    return "flashinfer"
+
+
+def check_machine(wanted: str, dtype: torch.dtype, device: str) -> None:
+    """What can be said before there is a model. Raises UserError for FlashInfer where it cannot run."""
+    if wanted == "flashinfer":
+        if obstacle := _obstacle(None, dtype, device):
+            raise UserError(f"--attention flashinfer {obstacle}")
+        flashinfer()
+
+
+def choose_kv_dtype(wanted: KvDtype, backend: Backend, dtype: torch.dtype) -> torch.dtype:
+    """What the KV cache holds, of a model that computes in `dtype`. Raises UserError where the backend cannot."""
+    if wanted == "auto":
+        return dtype
+    if backend != "flashinfer":
+        raise UserError(
+            "--kv-dtype fp8 is for FlashInfer's kernels; give --attention flashinfer, which says what it needs, or "
+            "leave --kv-dtype out"
+        )
+    return torch.float8_e4m3fn
+
+
+def make_attention(
+    backend: Backend,
+    config: ModelConfig,
+    pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str,
+    kv_dtype: torch.dtype | None = None,
+) -> Attention:
+    """An attention with an empty cache. kv_dtype: as `choose_kv_dtype` gives it, otherwise `dtype`.
+
+    Raises UserError.
+    """
+    if backend == "flashinfer":
+        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype)
+    return PlainAttention(config, pages, page_size, dtype, device)
+
+
+def make_ops(backend: Backend) -> Ops:
+    """The small operations of a model. Raises UserError."""
+    return FusedOps() if backend == "flashinfer" else PLAIN
+
+
+def _obstacle(config: ModelConfig | None, dtype: torch.dtype, device: str) -> str | None:
+    """Why FlashInfer cannot run a model, None for any, there, to stand behind its name."""
+    if torch.device(device).type != "cuda":
+        return f"needs a CUDA device, not {device!r}; give --device cuda, or --attention plain"
+    if dtype not in DTYPES:
+        return "computes in 16 bits; give --dtype bfloat16, or --attention plain"
+    if config is not None and config.head_dim not in HEAD_DIMS:
+        return f"has no kernels for heads of {config.head_dim}; give --attention plain"
+    return None

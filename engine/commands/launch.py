@@ -1,0 +1,102 @@
+"""An engine as a command's options describe it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.attention.backend import check_machine
+from engine.build import USUAL, build_engine
+from engine.commands.options import EngineOptions
+from engine.config import EngineConfig
+from engine.drafters.build import build_drafter
+from engine.engine import Engine
+from engine.models.decoder import Decoder
+from engine.models.generation import load_generation_defaults
+from engine.models.loader import DTYPES, load_model
+from engine.models.packed import pack
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import SamplingParams
+from engine.speculation.overlap import furthest
+from ssd.config import MAX_DRAFT, DrafterConfig
+from ssd.errors import UserError
+
+THREADS_PER_PROCESSOR = 4
+"""Far more than pay; OpenMP crashes the process where the machine gives it no more."""
+
+
+def load(options: EngineOptions) -> Decoder:
+    """The model, packed. Raises UserError, before it loads anything for what no model can mend."""
+    if options.loop == "pipelined" and options.draft_shape == "tree":
+        raise UserError("--loop pipelined verifies paths alone; give --draft-shape path, or another --loop")
+    device = find_device(options.device)
+    dtype = find_dtype(options.dtype, device)
+    check_machine(options.attention, dtype, device)
+    if options.threads:
+        _set_threads(options.threads)
+    return pack(load_model(options.model, dtype=dtype, device=device))
+
+
+def _set_threads(threads: int) -> None:
+    most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    if threads > most:
+        raise UserError(f"--threads {threads}: give at most {most}, {THREADS_PER_PROCESSOR} for each processor here")
+    torch.set_num_threads(threads)
+
+
+def find_device(wanted: str) -> str:
+    """A device that is here, for `auto` a GPU if there is one. Raises UserError."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=wanted).cpu()  # `meta` holds nothing that could be had back
+    except (RuntimeError, AssertionError, ImportError):
+        raise UserError(f"--device {wanted}: PyTorch finds no such device here; give cpu, or leave it out") from None
+    return wanted
+
+
+def find_dtype(wanted: str, device: str) -> torch.dtype:
+    """What to compute in: `auto` is what a device is fast in."""
+    if wanted == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    return DTYPES[wanted]
+
+
+def launch(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    options: EngineOptions,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Engine:
+    """The engine around a loaded model; `warn` as in `build_drafter`, `say` as in `build_engine`. Raises UserError."""
+    config = EngineConfig(
+        max_sequences=options.max_sequences,
+        max_draft=options.max_draft,
+        draft_shape=options.draft_shape,
+        max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
+        kv_memory_mib=options.kv_memory,
+        kv_dtype=options.kv_dtype,
+        prefix_cache=options.prefix_cache,
+        loop=options.loop,
+    )
+    longest = options.max_draft if options.loop == "plain" else furthest(options.max_draft)
+    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, longest), MAX_DRAFT))
+    drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
+    may_draft = options.drafter != "none" and options.max_draft > 0
+    return build_engine(
+        model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
+        usual=_recommended(options.model), say=say,
+    )  # fmt: skip
+
+
+def _recommended(folder: Path) -> SamplingParams:
+    """What requests get that ask for nothing."""
+    defaults = load_generation_defaults(folder)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
+    return replace(USUAL, **given)

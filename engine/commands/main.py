@@ -1,0 +1,165 @@
+"""`ssd-engine`: run, demonstrate and train target models. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.commands.options import EngineOptions, engine_options
+from engine.commands.sampling_options import sampling_options
+from ssd.errors import UserError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="ssd-drafter")
+def cli() -> None:
+    """A target engine with lossless speculative decoding, for models from Hugging Face folders."""
+
+
+@cli.command()
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    help="A prompt a line, in a .jsonl file a `prompt` (text or token ids) a line; - is one prompt from stdin.",
+)
+@engine_options(max_sequences=16)
+@sampling_options
+@click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs of each prompt.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write completions as JSON lines instead of printing them; - is stdout.",
+)
+def generate(
+    prompts: tuple[str, ...], path: Path | None, model: str | None, samples: int, output: Path | None, **given: Any
+) -> None:
+    """Complete prompts from arguments, a file or stdin."""
+    from engine.commands.generate import GenerateOptions, run_generate
+    from engine.scheduling.request import SamplingParams
+
+    engine = {field.name: given.pop(field.name) for field in fields(EngineOptions) if field.name in given}
+    options = EngineOptions.of(model, **engine)
+    run_generate(GenerateOptions(prompts, path, options, SamplingParams(**given), samples, output))
+
+
+@cli.command()
+@engine_options(max_sequences=64)
+@click.option("--host", default="127.0.0.1", help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one.")
+@click.option("--name", help="What clients call the model.  [default: its folder's name]")
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(min=0),
+    default=256,
+    help="Most requests that wait beyond --max-sequences; more get a 429.",
+)
+@click.option("--api-keys", type=click.Path(path_type=Path, dir_okay=False), help="File with a key a line.")
+@click.option(
+    "--cached-responses",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="TOKENS",
+    help="Keep outputs of so many tokens for exact repeats of deterministic requests.",
+)
+@click.option(
+    "--drain", type=click.FloatRange(min=0), default=30.0, metavar="SECONDS", help="How long a stop waits for requests."
+)
+def serve(
+    host: str,
+    port: int,
+    model: str | None,
+    name: str | None,
+    max_waiting: int,
+    api_keys: Path | None,
+    cached_responses: int,
+    drain: float,
+    **engine: Any,
+) -> None:
+    """Serve a model with OpenAI's API, and a page that shows what goes on."""
+    from engine.api.command import run_server
+    from engine.api.settings import ServerConfig
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_keys=api_keys,
+        max_waiting=max_waiting,
+        drain_s=drain,
+        cached_responses=cached_responses,
+    )
+    run_server(model, name, config, **engine)
+
+
+@cli.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("build"),
+    help="Folder for run.json and run.html.",
+)
+@click.option("--requests", type=click.IntRange(min=10), default=300, help="Length of the workload.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="0 is greedy, and this small model then loops a lot.",
+)
+@click.option("--seed", type=int, default=0, help="Decides prompts, repeats, edits, their order, and what is sampled.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Hugging Face folder with a prompts.jsonl.  [default: the small model that ships with the package]",
+)
+def demo(out: Path, requests: int, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
+    """Serve a workload without drafts and with a sidecar, and show the difference."""
+    from engine.commands.demo.command import DemoOptions, demonstrate
+
+    if not demonstrate(DemoOptions(out, requests, max_tokens, temperature, seed, model)):
+        sys.exit(1)
+
+
+@cli.group()
+def train() -> None:
+    """Train models."""
+
+
+@train.command()
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("build/target"),
+    help="Folder for checkpoints; a stopped run goes on from there.",
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model folder to write.")
+@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to see.  [default: the recipe's]")
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=True,
+    help="Compile the step; needs a C++ compiler and is half as fast again.",
+)
+def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
+    """Train the small target on this Python's standard library (80 minutes on two cores)."""
+    from engine.training.command import train_with_progress
+
+    train_with_progress(work, out, tokens, compiled)
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line and exit code 2."""
+    try:
+        cli()
+    except UserError as problem:
+        click.echo(f"error: {problem}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which sequences run in a step, and on which pages of the KV cache."""

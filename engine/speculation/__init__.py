@@ -1,0 +1,1 @@
+"""Which draft tokens a step verifies, and which of them are accepted."""

@@ -1,0 +1,1 @@
+"""Finished requests in a ring buffer, and the suffix array over them."""

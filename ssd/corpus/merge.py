@@ -1,0 +1,77 @@
+"""Merging sorted positions into a large order, a slice at a time, leaving out what is too old in the same pass."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssd.corpus.ring import Ring
+from ssd.corpus.suffix_array import find_places, merge_some, sort_positions, usable_positions
+from ssd.corpus.tier import Order, Tier
+
+PLACES_AT_ONCE = 2048
+COPIED_AT_ONCE = 1 << 20
+"""Each a few milliseconds of work: how long newer text waits for a slice."""
+
+
+class Merge:
+    """Brings `added` into a tier's order. The tier shows the result once `step` has returned True."""
+
+    def __init__(self, tier: Tier, added: Order, ring: Ring, oldest: int, depth: int) -> None:
+        """Positions before `oldest` are left out."""
+        self._tier, self._base, self._added = tier, tier.order, added
+        self._ring, self._depth = ring, depth
+        self._oldest, self._alive = oldest % ring.capacity, ring.head - oldest
+        self._places = np.empty(len(added), np.int64)
+        self._found = 0
+        self._done, self._copied, self._size = 0, 0, 0
+        self._into = tier.next_buffer()
+
+    def step(self) -> bool:
+        """Do a slice of the work; whether that was the last."""
+        if self._found < len(self._added):
+            until = min(len(self._added), self._found + PLACES_AT_ONCE)
+            base, added = self._base, self._added
+            find_places(
+                self._ring.address,
+                base.address,
+                len(base),
+                added.address,
+                self._found,
+                self._places,
+                until,
+                self._depth,
+            )
+            self._found = until
+            return False
+        self._copy()
+        if self._done < len(self._added) or self._copied < len(self._base):
+            return False
+        self._tier.publish(self._size)
+        return True
+
+    def _copy(self) -> None:
+        self._done, self._copied, self._size = merge_some(
+            self._base.address,
+            len(self._base),
+            self._added.address,
+            self._places,
+            len(self._added),
+            self._done,
+            self._copied,
+            self._into.address,
+            self._size,
+            self._oldest,
+            self._alive,
+            self._ring.capacity,
+            COPIED_AT_ONCE,
+        )
+
+
+def add_sorted(tier: Tier, ring: Ring, first: int, depth: int) -> None:
+    """Bring the positions from `first` to the ring's head into a tier's order at once."""
+    added = np.empty(ring.head - first, np.uint32)
+    size = usable_positions(ring.address, first % ring.capacity, len(added), ring.capacity, added.ctypes.data)
+    sort_positions(ring.address, added.ctypes.data, size, depth)
+    merge = Merge(tier, Order(added[:size]), ring, ring.oldest, depth)
+    while not merge.step():
+        pass

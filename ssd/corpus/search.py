@@ -1,0 +1,44 @@
+"""A single search, for those who want to know how much of a text the corpus remembers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS, View
+from ssd.kernels.jit import Int, LongRows, Longs, Tokens, kernel, peek
+from ssd.kernels.match import END, FIRST, SPAN_COLUMNS, TIER_ORDER, place_spans, widen
+
+
+class Match(NamedTuple):
+    """The longest match of a context."""
+
+    length: int
+    """How many of the context's last tokens were found."""
+    occurrences: int
+    """How often; counted up to some hundreds in each part of the index."""
+    age: int
+    """How many tokens were remembered after one of the places; -1 if it is found in running requests only."""
+
+
+@kernel(LongRows, Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
+def _search(tiers, ring, context, depth):  # type: ignore[no-untyped-def]
+    spans = np.empty((len(tiers), SPAN_COLUMNS), np.int64)
+    end, address = len(context), context.ctypes.data
+    place_spans(tiers, spans, address, end, min(depth, end))
+    length = widen(tiers, spans, address, end)
+    occurrences, age = 0, -1
+    for tier in range(len(tiers)):
+        found = spans[tier, END] - spans[tier, FIRST]
+        occurrences += found
+        if found > 0 and tier != LIVE:
+            slot = np.int64(peek(tiers[tier, TIER_ORDER], spans[tier, FIRST]))
+            age = (ring[RING_HEAD] - slot) % ring[RING_SLOTS]
+    return length, occurrences, age
+
+
+def longest_match(view: View, context: np.ndarray, depth: int) -> Match:
+    """How many of the last `depth` tokens of a context, uint32 [N], stand in the corpus in a row, and how often."""
+    return Match(*_search(view.arrays[0], view.arrays[2], context, depth))

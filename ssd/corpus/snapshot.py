@@ -1,0 +1,220 @@
+"""A corpus on disk: its text, its largest order, its requests, and the odds it has learned.
+
+What lies in the smaller tiers is saved as text only and sorted again on loading; what runs is not saved. Tokens are
+saved from the oldest on, and positions count from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import ssd.kernels.odds
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.index import State
+from ssd.corpus.requests import ROW
+from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.sections import Section, SnapshotError, read_sections, write_sections
+from ssd.kernels.odds import Odds
+from ssd.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 1 << 20
+"""Numbers that are copied at once: a few megabytes."""
+
+DEPTH, SIZE, COVERED, ODDS_LAYOUT = range(4)
+"""Of the section "facts", int64: most context tokens matched, tokens of text, how many of them the order covers, and
+`odds_layout`."""
+
+MOST_LOGIT = 7.0
+MOST_WEIGHT = 1e3
+"""Larger ones are never learned; kernels compute with them unchecked."""
+
+
+class Loaded(NamedTuple):
+    """What was in a snapshot."""
+
+    corpus: Corpus
+    stats: Stats
+    """Counters, all 0 if none were saved."""
+    notes: list[str]
+    """What was not taken over, and why."""
+
+
+def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
+    """Write all that finished so far, with the counters if given; returns the file's size in bytes.
+
+    Any thread may call it while others draft and append; it needs a few megabytes. What a snapshot held at its place
+    stays there until the new one is safe on disk. Raises SnapshotError if it cannot be written.
+    """
+    corpus.refresh()
+    # They hold the state until the file stands: who forgets a request waits for that, and cannot be overtaken by it.
+    sections = _sections(corpus.state(), corpus, stats)
+    try:
+        return write_sections(Path(path), sections)
+    finally:
+        sections.close()
+
+
+def load(path: str | Path, capacity: int, depth: int, clock: Callable[[], float] = time.time) -> Loaded:
+    """A corpus of `capacity` tokens with what a snapshot holds, the newest of it if that is more.
+
+    Raises SnapshotError for a file that cannot be used, with nothing loaded; ValueError for a capacity that no corpus
+    can have.
+    """
+    path = Path(path)
+    sections = read_sections(path)
+    try:
+        facts = _checked_facts(sections)
+        rows = _checked_rows(sections, int(facts[SIZE]))
+        _check_text(sections, facts)
+        odds = _checked_odds(sections, int(facts[ODDS_LAYOUT]))
+    except (_UnsoundError, KeyError) as error:
+        # A sound file with unsound contents: no accident makes that.
+        raise SnapshotError(f"{path}: was not written by a drafter ({error}); start without it") from None
+    if facts[DEPTH] != depth:
+        raise SnapshotError(
+            f"{path}: its order was made for a match depth of {facts[DEPTH]}, not {depth}; "
+            f"start with --match-depth {facts[DEPTH]}, or without the snapshot"
+        )
+    corpus = Corpus(capacity, depth, clock)
+    corpus.restore(sections["text"], sections["order"], int(facts[COVERED]), rows)
+    notes = []
+    if odds is None:
+        notes.append("the odds were learned by another version in other tables; they begin anew")
+    else:
+        for own, saved in zip(corpus.odds.arrays, odds, strict=True):
+            own[:] = saved
+    stats = _stats(sections, notes)
+    for note in notes:
+        logger.warning("%s: %s", path, note)
+    return Loaded(corpus, stats, notes)
+
+
+def odds_layout() -> int:
+    """A number that changes with what the cells and weights of the odds mean: a sum of all sizes and buckets."""
+    named = sorted(vars(ssd.kernels.odds).items())
+    sizes = [(name, value) for name, value in named if name.isupper() and isinstance(value, int)]
+    buckets = b"".join(value.tobytes() for name, value in named if name.isupper() and isinstance(value, np.ndarray))
+    return zlib.crc32(repr(sizes).encode() + buckets)
+
+
+def _sections(state: State, corpus: Corpus, stats: Stats | None) -> Generator[Section, None, None]:
+    size, covered = state.head - state.oldest, state.covered - state.oldest
+    yield Section("facts", "<i8", [np.array([corpus.depth, size, covered, odds_layout()])])
+    yield Section("text", "<u4", _text(state))
+    yield Section("order", "<u4", _positions(state))
+    rows = _rows(state)
+    yield Section("requests.first", "<i8", [rows["first"]])
+    yield Section("requests.name", "<i8", [rows["name"]])
+    yield Section("requests.time", "<f8", [rows["time"]])
+    for name, array in _named(corpus.odds).items():
+        yield Section(name, array.dtype.newbyteorder("<").str, [array.ravel()])
+    if stats is not None:
+        for name, array in stats.counters._asdict().items():
+            yield Section(f"stats.{name}", array.dtype.newbyteorder("<").str, [array.ravel()])
+
+
+def _text(state: State) -> Iterator[np.ndarray]:
+    for first in range(state.oldest, state.head, AT_ONCE):
+        yield state.ring.read(first, min(first + AT_ONCE, state.head))
+
+
+def _positions(state: State) -> Iterator[np.ndarray]:
+    """The order of the base, counted from the oldest position."""
+    slots, oldest = state.ring.capacity, state.oldest % state.ring.capacity
+    for first in range(0, len(state.base), AT_ONCE):
+        part = state.base.positions[first : first + AT_ONCE].astype(np.int64) - oldest
+        part[part < 0] += slots
+        yield part
+
+
+def _rows(state: State) -> np.ndarray:
+    """The requests whose text is saved, counted from the oldest position."""
+    rows = state.rows
+    begun = int(np.searchsorted(rows["first"], state.oldest, side="right"))
+    rows = rows[max(0, begun - 1) :]
+    rows["first"] = np.maximum(rows["first"] - state.oldest, 0)
+    return rows
+
+
+def _named(odds: Odds) -> dict[str, np.ndarray]:
+    names = ("cells", "logits", "weights", "pace")
+    return {f"odds.{name}": array for name, array in zip(names, odds.arrays, strict=True)}
+
+
+class _UnsoundError(Exception):
+    """A section holds what cannot be."""
+
+
+def _require(is_so: bool | np.bool_, what: str) -> None:
+    if not is_so:
+        raise _UnsoundError(what)
+
+
+def _checked_facts(sections: Mapping[str, np.ndarray]) -> np.ndarray:
+    facts = sections["facts"]
+    _require(facts.dtype == np.int64 and len(facts) == ODDS_LAYOUT + 1, "facts are missing")
+    _require(0 <= facts[COVERED] <= facts[SIZE], "the order covers more than there is")
+    return facts
+
+
+def _check_text(sections: Mapping[str, np.ndarray], facts: np.ndarray) -> None:
+    """The text must end with a request, and the order must stay inside of it."""
+    text, order, covered = sections["text"], sections["order"], int(facts[COVERED])
+    _require(text.dtype == np.uint32 and order.dtype == np.uint32, "wrong types")
+    _require(len(text) == facts[SIZE], "the text has another length")
+    _require(len(text) == 0 or text[-1] == SEPARATOR, "the text ends within a request")
+    _require(len(order) <= covered, "the order has too many positions")
+    for first in range(0, len(order), AT_ONCE):
+        part = order[first : first + AT_ONCE]
+        _require(part.min() >= 1 and part.max() < covered, "the order leaves the text")
+
+
+def _checked_rows(sections: Mapping[str, np.ndarray], size: int) -> np.ndarray:
+    columns = {name: sections[f"requests.{name}"] for name in ROW.names or ()}
+    rows = np.empty(len(columns["first"]), ROW)
+    for name, column in columns.items():
+        _require(len(column) == len(rows) and column.dtype == ROW[name], "requests are incomplete")
+        rows[name] = column
+    first = rows["first"]
+    _require(len(rows) == 0 or (first[0] >= 0 and first[-1] < size), "requests lie outside the text")
+    _require((np.diff(first) > 0).all(), "requests overlap")
+    _require(np.isfinite(rows["time"]).all(), "requests have no time")
+    return rows
+
+
+def _checked_odds(sections: Mapping[str, np.ndarray], layout: int) -> list[np.ndarray] | None:
+    """The tables of the odds; None if they mean something else in this version."""
+    fresh = _named(Odds())
+    if layout != odds_layout():
+        return None
+    for name, own in fresh.items():
+        _require(sections[name].size == own.size and sections[name].dtype == own.dtype, "tables of another size")
+    cells, logits, weights, pace = (sections[name].reshape(own.shape) for name, own in fresh.items())
+    chances, seen = cells.T
+    _require(((chances >= 0) & (chances <= 1)).all(), "odds that are no chances")
+    _require((np.abs(logits) <= MOST_LOGIT).all() and (seen >= 0).all(), "odds out of range")
+    _require(np.isfinite(seen).all() and (np.abs(weights) <= MOST_WEIGHT).all(), "weights out of range")
+    _require(np.isfinite(pace).all() and (pace > 0).all(), "a pace that cannot be")
+    return [cells, logits, weights, pace]
+
+
+def _stats(sections: Mapping[str, np.ndarray], notes: list[str]) -> Stats:
+    stats = Stats()
+    if "stats.steps" not in sections:
+        return stats
+    for name, own in stats.counters._asdict().items():
+        saved = sections.get(f"stats.{name}")
+        if saved is None or saved.size != own.size or saved.dtype != own.dtype:
+            notes.append("the counters were kept by another version; they begin anew")
+            return Stats()
+        own[:] = saved.reshape(own.shape)
+    return stats

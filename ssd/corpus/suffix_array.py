@@ -1,0 +1,218 @@
+"""Positions of a text sorted by what stands before them, read backwards.
+
+Position p of a text stands for the gap before `text[p]`: its key is text[p-1], text[p-2], ..., its
+continuation text[p], text[p+1], ... A key ends at the separator before its request, or after
+`depth` tokens. Keys do not change when the text grows at its end, so new positions are merged into an
+order instead of everything being sorted again; and positions that share their last tokens lie side by side.
+
+Texts and orders are given by their addresses, see `ssd.kernels.jit.peek`. Equal keys stand in any order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from ssd.corpus.ring import SEPARATOR
+from ssd.kernels.jit import Bytes, Int, Longs, inline, kernel, outline, peek, poke
+
+INSERTION_FROM = 16
+"""Fewer positions than this are sorted by insertion."""
+
+SAMPLE = 1023
+"""Tokens of which a split takes the median."""
+
+
+@inline
+def common_length(text, position, other_text, other, start, depth):  # type: ignore[no-untyped-def]
+    """How many tokens before `position` of `text` equal those before `other` of `other_text`.
+
+    `start` of them are known to; at most `depth` are compared; a separator equals nothing.
+    """
+    length = start
+    while length < depth:
+        token = peek(text, position - 1 - length)
+        if token != peek(other_text, other - 1 - length) or token == SEPARATOR:
+            break
+        length += 1
+    return length
+
+
+@inline
+def key_is_less(text, position, other_text, other, length, depth):  # type: ignore[no-untyped-def]
+    """Whether the key of `position` sorts before that of `other`, given that `length` tokens are common."""
+    return length < depth and peek(text, position - 1 - length) < peek(other_text, other - 1 - length)
+
+
+@inline
+def _insert_sorted(text, order, first, end, common, depth):  # type: ignore[no-untyped-def]
+    """Sort `order[first:end]`, whose keys have `common` tokens in common, by insertion."""
+    for index in range(first + 1, end):
+        position = peek(order, index)
+        place = index
+        while place > first:
+            before = peek(order, place - 1)
+            length = common_length(text, position, text, before, common, depth)
+            if not key_is_less(text, position, text, before, length, depth):
+                break
+            poke(order, place, before)
+            place -= 1
+        poke(order, place, position)
+
+
+@inline
+def _median_token(text, order, first, end, depth):  # type: ignore[no-untyped-def]
+    """The median of three of the tokens at `depth` of the keys of `order[first:end]`."""
+    a = peek(text, peek(order, first) - 1 - depth)
+    b = peek(text, peek(order, (first + end) // 2) - 1 - depth)
+    c = peek(text, peek(order, end - 1) - 1 - depth)
+    return max(min(a, b), min(max(a, b), c))
+
+
+@kernel(Int, Int, Int, Int, returns=types.void)
+def sort_positions(text, order, size, depth):  # type: ignore[no-untyped-def]
+    """Sort the positions in `order[:size]` by their keys.
+
+    Three-way radix quicksort (Bentley and Sedgewick, 1997), cut at `depth` tokens.
+    """
+    # (first, end, tokens in common) of what is left to sort.
+    stack = [(0, size, 0)]
+    while len(stack) > 0:
+        first, end, common = stack.pop()
+        while end - first > 1 and common < depth:
+            if end - first <= INSERTION_FROM:
+                _insert_sorted(text, order, first, end, common, depth)
+                break
+            pivot = _median_token(text, order, first, end, common)
+            less, index, more = first, first, end
+            while index < more:
+                position = peek(order, index)
+                token = peek(text, position - 1 - common)
+                if token < pivot:
+                    poke(order, index, peek(order, less))
+                    poke(order, less, position)
+                    less += 1
+                    index += 1
+                elif token > pivot:
+                    more -= 1
+                    poke(order, index, peek(order, more))
+                    poke(order, more, position)
+                else:
+                    index += 1
+            stack.append((first, less, common))
+            stack.append((more, end, common))
+            first, end = less, more
+            if pivot == SEPARATOR:
+                break
+            common += 1
+
+
+@kernel(Int, Int, Int, returns=Int)
+def split(text, order, size):  # type: ignore[no-untyped-def]
+    """Bring those positions of `order[:size]` to the front that stand behind the lesser tokens, about half of them.
+
+    Returns how many they are. The positions behind one token stay together.
+    """
+    sample = np.empty(SAMPLE, np.uint32)
+    for index in range(SAMPLE):
+        sample[index] = peek(text, np.int64(peek(order, index * size // SAMPLE)) - 1)
+    sample.sort()
+    pivot = sample[SAMPLE // 2]
+    less = 0
+    for index in range(size):
+        position = peek(order, index)
+        if peek(text, np.int64(position) - 1) < pivot:
+            poke(order, index, peek(order, less))
+            poke(order, less, position)
+            less += 1
+    return less
+
+
+@outline
+def place_of(text, order, size, other_text, other, depth):  # type: ignore[no-untyped-def]
+    """Where the key of `other` of `other_text` belongs in `order[:size]`: behind the keys that equal it.
+
+    Returns (place, tokens in common with the key before the place, and with the one at it).
+    """
+    # `order` is sorted, so what both bounds have in common holds for all between them (Manber and Myers, 1993).
+    low, high = 0, size
+    low_common, high_common = 0, 0
+    while low < high:
+        middle = (low + high) // 2
+        position = peek(order, middle)
+        common = common_length(text, position, other_text, other, min(low_common, high_common), depth)
+        if common < depth and peek(other_text, other - 1 - common) < peek(text, position - 1 - common):
+            high, high_common = middle, common
+        else:
+            low, low_common = middle + 1, common
+    # The last comparisons of each bound were with the neighbours of the place found.
+    return low, low_common, high_common
+
+
+@kernel(Int, Int, Int, Int, Int, Longs, Int, Int, returns=types.void)
+def find_places(text, order, size, added, first, places, end, depth):  # type: ignore[no-untyped-def]
+    """Write where each of the sorted positions `added[first:end]` belongs in `order[:size]`."""
+    for index in range(first, end):
+        places[index] = place_of(text, order, size, text, peek(added, index), depth)[0]
+
+
+@inline
+def _copy_alive(order, first, end, merged, at, oldest, alive, slots):  # type: ignore[no-untyped-def]
+    """Copy those of `order[first:end]` that are alive behind `merged[:at]`; returns the new size."""
+    for index in range(first, end):
+        position = peek(order, index)
+        age = np.int64(position) - oldest
+        age += slots if age < 0 else 0
+        poke(merged, at, position)
+        at += 1 if age < alive else 0
+    return at
+
+
+@kernel(Int, Int, Int, Longs, Int, Int, Int, Int, Int, Int, Int, Int, Int, returns=types.UniTuple(Int, 3))
+def merge_some(order, size, added, places, added_size, done, copied, merged, at, oldest, alive, slots, most):  # type: ignore[no-untyped-def]
+    """Go on merging `added[done:added_size]` and `order[copied:size]` into `merged`, for about `most` steps.
+
+    Positions are slots of a ring of `slots`. Those outside the `alive` slots from `oldest` on are left out.
+    Returns (done, copied, at); the merge is complete when `done` is `added_size` and `copied` is `size`.
+    """
+    budget = copied + most
+    while done < added_size and copied < budget:
+        until = min(places[done], budget)
+        at = _copy_alive(order, copied, until, merged, at, oldest, alive, slots)
+        copied = until
+        if copied == places[done]:
+            at = _copy_alive(added, done, done + 1, merged, at, oldest, alive, slots)
+            done += 1
+            budget -= 1
+    if done == added_size and copied < budget:
+        until = min(size, budget)
+        at = _copy_alive(order, copied, until, merged, at, oldest, alive, slots)
+        copied = until
+    return done, copied, at
+
+
+@kernel(Int, Int, Int, Int, Int, returns=Int)
+def usable_positions(ring, first, size, slots, positions):  # type: ignore[no-untyped-def]
+    """Write those of `size` slots from `first` on that have a token before them; returns how many.
+
+    A slot behind a separator begins a request: nothing can be matched there.
+    """
+    count = 0
+    for index in range(size):
+        slot = first + index
+        slot -= slots if slot >= slots else 0
+        if peek(ring, slot - 1) != SEPARATOR:
+            poke(positions, count, np.uint32(slot))
+            count += 1
+    return count
+
+
+@kernel(Int, Int, Bytes, Int, returns=Int)
+def keep_positions(order, size, marked, kept):  # type: ignore[no-untyped-def]
+    """Copy those of `order[:size]` whose slot is not marked, uint8 [slots], into `kept`; returns how many."""
+    count = 0
+    for index in range(size):
+        position = peek(order, index)
+        poke(kept, count, position)
+        count += 1 if marked[position] == 0 else 0
+    return count

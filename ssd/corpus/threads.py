@@ -1,0 +1,71 @@
+"""A large order, sorted by several threads: each has the positions behind some of the tokens."""
+
+from __future__ import annotations
+
+import os
+from threading import Thread
+
+import numpy as np
+
+from ssd.corpus.suffix_array import sort_positions, split
+
+MOST_THREADS = 4
+LEAST_POSITIONS = 1 << 20
+"""For a thread more: a tenth of a second of sorting."""
+
+
+class _Sort(Thread):
+    """Sorts a part of an order."""
+
+    def __init__(self, text: int, order: int, size: int, depth: int) -> None:
+        super().__init__(name="ssd-sort")
+        self._given = text, order, size, depth
+        self._problem: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            sort_positions(*self._given)
+        except BaseException as problem:
+            self._problem = problem
+
+    def check(self) -> None:
+        """Raises what sorting raised."""
+        if self._problem is not None:
+            raise self._problem
+
+
+def sort_in_threads(text: int, order: int, size: int, depth: int, threads: int | None = None) -> None:
+    """As `sort_positions`, in so many threads; by default one for each processor, at most `MOST_THREADS`."""
+    if threads is None:
+        threads = min(MOST_THREADS, _processors(), size // LEAST_POSITIONS)
+    *others, own = _parts(text, order, size, max(1, threads))
+    beside = []
+    try:
+        for part in others:
+            thread = _Sort(text, *part, depth)
+            try:
+                thread.start()
+            except RuntimeError:  # The process may have no more threads.
+                sort_positions(text, *part, depth)
+            else:
+                beside.append(thread)
+        sort_positions(text, *own, depth)
+    finally:
+        for thread in beside:
+            thread.join()
+    for thread in beside:
+        thread.check()
+
+
+def _parts(text: int, order: int, size: int, parts: int) -> list[tuple[int, int]]:
+    """Split an order into so many parts, each an address and a size, about as large as one another."""
+    if parts == 1 or size < parts:
+        return [(order, size)]
+    front = split(text, order, size)
+    back = order + front * np.dtype(np.uint32).itemsize
+    return [*_parts(text, order, front, parts // 2), *_parts(text, back, size - front, parts - parts // 2)]
+
+
+def _processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

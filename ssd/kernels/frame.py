@@ -1,0 +1,205 @@
+"""Everything that a step works on, as addresses in one array.
+
+A kernel that is handed forty arrays spends longer on taking them apart than on drafting, and counts references to each
+whenever it passes one on. Arrays that it makes itself from addresses cost neither. Whoever makes a frame keeps its
+arrays alive; the kernels trust the shapes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from ssd.kernels.assess import Levels, new_levels
+from ssd.kernels.candidates import CONSIDERED, Counted, new_counted
+from ssd.kernels.evidence import Evidence, new_evidence
+from ssd.kernels.grow import Open, new_open
+from ssd.kernels.jit import inline, pointer_to
+from ssd.kernels.match import SPAN_COLUMNS
+from ssd.kernels.odds import CELL_COUNT, CHANCE_COLUMNS, INPUTS, LEVELS, ROWS, SAMPLES, SOURCES, WEIGHT_SETS, Odds
+from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
+from ssd.stats import AGES, LENGTHS, ODDS_BINS, POSITIONS, Counters, Stats
+
+LOCAL_TIERS = 2
+
+# Where each part begins.
+TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 11, 17, 23, 32, 38, 41
+
+
+class Tables(NamedTuple):
+    """The tables of `ssd.sequences.tables`."""
+
+    state: np.ndarray
+    nodes: np.ndarray
+    odds: np.ndarray
+    candidates: np.ndarray
+    chances: np.ndarray
+
+
+class Own(NamedTuple):
+    """Scratch of one sequence at a time."""
+
+    tiers: np.ndarray
+    """int64 [LOCAL_TIERS, 3]: its own text as a source."""
+    spans: np.ndarray
+    """int64 [LOCAL_TIERS, SPAN_COLUMNS]."""
+    pointers: np.ndarray
+    """int64 [SOURCES]: addresses of what the pointers point to, 0 for nothing."""
+    on_path: np.ndarray
+    """uint8 [nodes]: whether a node was accepted."""
+
+
+class Frame:
+    """The addresses for one drafter, made anew when its tables grow."""
+
+    def __init__(self, sequences: Sequences, odds: Odds, stats: Stats) -> None:
+        width = sequences.tables[1].shape[1]
+        own = Own(
+            np.zeros((LOCAL_TIERS, 3), np.int64),
+            np.zeros((LOCAL_TIERS, SPAN_COLUMNS), np.int64),
+            np.zeros(SOURCES, np.int64),
+            np.zeros(width, np.uint8),
+        )
+        scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_open(width), own)
+        parts = (sequences.tables, odds.arrays, tuple(stats.counters), *scratch)
+        self._kept = parts
+        tables, *others = [[array.ctypes.data for array in part] for part in parts]
+        addresses = [*tables, len(sequences.state), width, *itertools.chain.from_iterable(others)]
+        self.addresses = np.array(addresses, np.int64)
+        """int64."""
+        self.nbytes = sum(array.nbytes for part in scratch for array in part)
+        """Memory of the scratch."""
+
+
+@inline
+def _bytes(address, shape):  # type: ignore[no-untyped-def]
+    return carray(pointer_to(address), shape, np.uint8)
+
+
+@inline
+def _ints(address, shape):  # type: ignore[no-untyped-def]
+    return carray(pointer_to(address), shape, np.int32)
+
+
+@inline
+def _words(address, shape):  # type: ignore[no-untyped-def]
+    return carray(pointer_to(address), shape, np.uint32)
+
+
+@inline
+def longs(address, shape):  # type: ignore[no-untyped-def]
+    """int64 at an address."""
+    return carray(pointer_to(address), shape, np.int64)
+
+
+@inline
+def _floats(address, shape):  # type: ignore[no-untyped-def]
+    return carray(pointer_to(address), shape, np.float32)
+
+
+@inline
+def _doubles(address, shape):  # type: ignore[no-untyped-def]
+    return carray(pointer_to(address), shape, np.float64)
+
+
+@inline
+def open_tables(frame):  # type: ignore[no-untyped-def]
+    """The tables of the running sequences."""
+    rows, width = frame[TABLES + 5], frame[TABLES + 6]
+    return Tables(
+        longs(frame[TABLES], (rows, STATE_COLUMNS)),
+        _ints(frame[TABLES + 1], (rows, width, NODE_COLUMNS)),
+        _floats(frame[TABLES + 2], (rows, width, 2)),
+        _ints(frame[TABLES + 3], (rows, width, KEPT, CANDIDATE_COLUMNS)),
+        _floats(frame[TABLES + 4], (rows, width, KEPT, CHANCE_COLUMNS)),
+    )
+
+
+@inline
+def open_model(frame):  # type: ignore[no-untyped-def]
+    """cells, logits, weights and pace of the odds."""
+    return (
+        _floats(frame[MODEL], (CELL_COUNT, 2)),
+        _floats(frame[MODEL + 1], (CELL_COUNT,)),
+        _floats(frame[MODEL + 2], (WEIGHT_SETS, INPUTS)),
+        _doubles(frame[MODEL + 3], (2,)),
+    )
+
+
+@inline
+def open_counters(frame):  # type: ignore[no-untyped-def]
+    """The statistics."""
+    return Counters(
+        longs(frame[COUNTERS], (3,)),
+        longs(frame[COUNTERS + 1], (2, 2)),
+        longs(frame[COUNTERS + 2], (LENGTHS, 2)),
+        longs(frame[COUNTERS + 3], (POSITIONS, 2)),
+        longs(frame[COUNTERS + 4], (AGES, 2)),
+        _doubles(frame[COUNTERS + 5], (ODDS_BINS, 3)),
+    )
+
+
+@inline
+def open_evidence(frame):  # type: ignore[no-untyped-def]
+    """Room for the evidence of a draft."""
+    pieces = SOURCES * frame[TABLES + 6]
+    return Evidence(
+        longs(frame[EVIDENCE_AT], (pieces,)),
+        longs(frame[EVIDENCE_AT + 1], (pieces, LEVELS)),
+        longs(frame[EVIDENCE_AT + 2], (pieces, LEVELS)),
+        longs(frame[EVIDENCE_AT + 3], (pieces, LEVELS)),
+        longs(frame[EVIDENCE_AT + 4], (pieces, LEVELS, SAMPLES)),
+        longs(frame[EVIDENCE_AT + 5], (pieces, LEVELS, SAMPLES)),
+    )
+
+
+@inline
+def open_counted(frame):  # type: ignore[no-untyped-def]
+    """Room for the candidates of a node."""
+    return Counted(
+        _words(frame[COUNTED_AT], (CONSIDERED,)),
+        longs(frame[COUNTED_AT + 1], (CONSIDERED, ROWS)),
+        _ints(frame[COUNTED_AT + 2], (CONSIDERED, ROWS)),
+        longs(frame[COUNTED_AT + 3], (ROWS,)),
+        _words(frame[COUNTED_AT + 4], (ROWS,)),
+        longs(frame[COUNTED_AT + 5], (ROWS,)),
+        _words(frame[COUNTED_AT + 6], (SOURCES,)),
+        _doubles(frame[COUNTED_AT + 7], (CONSIDERED,)),
+        _words(frame[COUNTED_AT + 8], (SAMPLES,)),
+    )
+
+
+@inline
+def open_levels(frame):  # type: ignore[no-untyped-def]
+    """Room for what a node's evidence amounts to."""
+    return Levels(
+        longs(frame[LEVELS_AT], (ROWS,)),
+        longs(frame[LEVELS_AT + 1], (ROWS,)),
+        longs(frame[LEVELS_AT + 2], (ROWS,)),
+        longs(frame[LEVELS_AT + 3], (SOURCES,)),
+        longs(frame[LEVELS_AT + 4], (ROWS,)),
+        _floats(frame[LEVELS_AT + 5], (ROWS,)),
+    )
+
+
+@inline
+def open_waiting(frame):  # type: ignore[no-untyped-def]
+    """Room for the candidates that wait to be added."""
+    width = frame[TABLES + 6]
+    return Open(
+        longs(frame[OPEN_AT], (width,)), longs(frame[OPEN_AT + 1], (width,)), _floats(frame[OPEN_AT + 2], (width, 2))
+    )
+
+
+@inline
+def open_own(frame):  # type: ignore[no-untyped-def]
+    """Scratch of one sequence."""
+    return Own(
+        longs(frame[OWN_AT], (LOCAL_TIERS, 3)),
+        longs(frame[OWN_AT + 1], (LOCAL_TIERS, SPAN_COLUMNS)),
+        longs(frame[OWN_AT + 2], (SOURCES,)),
+        _bytes(frame[OWN_AT + 3], (frame[TABLES + 6],)),
+    )

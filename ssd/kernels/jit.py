@@ -1,0 +1,188 @@
+"""How kernels are compiled: ahead of time, into a cache, without the GIL. The only place that names numba's settings.
+
+A kernel states its signature, so it is compiled when its module is first imported and loaded from the
+cache ever after; no call ever waits for a compiler. Inputs are declared read-only, which accepts
+writable arrays too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ssd.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Tokens = types.Array(types.uint32, 1, "C", readonly=True)
+"""uint32 [N], read only: token ids or positions."""
+TokensOut = types.Array(types.uint32, 1, "C")
+"""uint32 [N], written by the kernel."""
+FloatsOut = types.Array(types.float32, 1, "C")
+"""float32 [N], written by the kernel."""
+Bytes = types.Array(types.uint8, 1, "C")
+"""uint8 [N]."""
+Longs = types.Array(types.int64, 1, "C")
+"""int64 [N]."""
+LongRows = types.Array(types.int64, 2, "C")
+"""int64 [N, columns]."""
+FloatRows = types.Array(types.float32, 2, "C")
+"""float32 [N, columns]."""
+Int = types.int64
+Float = types.float64
+Bool = types.boolean
+
+
+def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
+    """Compile a function for one signature; it runs without the GIL and is cached on disk."""
+    return _kept(njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy"))
+
+
+def _kept(compile_function: Callable[[F], F]) -> Callable[[F], F]:
+    """A decorator that caches, with an error that says what to do where it cannot."""
+
+    def compiled(function: F) -> F:
+        try:
+            return compile_function(function)
+        except RuntimeError as problem:
+            if "no locator" not in str(problem):
+                raise
+            raise UserError(
+                "compiled kernels can be kept nowhere: set NUMBA_CACHE_DIR to a folder that you may write to"
+            ) from None
+
+    return compiled
+
+
+def drop_stale_kernels(package: Path) -> None:
+    """Remove the cached kernels of a package folder if any of its modules changed since they were compiled.
+
+    numba looks only at the module that defines a kernel; what is inlined into it may come from another.
+    """
+    sources = [(path.relative_to(package), path.stat()) for path in sorted(package.rglob("*.py"))]
+    state = "".join(f"{name} {status.st_mtime_ns} {status.st_size}\n" for name, status in sources)
+    cache = package / "__pycache__"
+    stamp = cache / "kernels.stamp"
+    try:
+        if stamp.exists() and stamp.read_text() == state:
+            return
+        for index in package.rglob("__pycache__/*.nbi"):
+            index.unlink(missing_ok=True)
+        cache.mkdir(exist_ok=True)
+        stamp.write_text(state)
+    except OSError:
+        # A folder that cannot be written is an installation, whose modules change together.
+        return
+
+
+drop_stale_kernels(Path(__file__).parent.parent)
+
+inline = _kept(njit(nogil=True, cache=True, inline="always", error_model="numpy"))
+"""For small helpers that become part of the kernels that call them."""
+
+outline = _kept(njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
+"""For larger helpers: numba compiles them once, LLVM makes them part of the kernels that call them. A call would pass
+each array as a dozen words, and only in place are its strides known: a quarter of a draft's time."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def peek(typingctx: Any, address: Any, index: Any) -> Any:  # noqa: ARG001
+    """The uint32 at `address` + 4 * `index`.
+
+    The texts and orders of many sequences lie in arrays of their own; a table of addresses lets one call of a kernel
+    read them all. The caller keeps the arrays alive for as long as the kernel runs.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        start = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+        return builder.load(builder.gep(start, [arguments[1]]))
+
+    return types.uint32(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """An address as the pointer that `numba.carray` makes an array of."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lowest_bit(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
+    """The index of the lowest bit that is set in a uint32 other than 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
+
+    return types.int64(types.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def poke(typingctx: Any, address: Any, index: Any, value: Any) -> Any:  # noqa: ARG001
+    """Write the uint32 `value` at `address` + 4 * `index`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        start = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+        builder.store(arguments[2], builder.gep(start, [arguments[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """Begin to fetch the cache line at an address that is read soon, and go on; an address of nothing does no harm."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag]), "llvm.prefetch.p0"
+        )
+        # To be read, kept in all caches, and data.
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), flag(0), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_bits(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
+    """How many bits of a uint32 are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return builder.zext(builder.ctpop(arguments[0]), ir.IntType(64))
+
+    return types.int64(types.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bit_length(typingctx: Any, number: Any) -> Any:  # noqa: ARG001
+    """How many bits an int64 has that is not negative, 0 for 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return builder.sub(ir.IntType(64)(64), builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0)))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def equal_words(typingctx: Any, address: Any, word: Any) -> Any:  # noqa: ARG001
+    """Which of the 32 uint32 at an address equal `word`, a bit each: one comparison of vectors."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        words = ir.VectorType(ir.IntType(32), 32)
+        found = builder.load(builder.inttoptr(arguments[0], words.as_pointer()), align=4)
+        one = builder.insert_element(ir.Constant(words, ir.Undefined), arguments[1], ir.IntType(32)(0))
+        every = builder.shuffle_vector(one, one, ir.Constant(words, [0] * 32))
+        return builder.bitcast(builder.icmp_unsigned("==", found, every), ir.IntType(32))
+
+    return types.uint32(types.int64, types.uint32), generate

@@ -1,0 +1,98 @@
+"""Learning from what the target produced: every candidate that was considered on the way is a lesson."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssd.kernels.jit import inline, outline, prefetch
+from ssd.kernels.odds import (
+    BLEND_INPUT,
+    BLENDS,
+    FINAL_SEEN_CAP,
+    LEARNING_RATE,
+    MIXED,
+    NO_CELL,
+    PRICE_RATE,
+    SEEN_CAP,
+    SOURCES,
+    TABLE_INPUTS,
+    TOKEN_INPUT,
+    TOKEN_SEEN_CAP,
+    learn_cell,
+)
+from ssd.sequences.tables import CANDIDATES, CELLS, PARENT, TOKEN, WEIGHT_SET
+from ssd.stats import COMMITTED, HITS, STEPS, record_node
+
+NOWHERE = -1
+
+
+@inline
+def learn_candidate(candidate, chances, happened, cells, logits, weights):  # type: ignore[no-untyped-def]
+    """One lesson: whether a candidate is what the target produced, 1.0 or 0.0."""
+    step = np.float32(LEARNING_RATE) * (happened - chances[MIXED])
+    for index in range(TABLE_INPUTS):
+        cell = candidate[CELLS + index]
+        if cell != NO_CELL:
+            weights[index] += step * logits[cell]
+            learn_cell(cells, logits, cell, happened, TOKEN_SEEN_CAP if index >= TOKEN_INPUT else SEEN_CAP)
+    learn_cell(cells, logits, candidate[CELLS + TABLE_INPUTS], happened, FINAL_SEEN_CAP)
+    for source in range(SOURCES):
+        weights[BLEND_INPUT + source] += step * chances[BLENDS + source]
+
+
+@inline
+def _child_of(nodes, count, node, token):  # type: ignore[no-untyped-def]
+    """The child of a node with this token, or NOWHERE."""
+    for child in range(node + 1, count):
+        if nodes[child, PARENT] == node and np.uint32(nodes[child, TOKEN]) == token:
+            return child
+    return NOWHERE
+
+
+@inline
+def fetch_lessons(growing, node, cells, logits):  # type: ignore[no-untyped-def]
+    """Have the cells of tokens and pairs on their way that learn at a node: 8 bytes each, and 4 for their logits."""
+    for kind in range(growing.nodes[node, CANDIDATES]):
+        for index in range(TOKEN_INPUT, TABLE_INPUTS):
+            cell = np.int64(growing.candidates[node, kind, CELLS + index])
+            prefetch(cells.ctypes.data + 8 * cell)
+            prefetch(logits.ctypes.data + 4 * cell)
+
+
+@outline
+def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):  # type: ignore[no-untyped-def]
+    """Learn at every node of a draft of `count` nodes that `tokens[first:end]`, the target's, lead through.
+
+    accepted, uint8 [count]: set for those nodes.
+    """
+    node = 0
+    accepted[:count] = 0
+    for index in range(first, end):
+        token = tokens[index]
+        fetch_lessons(growing, node, cells, logits)
+        for kind in range(growing.nodes[node, CANDIDATES]):
+            candidate = growing.candidates[node, kind]
+            happened = np.float32(1.0) if np.uint32(candidate[0]) == token else np.float32(0.0)
+            weight_set = weights[growing.nodes[node, WEIGHT_SET]]
+            learn_candidate(candidate, growing.chances[node, kind], happened, cells, logits, weight_set)
+        node = _child_of(growing.nodes, count, node, token)
+        if node == NOWHERE:
+            return
+        accepted[node] = 1
+
+
+@outline
+def record(counters, growing, accepted, verified, committed, steps):  # type: ignore[no-untyped-def]
+    """Count some steps; in the first of them the target verified the first `verified` tokens of the draft."""
+    counters.steps[STEPS] += steps
+    counters.steps[COMMITTED] += committed
+    counters.steps[HITS] += 1 if verified > 0 else 0
+    for node in range(1, verified + 1):
+        record_node(counters, growing.nodes[node], growing.odds[node], accepted[node])
+
+
+@inline
+def keep_pace(pace, cost, verified, committed):  # type: ignore[no-untyped-def]
+    """Follow the running means of tokens a step and of what a step costs."""
+    pace[0] += PRICE_RATE * (committed - pace[0])
+    pace[1] += PRICE_RATE * (1.0 + cost * verified - pace[1])

@@ -1,0 +1,131 @@
+"""Matches of a context in a source: the longest one by one binary search, shorter ones around it.
+
+A source is a few tiers, each a text and an order over it, row by row of `tiers`. A search lands where the context
+itself would stand; what matches longest is beside that place, and shorter matches lie around it in falling order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssd.corpus.suffix_array import common_length, key_is_less, place_of
+from ssd.kernels.jit import inline, outline, peek, prefetch
+
+# Columns of tiers, int64: addresses of a text and an order over it, and the order's size.
+TIER_TEXT, TIER_ORDER, TIER_SIZE = range(3)
+
+# Columns of spans, int64: first and last + 1 of the occurrences so far; tokens that the context has in common with the
+# position before them and with the one behind, 0 once that side is used up.
+FIRST, END, BEFORE, BEHIND = range(4)
+SPAN_COLUMNS = 4
+
+REACH = 128
+"""How far from the context's own place occurrences are looked for, on either side; 512 and 4096 gained nothing."""
+
+
+@outline
+def place_spans(tiers, spans, context, end, depth):  # type: ignore[no-untyped-def]
+    """Find where the last `depth` tokens before `end` of `context` would stand in each tier."""
+    for tier in range(len(tiers)):
+        place, before, behind = place_of(
+            tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE], context, end, depth
+        )
+        spans[tier, FIRST], spans[tier, END] = place, place
+        spans[tier, BEFORE], spans[tier, BEHIND] = before, behind
+
+
+@inline
+def _begin(tier, span, end):  # type: ignore[no-untyped-def]
+    """Let the context stand anywhere in a tier; nowhere if there is none."""
+    span[FIRST], span[END] = 0, tier[TIER_SIZE] if end > 0 else 0
+    span[BEFORE], span[BEHIND] = 0, 0
+
+
+@inline
+def _narrow(tier, span, context, end, depth):  # type: ignore[no-untyped-def]
+    """Halve the part of a tier where the context may stand, as `place_of` does."""
+    text, middle = tier[TIER_TEXT], (span[FIRST] + span[END]) // 2
+    position = np.int64(peek(tier[TIER_ORDER], middle))
+    common = common_length(text, position, context, end, min(span[BEFORE], span[BEHIND]), depth)
+    if key_is_less(context, end, text, position, common, depth):
+        span[END], span[BEHIND] = middle, common
+    else:
+        span[FIRST], span[BEFORE] = middle + 1, common
+
+
+@outline
+def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
+    """`place_spans` for many contexts side by side: what one of them needs is fetched while the others go on.
+
+    spans: int64 [B, tiers, SPAN_COLUMNS]. contexts: int64 [B, 2], addresses and ends; nothing is found for an end of 0.
+    """
+    for number in range(len(tiers)):
+        tier = tiers[number]
+        for index in range(len(contexts)):
+            _begin(tier, spans[index, number], contexts[index, 1])
+        left = tier[TIER_SIZE]
+        while left > 0:
+            for index in range(len(contexts)):
+                span = spans[index, number]
+                if span[FIRST] < span[END]:
+                    middle = (span[FIRST] + span[END]) // 2
+                    prefetch(tier[TIER_TEXT] + 4 * (np.int64(peek(tier[TIER_ORDER], middle)) - 1))
+                    # The next middle is one of two.
+                    prefetch(tier[TIER_ORDER] + 4 * ((span[FIRST] + middle) // 2))
+                    prefetch(tier[TIER_ORDER] + 4 * ((middle + 1 + span[END]) // 2))
+            for index in range(len(contexts)):
+                span = spans[index, number]
+                if span[FIRST] < span[END]:
+                    _narrow(tier, span, contexts[index, 0], contexts[index, 1], depth)
+            left //= 2
+
+
+@outline
+def run_beside(text, order, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
+    """How many of `available` positions from `order[first]` on, up or down, match `length` tokens without a gap."""
+    inside, step = 0, 1
+    while inside + step <= available:
+        probe = peek(order, first + direction * (inside + step - 1))
+        if common_length(text, probe, context, end, 0, length) < length:
+            break
+        inside += step
+        step *= 2
+    outside = min(available, inside + step - 1)
+    while inside < outside:
+        middle = (inside + outside) // 2
+        probe = peek(order, first + direction * middle)
+        if common_length(text, probe, context, end, 0, length) == length:
+            inside = middle + 1
+        else:
+            outside = middle
+    return inside
+
+
+@inline
+def _shorter(tier, at, context, end, length):  # type: ignore[no-untyped-def]
+    """What the context has in common with the position at `at` of a tier; 0 if that is out of reach."""
+    if at < 0 or at >= tier[TIER_SIZE]:
+        return 0
+    common = common_length(tier[TIER_TEXT], peek(tier[TIER_ORDER], at), context, end, 0, length)
+    return common if common < length else 0
+
+
+@outline
+def widen(tiers, spans, context, end):  # type: ignore[no-untyped-def]
+    """Widen each tier's span to the next shorter match; returns its length, 0 if nothing is left."""
+    length = 0
+    for tier in range(len(tiers)):
+        length = max(length, spans[tier, BEFORE], spans[tier, BEHIND])
+    if length == 0:
+        return 0
+    for index in range(len(tiers)):
+        tier, span = tiers[index], spans[index]
+        text, order = tier[TIER_TEXT], tier[TIER_ORDER]
+        if span[BEFORE] == length:
+            span[FIRST] -= run_beside(text, order, span[FIRST] - 1, -1, min(span[FIRST], REACH), context, end, length)
+            span[BEFORE] = _shorter(tier, span[FIRST] - 1, context, end, length)
+        if span[BEHIND] == length:
+            available = min(tier[TIER_SIZE] - span[END], REACH)
+            span[END] += run_beside(text, order, span[END], 1, available, context, end, length)
+            span[BEHIND] = _shorter(tier, span[END], context, end, length)
+    return length

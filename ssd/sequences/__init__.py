@@ -1,0 +1,1 @@
+"""Running sequences: their tables, and an index over each one's own text."""

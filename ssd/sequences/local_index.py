@@ -1,0 +1,131 @@
+"""The index of one running request over its own prompt and output, kept over the turns of its session.
+
+Two orders: a large one, and one of at most `FRESH_ROOM` positions that new tokens are inserted into one by one and
+that is folded into the large one when it is full. A token costs a few moves in the small order, and its share of a pass
+over the large one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.suffix_array import place_of, sort_positions
+from ssd.kernels.jit import Int, inline, kernel, peek, poke
+
+FRESH_ROOM = 256
+LEAST_ROOM = 1024
+"""Tokens that a new index has room for at least."""
+ROOM_KEPT = 3
+"""Times the tokens of a text that its index may have room for: growing alone leaves twice, and what a draft needs."""
+
+
+@inline
+def insert_fresh(text, order, size, position, depth):  # type: ignore[no-untyped-def]
+    """Insert a position into `order[:size]`."""
+    place, _, _ = place_of(text, order, size, text, position, depth)
+    for index in range(size, place, -1):
+        poke(order, index, peek(order, index - 1))
+    poke(order, place, np.uint32(position))
+
+
+@inline
+def fold_fresh(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
+    """Merge the sorted `fresh[:fresh_size]` into `order[:size]`, in place, from the end. Returns the new size."""
+    end = size
+    for index in range(fresh_size - 1, -1, -1):
+        position = peek(fresh, index)
+        place, _, _ = place_of(text, order, end, text, position, depth)
+        for at in range(end - 1, place - 1, -1):
+            poke(order, at + index + 1, peek(order, at))
+        poke(order, place + index, position)
+        end = place
+    return size + fresh_size
+
+
+@kernel(Int, Int, Int, Int, Int, Int, returns=Int)
+def fold(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
+    """`fold_fresh`, to be called from Python."""
+    return fold_fresh(text, order, size, fresh, fresh_size, depth)
+
+
+class LocalIndex:
+    """A request's tokens so far, prompt and output, and their positions in order. Grows by doubling."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.size = 0
+        self.sorted_size = 0
+        self.fresh_size = 0
+        self.room = 0
+        self._text = np.full(1, SEPARATOR, np.uint32)
+        self._sorted = np.empty(0, np.uint32)
+        self._fresh = np.empty(FRESH_ROOM, np.uint32)
+        self.reserve(LEAST_ROOM)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """uint32 [size]."""
+        return self._text[1 : 1 + self.size]
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the text, the large order and the small one."""
+        return self._text.ctypes.data + 4, self._sorted.ctypes.data, self._fresh.ctypes.data
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens in all."""
+        if tokens > self.room:
+            self._move(max(tokens, 2 * self.room))
+
+    def give_back(self) -> None:
+        """Give back the memory of a text that was far longer than it is now."""
+        if self.room > ROOM_KEPT * max(self.size, LEAST_ROOM):
+            self._move(max(self.size, LEAST_ROOM))
+
+    def shared_with(self, prompt: np.ndarray) -> int:
+        """How many tokens the text and a prompt, uint32 [P], begin with alike."""
+        shared = min(self.size, len(prompt))
+        differs = self.tokens[:shared] != prompt[:shared]
+        return int(differs.argmax()) if differs.any() else shared
+
+    def continue_with(self, prompt: np.ndarray) -> None:
+        """Make the prompt, uint32 [P], the text; only what differs from the text so far is indexed."""
+        shared = self.shared_with(prompt)
+        if shared < self.size:
+            self.truncate(shared)
+        self.extend(prompt[shared:])
+
+    def extend(self, tokens: np.ndarray) -> None:
+        """Append many tokens, uint32 [n]: sorted by themselves, then merged."""
+        self.reserve(self.size + len(tokens))
+        self._text[1 + self.size : 1 + self.size + len(tokens)] = tokens
+        # A position needs a token before it and one behind.
+        positions = np.arange(max(1, self.size), self.size + len(tokens), dtype=np.uint32)
+        self.size += len(tokens)
+        if len(positions) == 0:
+            return
+        text, order, _ = self.addresses
+        sort_positions(text, positions.ctypes.data, len(positions), self.depth)
+        self.sorted_size = fold(text, order, self.sorted_size, positions.ctypes.data, len(positions), self.depth)
+
+    def truncate(self, size: int) -> None:
+        """Forget all tokens but the first `size`."""
+        kept = self._sorted[: self.sorted_size]
+        fresh = self._fresh[: self.fresh_size]
+        kept, fresh = kept[kept < size], fresh[fresh < size]
+        self._sorted[: len(kept)] = kept
+        self._fresh[: len(fresh)] = fresh
+        self.size, self.sorted_size, self.fresh_size = size, len(kept), len(fresh)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._text.nbytes + self._sorted.nbytes + self._fresh.nbytes
+
+    def _move(self, room: int) -> None:
+        self.room = room
+        text, order = np.empty(self.room + 1, np.uint32), np.empty(self.room, np.uint32)
+        text[: self.size + 1] = self._text[: self.size + 1]
+        order[: self.sorted_size] = self._sorted[: self.sorted_size]
+        self._text, self._sorted = text, order

@@ -1,0 +1,129 @@
+"""What is kept for each running sequence, as rows of flat arrays that kernels read and write.
+
+A row of `state` is a sequence. A row of `nodes`, `odds`, `candidates` and `chances` is its last draft, node by node,
+with everything that was considered there, so that the odds can learn from what the target then produced.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssd.kernels.odds import CHANCE_COLUMNS, INPUT_CELLS, ROWS
+from ssd.sequences.local_index import LocalIndex
+
+# Columns of state, int64.
+TEXT, SIZE, ROOM, SORTED, SORTED_SIZE, FRESH, FRESH_SIZE, OWNER, NODES = range(9)
+"""Addresses and sizes of a `LocalIndex`; who the sequence is in the live tier; nodes of the last draft, its root
+included, 0 if there was none."""
+POINTERS = 9
+"""Three columns for each source: a position, or NO_POINTER; the tokens that it got right in a row; its misses."""
+STATE_COLUMNS = POINTERS + 6
+NO_POINTER = -1
+GONE = 99
+"""Misses of a pointer that is not there."""
+
+# Columns of nodes, int32.
+TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)
+"""LENGTH and AGE: tokens matched, and log2 of the age in tokens, of what the node was found by."""
+RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
+"""RUNS and MISSES of both sources' pointers; which evidence of each source the node rests on; for each level of that
+evidence a mask of the samples that agree with the path."""
+NODE_COLUMNS = MASKS + ROWS
+
+# Columns of node odds, float32: given the parent, and of the whole path.
+ODDS, PATH_ODDS = range(2)
+
+# Columns of candidates, int32: the token, where it was found, the cells of its inputs, and its masks.
+FOUND_IN, FOUND_LENGTH, FOUND_AGE, CELLS = 1, 2, 3, 4
+CANDIDATE_MASKS = CELLS + INPUT_CELLS
+CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
+KEPT, KEPT_FOR_PATH = 8, 4
+"""Candidates of a node that odds are computed for: a path takes one of them."""
+
+LEAST_ROWS = 16
+SPARE_TOKENS = 512
+
+
+class Sequences:
+    """The tables, and the local index that each row of `state` points to."""
+
+    def __init__(self, max_draft: int) -> None:
+        self._max_draft = max_draft
+        self._locals: list[LocalIndex | None] = []
+        self._free: list[int] = []
+        self.state = np.zeros((0, STATE_COLUMNS), np.int64)
+        self._tables: tuple[np.ndarray, ...] = ()
+        self._grow(LEAST_ROWS)
+
+    @property
+    def tables(self) -> tuple[np.ndarray, ...]:
+        """state, nodes, odds, candidates, chances."""
+        return self._tables
+
+    def add(self, local: LocalIndex, owner: int) -> int:
+        """A sequence begins with what `local` holds; returns its row."""
+        if not self._free:
+            self._grow(2 * len(self.state))
+        row = self._free.pop()
+        local.reserve(local.size + self._max_draft + SPARE_TOKENS)
+        self._locals[row] = local
+        self.state[row] = 0
+        self.state[row, OWNER] = owner
+        self.state[row, POINTERS] = self.state[row, POINTERS + 3] = NO_POINTER
+        self._point_to(row, local)
+        return row
+
+    def make_room(self, row: int, tokens: int) -> None:
+        """Let a sequence commit `tokens` more, and draft."""
+        local = self.local(row)
+        local.reserve(local.size + tokens + self._max_draft + SPARE_TOKENS)
+        self._point_to(row, local)
+
+    def local(self, row: int) -> LocalIndex:
+        """A sequence's index, with its sizes as they are now."""
+        local = self._locals[row]
+        assert local is not None, "the row is free"
+        state = self.state[row]
+        local.size, local.sorted_size, local.fresh_size = (
+            int(state[SIZE]),
+            int(state[SORTED_SIZE]),
+            int(state[FRESH_SIZE]),
+        )
+        return local
+
+    def remove(self, row: int) -> LocalIndex:
+        """A sequence ends; its index is the caller's again."""
+        local = self.local(row)
+        self._locals[row] = None
+        self._free.append(row)
+        return local
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tables and of the running sequences' indices."""
+        return sum(table.nbytes for table in self._tables) + sum(local.nbytes for local in self._locals if local)
+
+    def _point_to(self, row: int, local: LocalIndex) -> None:
+        state = self.state[row]
+        state[TEXT], state[SORTED], state[FRESH] = local.addresses
+        state[SIZE], state[ROOM] = local.size, local.room
+        state[SORTED_SIZE], state[FRESH_SIZE] = local.sorted_size, local.fresh_size
+
+    def _grow(self, rows: int) -> None:
+        before = len(self.state)
+        nodes = self._max_draft + 1
+        state = np.zeros((rows, STATE_COLUMNS), np.int64)
+        state[:before] = self.state
+        self.state = state
+        # Tables of the last drafts: zeroed memory costs nothing until it is written.
+        fresh = (
+            np.zeros((rows, nodes, NODE_COLUMNS), np.int32),
+            np.zeros((rows, nodes, 2), np.float32),
+            np.zeros((rows, nodes, KEPT, CANDIDATE_COLUMNS), np.int32),
+            np.zeros((rows, nodes, KEPT, CHANCE_COLUMNS), np.float32),
+        )
+        for new, old in zip(fresh, self._tables[1:], strict=False):
+            new[:before] = old
+        self._tables = (state, *fresh)
+        self._free += range(rows - 1, before - 1, -1)
+        self._locals += [None] * (rows - before)

@@ -1,0 +1,514 @@
+"""The synchronous client over real sockets, against a service that misbehaves on request."""
+
+import errno
+import socket
+import struct
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from random import Random
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from drafter_service.client import DrafterClient
+from drafter_service.client.link import FIRST_BACKOFF_S, GOOD_ANSWERS, LONGEST_BACKOFF_S, Link, Parting
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.frames import MAGIC, Frames, framed
+from ssd.errors import UserError
+from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread, unpacked
+from tests.replay import progress_of
+from tests.strategies import array
+
+
+def counting(text, limit):
+    return list(range(text[-1] + 1, text[-1] + 1 + limit))
+
+
+@pytest.fixture(params=[False, True], ids=["grpc", "steps"])
+def fake(socket_address, request):
+    """Over gRPC, or over the step socket."""
+    with fake_server_thread(socket_address, FakeService(counting), has_steps=request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def connect(socket_address):
+    """Makes clients that are closed in the end; they wait long, since the machine may be busy."""
+    clients = []
+
+    def connected(**options):
+        clients.append(
+            DrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, "ahead": 0, "rng": Random(0), **options})
+        )
+        return clients[-1]
+
+    yield connected
+    for client in clients:
+        client.close()
+
+
+def assert_eventually(condition):
+    until = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < until
+
+
+def draft_of(client, committed, limit=1, **outcome):
+    return client.draft(progress_of({1: committed}, limit, **outcome)).tokens.tolist()
+
+
+def test_a_stream_begins_with_who_is_there(fake, connect):
+    model = ModelIdentity("org/model", "abc", "lora", 1000)
+    connect(model=model, namespace="team-a")
+    [request] = fake.service.requests
+    hello = request.hello
+    assert (hello.protocol, hello.oldest_protocol, hello.namespace) == (2, 2, "team-a")
+    assert (hello.model.name, hello.model.tokenizer) == ("org/model", "abc")
+    assert (hello.model.adapter, hello.model.vocabulary_size) == ("lora", 1000)
+    assert hello.client.startswith("ssd-drafter/")
+    assert len(hello.client_id) == 16
+
+
+def test_drafts_can_be_asked_for_without_waiting(fake, connect):
+    client = connect()
+    client.start(1, array([5]))
+    answer = client.ask(progress_of({1: []}, limit=3))
+    for call in (
+        lambda: client.start(2, array([6])),
+        lambda: client.ask(progress_of({1: []}, limit=3)),
+        lambda: client.draft(progress_of({1: []}, limit=3)),
+        lambda: client.finish(1, array([])),
+    ):
+        with pytest.raises(ValueError, match="take the result of what was asked before the next call"):
+            call()
+    assert answer.result().tokens.tolist() == [6, 7, 8]
+    assert draft_of(client, [6, 9], limit=2, verified=3, accepted=1) == [10, 11]
+
+
+def test_steps_that_are_told_together_are_counted_as_such(fake, connect):
+    client = connect()
+    client.start(1, array([5]))
+    draft_of(client, [], limit=2)
+    client.draft(replace(progress_of({1: [9, 9, 9]}, limit=2), steps=array([3])))
+    assert unpacked(fake.service.requests[-1].batch.steps) == [3]
+
+
+def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):
+    client = connect()
+    client.start(1, array([5]))
+    answer = client.ask(progress_of({1: []}, limit=3))
+
+    def interrupt(stream, timeout_s):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(client._stream), "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            answer.result()
+    client.start(2, array([6]))
+    client.finish(1, array([6]))
+
+
+def test_what_start_says_travels(fake, connect):
+    client = connect()
+    client.start(1, array([5]), session="chat", request="req-1", learn=False)
+    client.start(2, array([6]))
+    client.draft(progress_of({1: [], 2: []}, limit=1))
+    first, second = (request.starts[0] for request in fake.service.requests[1:3])
+    assert (first.session, first.request, first.is_private) == ("chat", "req-1", True)
+    assert (second.session, second.is_private) == ("", False)
+    client.finish(1, array([7]))
+    client.finish(2, array([8]), learn=True)
+    client.close()
+    assert list(fake.service.learned.values()) == [[6, 8]]
+
+
+def test_a_lost_connection_costs_drafts_and_nothing_else(fake, connect):
+    news = []
+    client = connect(on_lost=news.append)
+    client.start(1, array([5]))
+    assert draft_of(client, []) == [6]
+    fake.stop()
+    assert_eventually(lambda: client.lost is not None)
+    began = time.monotonic()
+    assert draft_of(client, [6]) == []
+    client.start(2, array([50]))
+    client.finish(2, array([51]))
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    fake.start()
+    assert_eventually(lambda: client.lost is None)
+    assert draft_of(client, [7]) == [8]
+    assert_eventually(lambda: [50, 51] in fake.service.learned.values())
+    assert fake.service.texts() == [[5, 6, 7]]
+    assert client.counters.reconnects == 1
+    assert client.timeouts == 0
+    assert len(news) == 1
+    for _ in range(GOOD_ANSWERS):
+        assert draft_of(client, []) == [8]
+    fake.stop()
+    assert_eventually(lambda: len(news) == 2)
+
+
+@pytest.mark.parametrize("is_forgetful", [False, True])
+def test_a_stream_that_breaks_in_mid_step_ends_the_wait(fake, connect, is_forgetful):
+    fake.server.is_forgetful = is_forgetful
+    client = connect()
+    client.start(1, array([5]))
+    assert draft_of(client, []) == [6]
+    fake.pause()
+    threading.Timer(0.05, fake.cut).start()
+    began = time.monotonic()
+    assert draft_of(client, [6]) == []
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    fake.resume()
+    assert_eventually(lambda: client.lost is None and draft_of(client, []) == [7])
+    assert fake.service.texts()[-1] == [5, 6]
+    assert client.counters.resyncs == is_forgetful
+
+
+def test_a_late_service_costs_one_deadline_and_is_sent_nothing_before_it_answers(fake, connect):
+    client = connect(deadline_s=0.01)
+    client._deadline_s = TIMEOUT_S
+    client.start(1, array([5]))
+    assert draft_of(client, []) == [6]
+    heard = len(fake.service.requests)
+    fake.pause()
+    client._deadline_s = 0.01
+    began = time.monotonic()
+    for token in range(6, 26):
+        assert draft_of(client, [token]) == []
+    client._deadline_s = TIMEOUT_S
+    assert draft_of(client, [26]) == []
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert client.timeouts == 21
+    fake.resume()
+    assert_eventually(lambda: client.counters.dropped == 1)
+    assert draft_of(client, [27]) == [28]
+    assert len(fake.service.requests) == heard + 2
+    assert unpacked(fake.service.requests[-1].batch.tokens) == list(range(7, 28))
+    assert unpacked(fake.service.requests[-1].batch.steps) == [21]
+    assert client.lost is None
+
+
+def test_a_service_that_says_nothing_for_too_long_is_left(fake, connect):
+    news = []
+    client = connect(deadline_s=0.01, patience_s=0.05, on_lost=news.append)
+    client.start(1, array([5]))
+    fake.pause()
+    assert_eventually(lambda: draft_of(client, []) == [] and news)
+    assert "has not answered for" in news[0]
+    fake.resume()
+    client._deadline_s = TIMEOUT_S
+    client._patience_s = TIMEOUT_S
+    assert_eventually(lambda: client.lost is None and draft_of(client, []) == [6])
+
+
+FINAL = [
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+]
+
+
+@pytest.mark.parametrize("code", FINAL)
+def test_a_refusal_is_final_and_its_reason_is_told_once(fake, connect, code, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.sync.CONNECT_TIMEOUT_S", TIMEOUT_S)
+    fake.server.refusal = (code, "not you")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=f"the drafter at {socket_address} does not serve this client: not you"):
+        connect()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    news = []
+    client = connect(required=False, on_lost=news.append)
+    client._thread.join(TIMEOUT_S)
+    assert not client._thread.is_alive()
+    assert news == ["not you"]
+    assert client.lost == "not you"
+    client.start(1, array([5]))
+    assert draft_of(client, []) == []
+
+
+def test_a_refusal_after_a_loss_is_final_too(fake, connect):
+    news = []
+    client = connect(on_lost=news.append)
+    fake.server.refusal = (grpc.StatusCode.PERMISSION_DENIED, "no more")
+    fake.cut()
+    client._thread.join(TIMEOUT_S)
+    assert not client._thread.is_alive()
+    assert client.lost == "no more"
+    assert len(news) == 1
+
+
+def test_rights_that_are_taken_away_in_mid_stream_may_come_back(fake, connect):
+    client = connect()
+    fake.cut(grpc.StatusCode.PERMISSION_DENIED)
+    assert_eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
+
+
+def test_a_full_service_is_asked_again(fake, connect):
+    fake.server.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    news = []
+    client = connect(required=False, on_lost=news.append)
+    assert_eventually(lambda: news == ["full"])
+    fake.server.refusal = None
+    assert_eventually(lambda: client.lost is None)
+    assert news == ["full"]
+
+
+def test_an_engine_can_start_without_its_service(connect, socket_address):
+    news = []
+    client = connect(required=False, on_lost=news.append)
+    client.start(1, array([5]))
+    assert draft_of(client, []) == []
+    client.finish(1, array([6]))
+    client.start(2, array([7]))
+    assert_eventually(lambda: news)
+    with fake_server_thread(socket_address, FakeService(counting)) as fake:
+        assert_eventually(lambda: client.lost is None)
+        assert client.draft(progress_of({2: []}, limit=1)).tokens.tolist() == [8]
+        assert_eventually(lambda: [5, 6] in fake.service.learned.values())
+        assert len(news) == 1
+        assert client.counters.reconnects == 0
+        client.close()
+
+
+def test_nobody_at_the_address(connect, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.sync.CONNECT_TIMEOUT_S", 0.2)
+    news = []
+    with pytest.raises(UserError, match=f"no drafter answers at {socket_address}; start one with: ssd-drafter serve"):
+        connect(on_lost=news.append)
+    assert not news  # the error says it
+
+
+def test_something_else_at_the_address(connect, socket_address):
+    from concurrent.futures import ThreadPoolExecutor
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port(socket_address)
+    server.start()
+    with pytest.raises(UserError, match=r"something other than a drafter \(.*\) answers"):
+        connect()
+    server.stop(None)
+
+
+def garbled(response: pb.DraftResponse) -> pb.DraftResponse:
+    response.drafts.offsets = b"123"
+    return response
+
+
+def out_of_step(response: pb.DraftResponse) -> pb.DraftResponse:
+    if not response.HasField("welcome"):
+        response.step += 1
+    return response
+
+
+def test_lies_cost_drafts_and_nothing_else(fake, connect):
+    client = connect()
+    client.start(1, array([5]))
+    fake.server.distort = garbled
+    assert draft_of(client, []) == []
+    assert client.counters.malformed == 1
+    fake.server.distort = out_of_step
+    assert_eventually(lambda: draft_of(client, []) == [] and client.counters.reconnects)
+    fake.server.distort = lambda response: response
+    assert_eventually(lambda: draft_of(client, []) == [6])
+    assert len({request.hello.client_id for request in fake.service.requests if request.HasField("hello")}) > 1
+
+
+def test_drafts_at_hand_need_no_service(fake, connect):
+    client = connect(ahead=9)
+    client.start(1, array([5]))
+    assert draft_of(client, [], limit=4) == [6, 7, 8, 9]
+    fake.pause()
+    assert draft_of(client, [6, 7, 8, 9, 10], limit=4, verified=4, accepted=4) == [11, 12, 13, 14]
+    assert (client.counters.ahead, client.timeouts) == (1, 0)
+    fake.resume()
+    assert draft_of(client, [11, 12, 0], limit=4, verified=4, accepted=2) == [1, 2, 3, 4]
+    assert (fake.service.drafted, fake.service.accepted, fake.service.steps) == (8, 6, 2)
+
+
+class Failing:
+    """In place of a function: fails some times, then does what it should."""
+
+    def __init__(self, function, problem, times=2):
+        self.function, self.problem, self.times = function, problem, times
+
+    def __call__(self, *args, **kwargs):
+        if self.times:
+            self.times -= 1
+            raise self.problem
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "this process cannot connect: Too many open files"),
+        (RuntimeError("can't start new thread"), "this client failed: RuntimeError"),
+    ],
+)
+@pytest.mark.parametrize("place", ["_open", "_greet"])
+def test_a_failure_to_connect_passes(fake, connect, problem, reason, place):
+    client = connect()
+    client.start(1, array([5]))
+    assert draft_of(client, []) == [6]
+    failing = Failing(getattr(client, place), problem)
+    setattr(client, place, failing)
+    seen = set()
+    with capture_logs() as logs:
+        fake.cut()
+        assert_eventually(lambda: seen.add(client.lost) or not failing.times)
+        assert_eventually(lambda: client.lost is None and draft_of(client, []) == [6])
+    assert reason in seen
+    assert [log["problem"] for log in logs] == [type(problem).__name__] * 2
+
+
+def test_an_owner_that_fails_on_bad_news_keeps_its_client(fake, connect):
+    news = []
+
+    def fail(reason):
+        news.append(reason)
+        raise RuntimeError("secret")
+
+    client = connect(on_lost=fail)
+    with capture_logs() as logs:
+        fake.cut()
+        assert_eventually(lambda: news)
+        assert_eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
+    assert logs == [{"event": "on_lost raised", "log_level": "error", "problem": "RuntimeError"}]
+
+
+def test_an_owner_may_close_its_client_on_bad_news(fake, connect):
+    problems = []
+
+    def close(_):
+        try:
+            client.close()
+        except Exception as problem:
+            problems.append(problem)
+        else:
+            problems.append(None)
+
+    client = connect(on_lost=close)
+    fake.cut()
+    client._thread.join(TIMEOUT_S)
+    assert not client._thread.is_alive()
+    assert problems == [None]
+
+
+def test_what_the_connection_goes_over_is_said(fake, connect):
+    client = connect()
+    assert client.transport == client.counters.transport == ("socket" if fake.server.has_steps else "grpc")
+    fake.stop()
+    assert_eventually(lambda: client.lost is not None)
+    assert client.transport == client.counters.transport == ""
+
+
+NO_FRAMES = {
+    "no response": (framed(b"\xff" * 4), "a frame that holds no DraftResponse"),
+    "no end": (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame that holds no Error"),
+    "too long": (struct.pack("<I", 0x7FFF_FFFF), "a frame of 2147483647 bytes; at most 67108864 are possible"),
+}
+
+
+@contextmanager
+def babbler(address, data):
+    """Answers every stream over the socket for steps with the same bytes; yields the greetings that it got."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address.removeprefix("unix:") + ".steps")
+    listening.listen()
+    hellos = []
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.settimeout(TIMEOUT_S)
+                    frames, bodies = Frames(), []
+                    connection.recv(len(MAGIC), socket.MSG_WAITALL)
+                    while len(bodies) < 2:
+                        bodies += [body for body, _ in frames.feed(connection.recv(1 << 16))]
+                    hellos.append(pb.DraftRequest.FromString(bodies[1]).hello)
+                    connection.sendall(data)
+                    connection.recv(1)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield hellos
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", NO_FRAMES)
+def test_bytes_that_are_no_frames_of_the_contract_are_met_by_a_new_client(socket_address, connect, kind):
+    data, reason = NO_FRAMES[kind]
+    with babbler(socket_address, data) as hellos:
+        client = connect(required=False)
+        assert_eventually(lambda: len(hellos) >= 2 and client.lost == f"it and this client disagree: {reason}")
+        client.close()
+    assert len({hello.client_id for hello in hellos}) == len(hellos)
+
+
+def test_closing_tells_what_is_left_and_is_no_loss(fake, connect):
+    news = []
+    client = connect(on_lost=news.append)
+    client.start(1, array([5]))
+    client.start(2, array([6]))
+    client.finish(2, array([7]))
+    client.close()
+    assert not client._thread.is_alive()
+    assert list(fake.service.learned.values()) == [[6, 7]]
+    assert fake.service.texts() == []
+    assert fake.service.counters is not None
+    assert not news
+
+
+def test_closing_does_not_wait_for_a_service_that_is_behind(fake, connect, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.sync.CLOSE_TIMEOUT_S", TIMEOUT_S)
+    client = connect(deadline_s=0.0)
+    client.start(1, array([5]))
+    fake.pause()
+    draft_of(client, [])
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert not client._thread.is_alive()
+    fake.resume()
+
+
+def test_waits_between_attempts_are_random_parts_of_ones_that_double():
+    class Unused:
+        def hang_up(self, **_):
+            pass
+
+        def receive(self, _):
+            pass
+
+    class Longest(Random):
+        def uniform(self, low, high):
+            assert low == 0
+            return high
+
+    link = Link(Unused(), Longest())
+    waits = [link.end(Parting("gone"))[0] for _ in range(100)]
+    assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
+    assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
+    for _ in range(GOOD_ANSWERS - 1):  # A service that dies of what it is asked is no good one.
+        link.receive(None)
+    assert link.end(Parting("gone")) == (LONGEST_BACKOFF_S, None)
+    for _ in range(GOOD_ANSWERS - 1):
+        link.receive(None)
+    assert link.end(Parting("gone")) == (LONGEST_BACKOFF_S, None)
+    for _ in range(GOOD_ANSWERS):
+        link.receive(None)
+    assert link.end(Parting("gone")) == (FIRST_BACKOFF_S, "gone")
+    first, second = ([Link(Unused(), Random(seed)).end(Parting("gone"))[0] for seed in (1, 2)] for _ in range(2))
+    assert first == second
+    assert first[0] != first[1]

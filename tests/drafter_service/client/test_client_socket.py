@@ -1,0 +1,264 @@
+"""The client's half of the socket for steps: who writes what and when, and how a stream ends."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.auth.client import ClientAccess, Connector
+from drafter_service.client import DrafterClient
+from drafter_service.client.about import About
+from drafter_service.client.outgoing import Beginning, Outgoing
+from drafter_service.client.socket_stream import SocketStream
+from drafter_service.client.socket_writer import AT_ONCE_BYTES, SLICE_BYTES, SocketWriter
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.address import Address
+from drafter_service.transport.frames import Frames, framed
+from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread
+from tests.replay import progress_of
+from tests.strategies import array, examples
+
+LONG = AT_ONCE_BYTES // 4 + 1
+"""Tokens of a message that is no small one."""
+
+
+def message(step: int, tokens: int = 0) -> Outgoing:
+    starts = [Beginning(step, About(array([step] * tokens), "", "", True), array([]))] if tokens else []
+    return Outgoing(pb.DraftRequest(step=step), starts)
+
+
+class Pipe:
+    """A writer, and what arrives."""
+
+    def __init__(self) -> None:
+        self.near, self.far = socket.socketpair()
+        for end in (self.near, self.far):
+            end.setblocking(False)
+        self.woken = 0
+        self.writer = SocketWriter(self.near, framed(b""), self.wake)
+        self.frames = Frames()
+        self.arrived: list[pb.DraftRequest] = []
+        self.is_over = False
+        self.writer.write_some()
+        self.read()
+        assert self.arrived == [pb.DraftRequest()]
+        self.arrived.clear()
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def read(self) -> list[int]:
+        """Which messages have arrived."""
+        try:
+            while data := self.far.recv(1 << 20):
+                self.arrived += [pb.DraftRequest.FromString(body) for body, _ in self.frames.feed(data)]
+            self.is_over = True
+        except BlockingIOError:
+            pass
+        return [one.step for one in self.arrived]
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture
+def pipe():
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+
+
+def test_small_messages_go_out_at_once_and_long_ones_when_the_other_thread_writes(pipe):
+    pipe.writer.send(message(1))
+    assert pipe.read() == [1]
+    assert (pipe.woken, pipe.writer.is_more) == (0, False)
+    pipe.writer.send(message(2, LONG))
+    assert pipe.woken == 1
+    pipe.writer.send(message(3))
+    assert pipe.read() == [1]
+    while pipe.writer.is_more:
+        pipe.writer.write_some()
+    assert pipe.read() == [1, 2, 3]
+    assert pipe.arrived[1].starts[0].prompt == array([2] * LONG).tobytes()
+    pipe.writer.send(message(4))
+    assert pipe.read() == [1, 2, 3, 4]
+
+
+def test_a_small_message_does_not_wait_for_the_thread_that_writes(pipe):
+    with pipe.writer._turn:
+        pipe.writer.send(message(1))
+        assert (pipe.read(), pipe.woken) == ([], 1)
+    pipe.writer.write_some()
+    assert pipe.read() == [1]
+
+
+def test_a_long_message_is_written_a_slice_at_a_time():
+    sizes = []
+
+    class Greedy:
+        def send(self, data):
+            sizes.append(len(data))
+            return len(data)
+
+    writer = SocketWriter(Greedy(), b"", lambda: None)
+    writer.send(message(1, SLICE_BYTES))
+    for written in range(1, 5):
+        writer.write_some()
+        assert sizes == [SLICE_BYTES] * written
+    writer.write_some()
+    assert sizes[-1] < SLICE_BYTES
+    assert not writer.is_more
+
+
+@examples(50)
+@given(st.lists(st.sampled_from(["small", "long", "write", "read"]), max_size=40))
+def test_messages_keep_their_order(events):
+    pipe = Pipe()
+    sent = 0
+    for event in events:
+        if event == "write":
+            pipe.writer.write_some()
+        elif event == "read":
+            pipe.read()
+        else:
+            sent += 1
+            pipe.writer.send(message(sent, 50_000 if event == "long" else 0))
+    while pipe.writer.is_more:
+        pipe.writer.write_some()
+        pipe.read()
+    assert pipe.read() == list(range(1, sent + 1))
+    pipe.close()
+
+
+def test_the_end_comes_behind_everything(pipe):
+    pipe.writer.send(message(1, LONG))
+    pipe.writer.end()
+    assert pipe.woken == 2
+    while pipe.writer.is_more:
+        pipe.writer.write_some()
+    assert pipe.read() == [1]
+    assert pipe.is_over
+
+
+def test_nothing_is_kept_for_a_connection_that_is_gone(pipe):
+    pipe.far.close()
+    pipe.writer.send(message(1))
+    pipe.writer.send(message(2, LONG))
+    pipe.writer.write_some()
+    assert not pipe.writer.is_more
+    pipe.writer.send(message(3, LONG))
+    assert not pipe.writer.is_more
+
+
+def test_whoever_waits_learns_that_a_stream_is_closed():
+    near, far = socket.socketpair()
+    stream = SocketStream(near, "")
+    assert not stream.wait(0.0)
+    near.close()  # as far as `close` may have come
+    assert not stream.wait(0.001)
+    stream.close()
+    assert stream.wait(TIMEOUT_S)
+    far.close()
+
+
+def test_a_stream_that_cannot_begin_leaves_no_connection(monkeypatch):
+    near, far = socket.socketpair()
+
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("drafter_service.client.socket_stream.socket.socketpair", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        SocketStream(near, "")
+    assert near.fileno() == -1
+    far.close()
+
+
+def test_too_few_descriptors_are_no_reason_to_take_another_way(socket_address, monkeypatch):
+    Path(socket_address.removeprefix("unix:") + ".steps").touch()
+    connector = Connector(Address.parse(socket_address), ClientAccess())
+    assert connector.connect_steps(TIMEOUT_S) is None
+
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("drafter_service.auth.client.socket.socket", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        connector.connect_steps(TIMEOUT_S)
+
+
+def test_long_texts_are_put_into_bytes_by_the_other_thread_without_the_lock(socket_address, monkeypatch):
+    """The engine's thread hands them over and goes on."""
+    seen = []
+    whole = Outgoing.message
+
+    def watched(outgoing):
+        if outgoing.text_bytes > AT_ONCE_BYTES:
+            is_free = client._lock.acquire(timeout=TIMEOUT_S)
+            client._lock.release()
+            seen.append((threading.current_thread(), is_free))
+        return whole(outgoing)
+
+    monkeypatch.setattr(Outgoing, "message", watched)
+    with fake_server_thread(socket_address, FakeService(), has_steps=True) as fake:
+        with DrafterClient(socket_address, deadline_s=TIMEOUT_S) as client:
+            client.start(1, array([7] * LONG))
+            client.draft(progress_of({1: [8] * LONG}, limit=1))
+            client.finish(1, array([9] * LONG))
+            client.start(2, array([7] * 10 * LONG))
+            client.draft(progress_of({2: []}, limit=1))
+            thread = client._thread
+        assert seen == [(thread, True)] * 3
+        assert list(fake.service.learned.values()) == [[7] * LONG + [8] * LONG + [9] * LONG]
+
+
+FORKING = """
+import os, sys
+from drafter_service.client import DrafterClient
+from ssd.errors import UserError
+from tests.replay import progress_of
+from tests.strategies import array
+client = DrafterClient(sys.argv[1], deadline_s=30, ahead=0)
+assert client.transport == "socket"
+client.start(1, array([5]))
+client.draft(progress_of({1: []}, limit=1))
+if (child := os.fork()) == 0:
+    wrong = 0
+    for call in (
+        lambda: client.draft(progress_of({1: [9]}, limit=1)),
+        lambda: client.start(2, array([5])),
+        lambda: client.finish(1, array([5])),
+    ):
+        try:
+            call()
+            wrong += 1
+        except UserError as error:
+            wrong += f"belongs to process {os.getppid()}" not in str(error)
+    client.close()
+    os._exit(wrong)
+assert os.waitpid(child, 0)[1] == 0
+assert client.draft(progress_of({1: [6]}, limit=1)).tokens.tolist() == [1]
+assert client.counters.reconnects == 0 and client.lost is None
+client.close()
+"""
+
+
+def test_a_fork_leaves_its_parents_connection_alone(socket_address):
+    root = str(Path(__file__).parents[3])
+    with fake_server_thread(socket_address, FakeService(lambda *_: [1]), has_steps=True) as fake:
+        subprocess.run(
+            [sys.executable, "-c", FORKING, socket_address],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": root},
+            timeout=TIMEOUT_S,
+            check=True,
+        )
+        assert sum(request.HasField("hello") for request in fake.service.requests) == 1

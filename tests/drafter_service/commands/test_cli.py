@@ -1,0 +1,332 @@
+"""`ssd-drafter`: its commands against a real server, and what it says of arguments that cannot be."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from drafter_service.auth.callers import sha256_of
+from drafter_service.commands import main as cli
+from drafter_service.settings.load import load_settings
+from drafter_service.transport.wire import read_drafts
+from ssd.corpus.snapshot import load
+from ssd.types import ROOT
+from tests.certificates import Authority
+from tests.drafter_service.raw import batch, connected, drafted, eventually, start
+from tests.servers import served
+
+TEXT, OTHER = list(range(1000, 1040)), list(range(2000, 2040))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command in this process; returns its exit code, what it said, and its complaint."""
+    # It would take over the logs of all tests.
+    monkeypatch.setattr("drafter_service.observability.logs.configure_logs", lambda *_: None)
+
+    def run(*arguments, says=""):
+        monkeypatch.setattr(sys, "argv", ["ssd-drafter", *map(str, arguments)])
+        monkeypatch.setattr("click.termui.visible_prompt_func", lambda _: says)
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def service():
+    """A server that wants tokens; `admin` holds every right, `reader` one."""
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        path = Path(folder)
+        address, callers = f"unix:{folder}/drafter.sock", path / "callers.toml"
+        entries = []
+        for name, rights in (("admin", '["read", "learn", "admin"]'), ("reader", '["read"]')):
+            (path / name).write_text(f"{name}\n")
+            entries.append(
+                f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(name)}"\n'
+                f'namespaces = ["*"]\nrights = {rights}\n'
+            )
+        callers.write_text("".join(entries))
+        arguments = [
+            "--listen",
+            address,
+            "--capacity",
+            "100k",
+            "--callers",
+            callers,
+            "--snapshot-folder",
+            path / "kept",
+        ]
+        with served(*map(str, arguments)):
+            yield SimpleNamespace(
+                address=address,
+                kept=path / "kept",
+                admin=["--server", address, "--token-file", path / "admin"],
+                reader=["--server", address, "--token-file", path / "reader"],
+                token=[("authorization", "Bearer admin")],
+            )
+
+
+def test_health_is_for_everybody(run, service):
+    assert run("health", "--server", service.address) == (0, "serving\n", "")
+
+
+def test_health_waits_for_a_service_that_is_starting(run, socket_address):
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(run, "health", "--server", socket_address, "--wait", "60")
+        with served("--listen", socket_address):
+            assert asked.result(60) == (0, "serving\n", "")
+
+
+def test_a_snapshot_folder_has_one_service(run, service, tmp_path):
+    code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.kept)
+    assert (code, err) == (
+        2,
+        f"error: snapshots.folder: another service uses {service.kept}; give each a folder of its own\n",
+    )
+    assert not list(tmp_path.glob("s*"))
+
+
+def test_a_namespaces_life(run, service):
+    assert run("namespaces", *service.admin)[1] == "no namespaces yet\n"
+    with connected(service.address, service.token) as caller:
+        caller.observe("team-a", TEXT, OTHER, names=["one", "two"])
+        eventually(lambda: caller.probe("team-a", TEXT[:8], 1) == [TEXT[8]])
+        code, out, _ = run("namespaces", *service.admin)
+        assert code == 0
+        assert re.search(r"namespace +model +tokens +capacity +memory +streams +idle", out)
+        assert re.search(r"team-a +82 +100,000 +\d+ MB", out)
+
+        code, out, _ = run("snapshot", *service.admin, "--namespace", "team-a")
+        assert re.fullmatch(r"team-a: [\d.]+ MB in [\d.]+ s\n", out)
+        assert (service.kept / "team-a" / "corpus.ssd").exists()
+
+        told = "forgotten, and the snapshot saved again\n"
+        assert run("forget", "team-a", "--request", "one", *service.admin) == (0, told, "")
+        assert caller.probe("team-a", TEXT[:8], 1) == []
+        assert caller.probe("team-a", OTHER[:8], 1) == [OTHER[8]]
+        assert run("forget", "team-a", "--older-than", "3600", *service.admin) == (0, told, "")
+        assert caller.probe("team-a", OTHER[:8], 1) == [OTHER[8]]
+        assert run("forget", "team-a", "--everything", *service.admin) == (0, told, "")
+        assert caller.probe("team-a", OTHER[:8], 1) == []
+
+        assert run("drop", "team-a", *service.admin, says="n")[0] == 1
+        assert (service.kept / "team-a").exists()
+        assert run("drop", "team-a", "--yes", *service.admin) == (0, "dropped team-a\n", "")
+        assert not (service.kept / "team-a").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["namespaces", "--server", "{address}"], "refused: a bearer token is needed"),
+        (["snapshot", "--server", "{address}", "--token-file", "/nowhere"], "token: cannot read /nowhere"),
+        (["drop", "a", "--yes", "{reader}"], "refused: caller 'reader' has no admin right to namespace 'a'"),
+        (["drop", "a", "--yes", "{admin}"], "refused: there is no namespace 'a'"),
+        (["forget", "a", "--everything", "{admin}"], "refused: there is no namespace 'a'"),
+        (["forget", "a", "{admin}"], "say one of --request, --older-than and --everything"),
+        (["forget", "a", "--everything", "--request", "r", "{admin}"], "say one of --request, --older-than and"),
+        (["forget", "a", "--older-than", "nan", "{admin}"], "older_than_s is nan; it is an age in seconds, 0 or more"),
+        (["snapshot", "--namespace", "../x", "{admin}"], "refused: there is no namespace '../x'"),
+        (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
+        (["health", "--server", "unix:/nowhere.sock", "--wait", "0.01"], "no drafter answers at unix:/nowhere.sock"),
+        (["health", "--server", "nonsense"], "'nonsense' is no address"),
+        (
+            ["health", "--server", "unix:/nowhere.sock"],
+            "(No such file or directory); start one with: ssd-drafter serve",
+        ),
+        (
+            ["namespaces", "--server", "unix:/nowhere.sock"],
+            "(No such file or directory); start one with: ssd-drafter serve",
+        ),
+        (["namespaces", "--server", "{address}", "--key", "k"], "--key needs certificate"),
+        (["namespaces", "--server", "127.0.0.1:1", "--ca", "/nowhere"], "ca: cannot read /nowhere"),
+        (["namespaces", "--server", "10.0.0.1:1", "--token-file", "{token}"], "the token would travel to 10.0.0.1:1"),
+    ],
+)
+def test_what_goes_wrong_is_one_line_and_exit_code_2(run, service, arguments, complaint):
+    names = {"{admin}": service.admin, "{reader}": service.reader, "{token}": service.admin[-1:]}
+    names["{address}"] = [service.address]
+    code, out, err = run(*(part for argument in arguments for part in names.get(argument, [argument])))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: .*{re.escape(complaint)}.*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--older-than", "-1", "forget"], "No such option"),
+        (["forget", "a", "--older-than", "-1"], "'--older-than': -1.0 is not in the range"),
+        (["forget"], "Missing argument 'NAMESPACE'"),
+        (["sing"], "No such command 'sing'"),
+        (["serve", "--capacity", "many"], "'--capacity': 'many' is no quantity; write 16000000, 500k or 16M"),
+        (["serve", "--capacity", "inf"], "is no quantity"),
+        (["serve", "--capacity", "5kk"], "is no quantity"),
+        (["serve", "--shape", "bush"], "'--shape': 'bush' is not one of 'path', 'tree'"),
+        (["serve", "--cost", "much"], "'--cost': 'much' is not a valid float"),
+    ],
+)
+def test_the_usage_of_a_command_is_told(run, arguments, complaint):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--listen", "nonsense"], "'nonsense' is no address"),
+        (["--listen", "host:99999"], "is no address"),
+        (["--listen", "unix:/nowhere/at/all.sock"], "there is no directory /nowhere/at"),
+        (["--listen", "unix:{file}"], "exists and is not a socket"),
+        (["--listen", "unix:{new}" + "x" * 100], "is too long for a Unix socket"),
+        (["--listen", "0.0.0.0:0"], "is open to the network"),
+        (["--listen", "unix:{new}", "--capacity", "1"], "drafting.capacity: a corpus holds"),
+        (["--listen", "unix:{new}", "--capacity", "1G"], "namespaces.budget: 4,000,000,000 bytes are too few"),
+        (["--listen", "unix:{new}", "--refresh-interval", "inf"], "drafting: refresh_interval_s must be"),
+        (["--listen", "unix:{new}", "--cost", "0"], "drafting: cost is what one more verified token costs"),
+        (["--listen", "unix:{new}", "--cost", "nan"], "drafting: cost is"),
+        (["--listen", "unix:{new}", "--max-draft", "65"], "drafting: max_draft must be 1 to 64, not 65"),
+        (["--listen", "unix:{new}", "--set", "drafting.policy=article"], "drafting.policy must be 'suffix'"),
+        (["--listen", "unix:{new}", "--set", "limits.stream=5"], "there is no setting limits.stream; did you mean"),
+        (["--listen", "unix:{new}", "--set", "limits"], "'limits' sets nothing; write KEY=VALUE"),
+        (["--listen", "unix:{new}", "--set", "namespaces.capacities={'a/b' = 5000}"], "a namespace cannot be called"),
+        (
+            ["--listen", "unix:{new}", "--set", "namespaces.capacities={a = '200M', b = '200M'}"],
+            "namespaces.capacities: namespace 'b' needs up to 3,025,000,000 bytes; 3,025,000,000 of the budget",
+        ),
+        (["--listen", "unix:{new}", "--snapshot-folder", "{file}/x"], "snapshots.folder: cannot write to"),
+        (
+            ["--listen", "unix:{new}", "--snapshot-interval", "0"],
+            "snapshots.interval_s: Input should be greater than 0",
+        ),
+        (
+            ["--listen", "unix:{new}", "--socket-mode", "0444"],
+            "access: socket_mode 0444 shuts the server's own user out",
+        ),
+        (["--listen", "unix:{new}", "--key", "{file}"], "access: key needs certificate"),
+        (["--listen", "unix:{new}", "--key", "{file}", "--certificate", "{file}"], "are no pair in PEM form"),
+        (["--listen", "unix:{new}", "--callers", "{file}"], "callers: {file}"),
+        (["--listen", "unix:{new}", "--callers", "{new}"], "callers: cannot read {new}"),
+        (["--config", "{new}"], "cannot read the settings in {new}: No such file"),
+        (["--listen", "127.0.0.1:{taken}"], "cannot listen at 127.0.0.1:{taken}: is the port in use"),
+        (["--listen", "{used}"], "is in use by another server; stop that one or choose another path"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why_in_one_line(run, service, tmp_path, arguments, complaint):
+    (tmp_path / "file").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {"{file}": tmp_path / "file", "{new}": tmp_path / "s", "{used}": service.address}
+        names["{taken}"] = taken.getsockname()[1]
+
+        def filled(text):
+            for name, value in names.items():
+                text = text.replace(name, str(value))
+            return text
+
+        code, out, err = run("serve", *map(filled, arguments))
+    assert code == 2
+    assert "listening" not in out
+    assert re.fullmatch(f"error: .*{re.escape(filled(complaint))}.*\n", err)
+    # The server that has the address goes on.
+    assert run("health", "--server", service.address)[0] == 0
+
+
+def test_printed_settings_are_read_back(run, tmp_path):
+    ca = Authority(tmp_path)
+    pair = ca.server()
+    arguments = [
+        *["--listen", "unix:/tmp/x.sock", "--capacity", "32M", "--max-draft", "8", "--shape", "tree", "--cost", "0.5"],
+        *["--refresh-interval", "0.5", "--budget", "8G", "--snapshot-folder", "/kept", "--snapshot-interval", "60"],
+        *["--log", "redis://somewhere", "--metrics", "127.0.0.1:9", "--certificate", pair.certificate],
+        *["--key", pair.key, "--client-ca", ca.certificate, "--callers", "/callers.toml", "--allow-plaintext"],
+        *["--socket-mode", "0660", "--passages", "--log-level", "debug", "--log-format", "json"],
+        *["--set", "limits.grace_s=3", "--set", "namespaces.capacities={'a.b' = '1M'}"],
+    ]
+    code, printed, _ = run("serve", *arguments, "--print-config")
+    assert code == 0
+    file = tmp_path / "settings.toml"
+    file.write_text(printed)
+    config = load_settings(file, environment={})
+    assert (config.drafting.capacity, config.drafting.shape, config.limits.grace_s) == (32_000_000, "tree", 3.0)
+    assert (config.access.certificate, config.namespaces.capacities) == (pair.certificate, {"a.b": 1_000_000})
+    assert run("serve", "--config", file, "--print-config")[1] == printed
+    # Flags override what is in the file.
+    assert 'shape = "path"' in run("serve", "--config", file, "--shape", "path", "--print-config")[1]
+
+
+def test_every_flag_stands_for_a_setting(run):
+    """Nothing that is not said is set."""
+    from drafter_service.commands.serve import FLAGS, serve
+
+    beside = {"config", "settings", "print_config"}
+    assert {option.name for option in serve.params if option.name not in beside} == FLAGS.keys()
+    assert run("serve", "--print-config")[1] == run("serve", "--set", "limits.streams=1024", "--print-config")[1]
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["forget"], ["health"], ["token"]])
+def test_help_is_quick_to_load(command):
+    """The help pages import neither numba nor gRPC."""
+    script = (
+        "import sys; from click.testing import CliRunner; from drafter_service.cli import cli;"
+        f"result = CliRunner().invoke(cli, [*{command!r}, '--help']); assert result.exit_code == 0, result.output;"
+        "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def drained(process, number):
+    """What a server says when a signal has ended it."""
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return out, errors
+
+
+def test_a_port_is_served_as_the_options_say_until_interrupted():
+    options = ["--shape", "tree", "--cost", "0.0001", "--max-draft", "5", "--capacity", "100k", "--log-format", "json"]
+    with served("--listen", "127.0.0.1:0", *options) as process:
+        address = re.search(r"listening at (127\.0\.0\.1:\d+), remembering up to 100,000 tokens", process.greeting)[1]
+        assert not address.endswith(":0")
+        with connected(address) as caller:
+            stream = caller.stream("a")
+            assert stream.welcome.max_draft == 5
+            request = batch({1: ()}, limit=9)
+            response = stream.ask(starts=[start(1, [1, 2, 3, 1, 2, 4, 1, 2])], batch=request)
+            drafts = read_drafts(response.drafts, 1)
+            assert len(drafts.tokens) == 5
+            assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
+            assert drafted(stream.ask(batch=batch({1: ()}, limit=9, cost=1.0))) == []
+            out, errors = drained(process, signal.SIGINT)
+            assert re.fullmatch(r"stopped: 0 tokens committed, 0 drafted, 0 accepted, 0\.00 tokens per step\n", out)
+            assert [json.loads(line)["event"] for line in errors.splitlines()] == ["namespace loaded"]
+            # The stream has ended in order.
+            stream.end()
+            assert stream.call.code() is grpc.StatusCode.OK
+
+
+def test_a_dead_servers_socket_is_taken_over_and_a_stopped_server_saves(socket_address, tmp_path):
+    path = Path(socket_address.removeprefix("unix:"))
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with served("--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)) as process:
+        assert path.stat().st_mode & 0o777 == 0o600
+        with connected(socket_address) as caller:
+            caller.observe("a", TEXT)
+            drained(process, signal.SIGTERM)
+    assert load(tmp_path / "a" / "corpus.ssd", 100_000, 32).corpus.requests == 1

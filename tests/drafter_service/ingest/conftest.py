@@ -1,0 +1,12 @@
+"""Fixtures of the tests of loads."""
+
+import pytest
+
+from drafter_service.ingest.vocabulary import Vocabulary
+from tests.drafter_service.ingest.loads import model_folder
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory):
+    """The shipped tokenizer with a chat template."""
+    return Vocabulary(model_folder(tmp_path_factory.mktemp("models") / "model"))

@@ -1,0 +1,93 @@
+"""What the tests of loads share: reading files to documents, sinks, tokenizers."""
+
+import functools
+import json
+import shutil
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from drafter_service.ingest.encode import encode
+from drafter_service.ingest.files import list_files
+from drafter_service.ingest.read import read_batches
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.resume import Resume
+from drafter_service.ingest.sink import Learned
+from drafter_service.ingest.vocabulary import Vocabulary
+
+MODEL = Path(__file__).parents[3] / "engine" / "models" / "assets" / "stdlib-7m"
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def documents_in(*paths, reading=None, resume=None):
+    """All documents of files, {name: token ids}, and the reading with its faults."""
+    reading = reading or Reading()
+    batches = read_batches(list_files(map(str, paths)), resume or Resume(None, ""), reading, Counter())
+    return dict(pair for batch in batches for pair in pairs_of(encode(batch.items, reading))), reading
+
+
+def pairs_of(documents):
+    """Names and token ids of documents."""
+    bounds = documents.offsets.tolist()
+    assert bounds[0] == 0
+    assert bounds[-1] == len(documents.tokens)
+    assert documents.tokens.dtype == np.uint32
+    texts = [documents.tokens[first:end].tolist() for first, end in pairwise(bounds)]
+    return list(zip(documents.names, texts, strict=True))
+
+
+def counts_of(faults):
+    """{reason: how often}."""
+    return {reason: fault.count for reason, fault in faults.by_reason.items()}
+
+
+def write_jsonl(path, records):
+    """Records as lines."""
+    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    return path
+
+
+def model_folder(path, template=TEMPLATE):
+    """A copy of the shipped tokenizer, with a chat template."""
+    path.mkdir()
+    shutil.copy(MODEL / "tokenizer.json", path)
+    config = {"bos_token": {"content": "<s>"}, **({"chat_template": template} if template else {})}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@functools.cache
+def shipped():
+    """The shipped tokenizer."""
+    return Vocabulary(MODEL)
+
+
+def tokenized(text):
+    """Token ids of a text."""
+    return shipped().encode([text])[0].tolist()
+
+
+class Collected:
+    """A sink that keeps everything."""
+
+    def __init__(self, window=1 << 30):
+        self.window = window
+        self.pairs = []
+        self.commits = 0
+
+    def accept(self, documents):
+        self.pairs += pairs_of(documents)
+
+    def commit(self):
+        self.commits += 1
+
+    def finish(self):
+        self.commit()
+        return Learned(len(self.pairs), sum(len(tokens) for _, tokens in self.pairs), 0)

@@ -1,0 +1,96 @@
+"""Sources to files, and what users are told about those that cannot be had."""
+
+import fsspec
+import pytest
+
+from drafter_service.ingest.files import Opened, check_codecs, list_files
+from ssd.errors import UserError
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in ("b/2.jsonl", "b/1.jsonl", "a.txt", ".hidden/x", "b/.x", "odd[1].txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def names(tree, *sources):
+    return [file.name.removeprefix(f"{tree}/") for file in list_files(sources)]
+
+
+def test_folders_are_read_by_name_without_what_is_hidden(tree):
+    assert names(tree, str(tree)) == ["a.txt", "b/1.jsonl", "b/2.jsonl", "odd[1].txt"]
+
+
+def test_sources_keep_their_order(tree):
+    assert names(tree, f"{tree}/b/2.jsonl", f"{tree}/a.txt") == ["b/2.jsonl", "a.txt"]
+
+
+def test_globs(tree):
+    assert names(tree, f"{tree}/b/*.jsonl") == ["b/1.jsonl", "b/2.jsonl"]
+    assert names(tree, f"file://{tree}/b/*2*") == ["b/2.jsonl"]
+    assert names(tree, f"{tree}/?") == ["b/1.jsonl", "b/2.jsonl"]
+
+
+def test_a_name_that_looks_like_a_glob(tree):
+    assert names(tree, f"{tree}/odd[1].txt") == ["odd[1].txt"]
+
+
+def test_relative_paths_have_absolute_names(tree, monkeypatch):
+    monkeypatch.chdir(tree / "b")
+    assert names(tree, "1.jsonl") == ["b/1.jsonl"]
+    assert names(tree, ".") == ["b/1.jsonl", "b/2.jsonl"]
+
+
+def test_a_file_that_changed_has_another_version(tree):
+    (before,) = list_files([f"{tree}/a.txt"])
+    (same,) = list_files([f"{tree}/a.txt"])
+    (tree / "a.txt").write_text("[]")
+    (after,) = list_files([f"{tree}/a.txt"])
+    assert before.version == same.version != after.version
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{tree}/missing", "there is no such file"),
+        ("{tree}/*.none", "there is no such file"),
+        ("{tree}/empty", "there is no such file"),
+        ("s3://bucket/key", "Install s3fs"),
+        ("nowhere://a", "nowhere"),
+    ],
+)
+def test_sources_that_cannot_be_had(tree, source, message):
+    (tree / "empty").mkdir()
+    if source.startswith("s3") and "s3fs" in fsspec.available_protocols():
+        pytest.skip("s3fs is installed")
+    with pytest.raises(UserError, match=message):
+        list_files([source.format(tree=tree)])
+
+
+def test_a_codec_that_is_missing_is_named(tree, monkeypatch):
+    (tree / "a.jsonl.zst").write_bytes(b"")
+    monkeypatch.setattr("drafter_service.ingest.files.compr", {})
+    with pytest.raises(UserError, match="pip install zstandard"):
+        check_codecs(list_files([f"{tree}/a.jsonl.zst"]))
+
+
+def test_a_stream_that_cannot_seek_is_read_through(tree):
+    (file,) = list_files([f"{tree}/a.txt"])
+    (tree / "a.txt").write_bytes(b"0123456789")
+    with Opened(file) as opened:
+        opened.data = OneWay(opened.data)
+        opened.skip(4)
+        assert opened.data.read(3) == b"456"
+
+
+class OneWay:
+    """A stream from a service that sends a file once, in small parts."""
+
+    def __init__(self, stream):
+        self.read = lambda size: stream.read(min(size, 3))
+        self.close = stream.close
+
+    def seekable(self):
+        return False

@@ -1,0 +1,317 @@
+"""Every kind of file, to documents."""
+
+import bz2
+import gzip
+import lzma
+import zipfile
+
+import fsspec
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from drafter_service.ingest import jsonl, plain, token_arrays
+from drafter_service.ingest.faults import NO_TOKENIZER, SHOWN
+from drafter_service.ingest.files import File, list_files
+from drafter_service.ingest.kinds import kind_of
+from drafter_service.ingest.read import BINARY
+from drafter_service.ingest.reading import LEAD, Reading
+from ssd.corpus import snapshot
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import SEPARATOR
+from tests.drafter_service.ingest.loads import counts_of, documents_in, tokenized, write_jsonl
+
+RECORDS = [{"prompt_token_ids": list(range(100)), "token_ids": [7, index]} for index in range(50)]
+LEARNED = [[*range(100 - LEAD, 100), 7, index] for index in range(50)]
+
+
+def small(**settings):
+    """Reading in blocks that hold a few records."""
+    return Reading(block_bytes=1000, **settings)
+
+
+def test_json_lines(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:{line}" for line in range(1, 51)]
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+def test_whole_prompts(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    documents, _ = documents_in(path, reading=Reading(whole_prompts=True))
+    assert list(documents.values()) == [[*range(100), 7, index] for index in range(50)]
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_compressed_files(tmp_path, suffix, compress):
+    lines = write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()
+    path = tmp_path / f"b.ndjson.{suffix}"
+    path.write_bytes(compress(lines))
+    documents, _ = documents_in(path, reading=small())
+    assert list(documents.values()) == LEARNED
+
+
+def test_zstandard_files(tmp_path):
+    zstandard = pytest.importorskip("zstandard", reason="an optional package reads .zst files")
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()))
+    documents, _ = documents_in(path, reading=small())
+    assert list(documents.values()) == LEARNED
+
+
+def test_bad_lines_are_counted_with_their_places_and_never_with_their_content(tmp_path):
+    good = orjson.dumps(RECORDS[0])
+    lines = [b'{"secret', good, b"", b"[1]", b"\xff\xfe", b'{"text": "secret"}', good, b'{"token_ids": [-1]}']
+    lines += [b"nonsense"] * 10
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:2", f"{path}:7"]
+    by_reason = reading.faults.by_reason
+    assert by_reason[jsonl.NOT_JSON].count == 12
+    assert by_reason[jsonl.NOT_JSON].places == [f"{path}:{line}" for line in (1, 5, 9)]
+    assert len(by_reason[jsonl.NOT_JSON].places) == SHOWN
+    assert by_reason[NO_TOKENIZER].places == [f"{path}:6"]
+    assert reading.faults.count == 15
+    assert "secret" not in str(by_reason)
+
+
+def test_a_line_without_end_is_left_out_without_being_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "MOST_LINE", 4000)
+    good = orjson.dumps(RECORDS[0])
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([good, b'{"text": "' + b"x" * 50_000 + b'"}', good, good]) + b"\n")
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert reading.faults.by_reason[jsonl.TOO_LONG].places == [f"{path}:2"]
+
+
+def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(map(orjson.dumps, RECORDS)))
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+def test_text_records_are_tokenized_behind_the_end_of_their_prompt(tmp_path, vocabulary):
+    prompt = "import os\n" * 2000 + "def f():\n    return os.path.join(a, b)\n"
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": "print(f())\n"}])
+    (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
+    assert document == tokenized(prompt)[-LEAD:] + tokenized("print(f())\n")
+    (document,) = documents_in(path, reading=Reading(vocabulary, whole_prompts=True))[0].values()
+    assert document == tokenized(prompt) + tokenized("print(f())\n")
+
+
+def test_messages_pass_through_the_chat_template(tmp_path, vocabulary):
+    messages = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": "def f"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+    (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
+    assert document == tokenized("<|user|>import os<|end|><|assistant|>")[-LEAD:] + tokenized("def f")
+
+
+@pytest.mark.parametrize("group_rows", [7, 1000])
+def test_parquet(tmp_path, group_rows):
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist([{**record, "unused": {"x": 1}} for record in RECORDS])
+    pq.write_table(table, path, row_group_size=group_rows)
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:{row}" for row in range(1, 51)]
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+def test_parquet_with_gaps(tmp_path):
+    path = tmp_path / "a.parquet"
+    ids = pa.array([[1, 2], None, [], [3], [4, None], [-1]], pa.list_(pa.int64()))
+    pq.write_table(pa.table({"token_ids": ids, "text": ["a", "b", None, None, None, None]}), path)
+    documents, reading = documents_in(path)
+    assert documents == {f"{path}:1": [1, 2], f"{path}:4": [3]}
+    assert reading.faults.count == 4
+
+
+def test_parquet_with_text_messages_and_json_in_strings(tmp_path, vocabulary):
+    path = tmp_path / "a.parquet"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "def f"}]
+    answer = orjson.dumps({"choices": [{"message": {"role": "assistant", "content": "def g"}}]}).decode()
+    rows = [{"messages": messages, "response": None}, {"messages": None, "response": answer}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    documents, _ = documents_in(path, reading=Reading(vocabulary))
+    assert list(documents.values()) == [
+        tokenized("<|user|>a<|end|><|assistant|>")[-LEAD:] + tokenized("def f"),
+        tokenized("def g"),
+    ]
+
+
+def test_parquet_without_known_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"essay": ["a"], "ids": [[5, 6]]}), path)
+    documents, reading = documents_in(path)
+    assert (documents, reading.faults.count) == ({}, 1)
+    documents, reading = documents_in(path, reading=Reading(fields=("ids",)))
+    assert list(documents.values()) == [[5, 6]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64, ">u4"])
+def test_rows_of_an_array_are_documents(tmp_path, dtype):
+    rows = np.arange(3000).reshape(30, 100)
+    np.save(tmp_path / "a.npy", rows.astype(dtype))
+    documents, _ = documents_in(tmp_path / "a.npy", reading=small())
+    assert list(documents.values()) == rows.tolist()
+
+
+def test_a_row_without_ends_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_arrays, "PIECE_TOKENS", 400)
+    np.save(tmp_path / "a.npy", np.arange(1000))
+    documents, _ = documents_in(tmp_path / "a.npy", reading=small())
+    assert [len(document) for document in documents.values()] == [400, 400, 200]
+    assert [token for document in documents.values() for token in document] == list(range(1000))
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_archives_say_where_documents_end(tmp_path, save):
+    save(tmp_path / "a.npz", tokens=np.arange(10), offsets=[0, 3, 3, 10])
+    documents, _ = documents_in(tmp_path / "a.npz")
+    assert list(documents.values()) == [[0, 1, 2], list(range(3, 10))]
+    assert [name.rpartition(":")[2] for name in documents] == ["1", "3"]
+
+
+def test_traces_have_prompts(tmp_path):
+    tokens = np.arange(2000, dtype=np.uint32)
+    np.savez(tmp_path / "a.npz", tokens=tokens, prompt_len=[900, 40, 10], output_len=[100, 0, 950], session=[0, 1, 2])
+    documents, _ = documents_in(tmp_path / "a.npz")
+    assert list(documents.values()) == [list(range(900 - LEAD, 1000)), list(range(1040, 2000))]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"other": [1]},
+        {"tokens": [1.5]},
+        {"tokens": [1, 2], "offsets": [0, 3]},
+        {"tokens": [1, 2], "offsets": [1, 3]},
+        {"tokens": [1, 2], "offsets": [0, 3, 2]},
+        {"tokens": [1, 2], "prompt_len": [1], "output_len": [1, 0]},
+    ],
+)
+def test_archives_that_do_not_fit_are_left_out(tmp_path, arrays):
+    np.savez(tmp_path / "a.npz", **{name: np.array(values) for name, values in arrays.items()})
+    documents, reading = documents_in(tmp_path / "a.npz")
+    assert (documents, reading.faults.count) == ({}, 1)
+
+
+def test_impossible_ids_in_arrays_are_left_out(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([[1, 2], [-1, 2], [1 << 32, 0], [int(SEPARATOR), 1], [3, 4]]))
+    documents, reading = documents_in(tmp_path / "a.npy")
+    assert list(documents.values()) == [[1, 2], [3, 4]]
+    assert reading.faults.count == 3
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("<u2", 50_000), ("<u4", 200_000)])
+def test_raw_tokens_of_16_or_32_bits(tmp_path, dtype, most):
+    tokens = np.random.default_rng(0).integers(0, most, 5000)
+    (tmp_path / "a.bin").write_bytes(tokens.astype(dtype).tobytes())
+    (document,) = documents_in(tmp_path / "a.bin")[0].values()
+    assert document == tokens.tolist()
+
+
+def test_snapshots(tmp_path):
+    corpus = Corpus(10_000, 32)
+    texts = [np.arange(index, 2 * index, dtype=np.uint32) for index in range(1, 60)]
+    for index, text in enumerate(texts):
+        corpus.append(text, f"request {index}" if index % 2 else None)
+    corpus.forget("request 3")
+    snapshot.save(corpus, tmp_path / "a.ssd")
+    documents, _ = documents_in(tmp_path / "a.ssd", reading=small())
+    assert list(documents.values()) == [text.tolist() for index, text in enumerate(texts) if index != 3]
+    again, _ = documents_in(tmp_path / "a.ssd", reading=Reading(block_bytes=1 << 20))
+    assert again == documents
+
+
+def test_plain_text_and_source_trees(tmp_path, vocabulary):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "b.py").write_text("import os\n")
+    (tmp_path / "pkg" / "a.py").write_text("import sys\n")
+    (tmp_path / "pkg" / "data.json").write_text('{\n "a": 1}\n')
+    (tmp_path / "pkg" / "image").write_bytes(b"\x89PNG\0\0\0")
+    (tmp_path / "pkg" / "latin").write_bytes("é".encode("latin-1"))
+    (tmp_path / "pkg" / "empty").write_bytes(b"\n")
+    (tmp_path / "pkg" / ".git").mkdir()
+    (tmp_path / "pkg" / ".git" / "config").write_text("no")
+    documents, reading = documents_in(tmp_path / "pkg", reading=Reading(vocabulary))
+    expected = {"a.py": "import sys\n", "b.py": "import os\n", "data.json": '{\n "a": 1}\n'}
+    assert documents == {f"{tmp_path}/pkg/{name}:1": tokenized(text) for name, text in expected.items()}
+    assert counts_of(reading.faults) == {BINARY: 1, plain.NOT_UTF8: 1}
+
+
+def test_long_text_is_cut_at_the_end_of_a_line(tmp_path, vocabulary, monkeypatch):
+    monkeypatch.setattr(plain, "PIECE_BYTES", 100)
+    lines = [f"value_{index} = {index}\n" for index in range(50)]
+    (tmp_path / "a.py").write_text("".join(lines))
+    documents, _ = documents_in(tmp_path / "a.py", reading=Reading(vocabulary))
+    firsts = [int(name.rpartition(":")[2]) for name in documents]
+    assert len(firsts) > 5
+    for first, end, document in zip(firsts, [*firsts[1:], 51], documents.values(), strict=True):
+        assert document == tokenized("".join(lines[first - 1 : end - 1]))
+
+
+def test_kinds_are_known_by_how_files_begin(tmp_path):
+    record = orjson.dumps(RECORDS[0])
+    contents = {
+        "server.log": (record, "JSONL"),
+        "long.json": (b'{"tokens": [' + b"1, " * 5000 + b"1]}", "JSONL"),
+        "pretty.json": (b'{\n  "a": 1\n}', "text"),
+        "notes": (b"text", "text"),
+        "table": (b"PAR1....", "Parquet"),
+        "rows": (b"\x93NUMPY....", "npy"),
+        "corpus": (b"SSDSNAP\n....", "snapshot"),
+        "program": (b"\x7fELF\0", "binary"),
+    }
+    for name, (content, kind) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        (file,) = list_files([str(tmp_path / name)])
+        assert kind_of(file) == kind, name
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.npy", "a.npz", "corpus"])
+def test_damaged_files_are_counted_and_the_next_is_read(tmp_path, name):
+    corpus = Corpus(10_000, 32)
+    corpus.append(np.arange(1000, dtype=np.uint32))
+    snapshot.save(corpus, tmp_path / "corpus")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(map(orjson.dumps, RECORDS))))
+    pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
+    np.save(tmp_path / "a.npy", np.arange(1000).reshape(10, 100))
+    np.savez(tmp_path / "a.npz", tokens=np.arange(1000).reshape(10, 100))
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: len(data) // 2])
+    good = write_jsonl(tmp_path / "good.jsonl", [{"tokens": [1]}])
+    documents, reading = documents_in(tmp_path / name, good)
+    assert documents[f"{good}:1"] == [1]
+    assert reading.faults.count == 1
+
+
+def test_other_file_systems(tmp_path):
+    memory = fsspec.filesystem("memory")
+    lines = write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()
+    memory.pipe({"/logs/a.jsonl": lines, "/logs/deep/b.jsonl.gz": gzip.compress(lines)})
+    documents, reading = documents_in("memory://logs", reading=small())
+    assert list(documents.values()) == LEARNED * 2
+    assert next(iter(documents)) == "memory:///logs/a.jsonl:1"
+    assert reading.faults.count == 0
+    corpus = Corpus(10_000, 32)
+    corpus.append(np.arange(10, dtype=np.uint32))
+    snapshot.save(corpus, tmp_path / "corpus.ssd")
+    memory.pipe("/corpus.ssd", (tmp_path / "corpus.ssd").read_bytes())
+    assert list(documents_in("memory://corpus.ssd")[0].values()) == [list(range(10))]
+
+
+def test_an_archive_within_an_archive_is_no_array(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.jsonl", "{}")
+    (file,) = list_files([str(tmp_path / "a.zip")])
+    assert isinstance(file, File)
+    assert kind_of(file) == "binary"

@@ -1,0 +1,176 @@
+"""Loads: order, bounds on what is under way, errors, text without a tokenizer."""
+
+import threading
+from contextlib import closing
+from itertools import pairwise
+
+import pytest
+
+from drafter_service.ingest import pipeline
+from drafter_service.ingest.faults import NO_TOKENIZER
+from drafter_service.ingest.files import list_files
+from drafter_service.ingest.flow import ahead, mapped
+from drafter_service.ingest.pipeline import BATCHES_ENCODED, BATCHES_READ, TOKENIZERS
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.resume import Resume
+from ssd.errors import UserError
+from tests.drafter_service.ingest.loads import Collected, counts_of, model_folder, tokenized, write_jsonl
+
+PATIENCE_S = 30
+MOST_UNDER_WAY = BATCHES_READ + 1 + TOKENIZERS + 1 + BATCHES_ENCODED + 1
+"""Batches that were read and not accepted: in both queues, on the way into each, at the tokenizers, at the sink."""
+
+
+def load(sources, sink, reading=None, watch=lambda _: None):
+    return pipeline.load(list_files(map(str, sources)), reading or Reading(), sink, Resume(None, ""), watch)
+
+
+def threads_of_loads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("warm-")]
+
+
+def test_documents_come_in_the_order_of_their_files(tmp_path, vocabulary):
+    records = [{"text": f"value_{index} = {index}\n"} if index % 3 else {"tokens": [index]} for index in range(500)]
+    write_jsonl(tmp_path / "a.jsonl", records)
+    write_jsonl(tmp_path / "b.jsonl", records)
+    sink, seen = Collected(), []
+    summary = load([tmp_path], sink, Reading(vocabulary, block_bytes=500), seen.append)
+    expected = [tokenized(record["text"]) if "text" in record else record["tokens"] for record in records]
+    assert [tokens for _, tokens in sink.pairs] == expected * 2
+    assert [name for name, _ in sink.pairs] == [f"{tmp_path}/{x}.jsonl:{line}" for x in "ab" for line in range(1, 501)]
+    assert len(seen) > 10
+    assert all(earlier <= later for earlier, later in pairwise(seen))
+    assert seen[-1].bytes_read == sum(file.size for file in list_files([str(tmp_path)]))
+    assert (seen[-1].documents, seen[-1].tokens) == (1000, sum(map(len, expected * 2)))
+    assert summary.learned.documents == 1000
+    assert summary.kinds == {"JSONL": 2}
+
+
+def test_what_is_under_way_is_bounded(tmp_path, monkeypatch):
+    """The reader stops when the sink does: memory does not grow with the size of a load."""
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": list(range(100))} for _ in range(5000)])
+    changed = threading.Condition()
+    produced, weights = [0], []
+    read_batches = pipeline.read_batches
+
+    def counted(*arguments):
+        for batch in read_batches(*arguments):
+            with changed:
+                produced[0] += 1
+                changed.notify_all()
+            weights.append(sum(item.weight for item in batch.items))
+            yield batch
+
+    class Slow(Collected):
+        accepted, most = 0, 0
+
+        def accept(self, documents):
+            super().accept(documents)
+            with changed:
+                if self.accepted == 0:
+                    assert changed.wait_for(lambda: produced[0] >= MOST_UNDER_WAY, PATIENCE_S)
+                    assert not changed.wait_for(lambda: produced[0] > MOST_UNDER_WAY, 0.3)
+                self.most = max(self.most, produced[0] - self.accepted)
+                self.accepted += 1
+
+    monkeypatch.setattr(pipeline, "read_batches", counted)
+    sink = Slow()
+    load([tmp_path], sink, Reading(block_bytes=4000))
+    assert sink.most == MOST_UNDER_WAY < sink.accepted
+    assert max(weights) < 2 * 4000
+    assert len(sink.pairs) == 5000
+
+
+def test_a_prompt_of_which_the_end_is_learned_is_not_held(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt_token_ids": list(range(10_000)), "token_ids": [1]}])
+    ((item,), *_) = next(
+        iter(pipeline.read_batches(list_files([str(tmp_path)]), Resume(None, ""), Reading(), {"JSONL": 0}))
+    )
+    assert item.prompt.base is None
+
+
+@pytest.mark.parametrize("where", ["accept", "finish"])
+def test_what_the_sink_raises_ends_the_load(tmp_path, where):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1] * 100}] * 1000)
+
+    class Broken(Collected):
+        """Its disk is full."""
+
+    def fail(*_):
+        raise UserError("full")
+
+    setattr(Broken, where, fail)
+    with pytest.raises(UserError, match="full"):
+        load([tmp_path], Broken(), Reading(block_bytes=1000))
+    assert threads_of_loads() == []
+
+
+def test_what_the_tokenizer_raises_ends_the_load(tmp_path, vocabulary, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 1000)
+
+    def fail(_):
+        raise MemoryError
+
+    monkeypatch.setattr(vocabulary, "encode", fail)
+    with pytest.raises(MemoryError):
+        load([tmp_path], Collected(), Reading(vocabulary, block_bytes=1000))
+    assert threads_of_loads() == []
+
+
+def test_text_needs_a_tokenizer(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 10)
+    with pytest.raises(UserError, match="--tokenizer FOLDER"):
+        load([tmp_path], Collected())
+
+
+def test_a_long_log_of_text_without_a_tokenizer_is_given_up_early(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a" * 100}] * 20_000)
+    seen = []
+    with pytest.raises(UserError, match="--tokenizer FOLDER"):
+        load([tmp_path], Collected(), Reading(block_bytes=2000), seen.append)
+    assert len(seen) < 200
+
+
+def test_some_text_among_token_ids_is_only_counted(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 10 + [{"tokens": [1]}])
+    summary = load([tmp_path], Collected())
+    assert counts_of(summary.faults) == {NO_TOKENIZER: 10}
+    assert summary.learned.documents == 1
+
+
+def test_a_chat_template_that_refuses_messages(tmp_path):
+    from drafter_service.ingest.vocabulary import Vocabulary
+
+    vocabulary = Vocabulary(model_folder(tmp_path / "m", "{{ raise_exception('secret ' + messages[0].content) }}"))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "def f"}]
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"text": "import os"}])
+    summary = load([tmp_path / "a.jsonl"], Collected(), Reading(vocabulary))
+    assert [fault.places for fault in summary.faults.by_reason.values()] == [[f"{tmp_path}/a.jsonl:1"]]
+    assert "secret" not in str(summary.faults.by_reason)
+
+
+def test_items_are_fetched_ahead_and_in_order():
+    with closing(ahead(iter(range(100)), 3)) as items:
+        assert list(items) == list(range(100))
+    assert list(mapped(lambda x: x * x, range(100), 3)) == [x * x for x in range(100)]
+
+
+def test_a_source_that_fails_is_heard_of_behind_what_it_gave():
+    def broken():
+        yield 1
+        raise ValueError("no more")
+
+    items = ahead(broken(), 3)
+    assert next(items) == 1
+    with pytest.raises(ValueError, match="no more"):
+        next(items)
+
+
+def test_threads_end_when_nobody_wants_more():
+    def endless():
+        while True:
+            yield 1
+
+    with closing(ahead(endless(), 3)) as items:
+        next(items)
+    assert threads_of_loads() == []

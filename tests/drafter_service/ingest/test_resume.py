@@ -1,0 +1,186 @@
+"""A load that is interrupted anywhere and goes on learns what one that was not interrupted learns."""
+
+import gzip
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import settings
+
+from drafter_service.ingest import offline, pipeline, plain
+from drafter_service.ingest.chunk import Position
+from drafter_service.ingest.files import list_files
+from drafter_service.ingest.kinds import kind_of, read_as
+from drafter_service.ingest.offline import OfflineSink
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.resume import Resume
+from ssd.corpus import snapshot
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import MIN_CAPACITY
+from ssd.corpus.sections import read_sections
+from ssd.errors import UserError
+from tests.drafter_service.ingest.loads import write_jsonl
+
+BLOCK = 1500
+"""Bytes: so small that there are many places to be interrupted at."""
+
+
+class KilledError(Exception):
+    """The process was killed here."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A file of each kind, together several times what the corpus remembers."""
+    folder = tmp_path_factory.mktemp("sources")
+    rng = np.random.default_rng(0)
+
+    def texts(count):
+        return [rng.integers(0, 300, size).tolist() for size in rng.integers(1, 120, count).tolist()]
+
+    records = [
+        {"prompt_token_ids": prompt, "token_ids": output} for prompt, output in zip(texts(60), texts(60), strict=True)
+    ]
+    path = write_jsonl(folder / "a.jsonl", [*records, {"bad": 1}, {"token_ids": [-1]}])
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(map(orjson.dumps, records[::-1])), mtime=0))
+    pq.write_table(pa.table({"tokens": texts(80)}), folder / "c.parquet", row_group_size=30)
+    np.save(folder / "d.npy", rng.integers(0, 300, (40, 50)))
+    tokens = texts(40)
+    np.savez(folder / "e.npz", tokens=np.concatenate(tokens), offsets=np.cumsum([0, *map(len, tokens)]))
+    corpus = Corpus(MIN_CAPACITY, 32)
+    for index, text in enumerate(texts(40)):
+        corpus.append(np.array(text, np.uint32), f"r{index}" if index % 2 else None)
+    snapshot.save(corpus, folder / "f.ssd")
+    (folder / "g.py").write_text("".join(f"value_{index} = {index}\n" for index in range(400)))
+    assert path.exists()
+    return list_files([str(folder)])
+
+
+def run(files, folder, vocabulary):
+    """A load into `folder`."""
+    sink = OfflineSink(folder / "corpus.ssd", MIN_CAPACITY)
+    resume = Resume(folder / "resume.json", "it")
+    reading = Reading(vocabulary, block_bytes=BLOCK)
+    return pipeline.load(files, reading, sink, resume, lambda _: None)
+
+
+def learned(folder):
+    """What a load left behind: texts and names. Times differ."""
+    sections = read_sections(folder / "corpus.ssd")
+    return {name: sections[name].tolist() for name in ("text", "requests.first", "requests.name")}
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_each_kind_of_file_is_read_on_from_any_position(sources, vocabulary, index, monkeypatch):
+    monkeypatch.setattr(plain, "PIECE_BYTES", 500)
+    file, reading = sources[index], Reading(vocabulary, block_bytes=BLOCK)
+
+    def chunks_from(position):
+        return list(read_as(kind_of(file), file, position, reading))
+
+    def told(chunks):
+        return [(item.name, list(item.output)) for chunk in chunks for item in chunk.items]
+
+    chunks = chunks_from(Position())
+    assert len(chunks) > 3
+    for done, chunk in enumerate(chunks, 1):
+        assert told(chunks_from(chunk.position)) == told(chunks[done:])
+
+
+class Saboteur:
+    """Kills the load at its n-th step: before or after a batch is accepted, a snapshot is saved, or the position is."""
+
+    def __init__(self, monkeypatch, at):
+        self.steps, self.at = [], at
+        for owner, name in ((OfflineSink, "accept"), (offline.snapshot, "save"), (Resume, "write")):
+            monkeypatch.setattr(owner, name, self.around(getattr(owner, name)))
+
+    def around(self, function):
+        def sabotaged(*arguments):
+            self.step(f"before {function.__name__}")
+            result = function(*arguments)
+            self.step(f"after {function.__name__}")
+            return result
+
+        return sabotaged
+
+    def step(self, name):
+        if len(self.steps) == self.at:
+            raise KilledError
+        self.steps.append(name)
+
+    def chosen(self):
+        """Of each kind of step some, at different times of the load; all of them if there is time to soak."""
+        steps = range(len(self.steps))
+        if settings.get_current_profile_name() == "soak":
+            return list(steps)
+        kinds = sorted(set(self.steps))
+        of_kind = [[step for step in steps if self.steps[step] == kind] for kind in kinds]
+        return [step for offset, some in enumerate(of_kind) for step in some[offset :: max(1, len(some) // 3)]]
+
+
+def test_an_interrupted_load_goes_on_to_the_same_corpus(sources, tmp_path, vocabulary, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    with monkeypatch.context() as patch:
+        saboteur = Saboteur(patch, at=-1)
+        summary = run(sources, tmp_path / "whole", vocabulary)
+    expected = learned(tmp_path / "whole")
+    assert summary.learned.tokens > 4 * MIN_CAPACITY, "the oldest must have been overwritten"
+    assert summary.learned.duplicates == 0
+    assert summary.faults.count == 2
+    for at in saboteur.chosen():
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            Saboteur(patch, at)
+            with pytest.raises(KilledError):
+                run(sources, folder, vocabulary)
+        run(sources, folder, vocabulary)
+        assert learned(folder) == expected, f"killed at step {at}"
+
+
+def test_all_of_it_is_as_without_resuming(sources, tmp_path, vocabulary):
+    """Commits on the way change nothing about the newest text."""
+    (tmp_path / "whole").mkdir()
+    run(sources, tmp_path / "whole", vocabulary)
+    sink = OfflineSink(tmp_path / "corpus.ssd", MIN_CAPACITY)
+    pipeline.load(sources, Reading(vocabulary, block_bytes=BLOCK), sink, Resume(None, ""), lambda _: None)
+    newest = slice(-MIN_CAPACITY, None)
+    assert learned(tmp_path)["text"][newest] == learned(tmp_path / "whole")["text"][newest]
+
+
+def test_what_was_read_is_not_read_again(sources, tmp_path, vocabulary):
+    run(sources, tmp_path, vocabulary)
+    summary = run(sources, tmp_path, vocabulary)
+    assert (summary.learned.documents, summary.learned.duplicates, summary.kinds) == (0, 0, {})
+
+
+def test_a_file_that_changed_is_read_anew_and_only_what_is_new_is_learned(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}, {"tokens": [2]}])
+    run(list_files([str(path)]), tmp_path, None)
+    write_jsonl(path, [{"tokens": [1]}, {"tokens": [2]}, {"tokens": [3]}])
+    summary = run(list_files([str(path)]), tmp_path, None)
+    assert (summary.learned.documents, summary.learned.duplicates) == (1, 2)
+    assert [token for token in learned(tmp_path)["text"] if token < 10] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"into": 1, "files": {}}'])
+def test_a_resume_file_that_is_none(tmp_path, content):
+    (tmp_path / "r").write_bytes(content)
+    with pytest.raises(UserError, match="remove it"):
+        Resume(tmp_path / "r", "it")
+
+
+def test_a_resume_file_of_another_load(tmp_path):
+    Resume(tmp_path / "r", "the first").write()
+    Resume(tmp_path / "r", "the first")
+    with pytest.raises(UserError, match="a load into the first"):
+        Resume(tmp_path / "r", "the second")
+
+
+def test_a_resume_file_that_cannot_be_written(tmp_path):
+    resume = Resume(tmp_path / "missing" / "r", "it")
+    with pytest.raises(UserError, match="cannot be written"):
+        resume.write()

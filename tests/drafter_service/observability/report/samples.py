@@ -1,0 +1,185 @@
+"""Made-up services: what they say is plausible, and the same in every run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from drafter_service.observability.facts import (
+    ClientTotals,
+    CorpusFacts,
+    LogFacts,
+    ModelIdentity,
+    NamespaceFacts,
+    Passage,
+    ServiceFacts,
+)
+from drafter_service.observability.history import History, Sample
+from drafter_service.observability.latency import Latency
+from ssd.stats import AGES, LENGTHS, ODDS_BINS, Stats
+
+NOW = 1_795_000_000.0
+HOUR = 3600.0
+
+
+def service(*namespaces, **changes):
+    """Facts of a service that has run for a day and a half."""
+    facts = {
+        "version": "0.1.0",
+        "started_at": NOW - 36 * HOUR,
+        "now": NOW,
+        "memory_bytes": 1_400_000_000,
+        "refused": 3,
+        "log": LogFacts(
+            published_tokens=4_200_000, consumed_tokens=21_000_000, duplicates=17, is_connected=True, lag_s=0.2
+        ),
+    }
+    return ServiceFacts(**{**facts, **changes}, namespaces=namespaces)
+
+
+def new_namespace(name="default", **changes):
+    """A namespace in which nothing has happened."""
+    facts = {
+        "name": name,
+        "model": ModelIdentity("llama-3-8b", "9f86d081884c7d65", "", 128_256),
+        "stats": Stats(),
+        "history": History(),
+        "corpus": CorpusFacts(16_000_000, 0, 0, 0, 0, 0, 0, 0, 0),
+        "memory_bytes": 3_000_000,
+        "streams": 0,
+        "sequences": 0,
+    }
+    return NamespaceFacts(**{**facts, **changes})
+
+
+def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
+    """A namespace that has been drafted from; `level`: about how often a draft token is accepted."""
+    stats = Stats()
+    fill(stats, steps, level)
+    appended = 9 * steps
+    capacity = 16_000_000
+    facts = {
+        "stats": stats,
+        "history": history_of(stats, appended, capacity),
+        "corpus": CorpusFacts(
+            capacity,
+            min(appended, capacity),
+            min(appended, capacity) // 700,
+            appended,
+            812,
+            steps // 90,
+            steps // 4000,
+            2,
+            5,
+        ),
+        "memory_bytes": 196_000_000,
+        "streams": 4,
+        "sequences": 212,
+        "draft_latency": latency_of(steps // 40, 3.2e-4, 0.5),
+        "merge_latency": latency_of(steps // 90, 4.1e-3, 0.7),
+        "clients": ClientTotals(
+            timeouts=steps // 3000, dropped=steps // 3200, resyncs=4, reconnects=2, ahead=steps // 9
+        ),
+        "duplicates": 31,
+    }
+    return new_namespace(name, **{**facts, **changes})
+
+
+def begun_namespace():
+    """A namespace that has been drafted from for a minute and a half."""
+    history = History()
+    history.note(Sample(NOW - 90, *[0] * 9))
+    latency = Latency()
+    latency.note(0.0006)
+    latency.note(0.0011)
+    return busy_namespace("begun", steps=9, history=history, draft_latency=latency, merge_latency=latency)
+
+
+def fill(stats, steps, level):
+    """Counters as `steps` sequence steps leave them behind."""
+    counters = stats.counters
+    hits = int(0.83 * steps)
+    reached = float(hits)
+    for position in range(24):
+        chance = level * (1 - 0.5 * math.exp(-position / 3)) + 0.2
+        counters.by_position[position] = int(reached), int(reached * min(0.99, chance))
+        reached = counters.by_position[position, 1] * 0.8
+    drafted, accepted = counters.by_position.sum(axis=0).tolist()
+    counters.steps[:] = steps, steps + accepted, hits
+    spread(counters.by_source, drafted, accepted, [0.7, 0.3])
+    spread(
+        counters.by_length,
+        drafted,
+        accepted,
+        [(1 + n) * math.exp(-n / 9) + (40 if n == 64 else 0) for n in range(LENGTHS)],
+    )
+    spread(
+        counters.by_age,
+        drafted,
+        accepted,
+        [math.exp(-((bits - 17) ** 2) / 20) if 3 < bits < 25 else 0 for bits in range(AGES)],
+    )
+    for index in range(ODDS_BINS):
+        odds, count = (index + 0.5) / ODDS_BINS, int(drafted * (0.02 + (index / ODDS_BINS) ** 2) / 8)
+        counters.calibration[index] = count, count * odds, count * min(1.0, odds**1.08 + 0.02 * math.sin(9 * odds))
+
+
+def spread(table, drafted, accepted, weights):
+    """Totals over the rows of a table, more accepted further down."""
+    weights = np.array(weights) / sum(weights)
+    table[:, 0] = (weights * drafted).astype(np.int64)
+    table[0, 0] += drafted - table[:, 0].sum()
+    kept = table[:, 0] * np.linspace(0.6, 1.0, len(table)) ** 2
+    table[:, 1] = np.minimum(table[:, 0], kept * accepted / max(1.0, kept.sum()))
+    row = int(np.argmax(table[:, 0] - table[:, 1]))
+    table[row, 1] += accepted - table[:, 1].sum()
+
+
+def history_of(stats, appended, capacity, samples=300, hours=36):
+    """A history with a quiet night, in which tokens per step grow up to the totals of `stats`."""
+    random = np.random.default_rng(2)
+    parts = np.arange(samples) / samples
+    daytime = np.where((parts > 0.4) & (parts < 0.55), 0.0, 1.2 + np.sin(2 * np.pi * 36 / 24 * parts))
+    work = np.cumsum(daytime * random.uniform(0.5, 1.5, samples))
+    gain = np.cumsum(
+        np.diff(work, prepend=0.0) * (1 - np.exp(-(parts + 0.03) * 3)) * random.uniform(0.85, 1.1, samples)
+    )
+    hit = np.cumsum(np.diff(work, prepend=0.0) * (0.6 + 0.3 * parts) * random.uniform(0.95, 1.05, samples))
+    work, gain, hit = (0.97 * grown / grown[-1] for grown in (work, gain, hit))
+    history = History()
+    for part, worked, gained, hits in zip(parts, work, gain, hit, strict=True):
+        steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * gained), int(appended * worked)
+        history.note(
+            Sample(
+                NOW - hours * HOUR * (1 - part),
+                steps,
+                steps + accepted,
+                int(stats.hits * hits),
+                int(stats.verified * (0.3 * worked + 0.7 * gained)),
+                accepted,
+                min(grown, capacity),
+                grown,
+                40_000_000 + int(156_000_000 * min(1.0, grown / capacity)),
+                int(600 * worked),
+            )
+        )
+    return history
+
+
+def latency_of(count, typical_s, spread_of_log):
+    """Durations around a typical one."""
+    latency = Latency()
+    for duration in (typical_s * np.exp(np.random.default_rng(1).normal(0, spread_of_log, 400))).tolist():
+        latency.note(duration)
+    latency.counts = [counted * max(1, count // 400) for counted in latency.counts]
+    latency.total_s *= max(1, count // 400)
+    return latency
+
+
+def passages():
+    """Two, as token ids."""
+    return (
+        Passage(9_412, 120_000, np.arange(40, dtype=np.uint32)),
+        Passage(1_204, 7, np.array([5, 6, 7], np.uint32)),
+    )

@@ -1,0 +1,302 @@
+"""Figures of a report, against ones computed by hand."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.observability.facts import ClientTotals, CorpusFacts, LogFacts, Passage
+from drafter_service.observability.history import History, Sample
+from drafter_service.observability.latency import BOUNDS_S, Latency
+from drafter_service.observability.report.build import build_report
+from drafter_service.observability.report.offline import stats_report
+from drafter_service.observability.report.periods import MOST_PERIODS
+from drafter_service.observability.report.schema import Report
+from ssd.corpus.snapshot import save
+from ssd.stats import Stats
+from ssd.types import Source
+from tests.drafter_service.observability.report.samples import (
+    HOUR,
+    NOW,
+    busy_namespace,
+    new_namespace,
+    passages,
+    service,
+)
+from tests.replay import drafter_of, replay_one
+
+
+def report_of(*namespaces, **changes):
+    return build_report(service(*namespaces, **changes))
+
+
+def only(**changes):
+    """The report of one namespace with these facts."""
+    return report_of(new_namespace(**changes)).namespaces[0]
+
+
+def counted(steps=(0, 0, 0), **tables):
+    """Counters; `tables` give rows by index."""
+    stats = Stats()
+    stats.counters.steps[:] = steps
+    for name, rows in tables.items():
+        for index, row in rows.items():
+            getattr(stats.counters, name)[index] = row
+    return stats
+
+
+def at(time, steps=0, committed=0, hits=0, drafted=0, accepted=0, corpus=0, appended=0, timeouts=0):
+    return Sample(time, steps, committed, hits, drafted, accepted, corpus, appended, 1000, timeouts)
+
+
+def test_drafting_follows_from_its_totals():
+    drafting = only(
+        stats=counted((100, 240, 80), by_source={Source.CORPUS: (150, 110), Source.LOCAL: (50, 30)})
+    ).drafting
+    assert (drafting.steps, drafting.committed, drafting.drafted, drafting.accepted) == (100, 240, 200, 140)
+    assert drafting.hit_rate == 0.8
+    assert drafting.acceptance == 0.7
+    assert drafting.tokens_per_step == 2.4
+    assert drafting.drafted_per_step == 2.0
+    assert drafting.saved_steps == 140
+    assert drafting.saved_share == pytest.approx(140 / 240)
+    assert drafting.break_even_cost == pytest.approx(0.7)
+    assert {one.cost: one.speedup for one in drafting.estimates}[0.05] == pytest.approx(2.4 / 1.1)
+    # What it pays at most is where it makes nothing faster.
+    assert drafting.tokens_per_step / (1 + drafting.break_even_cost * drafting.drafted_per_step) == pytest.approx(1.0)
+
+
+def test_a_new_service_says_nothing_instead_of_zero():
+    report = report_of()
+    assert report.namespaces == []
+    drafting = only().drafting
+    assert drafting.steps == drafting.saved_steps == 0
+    for field in ("hit_rate", "acceptance", "tokens_per_step", "saved_share", "break_even_cost"):
+        assert getattr(drafting, field) is None
+    assert drafting.estimates == []
+
+
+def test_tables_are_those_of_the_counters():
+    stats = counted(
+        (10, 30, 8),
+        by_source={Source.LOCAL: (10, 7)},
+        by_position={0: (8, 6), 1: (2, 1)},
+        by_length={0: (1, 0), 64: (9, 7)},
+        by_age={0: (1, 1), 4: (4, 3), 39: (5, 3)},
+        calibration={0: (4, 0.1, 1), 19: (6, 5.9, 6)},
+    )
+    known = only(stats=stats)
+    assert [(one.position, one.drafted, one.acceptance) for one in known.by_position] == [(1, 8, 0.75), (2, 2, 0.5)]
+    assert [one.accepted_share_of_drafts for one in known.by_position] == [0.75, 0.125]
+    assert [(one.match_length, one.drafted, one.accepted) for one in known.by_match_length] == [(0, 1, 0), (64, 9, 7)]
+    assert [(one.source, one.drafted, one.accepted) for one in known.by_source] == [("corpus", 0, 0), ("local", 10, 7)]
+    spans = [(one.least_tokens, one.most_tokens) for one in known.age.bins]
+    assert spans[:6] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
+    assert spans[-1] == (1 << 38, None)
+    # Of 7 accepted, the 4th is 8 to 15 tokens old.
+    assert known.age.median_tokens == 15
+    low, high = known.calibration.bins
+    assert (low.least_odds, low.most_odds, low.drafted, low.promised, low.kept) == (0.0, 0.05, 4, 0.025, 0.25)
+    assert (high.least_odds, high.kept) == (0.95, 1.0)
+    assert known.calibration.error == pytest.approx((0.9 + 0.1) / 10)
+    assert known.calibration.error == pytest.approx(stats.calibration_error())
+
+
+def test_periods_say_what_happened_between_samples():
+    history = History()
+    history.note(at(NOW - 30, steps=10, committed=10))
+    history.note(
+        at(NOW - 20, steps=30, committed=50, hits=10, drafted=40, accepted=20, corpus=500, appended=700, timeouts=2)
+    )
+    history.note(
+        at(NOW - 10, steps=30, committed=50, hits=10, drafted=40, accepted=20, corpus=500, appended=700, timeouts=2)
+    )
+    stats = counted((40, 90, 18), by_source={0: (60, 50)})
+    corpus = CorpusFacts(1000, 600, 3, 900, 0, 0, 0, 0, 0)
+    known = only(history=history, stats=stats, corpus=corpus, clients=ClientTotals(timeouts=3), memory_bytes=7)
+    busy, quiet, now = known.over_time
+    assert (busy.begins_at, busy.ends_at) == (NOW - 30, NOW - 20)
+    assert (busy.steps, busy.committed, busy.hit_rate, busy.acceptance, busy.tokens_per_step) == (20, 40, 0.5, 0.5, 2.0)
+    assert (busy.timeouts, busy.learned_tokens, busy.corpus_tokens) == (2, 700, 500)
+    assert (quiet.steps, quiet.tokens_per_step, quiet.hit_rate, quiet.acceptance) == (0, None, None, None)
+    # The last one ends with the totals of now.
+    assert (now.ends_at, now.steps, now.committed, now.drafted, now.accepted) == (NOW, 10, 40, 20, 30)
+    assert (now.timeouts, now.learned_tokens, now.corpus_tokens, now.memory_bytes) == (1, 200, 600, 7)
+
+
+def test_many_samples_are_few_periods_that_leave_nothing_out():
+    facts = busy_namespace()
+    known, first = report_of(facts).namespaces[0], facts.history.samples[0]
+    assert MOST_PERIODS / 2 < len(known.over_time) <= MOST_PERIODS
+    for before, after in pairwise(known.over_time):
+        assert before.ends_at == after.begins_at
+    for field in ("steps", "committed", "drafted", "accepted"):
+        grown = getattr(known.drafting, field) - getattr(first, field)
+        assert sum(getattr(period, field) for period in known.over_time) == grown
+    assert known.over_time[-1].ends_at == NOW
+
+
+def test_of_late_is_the_last_hour():
+    history = History()
+    history.note(at(NOW - 3 * HOUR))
+    history.note(at(NOW - HOUR, steps=100, committed=100, appended=1000))
+    history.note(at(NOW - HOUR / 2, steps=101, committed=105, appended=1000))
+    known = only(
+        history=history,
+        stats=counted((110, 136, 5)),
+        corpus=CorpusFacts(72_000, 600, 3, 8200, 0, 0, 0, 0, 0),
+    )
+    assert known.recent.seconds == HOUR
+    assert known.recent.drafting.steps == 10
+    assert known.recent.drafting.tokens_per_step == 3.6
+    assert known.recent.output_tokens_per_s == pytest.approx(0.01)
+    assert known.recent.learned_tokens_per_s == pytest.approx(2.0)
+    assert known.corpus.turnover_s == pytest.approx(36_000)
+    assert known.corpus.turnovers == pytest.approx(8200 / 72_000)
+    assert known.corpus.occupancy == pytest.approx(600 / 72_000)
+
+
+def test_counters_that_began_anew_are_no_negative_periods():
+    history = History()
+    history.note(at(NOW - 20, steps=1000, committed=3000, hits=900, drafted=5000, accepted=2000))
+    known = only(history=history, stats=counted((5, 6, 1)))
+    assert (known.over_time[0].steps, known.over_time[0].committed, known.over_time[0].tokens_per_step) == (0, 0, None)
+
+
+@pytest.mark.parametrize("now", [math.inf, -math.inf, math.nan, 1e300, -5.0])
+def test_a_clock_that_is_out_of_its_mind_costs_the_curve_alone(now):
+    history = History()
+    history.note(at(NOW - 20, steps=1))
+    stats = counted((5, 10, 1))
+    known = report_of(new_namespace(history=history, stats=stats), now=now).namespaces[0]
+    assert known.drafting.tokens_per_step == 2
+    assert known.over_time == []
+
+
+def test_latencies_have_quantiles_and_bins():
+    latency = Latency()
+    for _ in range(99):
+        latency.note(0.001)
+    latency.note(0.5)
+    known = only(draft_latency=latency).draft_latency
+    bound = next(bound for bound in BOUNDS_S if bound >= 0.001)
+    assert (known.count, known.longest_s) == (100, 0.5)
+    assert known.p50_s == known.p90_s == known.p99_s == bound
+    assert known.mean_s == pytest.approx((99 * 0.001 + 0.5) / 100)
+    assert known.bins[0].count == 99
+    assert known.bins[0].least_s < 0.001 <= known.bins[0].most_s == bound
+    assert known.bins[-1].count == 1
+    assert sum(one.count for one in known.bins) == 100
+    unknown = only().draft_latency
+    assert (unknown.count, unknown.p50_s, unknown.longest_s, unknown.bins) == (0, None, None, [])
+
+
+def test_the_total_is_of_all_namespaces():
+    report = report_of(
+        new_namespace("b", stats=counted((10, 20, 5), by_source={0: (10, 5)})),
+        new_namespace("a", stats=counted((30, 120, 15), by_source={0: (70, 35)})),
+    )
+    assert [namespace.name for namespace in report.namespaces] == ["a", "b"]
+    assert (report.total.steps, report.total.committed, report.total.tokens_per_step) == (40, 140, 3.5)
+    assert (report.total.hit_rate, report.total.acceptance) == (0.5, 0.5)
+
+
+def test_what_else_is_known_is_told():
+    facts = service(busy_namespace(passages=passages()), log=LogFacts(lag_s=-0.5, is_connected=True, dropped_tokens=9))
+    report = build_report(facts)
+    known = report.namespaces[0]
+    assert report.service.uptime_s == 36 * HOUR
+    assert (report.service.log.lag_s, report.service.log.dropped_tokens) == (0.0, 9)
+    assert known.model.vocabulary_size == 128_256
+    assert (known.streams, known.sequences, known.duplicates) == (4, 212, 31)
+    assert known.clients.model_dump() == facts.namespaces[0].clients.__dict__
+    assert [passage.tokens for passage in known.passages] == [list(range(40)), [5, 6, 7]]
+    assert known.passages[0].text is None
+    assert report_of(busy_namespace()).namespaces[0].passages is None
+
+
+counts = st.one_of(st.integers(0, 9), st.integers(0, 2**62))
+odd_floats = st.one_of(st.floats(), st.floats(0, 1e6))
+
+
+@st.composite
+def any_stats(draw):
+    """Counters that no drafter leaves behind, such as those of a damaged file."""
+    stats = Stats()
+    for table in stats.counters:
+        values = odd_floats if table.dtype == np.float64 else st.one_of(counts, st.integers(-5, 0))
+        for index in draw(st.lists(st.integers(0, table.size - 1), max_size=6)):
+            table.ravel()[index] = draw(values)
+    return stats
+
+
+@st.composite
+def any_namespace(draw):
+    history = History()
+    for sample in draw(st.lists(st.builds(Sample, odd_floats, *[counts] * 9), max_size=6)):
+        history.note(sample)
+    latency = Latency()
+    for seconds in draw(st.lists(st.floats(0, 1e6), max_size=5)):
+        latency.note(seconds)
+    return new_namespace(
+        draw(st.text()),
+        stats=draw(any_stats()),
+        history=history,
+        corpus=CorpusFacts(*[draw(counts) for _ in range(9)]),
+        draft_latency=latency,
+        passages=draw(st.none() | st.just((Passage(1, 2, np.array([3], np.uint32)),))),
+    )
+
+
+@given(namespaces=st.lists(any_namespace(), max_size=2), now=odd_floats)
+def test_whatever_was_counted_makes_a_sound_document(namespaces, now):
+    report = build_report(replace(service(), namespaces=tuple(namespaces), now=now))
+    document = report.model_dump_json()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    parsed = json.loads(document, parse_constant=refuse)
+    assert Report.model_validate(parsed) == report
+    assert all(math.isfinite(number) for number in numbers_in(parsed))
+
+
+def numbers_in(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from numbers_in(one)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_a_snapshot_tells_what_the_running_drafter_counted(tmp_path):
+    text = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
+    path = tmp_path / "team.snapshot"
+    with drafter_of() as drafter:
+        replay_one(drafter, 1, text[:50], text[50:])
+        drafter.corpus.refresh()
+        replay_one(drafter, 2, text[:50], text[50:])
+        save(drafter.corpus, path, drafter.stats)
+        live = only(stats=drafter.stats)
+        report = stats_report(path)
+        tokens, requests = drafter.corpus.tokens, drafter.corpus.requests
+    known = report.namespaces[0]
+    assert known.drafting.accepted > 100
+    for field in ("drafting", "by_position", "by_match_length", "by_source", "age", "calibration"):
+        assert getattr(known, field) == getattr(live, field)
+    assert known.name == "team"
+    assert (known.corpus.tokens, known.corpus.requests) == (tokens, requests)
+    assert report.total == known.drafting
+    unknown = known.model_dump(
+        include={"model", "recent", "over_time", "draft_latency", "merge_latency", "clients", "memory_bytes", "streams"}
+    )
+    assert set(unknown.values()) == {None}
+    assert report.service is None
+    assert known.corpus.capacity_tokens is None

@@ -1,0 +1,264 @@
+"""The page: it stands alone, escapes what it is told, and in a real browser shows the report's own figures."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.observability.report import page as page_module
+from drafter_service.observability.report import units
+from drafter_service.observability.report.build import build_report
+from drafter_service.observability.report.page import render_page
+from tests.browser import CHROMIUM, DRIVER, browser
+from tests.drafter_service.observability.report.samples import (
+    begun_namespace,
+    busy_namespace,
+    new_namespace,
+    passages,
+    service,
+)
+
+EVIL = "<script>alert(1)</script>\"'&<b>" + "x" * 80
+
+SERVICES = {
+    "new": lambda: service(),
+    "unused": lambda: service(new_namespace()),
+    "begun": lambda: service(begun_namespace()),
+    "one": lambda: service(busy_namespace()),
+    "few": lambda: service(busy_namespace(passages=passages()), busy_namespace("b", steps=3), new_namespace("c")),
+    "many": lambda: service(*(busy_namespace(f"team-{n}/a-long-name", steps=10 ** (n % 7 + 1)) for n in range(15))),
+    "huge": lambda: service(
+        busy_namespace(EVIL, steps=10**17, model=ModelIdentity(EVIL, EVIL, EVIL)), memory_bytes=10**18, version=EVIL
+    ),
+}
+
+
+def report_of(name):
+    """The report; its passages, if it has any, with text that wants to be markup."""
+    report = build_report(SERVICES[name]())
+    namespaces = [
+        namespace.model_copy(
+            update={
+                "passages": namespace.passages and [one.model_copy(update={"text": EVIL}) for one in namespace.passages]
+            }
+        )
+        for namespace in report.namespaces
+    ]
+    return report.model_copy(update={"namespaces": namespaces})
+
+
+REPORTS = {name: report_of(name) for name in SERVICES}
+
+
+class Checker(HTMLParser):
+    """Tags are closed as they were opened; nothing refers to anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.links += [
+            value for name, value in attributes if name in ("src", "href", "style") and "--tone" not in value
+        ]
+        assert not [name for name, _ in attributes if name.startswith("on")]
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_page_stands_alone(name):
+    page = render_page(REPORTS[name])
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert checker.links == ["data:,"]
+    assert 'points=""' not in page
+    assert not re.search(r"https?://|@import|url\(|<script|<b>x|NaN|\binf\b", page)
+
+
+def test_a_snapshot_has_a_page_without_what_it_does_not_know():
+    known = REPORTS["one"].namespaces[0]
+    unknown = dict.fromkeys(("recent", "over_time", "draft_latency", "merge_latency", "clients", "model"))
+    page = render_page(
+        REPORTS["one"].model_copy(update={"service": None, "namespaces": [known.model_copy(update=unknown)]})
+    )
+    assert "From a snapshot" in page
+    assert "By match length" in page
+    for title in ("Over time", "latency", "Engines", "The service"):
+        assert f"<h3>{title}" not in page
+
+
+@pytest.fixture(scope="module")
+def tab():
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no chromium with chromedriver here: install both to check the page in a real browser")
+    with browser() as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+
+    def write(name):
+        path = folder / f"{name}.html"
+        path.write_text(render_page(REPORTS[name]), encoding="utf-8")
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_module, "MOST_IN_FULL", 3)  # One that is open, and enough that are not.
+        yield write
+
+
+OUTSIDE = """
+const most = document.documentElement.clientWidth + 0.5, found = [];
+for (const one of document.querySelectorAll('body *')) {
+  const box = one.getBoundingClientRect();
+  if (box.width && box.right > most && !one.closest('.scroll, svg')) found.push(one.tagName + ' ' + one.className);
+}
+for (const words of document.querySelectorAll('svg text')) {
+  const box = words.getBoundingClientRect(), plot = words.closest('svg').getBoundingClientRect();
+  if (box.width && (box.left < plot.left - 1 || box.right > plot.right + 1 || box.bottom > plot.bottom + 1))
+    found.push('text ' + words.textContent);
+}
+return [document.documentElement.scrollWidth > most, found];
+"""
+
+FAINT = """
+function parts(colour) { return colour.match(/[\\d.]+/g).map(Number); }
+function light(colour) {
+  const [r, g, b] = parts(colour).map(part => part / 255).map(
+    part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function ground(one) {
+  for (; one; one = one.parentElement) {
+    const [r, g, b, a] = parts(getComputedStyle(one).backgroundColor);
+    if (a === undefined || a > 0) return getComputedStyle(one).backgroundColor;
+  }
+}
+const found = new Set();
+for (const one of document.querySelectorAll('h1, h2, h3, p, b, td, th, dt, dd, summary, span, em, footer, svg text')) {
+  if (!one.getBoundingClientRect().width) continue;
+  const style = getComputedStyle(one), inside = one.tagName === 'text';
+  const rect = one.classList.contains('on') ? getComputedStyle(one.previousElementSibling).fill : ground(one);
+  const pair = [light(inside ? style.fill : style.color), light(rect)].sort((a, b) => b - a);
+  if ((pair[0] + 0.05) / (pair[1] + 0.05) < 4.5) found.add(one.tagName + ' ' + one.className + ' ' + one.textContent);
+}
+return [...found];
+"""
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_browser_shows_it_whole_and_asks_for_nothing(tab, page_of, name):
+    page = page_of(name)
+    for width, dark in ((400, True), (1400, False)):
+        said, asked = tab.show(page, width, dark=dark)
+        assert said == []
+        assert asked == [page.as_uri()]
+        assert tab.run("return innerWidth") == width
+        tab.run("for (const one of document.querySelectorAll('details')) one.open = true;")
+        assert tab.run(OUTSIDE) == [False, []]
+        assert tab.run("return [...document.querySelectorAll('svg')].filter(one => !one.ariaLabel).length") == 0
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_words_stand_out_from_their_ground(tab, page_of, dark):
+    tab.show(page_of("few"), 1400, dark=dark)
+    assert tab.run(FAINT) == []
+
+
+TABLES = """
+function figure(cell) {
+  const data = cell.querySelector('data');
+  return data ? Number(data.value) : cell.textContent;
+}
+const tables = {};
+for (const panel of document.querySelectorAll('figure')) {
+  const rows = [...panel.querySelectorAll('tbody tr')].map(row => [...row.cells].map(figure));
+  const list = [...panel.querySelectorAll('dd')].map(cell => [cell.previousElementSibling.textContent, figure(cell)]);
+  tables[panel.querySelector('h3').textContent] = rows.length ? rows : list;
+}
+return tables;
+"""
+CARDS = """
+return Object.fromEntries([...document.querySelectorAll('.card')].map(
+  card => [card.querySelector('span').textContent, card.querySelector('b').textContent]));
+"""
+
+
+def test_the_figures_in_the_browser_are_those_of_the_json(tab, page_of):
+    tab.show(page_of("one"), 1400)
+    document = json.loads(REPORTS["one"].model_dump_json())
+    known = document["namespaces"][0]
+    drafting = known["drafting"]
+    assert tab.run(CARDS) == {
+        "tokens per step": units.ratio(drafting["tokens_per_step"]),
+        "steps saved": units.share(drafting["saved_share"]),
+        "hit rate": units.share(drafting["hit_rate"]),
+        "accepted": units.share(drafting["acceptance"]),
+        "output tokens": units.count(drafting["committed"]),
+    }
+    tables = tab.run(TABLES)
+
+    def columns(rows, *names):
+        # A dash stands where the document has null.
+        return [[units.UNKNOWN if row[name] is None else row[name] for name in names] for row in rows]
+
+    def shown(title, first=1):
+        return [row[first:] for row in tables[title]]
+
+    tally = ("acceptance", "drafted", "accepted")
+    assert shown("By position in the draft") == columns(known["by_position"], "accepted_share_of_drafts", *tally)
+    assert shown("By match length") == columns(known["by_match_length"], *tally)
+    assert shown("By source", 0) == columns(known["by_source"], "source", *tally)
+    assert shown("By age of the text") == columns(known["age"]["bins"], *tally)
+    assert shown("Calibration") == columns(known["calibration"]["bins"], "promised", "kept", "drafted")
+    over_time = ("tokens_per_step", "hit_rate", "acceptance", "committed", "timeouts")
+    assert shown("Over time") == columns(known["over_time"], *over_time)
+    assert shown("Occupancy") == columns(known["over_time"], "corpus_tokens", "learned_tokens", "memory_bytes")
+    assert shown("What that is worth") == columns(drafting["estimates"], "speedup")
+    for title, field in (("Draft latency", "draft_latency"), ("Merge latency", "merge_latency")):
+        latency = known[field]
+        names = ("p50_s", "p90_s", "p99_s", "longest_s", "mean_s", "count")
+        assert [value for _, value in tables[title]] == [latency[name] for name in names]
+    lists = dict(tables["The corpus"]) | dict(tables["Engines"]) | dict(tables["The service"])
+    assert lists["tokens remembered"] == known["corpus"]["tokens"]
+    assert lists["requests remembered"] == known["corpus"]["requests"]
+    assert lists["capacity, tokens"] == known["corpus"]["capacity_tokens"]
+    assert lists["memory"] == known["memory_bytes"]
+    assert lists["steps without drafts: too late"] == known["clients"]["timeouts"]
+    assert lists["texts offered again"] == known["duplicates"]
+    assert lists["shared log: tokens written"] == document["service"]["log"]["published_tokens"]
+
+
+def test_the_plots_are_those_of_the_json(tab, page_of):
+    tab.show(page_of("one"), 1400)
+    known = REPORTS["one"].namespaces[0]
+    heights = """
+    const title = one => one.querySelector('h3').textContent;
+    const panel = [...document.querySelectorAll('figure')].find(one => title(one) === arguments[0]);
+    return [...panel.querySelectorAll('.share')].map(one => one.height.baseVal.value);
+    """
+    for title, tallies in (("By position in the draft", known.by_position), ("By age of the text", known.age.bins)):
+        bars = tab.run(heights.replace("arguments[0]", json.dumps(title)))
+        tallest = max(tally.acceptance or 0.0 for tally in tallies)
+        assert len(bars) == len(tallies)
+        for bar, tally in zip(bars, tallies, strict=True):
+            assert bar / max(bars) == pytest.approx((tally.acceptance or 0.0) / tallest, abs=0.01)
+    dots = tab.run(
+        "return [...document.querySelectorAll('.dot')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
+    )
+    diagonal = tab.run(
+        "const line = document.querySelector('.dot').parentElement.querySelector('.plain');"
+        "return [line.x1, line.y1, line.x2, line.y2].map(at => at.baseVal.value)"
+    )
+    for (x, y), one in zip(dots, known.calibration.bins, strict=True):
+        assert (x - diagonal[0]) / (diagonal[2] - diagonal[0]) == pytest.approx(one.promised, abs=0.002)
+        assert (y - diagonal[1]) / (diagonal[3] - diagonal[1]) == pytest.approx(one.kept, abs=0.002)

@@ -1,0 +1,109 @@
+"""Reports in the terminal: the verdict first, nothing wider than 80 columns."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from drafter_service.observability.facts import ClientTotals, LogFacts
+from drafter_service.observability.report import units
+from drafter_service.observability.report.build import build_report
+from drafter_service.observability.report.terminal import print_report
+from tests.drafter_service.observability.report.samples import busy_namespace, new_namespace, passages, service
+
+EVIL = "\x1b[2J[bold]x[/bold]\n名前" + "y" * 90
+
+
+def printed(report, width=80):
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=width))
+    return text.getvalue()
+
+
+def services():
+    yield "new", service()
+    yield "unused", service(new_namespace())
+    yield "busy", service(busy_namespace(passages=passages()), busy_namespace("b", steps=3))
+    yield "many", service(*(busy_namespace(f"team-{n}/a-model-with-a-long-name", steps=10**n) for n in range(12)))
+    yield "huge", service(busy_namespace(EVIL, steps=10**17), memory_bytes=10**18)
+    log = LogFacts(
+        10**15, 10**15, 10**12, 10**12, errors=10**12, gaps=9, is_connected=True, lag_entries=10**12, lag_s=1e9
+    )
+    yield "lagging", service(busy_namespace(), log=log, version="9" * 90)
+
+
+@pytest.mark.parametrize("facts", [pytest.param(facts, id=name) for name, facts in services()])
+def test_everything_fits_80_columns(facts):
+    text = printed(build_report(facts))
+    assert max(cell_len(line) for line in text.split("\n")) <= 80
+    assert "\x1b" not in text
+    assert "nan" not in text.lower().split()
+
+
+def test_it_begins_with_a_sentence_a_namespace():
+    report = build_report(service(busy_namespace("small", steps=2000), busy_namespace("large"), new_namespace("idle")))
+    _, verdict = printed(report).split("\n\n", 1)
+    sentences = [line for line in verdict.split("\n") if not line.startswith(" ")]
+    large = next(namespace for namespace in report.namespaces if namespace.name == "large").drafting
+    assert sentences[0] == (
+        f"large saves {units.share(large.saved_share)} of the target's steps: "
+        f"{units.ratio(large.tokens_per_step)} tokens a step, not 1."
+    )
+    assert sentences[1].startswith("small saves ")
+    assert sentences[2] == "idle has not been asked for a draft yet."
+
+
+def test_figures_are_those_of_the_report():
+    report = build_report(service(busy_namespace(passages=passages())))
+    text, known = printed(report), report.namespaces[0]
+    words = " ".join(text.split())
+    assert f"tokens per step {units.ratio(known.drafting.tokens_per_step)}" in words
+    assert f"hit rate (steps with a draft) {units.share(known.drafting.hit_rate)}" in words
+    assert f"off by {units.share(known.calibration.error)}" in words
+    draft = known.draft_latency
+    assert f"draft of a batch {units.duration(draft.p50_s)} {units.duration(draft.p90_s)}" in words
+    first = known.by_position[0]
+    line = next(line for line in text.split("\n") if line.startswith("1 "))
+    assert line.split()[2:4] == [units.share(first.acceptance), units.count(first.drafted)]
+    assert "5 6 7" in text
+
+
+def test_many_namespaces_are_a_table():
+    facts = service(*(busy_namespace(f"team-{n}", steps=1000 * (n + 1)) for n in range(8)))
+    text = printed(build_report(facts))
+    assert "--namespace" in text
+    assert "match length" not in text
+    rows = [line.split()[0] for line in text.split("\n") if line.startswith("team-") and "saves" not in line]
+    assert rows == [f"team-{n}" for n in reversed(range(8))]
+
+
+def test_what_needs_a_look_is_said():
+    busy = busy_namespace(clients=ClientTotals(timeouts=200_000))
+    table = busy.stats.counters.calibration
+    table[:, 2] = 0.5 * table[:, 2]
+    text = " ".join(printed(build_report(service(busy, log=LogFacts(is_connected=False)))).split())
+    assert "200k steps of engines went without drafts because the answer came too late" in text
+    assert "The shared log cannot be reached" in text
+    assert "off on average" in text
+    missed = service(busy_namespace(), log=LogFacts(is_connected=True, gaps=1, dropped_tokens=5, lag_s=60))
+    text = " ".join(printed(build_report(missed)).split())
+    for remark in ("were trimmed before this replica read them", "is read 60.0 s late", "5 tokens never reached"):
+        assert remark in text
+    calm = replace(service(busy_namespace()), log=None)
+    assert "!" not in printed(build_report(calm))
+
+
+def test_a_snapshot_leaves_out_what_it_does_not_know():
+    report = build_report(service(busy_namespace()))
+    known = report.namespaces[0]
+    unknown = dict.fromkeys(
+        ("recent", "over_time", "draft_latency", "merge_latency", "clients", "memory_bytes", "streams", "model")
+    )
+    offline = report.model_copy(update={"service": None, "namespaces": [known.model_copy(update=unknown)]})
+    text = printed(offline)
+    assert text.startswith("snapshot of")
+    assert "latency" not in text
+    assert "engines" not in text
+    assert "match length" in text

@@ -1,0 +1,390 @@
+import asyncio
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import RemoteDisconnected
+from itertools import accumulate
+from pathlib import Path
+from unittest.mock import Mock
+from urllib.error import HTTPError
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+import drafter_service.observability.metrics.endpoint as endpoint_module
+from drafter_service.observability.latency import BOUNDS_S
+from drafter_service.observability.metrics.catalogue import COUNTERS
+from drafter_service.observability.metrics.collector import DrafterCollector
+from drafter_service.observability.metrics.endpoint import MetricsEndpoint, asked_of
+from drafter_service.observability.metrics.kinds import BUCKETS
+from drafter_service.observability.metrics.rows import Rows
+from ssd.errors import UserError
+from ssd.stats import ACCEPTED, VERIFIED, Stats
+from tests.drafter_service.service_facts import filled_stats, latency_of, namespace_facts, service_facts
+
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+DRAFT_LATENCY = "ssd_drafter_draft_latency_seconds"
+COLUMNS = [counter.name for counter in COUNTERS for _ in counter.values]
+COMMITTED_COLUMN = COLUMNS.index("ssd_drafter_committed_tokens_total")
+VLLM = "vllm:spec_decode_num_"
+
+
+@contextmanager
+def scraped(facts, **settings):
+    """A function that fetches the metrics over HTTP: name and labels to value."""
+    endpoint = MetricsEndpoint(facts, "127.0.0.1:0", **settings)
+    endpoint.start()
+    try:
+        yield lambda: fetch(endpoint)
+    finally:
+        endpoint.stop()
+
+
+def fetch(endpoint, **headers):
+    request = urllib.request.Request(f"http://{endpoint.address.text}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def samples(text):
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    values = {(sample.name, *sorted(sample.labels.values())): sample.value for sample in found}
+    assert len(values) == len(found), "a series was told twice"
+    return values
+
+
+def collected(collector):
+    """Name, and values of labels, to value."""
+    found = [sample for family in collector.collect() for sample in family.samples]
+    return {(sample.name, *sample.labels.values()): sample.value for sample in found}
+
+
+def families(*namespaces):
+    return list(DrafterCollector(lambda: service_facts(*namespaces), 20).collect())
+
+
+def test_the_counters_of_a_namespace_are_read_over_http():
+    stats = filled_stats(1)
+    counters = stats.counters
+    with scraped(lambda: service_facts(namespace_facts(stats=stats))) as read:
+        values = samples(read())
+    vllm = ("llama", "main", "ssd")
+    assert values[f"{VLLM}drafts_total", *vllm] == stats.hits
+    assert values[f"{VLLM}draft_tokens_total", *vllm] == stats.verified
+    assert values[f"{VLLM}accepted_tokens_total", *vllm] == stats.accepted
+    by_position = {key[1]: value for key, value in values.items() if key[0] == f"{VLLM}accepted_tokens_per_pos_total"}
+    assert by_position == {str(i): counters.by_position[i, ACCEPTED] for i in range(6)}
+    assert values["ssd_drafter_steps_total", "main"] == stats.steps
+    assert values["ssd_drafter_hits_total", "main"] == stats.hits
+    assert values["ssd_drafter_committed_tokens_total", "main"] == stats.committed
+    assert values["ssd_drafter_verified_tokens_total", "local", "main"] == counters.by_source[1, VERIFIED]
+    assert values["ssd_drafter_accepted_tokens_total", "corpus", "main"] == counters.by_source[0, ACCEPTED]
+    lengths = "ssd_drafter_verified_tokens_by_match_length_total"
+    assert values[lengths, "05-08", "main"] == counters.by_length[5:9, VERIFIED].sum()
+    assert values[lengths, "64+", "main"] == counters.by_length[64:, VERIFIED].sum()
+    assert values["ssd_drafter_accepted_tokens_by_age_total", "2^08", "main"] == counters.by_age[:9, ACCEPTED].sum()
+    odds = counters.calibration[6:8].sum(axis=0)
+    kinds = ("verified", "promised", "accepted")
+    assert [values[f"ssd_drafter_{kind}_tokens_by_odds_total", "0.3-0.4", "main"] for kind in kinds] == odds.tolist()
+
+
+def test_nothing_is_lost_by_ranges():
+    stats = filled_stats(2)
+    values = collected(DrafterCollector(lambda: service_facts(namespace_facts(stats=stats)), 20))
+
+    def total(name):
+        return sum(value for key, value in values.items() if key[0] == name)
+
+    assert total("ssd_drafter_accepted_tokens_by_match_length_total") == stats.counters.by_length[:, ACCEPTED].sum()
+    assert total("ssd_drafter_accepted_tokens_by_age_total") == stats.counters.by_age[:, ACCEPTED].sum()
+    assert total("ssd_drafter_verified_tokens_by_odds_total") == stats.counters.calibration[:, 0].sum()
+
+
+def test_everything_else_that_is_known_of_a_namespace_and_the_service():
+    values = collected(DrafterCollector(lambda: service_facts(namespace_facts()), 20))
+    of_namespace = {
+        "corpus_capacity_tokens": 1000,
+        "corpus_tokens": 900,
+        "corpus_requests": 80,
+        "appended_tokens_total": 70_000,
+        "waiting_tokens": 60,
+        "merges_total": 50,
+        "base_merges_total": 40,
+        "full_builds_total": 30,
+        "forgotten_requests_total": 20,
+        "duplicate_texts_total": 6,
+        "memory_bytes": 12_345,
+        "streams": 3,
+        "sequences": 17,
+        "client_timeouts_total": 1,
+        "client_dropped_answers_total": 2,
+        "client_resyncs_total": 3,
+        "client_reconnects_total": 4,
+        "client_ahead_drafts_total": 5,
+    }
+    of_service = {
+        "namespaces": 1,
+        "resident_memory_bytes": 2_000_000,
+        "start_time_seconds": 1000,
+        "refused_total": 9,
+        "log_connected": 1,
+        "log_lag_entries": 16,
+        "log_lag_seconds": 1.5,
+        "log_published_tokens_total": 11,
+        "log_consumed_tokens_total": 12,
+        "log_duplicates_total": 13,
+        "log_dropped_tokens_total": 14,
+        "log_errors_total": 15,
+        "log_malformed_entries_total": 17,
+        "log_gaps_total": 18,
+    }
+    for name, value in of_namespace.items():
+        assert values[f"ssd_drafter_{name}", "main"] == value
+    for name, value in of_service.items():
+        assert values[f"ssd_drafter_{name}",] == value
+    assert values["ssd_drafter_info", "1.2.3"] == 1
+
+
+def test_without_a_shared_log_there_are_no_figures_of_one():
+    values = collected(DrafterCollector(lambda: service_facts(log=None), 20))
+    assert not [key for key in values if "_log_" in key[0]]
+
+
+@given(st.lists(st.floats(1e-7, 50) | st.sampled_from(BOUNDS_S), max_size=30))
+def test_buckets_count_what_took_at_most_so_long(seconds):
+    (histogram,) = [counter for counter in COUNTERS if counter.name == DRAFT_LATENCY]
+    *counts, total_s = histogram.read(namespace_facts(draft_latency=latency_of(*seconds)))
+    for bound, count in zip(BUCKETS, accumulate(counts), strict=True):
+        # Bounds are told with six digits; those of the bins have more.
+        assert count == sum(each <= float(bound) * (1 + 1e-5) for each in seconds)
+    assert total_s == pytest.approx(sum(seconds))
+
+
+def test_buckets_are_told_cumulative():
+    values = collected(DrafterCollector(lambda: service_facts(namespace_facts()), 20))
+    told = [
+        values[f"{DRAFT_LATENCY}_bucket", "main", bound] for bound in ("2e-05", "4e-05", "0.00064", "10.4858", "+Inf")
+    ]
+    assert told == [0, 1, 3, 3, 4]
+    assert values[f"{DRAFT_LATENCY}_count", "main"] == 4
+    assert values[f"{DRAFT_LATENCY}_sum", "main"] == pytest.approx(20.00083)
+
+
+def stats_of(committed):
+    stats = Stats()
+    stats.record_path(committed, 0, 0)
+    return stats
+
+
+def committed(values):
+    return {key[1]: value for key, value in values.items() if key[0] == "ssd_drafter_committed_tokens_total"}
+
+
+def test_only_the_most_used_namespaces_are_told_apart():
+    namespaces = [
+        namespace_facts(name, stats_of(count)) for name, count in zip("abcde", (5, 50, 7, 70, 1), strict=True)
+    ]
+    values = collected(DrafterCollector(lambda: service_facts(*namespaces), 2))
+    assert committed(values) == {"b": 50, "d": 70, "other": 13}
+    assert values["ssd_drafter_streams", "other"] == 9
+    assert {key[2] for key in values if key[0] == f"{VLLM}drafts_total"} == {"llama", "other"}
+    assert values["ssd_drafter_namespaces",] == 5
+
+
+def test_a_namespace_called_other_is_told_with_the_rest():
+    namespaces = [namespace_facts(name, stats_of(count)) for name, count in (("other", 90), ("a", 1), ("b", 2))]
+    assert committed(collected(DrafterCollector(lambda: service_facts(*namespaces), 1))) == {"b": 2, "other": 91}
+
+
+MOMENTS = st.lists(
+    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 50), st.booleans()), max_size=6), max_size=12
+)
+"""Which namespaces are in memory, how much each has grown since it was, and whether it began anew."""
+
+
+@given(MOMENTS)
+def test_what_is_summed_never_falls_and_counts_everything_once(moments):
+    rows, totals, summed, apart = Rows(2), {}, 0, set()
+    for moment in moments:
+        before = dict(totals)
+        for name, (grown, is_new) in moment.items():
+            totals[name] = grown + (0 if is_new else totals.get(name, 0))
+        told = rows.update(namespace_facts(name, stats_of(totals[name])) for name in moment)
+        values = {row.labels["namespace"]: row.counters[COMMITTED_COLUMN] for row in told}
+        rest = values.pop("other", summed)
+        assert apart & moment.keys() <= values.keys(), "a namespace lost its row"
+        assert values == {name: totals[name] for name in values}
+        assert len(values) == min(2, len(moment))
+        for name in moment.keys() - values.keys():
+            last = before.get(name, 0)
+            # What began anew cannot be told from growth unless it is less than there was.
+            summed += totals[name] - last if totals[name] >= last else totals[name]
+        assert rest == summed
+        apart = set(values)
+
+
+def test_every_metric_is_in_the_documentation_as_it_is():
+    rows = [
+        tuple(cell.strip().strip("`") for cell in line.strip("|\n ").split("|"))
+        for line in OPERATIONS.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0].splitlines()
+        if line.startswith("| `")
+    ]
+    told = []
+    for family in families(namespace_facts(stats=filled_stats(1))):
+        labels = [label for label in family.samples[0].labels if label != "le"]
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        told.append(
+            (family.name + suffix, family.type.replace("info", "gauge"), ", ".join(labels), family.documentation)
+        )
+    assert rows == told, "\n".join(f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in told)
+
+
+def test_help_says_the_unit_and_is_a_sentence():
+    units = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "requests": "requests"}
+    for family in families(namespace_facts()):
+        assert family.documentation.endswith("."), family.name
+        for word, unit in units.items():
+            if word in family.name.split("_"):
+                assert unit in family.documentation.lower(), family.name
+
+
+def test_the_text_passes_promtool():
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("SKIPPED LOUDLY: no promtool; apt-get install prometheus has it")
+    with scraped(lambda: service_facts(namespace_facts(stats=filled_stats(1)))) as read:
+        text = read()
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+    complaints = [line for line in done.stderr.splitlines() if not line.startswith("vllm:")]
+    assert not complaints
+
+
+def test_the_port_is_free_again_after_a_stop():
+    endpoint = MetricsEndpoint(service_facts, "127.0.0.1:0")
+    endpoint.start()
+    taken = endpoint.address.text
+    with pytest.raises(UserError, match=f"reports.metrics: cannot serve at {taken}: Address already in use; choose"):
+        MetricsEndpoint(service_facts, taken).start()
+    endpoint.stop()
+    endpoint.stop()
+    with pytest.raises(OSError, match="refused"):
+        fetch(endpoint)
+    again = MetricsEndpoint(service_facts, taken)
+    again.start()
+    assert "ssd_drafter_info" in fetch(again)
+    again.stop()
+
+
+@pytest.mark.parametrize("kind", ["application/openmetrics-text;version=1.0.0", "text/plain;version=1.0.0", "*/*"])
+def test_names_are_the_same_whatever_format_is_asked_for(kind):
+    endpoint = MetricsEndpoint(lambda: service_facts(namespace_facts()), "127.0.0.1:0")
+    endpoint.start()
+    names = {key[0] for key in samples(fetch(endpoint, Accept=kind))}
+    endpoint.stop()
+    assert f"{VLLM}drafts_total" in names
+    assert "ssd_drafter_steps_total" in names
+
+
+@pytest.mark.parametrize(
+    ("problem", "answer", "event"),
+    [
+        (TimeoutError("the loop is stuck"), HTTPError, "metrics not told: the service is busy"),
+        (RuntimeError("a bug"), RemoteDisconnected, "metrics not told"),
+    ],
+)
+def test_facts_that_cannot_be_had_are_logged_and_asked_for_again(problem, answer, event, capfd, monkeypatch):
+    def facts():
+        if not asked:
+            asked.append(True)
+            raise problem
+        return service_facts()
+
+    asked, logger = [], Mock()
+    monkeypatch.setattr(endpoint_module, "logger", logger)
+    with scraped(facts) as read:
+        with pytest.raises(answer):
+            read()
+        assert "ssd_drafter_info" in read()
+    assert logger.warning.call_args.args == (event,)
+    assert not capfd.readouterr().err
+
+
+def test_it_serves_on_ipv6_where_there_is_any():
+    try:
+        socket.socket(socket.AF_INET6).bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    endpoint = MetricsEndpoint(service_facts, "[::1]:0")
+    endpoint.start()
+    assert "ssd_drafter_info" in fetch(endpoint)
+    endpoint.stop()
+
+
+@pytest.mark.parametrize("address", ["unix:/tmp/metrics.sock", "9400", "localhost:", "localhost:99999"])
+def test_what_is_no_host_and_port_is_refused(address):
+    with pytest.raises(UserError):
+        MetricsEndpoint(service_facts, address)
+
+
+def test_facts_are_asked_of_the_event_loop():
+    threads = []
+
+    def facts():
+        threads.append(threading.current_thread())
+        return service_facts()
+
+    async def serve_and_read():
+        with scraped(asked_of(asyncio.get_running_loop(), facts)) as read:
+            assert "ssd_drafter_info" in await asyncio.to_thread(read)
+
+    asyncio.run(serve_and_read())
+    assert threads == [threading.current_thread()]
+
+
+def test_scrapes_at_the_same_time_agree():
+    stats = np.random.default_rng(0).integers(1, 100, 30)
+    namespaces = [namespace_facts(f"n{i}", stats_of(int(count))) for i, count in enumerate(stats)]
+    with scraped(lambda: service_facts(*namespaces), most_namespaces=3) as read:
+        texts = [[] for _ in range(4)]
+        readers = [threading.Thread(target=lambda into=into: into.append(samples(read()))) for into in texts]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    totals = [sum(value for key, value in text[0].items() if "committed" in key[0]) for text in texts]
+    assert totals == [stats.sum()] * 4
+
+
+def test_a_scrape_waits_for_the_sums_of_another():
+    class Watched(tuple):
+        def __iter__(self):
+            inside.append(True)
+            if len(inside) == 1:
+                second.start()
+                began.wait(10)
+                met.append(finished.wait(0.1))
+            yield from super().__iter__()
+
+    def facts():
+        if threading.current_thread() is second:
+            began.set()
+        return replace(service_facts(), namespaces=Watched([namespace_facts()]))
+
+    def collect():
+        list(collector.collect())
+        finished.set()
+
+    inside, met, began, finished = [], [], threading.Event(), threading.Event()
+    collector = DrafterCollector(facts, 1)
+    second = threading.Thread(target=collect)
+    list(collector.collect())
+    second.join()
+    assert met == [False]
+    assert len(inside) == 2

@@ -1,0 +1,106 @@
+"""A replica of the sidecar as the shared log sees it, which keeps all that it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from drafter_service.replication.events import Event, Finished
+from drafter_service.replication.shared_log import SharedLog
+from drafter_service.replication.stream import OLDEST
+
+TIMEOUT_S = 30.0
+
+
+def in_loop(test):
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        async def bounded():
+            async with asyncio.timeout(TIMEOUT_S):
+                await test(*arguments, **named)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+def request(name, *tokens, time=1.0):
+    """A finished request."""
+    return Finished(name, np.array(tokens or (1, 2, 3), np.uint32), time)
+
+
+async def eventually(condition):
+    """Returns when a condition holds that something in the background brings about."""
+    until = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < until
+        await asyncio.sleep(0)
+
+
+class Replica:
+    """Publishes when told to, and takes what others publish from the moment that it is told to read."""
+
+    def __init__(self, log):
+        self.log = log
+        self.taken: list[Event] = []
+        self.reader = None
+        self.may_take = asyncio.Event()
+        self.may_take.set()
+        self._reading = None
+
+    @property
+    def names(self):
+        """Of the requests that it took."""
+        return [event.request for event in self.taken if isinstance(event, Finished)]
+
+    def read(self, after=OLDEST, known=()):
+        """Begin to read."""
+        self.reader = self.log.reader(after, known)
+        self._reading = asyncio.create_task(self.reader.run(self._take))
+
+    async def publish(self, *events):
+        """Returns when Redis has them."""
+        for event in events:
+            self.log.publish(event)
+        await self.log.flush()
+
+    async def has(self, number):
+        """Returns when it took so many events; it took no more."""
+        await eventually(lambda: len(self.taken) >= number and self.reader.lag == (0, 0))
+        assert len(self.taken) == number
+
+    async def stop_reading(self):
+        """Returns when it has ended."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+            assert self._reading.cancelled(), self._reading.exception()
+            self._reading = None
+
+    async def close(self):
+        """Stop reading and writing."""
+        await self.stop_reading()
+        await self.log.close()
+
+    async def _take(self, events):
+        self.taken += events
+        await self.may_take.wait()
+
+
+@asynccontextmanager
+async def replicas(url, number, *, namespace="namespace", **options):
+    """So many replicas that share a log."""
+    logs = [SharedLog(url, **options) for _ in range(number)]
+    members = [Replica(log.open(namespace)) for log in logs]
+    try:
+        yield members
+    finally:
+        for member, log in zip(members, logs, strict=True):
+            await member.close()
+            await log.close()

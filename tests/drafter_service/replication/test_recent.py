@@ -1,0 +1,75 @@
+"""A request is learned once, and not after it was forgotten."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.replication import recent
+from drafter_service.replication.counters import LogCounters
+from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
+from drafter_service.replication.recent import Recent
+from ssd.corpus.requests import hash_of
+from tests.strategies import array
+
+NAMES = st.sampled_from(["a", "b", ""])
+TIMES = st.integers(0, 3).map(float)
+EVENTS = st.lists(
+    st.builds(lambda name, time: finished(name, time), NAMES, TIMES)
+    | st.builds(Forgotten, NAMES.filter(bool), TIMES)
+    | st.builds(ForgottenBefore, TIMES)
+    | st.builds(Dropped, TIMES),
+    min_size=6,
+    max_size=12,
+)
+
+
+def finished(name, time=5.0):
+    return Finished(name, array([1]), time)
+
+
+def passed(events, known=()):
+    counters = LogCounters()
+    window = Recent(counters, known)
+    return [window.passes(event) for event in events], counters
+
+
+def naive(events):
+    """Which events pass, going through all that came before for each."""
+    passes = []
+    for index, event in enumerate(events):
+        if not isinstance(event, Finished):
+            passes.append(True)
+            continue
+        earlier = events[:index]
+        outdated = any(
+            (isinstance(other, Forgotten) and other.request == event.request and event.time <= other.time)
+            or (isinstance(other, ForgottenBefore | Dropped) and event.time < other.time)
+            for other in earlier
+        )
+        is_known = False
+        for other, passed_before in zip(earlier, passes, strict=True):
+            if isinstance(other, Finished) and other.request == event.request != "" and passed_before:
+                is_known = True
+            elif isinstance(other, Dropped) or (isinstance(other, Forgotten) and other.request == event.request):
+                is_known = False
+        passes.append(not outdated and not is_known)
+    return passes
+
+
+@given(EVENTS)
+def test_it_says_what_going_through_everything_says(events):
+    passes, counters = passed(events)
+    assert passes == naive(events)
+    assert counters.duplicates + counters.outdated == passes.count(False)
+
+
+def test_what_is_known_from_a_snapshot_does_not_pass():
+    assert passed([finished("a"), finished("b")], known=[hash_of("a")])[0] == [False, True]
+
+
+def test_only_the_newest_names_are_kept(monkeypatch):
+    monkeypatch.setattr(recent, "NAMES_KEPT", 2)
+    names = ["a", "b", "a", "c", "b", "a"]
+    # The third makes "a" newer than "b", so that "c" takes the place of "b", and that in turn the place of "a".
+    assert passed([finished(name) for name in names])[0] == [True, True, False, True, True, True]
+    forgets = [Forgotten(name, 9.0) for name in "abc"]
+    assert passed([*forgets, finished("a"), finished("b")])[0] == [True, True, True, True, False]

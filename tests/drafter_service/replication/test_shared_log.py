@@ -1,0 +1,364 @@
+"""Replicas that share a log, over a real Redis: all learn the same, once, and forget the same."""
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from redis import Redis
+
+from drafter_service.replication import reader, stream, writer
+from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
+from drafter_service.replication.shared_log import SharedLog
+from drafter_service.replication.stream import OLDEST, Position
+from ssd.corpus.requests import hash_of
+from tests.drafter_service.replication.replica import Replica, eventually, in_loop, replicas, request
+from tests.redis import running_redis
+
+PREFIXES = (f"test-{number}" for number in itertools.count())
+
+
+@dataclass(frozen=True)
+class Log:
+    """Where replicas meet, and what they cannot see."""
+
+    url: str
+    client: Redis
+    prefix: str
+    key: str
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def log(server):
+    prefix = next(PREFIXES)
+    with Redis.from_url(server.url) as client:
+        yield Log(server.url, client, prefix, f"ssd:{{{prefix}}}:namespace")
+
+
+def replicas_of(log, number, **options):
+    return replicas(log.url, number, prefix=log.prefix, **options)
+
+
+@in_loop
+async def test_replicas_keep_in_step(log):
+    """Each takes what the others publish, in their order, and nothing of its own."""
+    rng = np.random.default_rng(0)
+    async with replicas_of(log, 3) as members:
+        for member in members:
+            member.read()
+        told = [
+            [request(f"{who}-{number}", *rng.integers(0, 1 << 20, rng.integers(1, 300))) for number in range(400)]
+            for who in range(3)
+        ]
+        for number in range(400):
+            for member, requests in zip(members, told, strict=True):
+                member.log.publish(requests[number])
+            await asyncio.sleep(0)
+        for who, member in enumerate(members):
+            await member.has(800)
+            for other in range(3):
+                theirs = [event for event in member.taken if event.request.startswith(f"{other}-")]
+                expected = told[other] if other != who else []
+                assert [(event.request, event.tokens.tolist(), event.time) for event in theirs] == [
+                    (event.request, event.tokens.tolist(), event.time) for event in expected
+                ]
+        for member, requests in zip(members, told, strict=True):
+            await member.log.flush()
+            assert member.log.counters.published_requests == 400
+            assert member.log.counters.published_tokens == sum(len(event.tokens) for event in requests)
+            assert member.log.counters.consumed_requests == 800
+            assert member.log.counters.consumed_tokens == sum(len(event.tokens) for event in member.taken)
+        # Many requests travel together.
+        assert log.client.xlen(log.key) < 200
+
+
+@in_loop
+async def test_namespaces_and_prefixes_are_apart(log):
+    async with (
+        replicas_of(log, 2) as (one, two),
+        replicas_of(log, 1, namespace="other") as (elsewhere,),
+        replicas(log.url, 1, prefix=log.prefix + "2") as (stranger,),
+    ):
+        for member in (two, elsewhere, stranger):
+            member.read()
+        await one.publish(request("a"))
+        await elsewhere.publish(request("b"))
+        await two.has(1)
+        await elsewhere.has(0)
+        await stranger.has(0)
+
+
+@in_loop
+async def test_a_request_that_several_publish_is_taken_once(log):
+    async with replicas_of(log, 3) as (one, two, three):
+        await one.publish(request("a"), request(""))
+        await two.publish(request("a"), request(""), request("b"))
+        three.read()
+        await three.has(4)
+        assert three.names == ["a", "", "", "b"]
+        assert three.log.counters.duplicates == 1
+
+
+@in_loop
+async def test_an_empty_request_is_not_published(log):
+    async with replicas_of(log, 1) as (one,):
+        await one.publish(Finished("a", np.empty(0, np.uint32), 1.0))
+        assert not log.client.exists(log.key)
+
+
+@in_loop
+async def test_a_new_replica_takes_the_end_of_the_log(log):
+    """From the position beside a snapshot on, and without what the snapshot holds."""
+    async with replicas_of(log, 4) as (one, two, new, from_own):
+        two.read()
+        await one.publish(request("a"), request("b"))
+        await two.has(2)
+        position = str(two.reader.position)
+        # A snapshot at this position may hold what came a moment later.
+        await one.publish(request("c"), request("d"))
+        await two.publish(request("e"))
+        new.read(Position.parse(position), known=[hash_of("a"), hash_of("c")])
+        await new.has(2)
+        assert new.names == ["d", "e"]
+        await eventually(lambda: two.reader.position == new.reader.position)
+        # Own entries move the position too.
+        await two.publish(request("f"))
+        await eventually(lambda: two.reader.position > new.reader.position or new.names == ["d", "e", "f"])
+        from_own.read(two.reader.position)
+        await from_own.publish(request("g"))
+        await new.has(4)
+        await from_own.has(0)
+
+
+@in_loop
+async def test_after_a_restart_a_replica_takes_what_it_published_in_its_last_life(log):
+    """Its snapshot may be older."""
+    async with replicas_of(log, 1) as (before,):
+        await before.publish(request("a"))
+    async with replicas_of(log, 1) as (after,):
+        after.read()
+        await after.has(1)
+
+
+@in_loop
+async def test_forgetting_keeps_its_place_among_requests(log):
+    async with replicas_of(log, 2) as (one, two):
+        two.read()
+        await one.publish(request("a"), Forgotten("a", 2.0), request("a", time=3.0), request("b", time=3.0))
+        await two.has(4)
+        told = [(type(event), event.time) for event in two.taken]
+        assert told == [(Finished, 1.0), (Forgotten, 2.0), (Finished, 3.0), (Finished, 3.0)]
+
+
+@in_loop
+async def test_what_was_forgotten_is_not_taken_when_it_comes_late(log):
+    """From a replica that was cut off, or as a duplicate. That holds for what this replica said itself, too."""
+    async with replicas_of(log, 3) as (one, two, late):
+        for member in (one, two):
+            member.read()
+        await one.publish(request("a"), Forgotten("a", 2.0), ForgottenBefore(1.5))
+        await late.publish(request("a", time=1.9), request("b", time=1.4), request("a", time=2.1))
+        await two.has(4)
+        await one.has(1)
+        assert [event.time for event in one.taken] == [2.1]
+        assert two.log.counters.outdated == one.log.counters.outdated == 2
+
+
+@in_loop
+async def test_the_text_of_a_dropped_namespace_leaves_redis(log):
+    async with replicas_of(log, 2) as (one, two):
+        await one.publish(request("a", 7, 7, 7))
+        await one.publish(request("b"), Dropped(2.0), request("c", time=3.0))
+        assert log.client.xlen(log.key) == 1
+        two.read()
+        await two.has(2)
+        assert [type(event) for event in two.taken] == [Dropped, Finished]
+
+
+@pytest.mark.parametrize(("age_s", "kept"), [(3600, 3), (-3600, 1), (-1e300, 1), (1e300, 3)])
+@in_loop
+async def test_old_text_leaves_redis_when_it_is_forgotten(log, age_s, kept):
+    """By the clock of Redis; whatever the clocks say, the order to forget stays."""
+    async with replicas_of(log, 2) as (one, two):
+        await one.publish(request("a"))
+        await one.publish(request("b"))
+        await one.publish(ForgottenBefore(time.time() - age_s))
+        assert log.client.xlen(log.key) == kept
+        two.read()
+        await two.has(kept)
+
+
+@in_loop
+async def test_a_position_that_was_trimmed_away_is_a_gap(log):
+    async with replicas_of(log, 3) as (one, two, new):
+        two.read()
+        for name in "abcd":
+            await one.publish(request(name))
+        await two.has(4)
+        first, second = (Position.parse(name.decode()) for name, _ in log.client.xrange(log.key, count=2))
+        log.client.xtrim(log.key, maxlen=3, approximate=False)
+        new.read(first)
+        await new.has(3)
+        assert new.names == ["b", "c", "d"]
+        assert new.log.counters.gaps == 1
+        # From the oldest, and from a position that is still there, nothing is missed.
+        for position in (OLDEST, second, two.reader.position):
+            async with replicas_of(log, 1) as (other,):
+                other.read(position)
+                await eventually(lambda other=other: other.reader.position == two.reader.position)
+                assert other.log.counters.gaps == 0
+
+
+@in_loop
+async def test_a_reader_that_is_overtaken_by_trimming_notices(log, monkeypatch):
+    monkeypatch.setattr(reader, "LOOKED_EVERY_S", 0.0)
+    monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 1)
+    async with replicas_of(log, 2) as (one, two):
+        two.read()
+        two.may_take.clear()
+        for name in "abcd":
+            await one.publish(request(name))
+        await eventually(lambda: two.names == ["a"])
+        log.client.xtrim(log.key, maxlen=1, approximate=False)
+        two.may_take.set()
+        await two.has(2)
+        assert two.names == ["a", "d"]
+        assert two.log.counters.gaps == 1
+
+
+@in_loop
+async def test_a_log_that_has_lost_its_newest_entries_is_read_on(log):
+    """As when Redis comes back with an older state; even with a clock that was set back."""
+    async with replicas_of(log, 2) as (one, two):
+        await one.publish(request("a"))
+        two.read(Position(int((time.time() + 3600) * 1000), 0))
+        await eventually(lambda: two.log.counters.gaps == 1)
+        await one.publish(request("b"))
+        await two.has(1)
+        assert two.names == ["b"]
+
+
+@in_loop
+async def test_a_log_is_bounded_in_bytes(log, monkeypatch):
+    monkeypatch.setattr(writer, "GATHER_S", 0.0)
+    bound = 1 << 20
+    async with replicas_of(log, 2, max_bytes=bound) as (one, two):
+        rng = np.random.default_rng(0)
+        used = []
+        # Few large entries, then many small ones, then large ones again.
+        for entries, tokens in ((60, 10_000), (400, 500), (60, 10_000)):
+            for number in range(entries):
+                await one.publish(request(f"{entries}-{number}", *rng.integers(0, 50_000, tokens)))
+                used.append(log.client.memory_usage(log.key, samples=0))
+        assert max(used) < 1.1 * bound
+        assert min(used[60:]) > 0.7 * bound
+        two.read()
+        await eventually(lambda: two.names[-1:] == ["60-59"])
+
+
+@in_loop
+async def test_reading_is_no_faster_than_taking(log, monkeypatch):
+    monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 2)
+    async with replicas_of(log, 2) as (one, two):
+        for number in range(10):
+            await one.publish(request(str(number)))
+        two.may_take.clear()
+        two.read()
+        await eventually(lambda: two.taken)
+        position = two.reader.position
+        asked = log.client.info("commandstats")["cmdstat_xread"]["calls"]
+        # Long enough for another read, if there were one.
+        await one.publish(request("10"))
+        await one.publish(request("11"))
+        assert two.names == ["0"]
+        assert two.reader.position == position
+        assert log.client.info("commandstats")["cmdstat_xread"]["calls"] == asked
+        two.may_take.set()
+        # Sooner than a read that waits would end: a reader that is behind does not wait.
+        async with asyncio.timeout(stream.BLOCK_S / 2):
+            await two.has(12)
+
+
+@in_loop
+async def test_lag_is_told_while_a_reader_is_behind(log):
+    async with replicas_of(log, 3) as (one, two, three):
+        two.read()
+        await two.has(0)
+        assert two.reader.lag == (0, 0)
+        log.client.xadd(log.key, {"no": "entry"}, id="1000-0")
+        log.client.xadd(log.key, {"no": "entry"}, id="9000-0")
+        await one.publish(request("a"))
+        ages = {"oldest": OLDEST, "newer": Position(1000, 0)}
+        for position in ages.values():
+            three.read(position)
+            three.may_take.clear()
+            await eventually(lambda: three.taken)
+            assert three.reader.lag.entries in (2, 3)
+            assert three.reader.lag.seconds > time.time() - 100
+            before = three.reader.lag.seconds
+            await eventually(lambda before=before: three.reader.lag.seconds > before)
+            three.may_take.set()
+            await eventually(lambda: three.reader.lag == (0, 0))
+            three.taken.clear()
+            await three.stop_reading()
+        await eventually(lambda: two.reader.lag == (0, 0))
+        two.may_take.clear()
+        await one.publish(request("b"))
+        await eventually(lambda: two.reader.lag.seconds > 0)
+
+
+@in_loop
+async def test_entries_that_make_no_sense_are_skipped_and_counted(log):
+    rng = np.random.default_rng(0)
+    async with replicas_of(log, 2) as (one, two):
+        two.read()
+        await one.publish(request("a"))
+        good = dict(log.client.xrange(log.key)[0][1])
+        for _ in range(50):
+            name = list(good)[rng.integers(len(good))]
+            log.client.xadd(log.key, {**good, name: rng.bytes(rng.integers(1, 40)), b"version": b"1"})
+        log.client.xadd(log.key, {b"something": b"else"})
+        log.client.xadd(log.key, {**good, b"version": b"2"})
+        await one.publish(request("z"))
+        await eventually(lambda: "z" in two.names)
+        assert two.log.counters.malformed >= 2
+        assert two.names.count("a") == 1
+
+
+@in_loop
+async def test_what_taking_raises_reaches_the_caller(log):
+    async def take(_events):
+        raise RuntimeError("no room")
+
+    async with replicas_of(log, 2) as (one, two):
+        await one.publish(request("a"))
+        reading = two.log.reader()
+        with pytest.raises(RuntimeError, match="no room"):
+            await reading.run(take)
+        assert reading.position == OLDEST
+
+
+@in_loop
+async def test_a_reader_that_is_cancelled_ends(log, monkeypatch):
+    """Whatever it was doing."""
+    monkeypatch.setattr(reader, "LOOKED_EVERY_S", 0.0)
+    async with replicas_of(log, 1) as (one,):
+        for number in range(40):
+            await one.publish(request(str(number)))
+        shared = SharedLog(log.url, prefix=log.prefix)
+        for turns in range(0, 300, 3):
+            replica = Replica(shared.open("namespace"))
+            replica.read()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(2):
+                await replica.close()
+        await shared.close()

@@ -1,0 +1,317 @@
+"""What goes wrong around the shared log: a replica goes on without it and catches up. No secret or text is said."""
+
+import asyncio
+import sys
+import time
+import traceback
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import structlog
+from redis import Redis
+
+from drafter_service.replication import retry, shared_log, stream
+from drafter_service.replication.events import Finished, Forgotten
+from drafter_service.replication.outbox import EVENT_WEIGHT
+from drafter_service.replication.shared_log import SharedLog
+from ssd.errors import UserError
+from tests.certificates import Authority
+from tests.drafter_service.replication.replica import eventually, in_loop, replicas, request
+from tests.redis import free_port, running_redis
+
+KEY = "ssd:{default}:namespace"
+KEPT = ("--appendonly", "yes", "--appendfsync", "always")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Nobody wants to wait for the next attempt, or for a Redis that will not come back."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(shared_log, "FLUSH_S", 0.2)
+
+
+@pytest.fixture
+def said():
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
+def events_of(lines):
+    return [line["event"] for line in lines]
+
+
+class Proxy:
+    """Between a replica and Redis. Loses the answer to the next request that holds `loses_answer_to`, and hangs up."""
+
+    def __init__(self, port):
+        self.loses_answer_to: bytes | None = None
+        self.lost = 0
+        self._port = port
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    @asynccontextmanager
+    async def running(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield self
+        finally:
+            self._server.close()
+
+    async def _serve(self, reader, writer):
+        from_redis, to_redis = await asyncio.open_connection("127.0.0.1", self._port)
+        loses = asyncio.Event()
+
+        async def requests():
+            while data := await reader.read(1 << 20):
+                if self.loses_answer_to is not None and self.loses_answer_to in data:
+                    self.loses_answer_to = None
+                    loses.set()
+                to_redis.write(data)
+            to_redis.close()
+
+        async def answers():
+            while data := await from_redis.read(1 << 20):
+                if loses.is_set():
+                    self.lost += 1
+                    break
+                writer.write(data)
+            writer.close()
+
+        await asyncio.gather(requests(), answers(), return_exceptions=True)
+
+
+@in_loop
+async def test_a_request_whose_answer_was_lost_is_written_again_and_taken_once(said):
+    with running_redis() as server, Redis.from_url(server.url) as client:
+        async with (
+            Proxy(server.port).running() as proxy,
+            replicas(proxy.url, 1) as (one,),
+            replicas(server.url, 1) as (two,),
+        ):
+            two.read()
+            await one.publish(request("a"))
+            proxy.loses_answer_to = b"XADD"
+            await one.publish(request("b"), Forgotten("b", 2.0), request("c"))
+            await two.has(5)
+            assert proxy.lost == 1
+            assert client.xlen(KEY) == 3
+            assert two.names == ["a", "b", "c"]
+            # What is to be forgotten comes twice, and is last.
+            assert [event for event in two.taken if not isinstance(event, Finished)] == [Forgotten("b", 2.0)] * 2
+            assert two.log.counters.duplicates == 1
+            assert two.log.counters.outdated == 1
+            assert one.log.counters.errors == 1
+            assert one.log.counters.published_requests == 3
+            assert events_of(said) == ["shared_log_unavailable", "shared_log_available"]
+
+
+@in_loop
+async def test_a_reader_whose_answer_was_lost_misses_nothing():
+    with running_redis() as server:
+        async with (
+            Proxy(server.port).running() as proxy,
+            replicas(server.url, 1) as (one,),
+            replicas(proxy.url, 1) as (two,),
+        ):
+            proxy.loses_answer_to = b"XREAD"
+            two.read()
+            await one.publish(request("a"))
+            await two.has(1)
+            assert proxy.lost == 1
+            assert two.log.counters.duplicates == 0
+
+
+@pytest.mark.parametrize("kept", [(), KEPT], ids=["forgetful", "with-a-file"])
+@in_loop
+async def test_redis_is_killed_and_comes_back(kept, said):
+    with running_redis(*kept) as server:
+        async with replicas(server.url, 2) as (one, two):
+            for member in (one, two):
+                member.read()
+            await one.publish(*(request(f"before-{number}") for number in range(50)))
+            await two.has(50)
+            server.kill()
+            for number in range(50):
+                for who, member in (("one", one), ("two", two)):
+                    member.log.publish(request(f"{who}-{number}"))
+            await eventually(lambda: min(one.log.counters.errors, two.log.counters.errors) > 4)
+            assert two.reader.lag.seconds > 0
+            server.start()
+            await two.has(100)
+            await one.has(50)
+            await one.publish(request("after"))
+            await two.has(101)
+            assert two.names == [
+                *(f"before-{number}" for number in range(50)),
+                *(f"one-{number}" for number in range(50)),
+                "after",
+            ]
+            assert one.names == [f"two-{number}" for number in range(50)]
+            assert one.log.counters.dropped == two.log.counters.dropped == 0
+            # It cannot be known what others had written before it was lost.
+            assert two.log.counters.gaps == (0 if kept else 1)
+            # Once for each of two writers and two readers, however many attempts there were.
+            assert events_of(said).count("shared_log_unavailable") == 4
+            assert events_of(said).count("shared_log_available") == 4
+
+
+@in_loop
+async def test_while_redis_is_away_the_newest_requests_wait_and_what_is_to_be_forgotten(said):
+    room, weight = 100, 3 + len("0000") // 4 + EVENT_WEIGHT
+    with running_redis() as server:
+        async with replicas(server.url, 2, outbox_tokens=room * weight) as (one, two):
+            two.read()
+            await one.publish(request("first"))
+            await two.has(1)
+            server.kill()
+            one.log.publish(Forgotten("first", 2.0))
+            await eventually(lambda: one.log.counters.errors)
+            for number in range(10_000):
+                one.log.publish(request(f"{number:04}"))
+            assert one.log.counters.dropped == 10_000 - room
+            server.start()
+            await two.has(2 + room)
+            assert two.taken[1] == Forgotten("first", 2.0)
+            assert two.names == ["first", *(f"{number:04}" for number in range(10_000 - room, 10_000))]
+            assert events_of(said).count("shared_log_drops_requests") == 1
+
+
+@in_loop
+async def test_publishing_never_waits_for_a_redis_that_hangs(monkeypatch):
+    monkeypatch.setattr(stream, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(stream, "BLOCK_S", 0.1)
+    with running_redis() as server:
+        async with replicas(server.url, 2) as (one, two):
+            two.read()
+            await one.publish(request("a"))
+            await two.has(1)
+            server.hang()
+            try:
+                began = time.perf_counter()
+                for number in range(1000):
+                    one.log.publish(request(str(number)))
+                assert time.perf_counter() - began < 1
+                await eventually(lambda: one.log.counters.errors and two.log.counters.errors)
+            finally:
+                server.go_on()
+            await two.has(1001)
+
+
+@in_loop
+async def test_a_key_that_is_no_log_harms_no_other_namespace():
+    with running_redis() as server, Redis.from_url(server.url) as client:
+        client.set(KEY, "something else")
+        async with replicas(server.url, 1) as (harmed,), replicas(server.url, 2, namespace="other") as (one, two):
+            harmed.read()
+            two.read()
+            harmed.log.publish(request("a"))
+            await one.publish(request("b"))
+            await two.has(1)
+            await eventually(lambda: harmed.log.counters.errors > 3)
+            client.delete(KEY)
+            await harmed.log.flush()
+            assert harmed.log.counters.published_requests == 1
+
+
+@in_loop
+async def test_closing_does_not_wait_for_a_redis_that_is_away():
+    log = SharedLog(f"redis://127.0.0.1:{free_port()}")
+    namespace = log.open("namespace")
+    namespace.publish(request("a"))
+    async with asyncio.timeout(1):
+        await namespace.close()
+        await log.close()
+
+
+@in_loop
+async def test_closing_publishes_what_waits():
+    with running_redis() as server, Redis.from_url(server.url) as client:
+        log = SharedLog(server.url)
+        namespace = log.open("namespace")
+        namespace.publish(request("a"))
+        await namespace.close()
+        await log.close()
+        assert client.xlen(KEY) == 1
+
+
+@in_loop
+async def test_it_works_over_tls_with_a_password(tmp_path):
+    authority = Authority(tmp_path)
+    server_pair = authority.server()
+    port = free_port()
+    tls = (
+        *("--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--requirepass", "secret/pass"),
+        *("--tls-cert-file", str(server_pair.certificate), "--tls-key-file", str(server_pair.key)),
+        *("--tls-ca-cert-file", str(authority.certificate)),
+    )
+    with running_redis(*tls):
+        url = f"rediss://:secret%2Fpass@localhost:{port}?ssl_ca_certs={authority.certificate}"
+        async with replicas(url, 2) as (one, two):
+            two.read()
+            await one.publish(request("a"))
+            await two.has(1)
+        # Not to a server that cannot show who it is.
+        async with replicas(f"rediss://:secret%2Fpass@localhost:{port}", 1) as (stranger,):
+            stranger.read()
+            await eventually(lambda: stranger.log.counters.errors)
+            assert not stranger.taken
+
+
+@in_loop
+async def test_neither_passwords_nor_text_nor_names_are_said(said):
+    with running_redis("--requirepass", "right-secret") as server:
+        wrong, right = (server.url.replace("//", f"//:{which}-secret@") for which in ("wrong", "right"))
+        client = Redis.from_url(right)
+        client.set(KEY, "something else")
+        finished = Finished("name-of-a-user", np.frombuffer(b"text of a user!!", np.uint32), 1.0)
+        async with replicas(wrong, 1) as (refused,), replicas(right, 1, outbox_tokens=200) as (one,):
+            for member in (refused, one):
+                member.read()
+                member.log.publish(finished)
+            for _ in range(9):
+                one.log.publish(finished)
+            await eventually(lambda: refused.log.counters.errors > 2 and one.log.counters.errors > 2)
+            client.delete(KEY)
+            await one.log.flush()
+            entry = dict(client.xrange(KEY)[0][1])
+            client.xadd(KEY, {**entry, b"kinds": b"x"})
+            await eventually(lambda: one.log.counters.malformed)
+        assert set(events_of(said)) == {
+            "shared_log_unavailable",
+            "shared_log_available",
+            "shared_log_drops_requests",
+            "shared_log_entries_malformed",
+        }
+        assert {"AuthenticationError", "ResponseError"} <= {line.get("error") for line in said}
+        for secret in ("secret", "name-of-a-user", "text of", str(int(finished.tokens[0]))):
+            assert secret not in str(said)
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("http://:secret@host", "must begin with redis://"),
+        ("secret", "must begin with redis://"),
+        ("redis://:secret@host:port", "redis://[[user]:password@]host[:port][/database]"),
+        ("redis://:secret@host:99999", "redis://[[user]:password@]host[:port][/database]"),
+        ("redis://:secret@host?socket_timeout=long", "redis://[[user]:password@]host[:port][/database]"),
+        ("redis://:secret@host?unheard_of=secret", "redis://[[user]:password@]host[:port][/database]"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_without_being_repeated(url, advice):
+    with pytest.raises(UserError) as caught:
+        SharedLog(url)
+    assert advice in str(caught.value)
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_without_redis_py_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    with pytest.raises(UserError, match=r"pip install 'ssd-drafter\[redis\]'"):
+        SharedLog("redis://localhost")

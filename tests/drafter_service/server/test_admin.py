@@ -1,0 +1,473 @@
+"""The calls beside Draft: learning from other text, forgetting, reports, snapshots, namespaces."""
+
+import asyncio
+import itertools
+import json
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+
+from drafter_service.auth.callers import sha256_of
+from drafter_service.auth.config import AccessConfig
+from drafter_service.auth.control import AccessControl
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server.admin import Admin
+from drafter_service.server.identity import default_namespace
+from drafter_service.server.learning import AT_ONCE, Learned, Learning
+from drafter_service.server.namespace import ClosedError, Namespace
+from drafter_service.server.namespaces import Namespaces
+from drafter_service.server.stream import Drafting
+from drafter_service.settings.tree import Limits, ServiceConfig
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import WireError, pack
+from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from tests.drafter_service.guarded import run
+from tests.drafter_service.raw import CLIENT, TIMEOUT_S, batch, connected, eventually, lost, start, texts
+from tests.drafter_service.server.test_stream import Context, Untouched
+from tests.servers import served
+from tests.strategies import array
+
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
+WAITING = 30_000
+
+
+@pytest.fixture(scope="module")
+def service():
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        address, snapshots = f"unix:{folder}/drafter.sock", Path(folder) / "snapshots"
+        settings = [f"limits.waiting_tokens={WAITING}", "limits.grace_s=60"]
+        arguments = ["--listen", address, "--capacity", "300k", "--snapshot-folder", str(snapshots)]
+        with served(*arguments, *(part for setting in settings for part in ("--set", setting))):
+            yield SimpleNamespace(address=address, snapshots=snapshots)
+
+
+@pytest.fixture
+def caller(service):
+    with connected(service.address) as caller:
+        yield caller
+
+
+numbers = itertools.count()
+
+
+@pytest.fixture
+def name():
+    """Of a namespace that no other test uses."""
+    return f"test-{next(numbers)}"
+
+
+def counted(first, size=40):
+    """A text that stands nowhere else."""
+    return list(range(first, first + size))
+
+
+def stands_on_disk(service, tokens):
+    """Whether a run of tokens stands in any file of the snapshot folder."""
+    run = pack(array(tokens), "u4")
+    return any(run in path.read_bytes() for path in service.snapshots.rglob("*") if path.is_file())
+
+
+def drafts_of(caller, name, *firsts):
+    """The next token after the beginning of each of these texts."""
+    return [caller.probe(name, counted(first)[:8], limit=1) for first in firsts]
+
+
+def test_text_of_others_is_learned_once(caller, name):
+    response = caller.observe(name, counted(100), counted(200), [], names=["a", "b", "c"])
+    assert (response.tokens, response.texts, response.duplicates) == (80, 3, 0)
+    response = caller.observe(name, counted(100), counted(300), names=["a", "d"])
+    assert (response.tokens, response.texts, response.duplicates) == (40, 1, 1)
+    assert caller.observe(name).texts == 0
+    eventually(lambda: drafts_of(caller, name, 100, 200, 300) == [[108], [208], [308]])
+
+
+def test_the_default_namespace_follows_from_the_model(caller):
+    model = ModelIdentity("Qwen3-8B", "some-tokenizer")
+    described = pb.Model(name=model.name, tokenizer=model.tokenizer)
+    caller.observe("", counted(100), model=described)
+    eventually(lambda: drafts_of(caller, default_namespace(model), 100) == [[108]])
+
+
+def test_text_outside_the_vocabulary_is_refused_whole(caller, name):
+    caller.stream(name, vocabulary_size=150)
+    code, message = caller.refusal("Observe", namespace=name, texts=texts(counted(1), counted(120)))
+    assert code is INVALID_ARGUMENT
+    assert "texts.tokens holds the id 159; the vocabulary has 150 tokens" in message
+    code, message = caller.refusal("Observe", namespace=name, model=pb.Model(vocabulary_size=200), texts=texts([1]))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert caller.observe(name, counted(1)).tokens == 40
+
+
+def test_a_stream_of_texts_is_learned_at_the_pace_of_the_index(caller, name):
+    rng = np.random.default_rng(5)
+    batches = [
+        texts(*rng.integers(0, 50_000, (10, 1000)), names=[f"{turn}-{i}" for i in range(10)]) for turn in range(30)
+    ]
+    batches.append(batches[0])
+    responses = list(caller.warm(pb.WarmRequest(namespace=name, texts=each) for each in batches))
+    assert [response.tokens for response in responses] == [*range(10_000, 300_001, 10_000), 300_000]
+    assert (responses[-1].texts, responses[-1].duplicates) == (300, 10)
+    assert max(response.waiting_tokens for response in responses) <= WAITING + 10_000
+    assert list(caller.warm([])) == []
+
+
+def test_a_bad_text_ends_the_stream_of_texts_and_the_ones_before_are_learned(caller, name):
+    bad = pb.Texts(tokens=b"123")
+    responses = caller.warm(pb.WarmRequest(namespace=name, texts=each) for each in (texts(counted(100)), bad))
+    assert next(responses).texts == 1
+    with pytest.raises(grpc.RpcError) as refused:
+        next(responses)
+    assert refused.value.code() is INVALID_ARGUMENT
+    assert "texts.tokens has 3 bytes" in refused.value.details()
+    eventually(lambda: drafts_of(caller, name, 100) == [[108]])
+
+
+METHODS = ("Observe", "Forget", "Report", "Snapshot", "ListNamespaces", "DropNamespace")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_that_are_no_message_are_the_callers_fault(caller, method):
+    raw = caller.channel.unary_unary(f"/ssd.drafter.v1.DrafterService/{method}")
+    with pytest.raises(grpc.RpcError) as refused:
+        raw(b"\xff\xff", timeout=TIMEOUT_S, wait_for_ready=True)
+    assert refused.value.code() is INVALID_ARGUMENT
+    assert f"the message is not a {method}Request of ssd.drafter.v1" in refused.value.details()
+
+
+def test_bytes_that_are_no_texts_are_the_callers_fault(caller):
+    raw = caller.channel.stream_stream("/ssd.drafter.v1.DrafterService/Warm")
+    good = pb.WarmRequest(namespace="garbage").SerializeToString()
+    for requests in ([b"\xff\xff"], [good, b"\xff\xff"]):
+        with pytest.raises(grpc.RpcError) as refused:
+            list(raw(iter(requests), timeout=TIMEOUT_S, wait_for_ready=True))
+        assert refused.value.code() is INVALID_ARGUMENT
+        assert refused.value.details() == "the message is not a WarmRequest of ssd.drafter.v1"
+
+
+@pytest.mark.parametrize("what", [{"request": "b"}, {"older_than_s": 0.0}, {"everything": True}])
+def test_what_was_forgotten_is_drafted_no_more_and_stands_nowhere_on_disk(service, caller, name, what):
+    first = 1000 * next(numbers)
+    caller.observe(name, counted(first), counted(first + 100), names=["a", "b"])
+    eventually(lambda: drafts_of(caller, name, first, first + 100) == [[first + 8], [first + 108]])
+    caller.call("Snapshot", namespace=name)
+    assert stands_on_disk(service, counted(first + 100))
+    (service.snapshots / name / "corpus.refused").write_bytes(pack(array(counted(first + 100)), "u4"))
+    assert caller.call("Forget", namespace=name, **what).snapshot_saved
+    kept = [[first + 8]] if "request" in what else [[]]
+    assert drafts_of(caller, name, first, first + 100) == [*kept, []]
+    assert not stands_on_disk(service, counted(first + 100, 8))
+    # It may come again.
+    assert caller.observe(name, counted(first + 100), names=["b"]).texts == 1
+    eventually(lambda: drafts_of(caller, name, first + 100) == [[first + 108]])
+
+
+def test_only_what_is_old_enough_is_forgotten(caller, name):
+    caller.observe(name, counted(100))
+    caller.call("Forget", namespace=name, older_than_s=3600.0)
+    eventually(lambda: drafts_of(caller, name, 100) == [[108]])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({}, "what to forget is missing: give request, older_than_s or everything"),
+        ({"older_than_s": -1.0}, "older_than_s is -1.0; it is an age in seconds"),
+        ({"older_than_s": float("nan")}, "older_than_s is nan"),
+        ({"older_than_s": float("inf")}, "older_than_s is inf"),
+    ],
+)
+def test_an_order_to_forget_that_cannot_be_is_refused(caller, name, what, message):
+    caller.observe(name, counted(100))
+    code, details = caller.refusal("Forget", namespace=name, **what)
+    assert code is INVALID_ARGUMENT
+    assert message in details
+
+
+@pytest.mark.parametrize("method", ["Forget", "Report", "Snapshot", "DropNamespace"])
+@pytest.mark.parametrize("asked", ["nobody", "../nobody", "n" * 500])
+def test_a_namespace_that_is_not_there_is_named_and_not_made(caller, method, asked):
+    what = {"everything": True} if method == "Forget" else {}
+    code, details = caller.refusal(method, namespace=asked, **what)
+    assert code is INVALID_ARGUMENT
+    assert details == f"there is no namespace {asked[:200]!r}"
+    assert asked not in [row.name for row in caller.call("ListNamespaces").namespaces]
+
+
+def test_a_report_tells_of_the_namespaces_asked_for(caller, name):
+    caller.observe(name, counted(100))
+    report = json.loads(caller.call("Report", namespace=name).json)
+    assert [namespace["name"] for namespace in report["namespaces"]] == [name]
+    everything = json.loads(caller.call("Report").json)
+    assert name in [namespace["name"] for namespace in everything["namespaces"]]
+    code, details = caller.refusal("Report", passages=True)
+    assert code is INVALID_ARGUMENT
+    assert "this service does not show passages; they are users' text (reports.passages)" in details
+
+
+def test_namespaces_are_saved_on_demand(service, caller, name):
+    caller.observe(name, counted(100))
+    caller.observe(f"{name}-other", counted(100))
+    [saved] = caller.call("Snapshot", namespace=name).saved
+    assert (saved.namespace, saved.bytes) == (name, (service.snapshots / name / "corpus.ssd").stat().st_size)
+    assert saved.seconds > 0
+    assert not (service.snapshots / f"{name}-other").exists()
+    assert {name, f"{name}-other"} <= {saved.namespace for saved in caller.call("Snapshot").saved}
+    assert (service.snapshots / f"{name}-other" / "corpus.ssd").exists()
+
+
+def test_namespaces_are_listed(caller, name):
+    caller.observe(name, counted(100), model=pb.Model(name="llama", vocabulary_size=500))
+    stream = caller.stream(name)
+
+    def row():
+        return next(row for row in caller.call("ListNamespaces").namespaces if row.name == name)
+
+    found = eventually(lambda: row() if row().tokens else None)
+    assert (found.model.name, found.model.vocabulary_size) == ("llama", 500)
+    assert (found.is_loaded, found.tokens, found.capacity, found.streams, found.idle_s) == (True, 41, 300_000, 1, 0.0)
+    assert found.memory_bytes > 1000
+    stream.end()
+    assert eventually(lambda: row().streams == 0)
+
+
+def test_a_dropped_namespace_is_gone_and_its_streams_end(service, caller, name):
+    caller.observe(name, counted(100))
+    eventually(lambda: drafts_of(caller, name, 100) == [[108]])
+    caller.call("Snapshot", namespace=name)
+    stream, gone = caller.stream(name, client_id=CLIENT), caller.stream(name, client_id=b"g" * 16)
+    for each in (stream, gone):
+        each.ask(starts=[start(1, counted(100)[:8])])
+    gone.end()
+    caller.call("DropNamespace", namespace=name)
+    assert stream.refusal() == (grpc.StatusCode.ABORTED, f"namespace {name!r} was dropped")
+    assert not (service.snapshots / name).exists()
+    assert name not in [row.name for row in caller.call("ListNamespaces").namespaces]
+    # Whoever comes back finds nothing of what was there.
+    for client_id in (CLIENT, b"g" * 16):
+        again = caller.stream(name, client_id=client_id)
+        assert again.welcome.resumed_ids == b""
+        assert lost(again.ask(batch=batch({1: ()}))) == [1]
+    assert drafts_of(caller, name, 100) == [[]]
+    assert caller.observe(name, counted(100)).texts == 1
+
+
+# In the process, where time can be held.
+
+DRAFTING = DrafterConfig(capacity=100_000, refresh_interval_s=3600)
+
+
+class Still(Corpus):
+    """A corpus that catches up when it is told to."""
+
+    def maintain(self, _interval_s):
+        """Nobody does."""
+
+
+@asynccontextmanager
+async def learning(most_waiting=100):
+    """What learns, and a namespace."""
+    namespace = Namespace("some", ModelIdentity(), DRAFTING, Still(DRAFTING.capacity, DRAFTING.match_depth))
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield Learning(most_waiting), namespace
+    finally:
+        namespace.close()
+        namespace.corpus.close()
+
+
+async def waits(task):
+    """Whether a task goes on waiting, whatever turns it gets."""
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    return not task.done()
+
+
+@run
+async def test_whoever_brings_much_waits_for_the_index():
+    async with learning() as (learner, namespace):
+        many = texts(*[[1]] * (3 * AT_ONCE))
+        task = asyncio.create_task(learner.learn(namespace, many))
+        for turn in range(1, 4):
+            assert await waits(task) == (turn < 3)
+            assert namespace.corpus.waiting == AT_ONCE
+            await asyncio.to_thread(namespace.corpus.refresh)
+        assert await task == Learned(3 * AT_ONCE, 3 * AT_ONCE, 0)
+
+
+@run
+async def test_whoever_waits_when_the_namespace_is_dropped_is_told():
+    async with learning() as (learner, namespace):
+        task = asyncio.create_task(learner.learn(namespace, texts(*[[1]] * (2 * AT_ONCE))))
+        assert await waits(task)
+        namespace.close()
+        with pytest.raises(ClosedError, match="namespace 'some' was dropped"):
+            await task
+
+
+@run
+async def test_others_have_their_turn_while_many_texts_are_learned():
+    async with learning(most_waiting=1 << 30) as (learner, namespace):
+        turns = 0
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        await learner.learn(namespace, texts(*[[]] * (20 * AT_ONCE)))
+        counting.cancel()
+        assert turns >= 20
+
+
+@run
+async def test_a_text_that_cannot_be_has_no_effect():
+    async with learning() as (learner, namespace):
+        with pytest.raises(WireError):
+            await learner.learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)))
+        assert namespace.corpus.appended == 0
+
+
+NEEDED = {
+    "observe": ("learner", pb.ObserveRequest(namespace="a", texts=texts([1]))),
+    "forget": ("admin", pb.ForgetRequest(namespace="a", everything=True)),
+    "report": ("reader", pb.ReportRequest(namespace="a")),
+    "snapshot": ("admin", pb.SnapshotRequest(namespace="a")),
+    "drop_namespace": ("admin", pb.DropNamespaceRequest(namespace="a")),
+}
+CALLERS = {"reader": "read", "learner": "learn", "admin": "admin"}
+
+
+def callers_file(folder, namespaces="a"):
+    """A file of callers that have one right each, to namespace "a"; their tokens are their names."""
+    path = folder / "callers.toml"
+    path.write_text(
+        "".join(
+            f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(name)}"\n'
+            f'namespaces = ["{namespaces}"]\nrights = ["{right}"]\n'
+            for name, right in CALLERS.items()
+        )
+    )
+    return path
+
+
+def admin_of(namespaces, access):
+    limits = Limits()
+    learner = Learning(limits.waiting_tokens)
+    drafting = Drafting(namespaces, access, limits)
+    return Admin(namespaces, access, drafting, learner, lambda *_: None, may_show_passages=False)
+
+
+async def refused(method, request, token):
+    """The status that a call ends with."""
+    context = Context(token)
+    with pytest.raises(grpc.aio.AbortError):
+        await method(request, context)
+    return context.aborted
+
+
+@pytest.mark.parametrize("method", NEEDED)
+def test_each_call_needs_its_right_and_looks_nothing_up_without_it(tmp_path, method):
+    """So that the time of a refusal depends on nothing in the namespace."""
+    access = AccessControl(AccessConfig(callers=callers_file(tmp_path)))
+    needed, request = NEEDED[method]
+
+    async def test():
+        call = getattr(admin_of(Untouched(), access), method)
+        other = type(request).FromString(request.SerializeToString())
+        other.namespace = "b"
+        for token in CALLERS:
+            if token != needed:
+                code, _ = await refused(call, request, token)
+                assert code is grpc.StatusCode.PERMISSION_DENIED
+            code, message = await refused(call, other, token)
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+            assert message.endswith("to namespace 'b'")
+        with pytest.raises(AssertionError, match="was looked up"):
+            await call(request, Context(needed))
+
+    asyncio.run(test())
+
+
+@run
+async def test_texts_need_the_right_to_learn(tmp_path):
+    access = AccessControl(AccessConfig(callers=callers_file(tmp_path)))
+    admin = admin_of(Untouched(), access)
+
+    async def requests():
+        yield pb.WarmRequest(namespace="a").SerializeToString()
+
+    for token in ("reader", "admin"):
+        context = Context(token)
+        with pytest.raises(grpc.aio.AbortError):
+            [response async for response in admin.warm(requests(), context)]
+        assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(AssertionError, match="was looked up"):
+        [response async for response in admin.warm(requests(), Context("learner"))]
+
+
+@run
+async def test_a_caller_sees_only_its_own_namespaces(tmp_path):
+    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING))
+    access = AccessControl(AccessConfig(callers=callers_file(tmp_path)))
+    for name in ("a", "b"):
+        async with namespaces.use(name, ModelIdentity()):
+            pass
+    listed = await admin_of(namespaces, access).list_namespaces(pb.ListNamespacesRequest(), Context("reader"))
+    assert [row.name for row in listed.namespaces] == ["a"]
+    await namespaces.close()
+
+
+@run
+async def test_without_a_folder_nothing_is_saved(tmp_path):
+    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING))
+    admin = admin_of(namespaces, AccessControl(AccessConfig()))
+    context = Context("")
+    context.invocation_metadata = list
+    async with namespaces.use("a", ModelIdentity()):
+        with pytest.raises(grpc.aio.AbortError):
+            await admin.snapshot(pb.SnapshotRequest(), context)
+    code, message = context.aborted
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "there is no snapshot folder; start the service with --snapshot-folder" in message
+    assert not (await admin.forget(pb.ForgetRequest(namespace="a", everything=True), context)).snapshot_saved
+    await namespaces.close()
+
+
+@run
+async def test_everything_is_forgotten_though_the_clock_was_ahead():
+    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING))
+    admin = admin_of(namespaces, AccessControl(AccessConfig()))
+    context = Context("")
+    context.invocation_metadata = list
+    async with namespaces.use("a", ModelIdentity()) as namespace:
+        namespace.corpus.clock = lambda: 4e9
+        namespace.learn(array(counted(100)), "r")
+        await admin.forget(pb.ForgetRequest(namespace="a", older_than_s=0.0), context)
+        assert namespace.corpus.requests == 1
+        await admin.forget(pb.ForgetRequest(namespace="a", everything=True), context)
+        assert namespace.corpus.requests == 0
+    await namespaces.close()
+
+
+@run
+async def test_a_merge_that_fails_is_made_up_for(monkeypatch):
+    """Else whoever learns would wait for its text for ever."""
+    async with learning() as (learner, namespace):
+        await learner.learn(namespace, texts(counted(100)))
+        with monkeypatch.context() as patch:
+            patch.setattr(namespace.corpus._index, "take", lambda _: (_ for _ in ()).throw(MemoryError))
+            with pytest.raises(MemoryError):
+                namespace.corpus.refresh()
+        assert namespace.corpus.waiting == 40
+        namespace.learn(array(counted(200)), None)
+        namespace.corpus.refresh()
+        assert namespace.corpus.waiting == 0
+        assert namespace.corpus.requests == 2

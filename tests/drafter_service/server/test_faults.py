@@ -1,0 +1,457 @@
+"""What goes wrong in production: killed servers, full disks, clocks that jump, garbage, and clients that misbehave."""
+
+import asyncio
+import itertools
+import random
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from drafter_service.observability.history import History, Sample
+from drafter_service.server.housekeeping import Housekeeping
+from drafter_service.settings.tree import Reports, ServiceConfig, Snapshots
+from drafter_service.stubs import drafter_pb2 as pb
+from ssd.corpus.snapshot import load
+from tests.certificates import Authority
+from tests.drafter_service.guarded import run
+from tests.drafter_service.raw import (
+    CLIENT,
+    DRAFT,
+    TIMEOUT_S,
+    Stream,
+    batch,
+    connected,
+    drafted,
+    eventually,
+    finish,
+    hello,
+    lost,
+    start,
+    texts,
+)
+from tests.servers import served
+
+IS_SOAK = settings().max_examples > settings.get_profile("project").max_examples
+STREAMS = 50
+MB = 1_000_000
+
+
+def counted(first, size=40):
+    """A text that stands nowhere else."""
+    return list(range(first, first + size))
+
+
+def resident_bytes(process):
+    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# Killed.
+
+
+def in_mid_step(caller, _folder, _rng):
+    """Requests are on their way, and what they would commit is in memory only."""
+    stream = caller.stream("kept")
+    stream.ask(starts=[start(number, counted(number)) for number in range(64)])
+    for _ in range(50):
+        stream.send(batch=batch({number: counted(number, 4) for number in range(64)}, 16))
+    return stream
+
+
+def in_mid_merge(caller, _folder, rng):
+    """Much text is being merged into the base."""
+    stream = caller.stream("kept")
+    tokens = np.random.default_rng(0).integers(0, 50_000, (30, 20_000))
+    responses = caller.warm(pb.WarmRequest(namespace="kept", texts=texts(*part)) for part in np.split(tokens, 30))
+    for response in itertools.islice(responses, rng.randrange(3, 25)):
+        assert response.tokens
+    return stream
+
+
+def in_mid_snapshot(caller, folder, _rng):
+    """A snapshot is being written."""
+    stream = caller.stream("kept")
+    caller.observe("kept", np.random.default_rng(1).integers(0, 50_000, 300_000))
+    saving = caller.begin("Snapshot", namespace="kept")
+
+    def is_being_written():
+        nonlocal saving
+        if saving.done():
+            saving = caller.begin("Snapshot", namespace="kept")
+        return [*(folder / "kept").glob(".*.part")]
+
+    eventually(is_being_written)
+    return stream
+
+
+def assert_told_again(caller):
+    """A client that comes back finds its sequences lost, and goes on once it has told them again."""
+    stream = caller.stream("kept", client_id=CLIENT)
+    assert stream.welcome.resumed_ids == b""
+    assert lost(stream.ask(batch=batch({1: [3]}))) == [1]
+    told = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
+    assert stream.draft(1, starts=[told], limit=2) == [1, 2]
+
+
+def test_a_server_that_is_killed_comes_back_with_all_that_was_saved():
+    rng = random.Random(7)
+    with tempfile.TemporaryDirectory(prefix="ssd-") as name:
+        folder, address, learned = Path(name) / "snapshots", f"unix:{name}/drafter.sock", []
+        arguments = ["--listen", address, "--capacity", "1M", "--snapshot-folder", str(folder)]
+        for moment in (in_mid_step, in_mid_merge, in_mid_snapshot, None):
+            # The socket of the one that was killed is taken over.
+            with served(*arguments) as process, connected(address) as caller:
+                for first in learned:
+                    assert caller.probe("kept", counted(first)[:8], limit=1) == [first + 8]
+                assert_told_again(caller)
+                if moment is None:
+                    break
+                learned.append(100_000 + 100 * len(learned))
+                caller.observe("kept", counted(learned[-1]))
+                assert caller.call("Snapshot", namespace="kept").saved[0].namespace == "kept"
+                stream = moment(caller, folder, rng)
+                process.kill()
+                process.wait(TIMEOUT_S)
+                with pytest.raises(grpc.RpcError) as ended:
+                    for _ in stream.call:
+                        pass
+                assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_snapshot_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(tmp_path):
+    rounds = 1000 if IS_SOAK else 14
+    command = [sys.executable, "-m", "tests.drafter_service.killed_saves", tmp_path, rounds, 5]
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=10 * TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    old, new = map(int, ended.stdout.split())
+    assert old >= 1
+    assert new >= 1
+
+
+# The disk is full.
+
+
+def test_a_full_disk_costs_snapshots_and_nothing_else():
+    with tempfile.TemporaryDirectory(prefix="ssd-") as name:
+        address, path = f"unix:{name}/drafter.sock", Path(name) / "snapshots" / "a" / "corpus.ssd"
+        arguments = ["--listen", address, "--capacity", "100k", "--snapshot-folder", f"{name}/snapshots"]
+        with served(*arguments) as process, connected(address) as caller:
+            caller.observe("a", counted(100))
+            caller.call("Snapshot")
+            old = path.read_bytes()
+            # Files may not grow beyond half of what the snapshot needs.
+            _, most = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (len(old) // 2, most))
+            caller.observe("a", counted(200))
+            code, message = caller.refusal("Snapshot")
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert re.fullmatch(f"{path}: cannot be written: File too large; free space or save elsewhere", message)
+            # The text is forgotten, but the caller learns that the disk still holds it.
+            assert caller.refusal("Forget", namespace="a", request="r")[0] is grpc.StatusCode.FAILED_PRECONDITION
+            assert path.read_bytes() == old
+            assert sorted(each.name for each in path.parent.iterdir()) == ["corpus.ssd", "namespace.json"]
+            eventually(lambda: caller.probe("a", counted(200)[:8], limit=1) == [208])
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
+            assert caller.call("Snapshot").saved[0].bytes >= len(old)
+            assert load(path, 100_000, 32).corpus.requests == 2
+            process.terminate()
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+            assert errors.count("snapshot not saved") == 2
+
+
+# The clock jumps.
+
+
+def sample(time):
+    return Sample(time, *range(9))
+
+
+def test_a_history_goes_on_when_the_clock_jumps():
+    history = History()
+    for time in (100.0, 110.0, 5000.0, 5010.0, 120.0, 130.0, 130.0, 9000.0, 140.0):
+        history.note(sample(time))
+    assert [each.time for each in history.samples] == [100.0, 110.0, 120.0, 130.0, 140.0]
+
+
+@run
+async def test_housekeeping_goes_on_when_the_clock_jumps(monkeypatch):
+    clock, counts = itertools.cycle([1e9, 2e9, 5.0, 1.5e9]), Counter()
+    monkeypatch.setattr("drafter_service.server.housekeeping.time.time", lambda: next(clock))
+    seen = set()
+
+    async def counted_call(what):
+        counts[what] += 1
+
+    namespaces = SimpleNamespace(
+        loaded={"a": SimpleNamespace(note_sample=seen.add)},
+        save_changed=lambda: counted_call("saves"),
+        let_idle_go=lambda idle_s: counted_call("goes"),
+    )
+    config = ServiceConfig(reports=Reports(sample_s=0.001), snapshots=Snapshots(interval_s=0.001))
+    housekeeping = Housekeeping(namespaces, config)
+    housekeeping.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(seen) < 4 or counts["saves"] < 5 or counts["goes"] < 5:
+            await asyncio.sleep(0.001)
+        await housekeeping.stop()
+
+
+@run
+async def test_housekeeping_survives_what_it_runs_into_and_finishes_what_it_began():
+    began, may_end, saves = asyncio.Event(), asyncio.Event(), []
+
+    async def save_changed():
+        saves.append("began")
+        if len(saves) == 1:
+            raise RuntimeError("can't start new thread")
+        began.set()
+        await may_end.wait()
+        saves.append("ended")
+
+    async def let_idle_go(_idle_s):
+        """There is none."""
+
+    namespaces = SimpleNamespace(loaded={}, save_changed=save_changed, let_idle_go=let_idle_go)
+    housekeeping = Housekeeping(namespaces, ServiceConfig(snapshots=Snapshots(interval_s=0.001)))
+    housekeeping.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        await began.wait()
+        stopping = asyncio.create_task(housekeeping.stop())
+        await asyncio.sleep(0)
+        assert not stopping.done()
+        may_end.set()
+        await stopping
+    assert saves == ["began", "began", "ended"]
+
+
+# Garbage, floods and silence.
+
+
+@pytest.fixture(scope="module")
+def service():
+    """A server with little room, to be misused."""
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        address = f"unix:{folder}/drafter.sock"
+        arguments = ["--listen", address, "--capacity", "50k", "--budget", "200M"]
+        arguments += ["--snapshot-folder", f"{folder}/kept"]
+        limits = {"streams": STREAMS, "sequences": 200, "stream_tokens": "1M", "grace_s": 0.1}
+        arguments += [part for name, most in limits.items() for part in ("--set", f"limits.{name}={most}")]
+        with served(*arguments) as process:
+            yield SimpleNamespace(address=address, process=process)
+
+
+@pytest.fixture(params=[False, True], ids=["grpc", "steps"])
+def caller(service, request):
+    """Whose streams go over gRPC, or over the step socket."""
+    with connected(service.address, over_steps=request.param) as caller:
+        yield caller
+
+
+def damaged(data, rng):
+    """A message with some bytes changed, cut out, or repeated."""
+    data = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        at, size = rng.randrange(len(data) + 1), rng.randrange(1, 9)
+        change = rng.randrange(4)
+        if change == 0:
+            data[at : at + 1] = rng.randbytes(1)
+        elif change == 1:
+            del data[at : at + size]
+        elif change == 2:
+            data[at:at] = data[at : at + size]
+        else:
+            data[at : at + size] = rng.randbytes(size)
+    return bytes(data)
+
+
+def valid_requests(rng):
+    """A stream's life, one request after the other."""
+    for number in itertools.count(1):
+        tokens = [rng.randrange(30) for _ in range(rng.randrange(20))]
+        yield pb.DraftRequest(
+            step=number,
+            starts=[start(number, tokens, session=f"s{number % 5}", request=f"r{number}", is_private=number % 3 == 0)],
+        )
+        yield pb.DraftRequest(
+            step=number,
+            batch=batch({number: tokens[:3], max(1, number - 1): [1]}, limit=rng.randrange(20)),
+            counters=pb.ClientCounters(timeouts=number, reconnects=number % 2),
+        )
+        yield pb.DraftRequest(step=number, finishes=[finish(max(1, number - 2), tokens, steps=rng.randrange(3))])
+
+
+def test_thousands_of_damaged_messages_are_answered(service, caller):
+    rng = random.Random(11)
+    stream = eventually(lambda: greeted(caller, "fuzzed"))
+    valid = valid_requests(rng)
+    codes = Counter()
+    before = resident_bytes(service.process)
+    for _ in range(100 if IS_SOAK else 5):
+        for _ in range(1000):
+            data = next(valid).SerializeToString()
+            stream.send(rng.randbytes(rng.randrange(60)) if rng.random() < 0.2 else damaged(data, rng))
+        for _ in range(1000):
+            response = stream.read()
+            codes[response.error.code if response.HasField("error") else response.WhichOneof("outcome")] += 1
+    assert codes.keys() == {"drafts", grpc.StatusCode.INVALID_ARGUMENT.value[0]}
+    assert min(codes.values()) > 500
+    assert resident_bytes(service.process) - before < 60 * MB
+    # What the odds have learned from that is another matter: any draft is wanted.
+    new = 1 << 60
+    response = stream.ask(starts=[start(new, [1005, 1006, 1005])], batch=batch({new: ()}, limit=1, cost=1e-9))
+    assert drafted(response) == [1006]
+
+
+EXPECTED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+MODEL = pb.Model(name="m", tokenizer="t", vocabulary_size=100)
+CALLS = {
+    "Observe": pb.ObserveRequest(namespace="fuzz", model=MODEL, texts=texts([1, 2], [3], names=["a", "b"])),
+    "Forget": pb.ForgetRequest(namespace="fuzz", request="a"),
+    "Report": pb.ReportRequest(namespace="fuzz"),
+    "Snapshot": pb.SnapshotRequest(namespace="fuzz"),
+    "ListNamespaces": pb.ListNamespacesRequest(),
+    "DropNamespace": pb.DropNamespaceRequest(namespace="fuzz"),
+    "Warm": pb.WarmRequest(namespace="fuzz", model=MODEL, texts=texts([1, 2], names=["c"])),
+    "Draft": pb.DraftRequest(hello=hello("fuzz", client_id=CLIENT, name="m"), starts=[start(1, [1, 2])]),
+}
+
+
+def status_of(channel, method, data):
+    """The status that a call of one message ends with."""
+    is_stream = method in ("Warm", "Draft")
+    path = f"/ssd.drafter.v1.DrafterService/{method}"
+    call = (channel.stream_stream if is_stream else channel.unary_unary)(path)
+    try:
+        answer = call(iter([data]) if is_stream else data, timeout=TIMEOUT_S, wait_for_ready=True)
+        list(answer)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_damaged_calls_are_answered_with_a_status_that_tells(service, caller, method):
+    rng = random.Random(method)
+    data = CALLS[method].SerializeToString()
+    codes = Counter()
+    for _ in range(2000 if IS_SOAK else 60):
+        message = rng.randbytes(rng.randrange(40)) if rng.random() < 0.2 else damaged(data, rng)
+        codes[status_of(caller.channel, method, message)] += 1
+    assert codes.keys() <= EXPECTED
+    # A stream answers what is damaged, and goes on.
+    assert codes[grpc.StatusCode.INVALID_ARGUMENT] > 5 or method == "Draft"
+    assert caller.probe("default", [5, 6, 5], limit=2) == [6, 5]
+
+
+def greeted(caller, name):
+    """A stream, unless it is refused."""
+    try:
+        return caller.stream(name)
+    except grpc.RpcError:
+        return None
+
+
+def test_a_flood_of_empty_sequences_takes_no_memory(service, caller):
+    stream = eventually(lambda: greeted(caller, "flooded"))
+    before = resident_bytes(service.process)
+    for field in (b"\x12\x00", b"\x1a\x00"):
+        assert "at most 65536 sequences" in stream.ask(field * (8 << 20)).error.message
+    # Parsed, each of these messages would take half a gigabyte.
+    assert resident_bytes(service.process) - before < 150 * MB
+
+
+def test_a_stream_that_never_reads_is_not_read_from_either(service, caller):
+    stream = eventually(lambda: greeted(caller, "unread"))
+    stream.ask(starts=[start(number, counted(100 * number, 50) * 3) for number in range(64)])
+    request = pb.DraftRequest(batch=batch(dict.fromkeys(range(64), ()), limit=32, cost=1e-30)).SerializeToString()
+    size = len(stream.ask(request).SerializeToString())
+    before = resident_bytes(service.process)
+    for _ in range(100 * MB // size):
+        stream.send(request)
+    # Others are served meanwhile, for longer than all of that would take.
+    other = caller.stream("unread")
+    for _ in range(1000):
+        assert not other.ask().HasField("error")
+    assert resident_bytes(service.process) - before < 20 * MB
+    assert len(drafted(stream.read(), 64)) == 32
+
+
+def test_idle_streams_beyond_the_limit_are_refused(service):
+    number = 10_000 if IS_SOAK else 150
+
+    async def test():
+        async with grpc.aio.insecure_channel(service.address) as channel, asyncio.timeout(2 * TIMEOUT_S):
+            method = channel.stream_stream(DRAFT)
+            calls, ends = [], []
+            for _ in range(0, number, 50):
+                calls += [method(wait_for_ready=True) for _ in range(50)]
+                ends += [asyncio.create_task(call.code()) for call in calls[-50:]]
+                # gRPC itself cancels what comes faster than it can be looked at.
+                while sum(end.done() for end in ends) < len(ends) - STREAMS:
+                    await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
+            assert {end.result() for end in ends if end.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            for call in calls:
+                call.cancel()
+
+    asyncio.run(test())
+    with connected(service.address) as caller:
+        assert eventually(lambda: greeted(caller, "default"))
+
+
+# Certificates.
+
+
+def test_only_right_certificates_connect(tmp_path):
+    ours, other = Authority(tmp_path), Authority(tmp_path, "other")
+    pair, expired = ours.server(), ours.server("expired", expired=True)
+    callers = tmp_path / "callers.toml"
+    callers.write_text('[[caller]]\nname = "a"\ncertificate = "engine"\nnamespaces = ["a"]\nrights = ["read"]\n')
+    arguments = ["--listen", "127.0.0.1:0", "--capacity", "100k", "--certificate", pair.certificate, "--key", pair.key]
+    arguments += ["--client-ca", ours.certificate, "--callers", callers]
+    with served(*map(str, arguments)) as process:
+        address = re.search(r"listening at (\S+),", process.greeting)[1]
+
+        def code_of(client, ca=ours, namespace="a"):
+            """The status of a stream with a client's certificate; None if it is served."""
+            key, chain = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
+            credentials = grpc.ssl_channel_credentials(ca.certificate.read_bytes(), key, chain)
+            with connected(address, credentials=credentials) as caller:
+                method = caller.channel.stream_stream(DRAFT, response_deserializer=pb.DraftResponse.FromString)
+                stream = Stream(partial(method, timeout=TIMEOUT_S))
+                stream.send(hello=hello(namespace))
+                try:
+                    assert stream.read().welcome.namespace == namespace
+                except grpc.RpcError as error:
+                    return error.code().name
+                finally:
+                    stream.cut()
+            return None
+
+        engine = ours.client("engine")
+        assert code_of(engine) is None
+        assert code_of(engine, namespace="b") == "PERMISSION_DENIED"
+        assert code_of(ours.client("stranger")) == "UNAUTHENTICATED"
+        assert code_of(ours.client("engine", expired=True)) == "UNAVAILABLE"
+        assert code_of(other.client("engine-of-another")) == "UNAVAILABLE"
+        assert code_of(None) == "UNAVAILABLE"
+        assert code_of(engine, ca=other) == "UNAVAILABLE"
+        good = ours.server("renewed")
+        pair.replace_by(expired)
+        assert code_of(engine) == "UNAVAILABLE"
+        pair.replace_by(good)
+        assert code_of(engine) is None

@@ -1,0 +1,403 @@
+"""One stream's sequences, in the process: what a request does, and what it is refused for."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server.namespace import Namespace
+from drafter_service.server.session import LONG_PROMPT, Session
+from drafter_service.settings.tree import Limits
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.messages import MOST_FIELDS
+from drafter_service.transport.wire import pack, read_drafts
+from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from tests.drafter_service.raw import batch, drafted, finish, lost, start
+from tests.strategies import array
+
+CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600)
+INVALID_ARGUMENT = 3
+LONG = np.arange(10_000, 10_000 + LONG_PROMPT, dtype=np.uint32)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    namespace = new_namespace()
+    yield namespace
+    close(namespace)
+
+
+@pytest.fixture
+def namespace():
+    namespace = new_namespace()
+    yield namespace
+    close(namespace)
+
+
+@pytest.fixture
+def session(namespace):
+    return Session(namespace, Limits())
+
+
+def new_namespace():
+    return Namespace("some", ModelIdentity(), CONFIG, Corpus(CONFIG.capacity, CONFIG.match_depth))
+
+
+def close(namespace):
+    namespace.close()
+    namespace.corpus.close()
+
+
+def ask(session, *, may_learn=True, **fields):
+    return session.answer(pb.DraftRequest(**fields), may_learn=may_learn)
+
+
+def refused(response, message):
+    assert response.error.code == INVALID_ARGUMENT
+    assert message in response.error.message
+    return True
+
+
+def test_a_step_is_answered_with_its_number_and_drafts(session):
+    response = ask(session, step=7, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=2))
+    assert response.step == 7
+    assert drafted(response) == [6, 5]
+    assert lost(response) == []
+
+
+def test_the_engines_cost_is_passed_on(session):
+    ask(session, starts=[start(1, [1, 2, 3, 4, 5, 6, 1, 2])])
+    sizes = [
+        len(drafted(ask(session, batch=batch({1: ()}, limit=32, cost=cost))))
+        for cost in (0.0001, None, CONFIG.cost, 0.4, 1.0)
+    ]
+    assert sizes[0] > sizes[1] == sizes[2] > sizes[3] >= sizes[4] == 0
+
+
+def test_refusals_name_the_field_and_have_no_effect(session):
+    ask(session, starts=[start(1, [5, 6, 5])])
+    again = [start(2, [1]), start(1, [1])]
+    assert refused(ask(session, step=2, starts=again), "starts names a sequence that is running already")
+    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts names a sequence that is running")
+    assert refused(ask(session, finishes=[finish(1), finish(1)]), "finishes names a sequence twice")
+    claims = batch({1: ()})
+    claims.verified = pack(array([1]), "u4")
+    assert refused(ask(session, batch=claims), "batch.verified[0] is 1; the sequence's last draft had 0 tokens")
+    claims.verified = pack(array([0xFFFF_FFFF]), "u4")
+    assert refused(ask(session, batch=claims), "batch.verified[0] is 4294967295")
+    claims.verified, claims.accepted = pack(array([0]), "u4"), pack(array([1]), "u4")
+    assert refused(ask(session, batch=claims), "batch.accepted[0] is 1, of 0 verified")
+    new = batch({2: ()}, verified=1)
+    assert refused(ask(session, starts=[start(2, [1])], batch=new), "the sequence's last draft had 0 tokens")
+    no_draft = "finishes[0].verified is 1; the sequence's last draft had 0 tokens"
+    assert refused(ask(session, finishes=[finish(1, verified=1)]), no_draft)
+    assert refused(ask(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
+    assert refused(ask(session, finishes=[finish(1, accepted=1)]), "finishes[0].accepted is 1, of 0 verified")
+    for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
+        assert refused(ask(session, batch=batch({1: ()}, cost=cost)), f"batch.cost is {cost}")
+    bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
+    assert refused(ask(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
+    bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")
+    assert refused(ask(session, finishes=[bad_tokens]), "finishes[0].tokens holds the token id 4294967295")
+    crowd = pb.Batch(sequence_ids=bytes(8 * (MOST_FIELDS + 1)))
+    assert refused(ask(session, batch=crowd), f"batch.sequence_ids has {MOST_FIELDS + 1} elements")
+    # Sequence 1 still runs, the others never began.
+    assert session.sizes() == {1: 3}
+    response = ask(session, step=9, starts=[start(2, [8])], batch=batch({2: (), 1: ()}, limit=2))
+    assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
+
+
+def test_sequences_that_are_not_known_are_told_and_the_others_served(session):
+    ask(session, starts=[start(1, [5, 6, 5])])
+    response = ask(session, finishes=[finish(7), finish(8, [1], verified=3)], batch=batch({9: [4], 1: (), 6: ()}, 2))
+    assert lost(response) == [7, 8, 9, 6]
+    assert [drafted(response, 3, index) for index in range(3)] == [[], [6, 5], []]
+    # What is finished and stands in a batch behind it is lost.
+    assert lost(ask(session, finishes=[finish(1)], batch=batch({1: ()}))) == [1]
+
+
+def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
+    response = ask(session, starts=[start(1, [1, 2])], finishes=[finish(1, [3, 4])])
+    assert lost(response) == []
+    assert session.sizes() == {}
+    namespace.corpus.refresh()
+    assert drafted(ask(session, starts=[start(1, [1, 2])], batch=batch({1: ()}, limit=2))) == [3, 4]
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_answered(shared, data):
+    try:
+        request = pb.DraftRequest.FromString(data)
+    except DecodeError:
+        return
+    session = Session(shared, Limits())
+    response = session.answer(request, may_learn=True)
+    assert response.HasField("drafts") or response.error.code == INVALID_ARGUMENT
+    session.close()
+
+
+@given(st.data())
+def test_a_damaged_request_is_refused_or_answered_and_the_session_lives_on(shared, data):
+    session = Session(shared, Limits())
+    ask(session, starts=[start(1, [5, 6, 5]), start(3, [1, 2, 1])])
+    ask(session, batch=batch({1: (), 3: ()}))  # so that there are counts to lie about
+    whole = pb.DraftRequest(
+        step=3,
+        starts=[start(2, [1, 2], session="s", request="r")],
+        finishes=[finish(3, [2], verified=1, accepted=1, steps=1)],
+        batch=batch({1: [6], 2: ()}, verified=0),
+        counters=pb.ClientCounters(timeouts=3, reconnects=1),
+    )
+    message = bytearray(whole.SerializeToString())
+    for _ in range(data.draw(st.integers(1, 3))):
+        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        request = pb.DraftRequest.FromString(bytes(message))
+    except DecodeError:
+        request = whole
+    sizes = session.sizes()
+    if session.answer(request, may_learn=False).HasField("error"):
+        assert session.sizes() == sizes
+    another = 1 << 60  # far from what damage makes of a small id
+    response = ask(session, starts=[start(another, [5, 6, 5])], batch=batch({another: ()}, limit=2))
+    assert drafted(response) == [6, 5]
+    session.close()
+
+
+TOKENS = st.lists(st.integers(0, 3), max_size=5)
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["start", "finish", "draft"]), st.integers(0, 4), TOKENS, st.booleans()), max_size=20
+)
+
+
+@given(ACTIONS)
+def test_what_the_service_has_is_what_it_was_told(shared, actions):
+    """Against a dictionary of texts: a client resumes by these lengths."""
+    session, told = Session(shared, Limits()), {}
+    for action, sequence_id, tokens, learn in actions:
+        was_running = sequence_id in told
+        if action == "start":
+            response = ask(session, starts=[start(sequence_id, tokens, session="s" if learn else "")])
+            assert response.HasField("error") == was_running
+            told.setdefault(sequence_id, list(tokens))
+        elif action == "finish":
+            response = ask(session, finishes=[finish(sequence_id, tokens, learn=learn)])
+            assert lost(response) == ([] if was_running else [sequence_id])
+            told.pop(sequence_id, None)
+        else:
+            response = ask(session, batch=batch({sequence_id: tokens}))
+            assert lost(response) == ([] if was_running else [sequence_id])
+            if was_running:
+                told[sequence_id] += tokens
+        assert session.sizes() == session._drafter.sizes() == {key: len(text) for key, text in told.items()}
+    session.close()
+
+
+def test_the_steps_of_sequences_count(namespace, session):
+    ask(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
+    ask(session, finishes=[finish(1, [6, 5, 8], verified=2, accepted=2)])
+    assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
+    several = batch({2: [1, 1]})
+    several.steps = pack(array([2]), "u4")
+    ask(session, batch=several)
+    assert (namespace.stats.steps, namespace.stats.committed) == (3, 5)
+    ask(session, finishes=[finish(2, [1, 1, 1], steps=3)])
+    assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
+
+
+def test_drafts_ahead_are_longer_but_never_longer_than_the_longest(session):
+    ask(session, starts=[start(1, [*range(100), *range(50)])])
+
+    def size(limit, ahead):
+        request = batch({1: ()}, limit, cost=1e-30)
+        request.ahead = ahead
+        return len(drafted(ask(session, batch=request)))
+
+    assert size(4, 0) == 4
+    assert size(4, 6) == 10
+    assert size(0, 6) == 0
+    assert size(4, 1000) == size(1000, 0) == size(0xFFFF_FFFF, 0xFFFF_FFFF) == CONFIG.max_draft == session.max_draft
+
+
+def test_streams_share_what_was_learned_and_nothing_else(namespace):
+    first, second = (Session(namespace, Limits()) for _ in range(2))
+    ask(first, starts=[start(1, [1, 2, 3])])
+    ask(first, finishes=[finish(1, [4, 5])])
+    namespace.corpus.refresh()
+    assert lost(ask(second, finishes=[finish(1)])) == [1]
+    assert drafted(ask(second, starts=[start(1, [2, 3])], batch=batch({1: ()}, limit=2))) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "learn", "may_at_first", "may_at_last"),
+    [
+        ({"is_private": True}, True, True, True),
+        ({}, False, True, True),
+        ({}, True, False, True),
+        ({}, True, True, False),
+    ],
+    ids=["private", "not to be learned", "no right at first", "no right at last"],
+)
+def test_what_may_not_be_learned_is_not(namespace, session, fields, learn, may_at_first, may_at_last):
+    ask(session, starts=[start(1, [1, 2, 3], **fields)], may_learn=may_at_first)
+    ask(session, finishes=[finish(1, [4, 5], learn=learn)], may_learn=may_at_last)
+    namespace.corpus.refresh()
+    assert namespace.corpus.appended == 0
+
+
+@pytest.mark.parametrize(("is_private", "may_learn"), [(False, True), (True, True), (False, False)])
+def test_what_runs_is_shown_to_others_unless_it_may_not_be(namespace, is_private, may_learn):
+    first, second = (Session(namespace, Limits()) for _ in range(2))
+    ask(first, starts=[start(1, [1, 2, 3], is_private=is_private)], may_learn=may_learn)
+    ask(second, starts=[start(1, [2, 3])])
+    ask(first, batch=batch({1: [4, 5, 6]}), may_learn=may_learn)
+    namespace.corpus.refresh()
+    is_shown = may_learn and not is_private
+    assert drafted(ask(second, batch=batch({1: ()}, limit=3))) == ([4, 5, 6] if is_shown else [])
+
+
+def test_the_sequences_that_were_silent_for_longest_are_let_go(namespace):
+    session = Session(namespace, Limits(sequences=2))
+    ask(session, starts=[start(1, [1]), start(2, [2])])
+    ask(session, batch=batch({1: [1]}))
+    ask(session, starts=[start(3, [3])])
+    assert session.sizes() == {1: 2, 3: 1}
+    assert lost(ask(session, batch=batch({1: (), 2: ()}))) == [2]
+    ask(session, starts=[start(sequence_id, [1]) for sequence_id in range(4, 40)])
+    assert session.sizes() == {38: 1, 39: 1}
+    assert namespace.sequences == 2
+
+
+def test_the_tokens_of_a_stream_are_bounded(namespace):
+    session = Session(namespace, Limits(stream_tokens=100))
+    ask(session, starts=[start(1, range(60)), start(2, range(30))])
+    ask(session, batch=batch({2: range(20)}))
+    assert session.sizes() == {2: 50}
+    assert refused(ask(session, starts=[start(3, range(101))]), "brings 101 tokens at once; a stream may have 100")
+    ask(session, batch=batch({2: range(51)}))
+    assert session.sizes() == {}
+    assert namespace.corpus.appended == 0
+
+
+def test_clients_counters_are_summed(namespace):
+    def tell(session, **totals):
+        ask(session, counters=pb.ClientCounters(**totals))
+
+    first, second = (Session(namespace, Limits()) for _ in range(2))
+    tell(first, timeouts=3, ahead=5)
+    tell(first, timeouts=4, ahead=5)
+    tell(second, timeouts=10)
+    assert (namespace.clients.timeouts, namespace.clients.ahead) == (14, 5)
+    # One that has come back to a service that does not know it any more has told most of it before.
+    again = Session(namespace, Limits())
+    tell(again, timeouts=4, ahead=5, reconnects=2)
+    tell(again, timeouts=6, ahead=5, reconnects=2)
+    assert (namespace.clients.timeouts, namespace.clients.ahead, namespace.clients.reconnects) == (16, 5, 1)
+
+
+def run(test):
+    """A test that is a coroutine with a session."""
+
+    def runs(session):
+        asyncio.run(test(session))
+
+    runs.__name__, runs.__doc__ = test.__name__, test.__doc__
+    return runs
+
+
+async def indexed(session):
+    """Returns once no prompt is being indexed."""
+    async with asyncio.timeout(60):
+        while session._indexing:
+            await asyncio.sleep(0.001)
+
+
+@run
+async def test_a_long_prompt_is_indexed_beside_the_others(session):
+    prompt = [*LONG, 9001, 9002, 9003, 9001]
+    response = ask(session, starts=[start(1, prompt), start(2, [5, 6, 5])], batch=batch({1: (), 2: ()}, limit=2))
+    assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
+    response = ask(session, batch=batch({2: [6], 1: [9002]}, limit=1))
+    assert [drafted(response, 2, index) for index in (0, 1)] == [[5], []]
+    assert lost(response) == []
+    assert session.sizes() == {1: len(prompt) + 1, 2: 4}
+    assert refused(ask(session, starts=[start(1, [1])]), "running already")
+    await indexed(session)
+    assert drafted(ask(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
+    assert session.sizes() == session._drafter.sizes() == {1: len(prompt) + 1, 2: 4}
+
+
+@run
+async def test_a_long_prompt_that_ends_meanwhile_is_learned(session):
+    namespace = session.namespace
+    ask(session, starts=[start(1, LONG, request="r")], batch=batch({1: [7001, 7002]}))
+    assert lost(ask(session, finishes=[finish(1, [7003, 7004])])) == []
+    assert session.sizes() == {}
+    # The id is free at once.
+    ask(session, starts=[start(1, LONG, is_private=True)])
+    await indexed(session)
+    namespace.corpus.refresh()
+    assert drafted(ask(session, batch=batch({1: ()}, limit=4))) == [7001, 7002, 7003, 7004]
+    assert namespace.stats.committed == 4
+    ask(session, starts=[start(2, LONG, request="r")])
+    ask(session, finishes=[finish(2, [1])])
+    assert namespace.duplicates == 1
+
+
+@run
+async def test_a_long_prompt_that_ends_meanwhile_is_not_learned_against_orders(session):
+    namespace = session.namespace
+    for number, (fields, learn) in enumerate([({"is_private": True}, True), ({}, False)]):
+        ask(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
+        ask(session, finishes=[finish(number, [7002], learn=learn)])
+    # The right is needed when it begins and when it ends.
+    for number, (at_first, at_last) in enumerate([(False, False), (False, True), (True, False)], start=5):
+        ask(session, starts=[start(number, LONG)], may_learn=at_first)
+        ask(session, finishes=[finish(number, [7003])], may_learn=at_last)
+    await indexed(session)
+    assert namespace.corpus.appended == 0
+
+
+@run
+async def test_a_session_that_closes_gives_up_its_long_prompts(session):
+    namespace = session.namespace
+    ask(session, starts=[start(1, LONG)])
+    session.close()
+    tasks = [indexing.task for indexing in session._indexing.values()]
+    await asyncio.wait(tasks, timeout=60)
+    assert all(task.cancelled() for task in tasks)
+    assert namespace.sequences == 0
+    assert namespace.is_idle
+
+
+@run
+async def test_what_is_being_indexed_counts_and_is_not_let_go(session):
+    session = Session(session.namespace, Limits(sequences=2, stream_tokens=LONG_PROMPT + 100))
+    ask(session, starts=[start(1, LONG), start(2, [1])])
+    assert refused(ask(session, starts=[start(3, range(200))]), f"a stream may have {LONG_PROMPT + 100}")
+    ask(session, starts=[start(3, [1])])
+    assert session.sizes() == {1: LONG_PROMPT, 3: 1}
+    await indexed(session)
+
+
+def test_the_next_turn_of_a_session_goes_on_with_its_index(session):
+    turn = list(range(300))
+    ask(session, starts=[start(1, turn, session="talk", is_private=True)])
+    ask(session, finishes=[finish(1, [400, 401], learn=False)])
+    response = ask(
+        session,
+        starts=[start(2, [*turn, 400, 401, 298, 299], session="talk", is_private=True)],
+        batch=batch({2: ()}, limit=2),
+    )
+    assert drafted(response) == [400, 401]
+
+
+def test_a_batch_of_any_size_is_answered_in_its_order(session):
+    starts = [start(number, [number, 10, number]) for number in range(100, 130)]
+    response = ask(session, starts=starts, batch=batch(dict.fromkeys(range(129, 99, -1), ()), limit=1))
+    assert read_drafts(response.drafts, 30).tokens.tolist() == [10] * 30

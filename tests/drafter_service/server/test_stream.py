@@ -1,0 +1,526 @@
+"""Draft streams of the real server: who is there, what is drafted for whom, and what is refused with which status."""
+
+import asyncio
+import itertools
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+
+from drafter_service.auth.callers import sha256_of
+from drafter_service.auth.config import AccessConfig
+from drafter_service.auth.control import AccessControl
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server.identity import default_namespace
+from drafter_service.server.namespace import Namespace
+from drafter_service.server.namespaces import Namespaces
+from drafter_service.server.session import LONG_PROMPT, Session
+from drafter_service.server.sessions import Orphans
+from drafter_service.server.stream import Drafting
+from drafter_service.settings.tree import Limits, ServiceConfig
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import unpack
+from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from tests.certificates import replace_file
+from tests.drafter_service.guarded import run
+from tests.drafter_service.raw import (
+    CLIENT,
+    TIMEOUT_S,
+    batch,
+    connected,
+    drafted,
+    eventually,
+    finish,
+    hello,
+    lost,
+    start,
+)
+from tests.servers import served
+
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
+RIGHTS = {
+    "everything": ("*", '["read", "learn", "admin"]'),
+    "second": ("*", '["read", "learn"]'),
+    "reader": ("*", '["read"]'),
+    "learner": ("*", '["learn"]'),
+    "alice": ("alice-*", '["read", "learn", "admin"]'),
+}
+STREAMS = 40
+
+
+@pytest.fixture(scope="module")
+def service():
+    """Callers of one server, by name; `service.file` says who they are."""
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        address, file = f"unix:{folder}/drafter.sock", Path(folder) / "callers.toml"
+        entries = {
+            name: f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(name)}"\n'
+            f'namespaces = ["{namespaces}"]\nrights = {rights}\n'
+            for name, (namespaces, rights) in RIGHTS.items()
+        }
+        file.write_text("".join(entries.values()))
+        arguments = [
+            "--listen",
+            address,
+            "--capacity",
+            "100k",
+            "--callers",
+            str(file),
+            "--set",
+            f"limits.streams={STREAMS}",
+        ]
+        arguments += ["--set", "limits.sequences=500", "--set", "limits.stream_tokens=1M", "--set", "limits.grace_s=60"]
+        with served(*arguments):
+            yield SimpleNamespace(address=address, file=file, entries=entries)
+
+
+@pytest.fixture(params=[False, True], ids=["grpc", "steps"])
+def over_steps(request):
+    """Whether streams go over the step socket."""
+    return request.param
+
+
+@pytest.fixture
+def calling(service, over_steps):
+    """Makes callers of the service, by name."""
+
+    def called(name="everything"):
+        return connected(service.address, [("authorization", f"Bearer {name}")], over_steps=over_steps)
+
+    return called
+
+
+@pytest.fixture
+def caller(calling):
+    with calling() as caller:
+        yield caller
+
+
+numbers = itertools.count()
+
+
+@pytest.fixture
+def name():
+    """Of a namespace that no other test uses."""
+    return f"test-{next(numbers)}"
+
+
+def counted(size, first):
+    """A text that stands nowhere else."""
+    return list(range(first, first + size))
+
+
+def test_a_hello_is_welcomed(caller, name):
+    stream = caller.stream()
+    response = stream.ask(step=3, hello=hello(name), starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
+    assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 2, name)
+    assert response.welcome.learns
+    assert response.welcome.max_draft == 32
+    assert (response.welcome.most_sequences, response.welcome.most_tokens) == (500, 1_000_000)
+    assert response.welcome.resumed_ids == response.welcome.resumed_lengths == b""
+    assert drafted(response) == [6, 5]
+    assert not stream.ask(step=4).HasField("welcome")
+
+
+def test_the_default_namespace_follows_from_the_model(caller):
+    model = ModelIdentity("meta/Llama-3.1", "abc", "", 500)
+    welcome = caller.stream("", name=model.name, tokenizer=model.tokenizer, vocabulary_size=500).welcome
+    assert welcome.namespace == default_namespace(model)
+    assert welcome.namespace.startswith("Llama-3.1-")
+    assert caller.stream("", name=model.name, tokenizer="other").welcome.namespace != welcome.namespace
+    assert caller.stream("").welcome.namespace == "default"
+
+
+def test_a_client_of_the_first_protocol_is_served(caller):
+    stream = caller.stream()
+    response = stream.ask(starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
+    assert drafted(response) == [6, 5]
+    assert not response.HasField("welcome")
+    # One that says so drafts from the same namespace, whatever it asks for.
+    response = caller.stream().ask(hello=pb.Hello(protocol=1, namespace="ignored"))
+    assert not response.HasField("welcome")
+    assert not response.HasField("error")
+
+
+@pytest.mark.parametrize(
+    ("greeting", "code", "message"),
+    [
+        (pb.Hello(protocol=9, oldest_protocol=3), "FAILED_PRECONDITION", "the client speaks protocol 3 or later, this"),
+        (pb.Hello(), "FAILED_PRECONDITION", "hello.protocol is missing"),
+        (hello(client_id=b"short"), "INVALID_ARGUMENT", "hello.client_id has 5 bytes, not 16"),
+        (hello("../etc"), "INVALID_ARGUMENT", "a namespace cannot be called '../etc'"),
+        (hello("a/b"), "INVALID_ARGUMENT", "a namespace cannot be called"),
+        (hello("."), "INVALID_ARGUMENT", "a namespace cannot be called"),
+        (hello("x" * 1_000_000), "INVALID_ARGUMENT", "a namespace cannot be called"),
+        (hello("n", name="m" * 600), "INVALID_ARGUMENT", "model.name has 600 characters"),
+    ],
+)
+def test_a_hello_that_cannot_be_is_refused_with_a_reason(caller, greeting, code, message):
+    stream = caller.stream()
+    stream.send(hello=greeting)
+    status, details = stream.refusal()
+    assert status.name == code
+    assert message in details
+    assert len(details) < 400
+
+
+def test_a_newer_client_that_speaks_an_older_protocol_too_is_served(caller, name):
+    stream = caller.stream()
+    assert stream.ask(hello=pb.Hello(protocol=7, oldest_protocol=2, namespace=name)).welcome.protocol == 2
+
+
+def test_another_vocabulary_is_refused(caller, name):
+    assert caller.stream(name, tokenizer="a", vocabulary_size=100).welcome.namespace == name
+    for model, message in (
+        ({"tokenizer": "b"}, f"namespace '{name}' belongs to another tokenizer; choose another namespace"),
+        ({"vocabulary_size": 101}, f"namespace '{name}' has a vocabulary of 100 tokens, not 101; choose another"),
+    ):
+        stream = caller.stream()
+        stream.send(hello=hello(name, **model))
+        status, details = stream.refusal()
+        assert status is grpc.StatusCode.FAILED_PRECONDITION
+        assert message in details
+
+
+def test_a_malformed_message_is_answered_and_the_stream_goes_on(caller, name):
+    stream = caller.stream(name)
+    assert "not a DraftRequest" in stream.ask(b"\xff\xff\xff").error.message
+    assert "at most 65536 sequences" in stream.ask(b"\x12\x00" * 70_000).error.message
+    wrong = stream.ask(step=2, batch=pb.Batch(sequence_ids=b"123"))
+    assert (wrong.step, wrong.error.code) == (2, INVALID_ARGUMENT.value[0])
+    assert "batch.sequence_ids has 3 bytes" in wrong.error.message
+    again = stream.ask(step=3, hello=hello("another"), starts=[start(1, [1])])
+    assert (again.step, again.error.code) == (3, INVALID_ARGUMENT.value[0])
+    assert "hello belongs into the first request of a stream" in again.error.message
+    assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
+
+
+def test_a_stream_that_begins_with_garbage_is_one_of_the_first_protocol(caller):
+    stream = caller.stream()
+    assert stream.ask(b"\xff").error.code == INVALID_ARGUMENT.value[0]
+    assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
+
+
+def test_what_the_service_does_not_know_is_told(caller, name):
+    stream = caller.stream(name)
+    assert lost(stream.ask(finishes=[finish(4)], batch=batch({5: ()}))) == [4, 5]
+
+
+def test_engines_learn_from_each_other_and_keep_their_sequences_apart(caller, name):
+    first, second = caller.stream(name), caller.stream(name)
+    first.ask(starts=[start(1, [1, 2, 3])])
+    assert lost(second.ask(finishes=[finish(1)])) == [1]
+    first.ask(finishes=[finish(1, [4, 5, 6])])
+    sequence_ids = itertools.count(2)
+    assert eventually(lambda: second.draft(i := next(sequence_ids), starts=[start(i, [1, 2, 3])], limit=3)) == [4, 5, 6]
+
+
+def test_a_client_that_comes_back_goes_on(caller, name):
+    stream = caller.stream(name, client_id=CLIENT)
+    stream.ask(starts=[start(1, [1, 2, 3, 1]), start(2, [5])])
+    assert stream.draft(1, [2], limit=2) == [3, 1]
+    stream.cut()
+
+    def resumed():
+        again = caller.stream(name, client_id=CLIENT)
+        if again.welcome.resumed_ids:
+            return again
+        return again.end()
+
+    again = eventually(resumed)
+    ids, lengths = (
+        unpack(part, "u" + size, "")
+        for part, size in (
+            (again.welcome.resumed_ids, "8"),
+            (again.welcome.resumed_lengths, "4"),
+        )
+    )
+    assert dict(zip(ids.tolist(), lengths.tolist(), strict=True)) == {1: 5, 2: 1}
+    assert again.draft(1, [3], limit=2) == [1, 2]
+
+
+@pytest.mark.parametrize("difference", ["client", "caller", "namespace", "nobody"])
+def test_nobody_else_goes_on_with_a_clients_sequences(calling, caller, name, difference):
+    client_id = bytes([next(numbers)] * 16)
+    stream = caller.stream(name, client_id=b"" if difference == "nobody" else client_id)
+    stream.ask(starts=[start(1, [1, 2, 3, 1])])
+    stream.end()
+    with calling("second" if difference == "caller" else "everything") as other:
+        other_id = {"client": b"f" * 16, "nobody": b""}.get(difference, client_id)
+        again = other.stream(name + "-other" if difference == "namespace" else name, client_id=other_id)
+        assert again.welcome.resumed_ids == b""
+        assert lost(again.ask(batch=batch({1: ()}))) == [1]
+    # It is still there for its own client.
+    if difference != "nobody":
+        assert caller.stream(name, client_id=client_id).welcome.resumed_ids
+
+
+def test_long_prompts_are_indexed_while_other_streams_go_on(caller, name):
+    busy, other = caller.stream(name), caller.stream(name)
+    other.ask(starts=[start(1, [5, 6, 5])])
+    prompt = counted(40 * LONG_PROMPT, 1000)
+    busy.send(starts=[start(1, [*prompt, *prompt[:40]])], batch=batch({1: ()}, 2))
+    assert other.draft(1, limit=2) == [6, 5]
+    assert drafted(busy.read()) == []
+    assert eventually(lambda: busy.draft(1, limit=2)) == prompt[40:42]
+    assert lost(busy.ask(finishes=[finish(1)])) == []
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
+    prompt, output = counted(20, 100), counted(20, 200)
+    open_prompt, open_output = counted(20, 300), counted(20, 400)
+    secretive, other = caller.stream(name), caller.stream(name)
+    other.ask(starts=[start(1, [7])])
+    secretive.ask(starts=[start(1, prompt, is_private=True, request="secret"), start(2, open_prompt)])
+    secretive.ask(batch=batch({1: output, 2: open_output}))
+    if is_finished:
+        secretive.ask(finishes=[finish(1), finish(2)])
+    # What came with it and is not private is seen, so the private text would be too.
+    assert eventually(lambda: caller.probe(name, open_output[:5], limit=3)) == open_output[5:8]
+    assert caller.probe(name, output[:5]) == caller.probe(name, [*prompt, output[0]]) == []
+
+
+def test_a_caller_that_may_not_learn_teaches_nothing(calling, caller, name):
+    prompt, output = counted(20, 100), counted(20, 200)
+    with calling("reader") as reader:
+        stream = reader.stream(name)
+        assert not stream.welcome.learns
+        stream.ask(starts=[start(1, prompt)])
+        stream.ask(batch=batch({1: output}))
+        other = caller.stream(name)
+        other.ask(starts=[start(1, counted(20, 300))])
+        assert drafted(other.ask(starts=[start(2, output[:5])], batch=batch({2: ()}))) == []
+        stream.ask(finishes=[finish(1)])
+        other.ask(finishes=[finish(1, counted(20, 400))])
+        assert eventually(lambda: caller.probe(name, counted(5, 400), limit=1)) == [405]
+        assert caller.probe(name, output[:5]) == []
+
+
+def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(calling, caller, name):
+    caller.observe(f"{name}-known", [1, 2, 3])
+    with calling("alice") as alice:
+        assert alice.stream(f"alice-{name}").welcome.learns
+        refusals = []
+        for asked in (f"{name}-known", f"{name}-empty"):
+            stream = alice.stream()
+            stream.send(hello=hello(asked))
+            status, details = stream.refusal()
+            assert status is grpc.StatusCode.PERMISSION_DENIED
+            refusals.append(details.replace(asked, "..."))
+        assert refusals[0] == refusals[1] == "caller 'alice' has no read right to namespace '...'"
+    with calling("learner") as learner:
+        stream = learner.stream()
+        stream.send(hello=hello(name))
+        assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
+    with calling("stranger") as stranger:
+        stream = stranger.stream()
+        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known here")
+
+
+def greeted(caller, name):
+    """A stream, unless it is refused."""
+    try:
+        return caller.stream(name)
+    except grpc.RpcError:
+        return None
+
+
+@pytest.mark.parametrize(("left", "code"), [("", "UNAUTHENTICATED"), ('["learn"]', "PERMISSION_DENIED")])
+def test_rights_that_are_taken_away_end_the_stream(service, calling, caller, name, left, code):
+    kept = service.entries["second"].replace('["read", "learn"]', left) if left else ""
+    try:
+        with calling("second") as second:
+            stream = eventually(lambda: greeted(second, name))
+            replace_file(service.file, "".join((service.entries | {"second": kept}).values()))
+
+            def refused():
+                try:
+                    stream.ask()
+                except grpc.RpcError as error:
+                    return error.code().name
+                return None
+
+            assert eventually(refused) == code
+    finally:
+        replace_file(service.file, "".join(service.entries.values()))
+
+
+def test_limits_of_a_stream_hold(caller, name):
+    stream = caller.stream(name)
+    stream.ask(starts=[start(number, [number]) for number in range(501)])
+    assert lost(stream.ask(batch=batch({0: (), 1: ()}))) == [0]
+    refused = stream.ask(starts=[start(1000, np.zeros(1_000_001))])
+    assert refused.error.code == INVALID_ARGUMENT.value[0]
+    assert "a stream may have 1000000" in refused.error.message
+    assert lost(stream.ask(batch=batch({500: ()}))) == []
+
+
+def test_streams_beyond_the_limit_are_refused_and_room_is_made_again(service, calling):
+    with calling() as caller:
+        streams = [caller.stream() for _ in range(STREAMS + 20)]
+        eventually(lambda: sum(stream.call.done() for stream in streams) >= 20)
+        idle = [stream for stream in streams if not stream.call.done()]
+        assert {(stream.call.code(), stream.call.details()) for stream in streams if stream.call.done()} == {
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {STREAMS} streams already")
+        }
+        # The others are served as soon as they say something.
+        assert idle[0].ask(hello=hello("default")).welcome.namespace == "default"
+        idle[1].end()
+        assert eventually(lambda: greeted(caller, "default"))
+
+
+class Untouched:
+    """Fails whoever looks anything up."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} was looked up")
+
+
+class Context:
+    """A call as the service sees it."""
+
+    def __init__(self, token):
+        self._token = token
+        self.aborted = None
+
+    def invocation_metadata(self):
+        return [("authorization", f"Bearer {self._token}")]
+
+    def auth_context(self):
+        return {}
+
+    async def abort(self, code, details):
+        self.aborted = code, details
+        raise grpc.aio.AbortError
+
+
+async def messages(*requests):
+    for request in requests:
+        yield request.SerializeToString()
+
+
+@run
+async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
+    """So that the time of a refusal depends on nothing in the namespace."""
+    config = ServiceConfig(access=AccessConfig(callers=service.file))
+    drafting = Drafting(Untouched(), AccessControl(config.access), config.limits)
+    drafting.orphans = Untouched()
+    context = Context("alice")
+    with pytest.raises(grpc.aio.AbortError):
+        async for _ in drafting.draft(messages(pb.DraftRequest(hello=hello("b", client_id=CLIENT))), context):
+            pass
+    assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(AssertionError, match="use was looked up"):
+        async for _ in drafting.draft(messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
+            pass
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+@pytest.mark.parametrize("is_answering", [True, False])
+def test_a_stream_that_is_ended_always_gets_a_status(is_dropped, is_answering):
+    """Were it cancelled while gRPC sends a response, the client would wait for ever."""
+
+    async def test():
+        config = ServiceConfig(drafting=DrafterConfig(capacity=5000))
+        namespaces, context = Namespaces(config), Context("")
+        context.invocation_metadata = list
+        drafting = Drafting(namespaces, AccessControl(config.access), config.limits)
+        is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def requests():
+            yield pb.DraftRequest(hello=hello("a")).SerializeToString()
+            await no_more.wait()
+
+        async def served():
+            async for _ in drafting.draft(requests(), context):
+                is_sending.set()
+                await is_sent.wait()
+
+        serving = asyncio.create_task(served())
+        async with asyncio.timeout(TIMEOUT_S):
+            await is_sending.wait()
+            if not is_answering:
+                is_sent.set()
+                await asyncio.sleep(0)
+            if is_dropped:
+                await namespaces.drop("a")
+            else:
+                drafting.stop()
+            is_sent.set()
+            [ended], _ = await asyncio.wait([serving])
+            await namespaces.close()
+        if is_dropped:
+            assert isinstance(ended.exception(), grpc.aio.AbortError)
+            assert context.aborted == (grpc.StatusCode.ABORTED, "namespace 'a' was dropped")
+        else:
+            assert ended.exception() is None
+        assert drafting.streams == set()
+
+    asyncio.run(test())
+
+
+@asynccontextmanager
+async def orphans(grace_s=60.0, most=10):
+    """Kept sessions, a namespace, and how to make a session in it."""
+    namespace = Namespace("some", ModelIdentity(), DrafterConfig(capacity=5000), Corpus(5000, 32))
+    try:
+        yield Orphans(grace_s, most), namespace, lambda: Session(namespace, Limits())
+    finally:
+        namespace.close()
+        namespace.corpus.close()
+
+
+@run
+async def test_a_session_is_kept_for_the_grace_time():
+    async with orphans(grace_s=0.001) as (kept, namespace, new_session):
+        kept.keep("owner", CLIENT, new_session())
+        async with asyncio.timeout(60):
+            while len(kept):
+                await asyncio.sleep(0.001)
+        assert kept.adopt("owner", CLIENT, namespace) is None
+        assert namespace.is_idle
+
+
+@run
+async def test_without_a_grace_time_or_an_id_nothing_is_kept():
+    for grace_s, client_id in ((0.0, CLIENT), (60.0, b"")):
+        async with orphans(grace_s) as (kept, namespace, new_session):
+            kept.keep("owner", client_id, new_session())
+            assert len(kept) == 0
+            assert namespace.is_idle
+
+
+@run
+async def test_the_kept_sessions_are_bounded():
+    async with orphans(most=3) as (kept, namespace, new_session):
+        ids = [bytes([number] * 16) for number in range(5)]
+        for client_id in ids:
+            kept.keep("owner", client_id, new_session())
+        assert len(namespace.drafters) == len(kept) == 3
+        adopted = [kept.adopt("owner", client_id, namespace) is not None for client_id in ids]
+        assert adopted == [False, False, True, True, True]
+        kept.keep("owner", ids[0], new_session())
+        kept.keep("owner", ids[0], new_session())
+        kept.drop_all("another")
+        assert len(kept) == 1
+        kept.drop_all("some")
+        assert len(kept) == 0
+
+
+@run
+async def test_nobody_goes_on_with_what_a_dropped_namespace_held():
+    async with orphans() as (kept, namespace, new_session):
+        kept.keep("owner", CLIENT, new_session())
+        async with orphans() as (_, made_again, _):
+            assert kept.adopt("owner", CLIENT, made_again) is None
+        assert len(kept) == 0
+        session = new_session()
+        namespace.close()
+        kept.keep("owner", CLIENT, session)
+        assert len(kept) == 0

@@ -1,0 +1,44 @@
+"""Frames, against splitting one byte at a time, and what is no frame."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.frames import HEADER, LAST, Frames, framed, last_frame
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+
+
+def slow_frames(data):
+    """All whole frames at the beginning, each with whether it is the last."""
+    if len(data) < 4:
+        return []
+    length = int.from_bytes(data[:4], "little")
+    size, is_last = length % (1 << 31), length >= 1 << 31
+    return [(data[4 : 4 + size], is_last), *slow_frames(data[4 + size :])] if len(data) >= 4 + size else []
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.booleans(), st.data())
+def test_frames_come_out_as_they_went_in_however_they_travel(messages, has_end, data):
+    stream = b"".join(map(framed, messages)) + (last_frame(7, "no") if has_end else b"")
+    whole = data.draw(st.integers(0, len(stream)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, whole), max_size=6)))
+    frames, taken = Frames(), []
+    for begin, end in zip([0, *cuts], [*cuts, whole], strict=True):
+        taken += frames.feed(stream[begin:end])
+    assert taken == slow_frames(stream[:whole])
+    assert taken + frames.feed(stream[whole:]) == slow_frames(stream)
+
+
+def test_the_last_frame_says_why():
+    [(body, is_last)] = Frames().feed(last_frame(7, "not yours"))
+    assert is_last
+    assert pb.Error.FromString(body) == pb.Error(code=7, message="not yours")
+
+
+@pytest.mark.parametrize("mark", [0, LAST])
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read(mark):
+    longest = MAX_MESSAGE_BYTES
+    assert Frames().feed(HEADER.pack(longest | mark)) == []
+    with pytest.raises(WireError, match=f"a frame of {longest + 1} bytes; at most {longest} are possible"):
+        Frames().feed(HEADER.pack(longest + 1 | mark))

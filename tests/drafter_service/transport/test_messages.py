@@ -1,0 +1,152 @@
+"""What a server reads from messages: every field checked, errors that name it."""
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.messages import (
+    MOST_NAME_BYTES,
+    MOST_STEPS,
+    has_few_fields,
+    pack_resumed,
+    read_begin,
+    read_end,
+    read_model,
+    read_steps,
+    read_texts,
+)
+from drafter_service.transport.wire import WireError, pack, unpack
+from tests.drafter_service.raw import finish, start, texts
+from tests.strategies import array
+
+LONG_NAME = "n" * (MOST_NAME_BYTES + 1)
+SEPARATOR = b"\xff" * 4
+
+
+def test_a_start_is_read():
+    begin = read_begin(start(7, [1, 2], session="s", request="r", committed=pack(array([3]), "u4")), 0)
+    assert (begin.sequence_id, begin.prompt.tolist(), begin.committed.tolist()) == (7, [1, 2], [3])
+    assert (begin.session, begin.request, begin.learn) == ("s", "r", True)
+    bare = read_begin(pb.Start(is_private=True), 0)
+    assert (bare.session, bare.request, bare.learn, len(bare.prompt)) == (None, None, False, 0)
+
+
+def test_a_finish_is_read():
+    end = read_end(finish(7, [1], learn=False, verified=3, accepted=2, steps=4), 0)
+    assert (end.sequence_id, end.tokens.tolist(), end.learn) == (7, [1], False)
+    assert (end.verified, end.accepted, end.steps) == (3, 2, 4)
+    assert read_end(pb.Finish(), 0).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda: read_begin(pb.Start(prompt=b"12345"), 3), r"starts\[3\]\.prompt has 5 bytes, not a multiple of 4"),
+        (lambda: read_begin(pb.Start(committed=SEPARATOR), 0), r"starts\[0\]\.committed holds the token id 4294967295"),
+        (lambda: read_begin(pb.Start(session=LONG_NAME), 0), r"starts\[0\]\.session has 513 characters; at most 512"),
+        (lambda: read_begin(pb.Start(request=LONG_NAME), 0), r"starts\[0\]\.request has 513"),
+        (lambda: read_end(pb.Finish(tokens=SEPARATOR), 1), r"finishes\[1\]\.tokens holds the token id 4294967295"),
+        (lambda: read_end(pb.Finish(verified=1, accepted=2), 1), r"finishes\[1\]\.accepted is 2, of 1 verified"),
+        (lambda: read_end(pb.Finish(steps=MOST_STEPS + 1), 1), r"finishes\[1\]\.steps is 1048577"),
+        (lambda: read_steps(pb.Batch(steps=bytes(8)), 1), r"batch\.steps has 2 elements, not 1"),
+        (lambda: read_steps(pb.Batch(steps=b"123"), 1), r"batch\.steps has 3 bytes"),
+        (lambda: read_steps(pb.Batch(steps=SEPARATOR), 1), r"batch\.steps holds 4294967295"),
+        (lambda: read_model(pb.Model(name=LONG_NAME)), r"model\.name has 513"),
+        (lambda: read_model(pb.Model(tokenizer=LONG_NAME)), r"model\.tokenizer has 513"),
+        (lambda: read_model(pb.Model(adapter=LONG_NAME)), r"model\.adapter has 513"),
+    ],
+)
+def test_a_refusal_names_the_field(read, message):
+    with pytest.raises(WireError, match=message):
+        read()
+
+
+def test_steps_beyond_one_a_sequence_are_counted():
+    assert read_steps(pb.Batch(), 5) == 0
+    assert read_steps(pb.Batch(steps=pack(array([1, 0, 4]), "u4")), 3) == 3
+
+
+def test_texts_are_read():
+    read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocabulary_size=4)
+    assert [read.text(index).tolist() for index in range(len(read))] == [[1, 2], [], [3]]
+    assert read.names == ["a", None, "b"]
+    assert read_texts(texts([1]), vocabulary_size=0).names == [None]
+    assert len(read_texts(texts(), vocabulary_size=0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (texts([1, 4]), "texts.tokens holds the id 4; the vocabulary has 4 tokens"),
+        (texts([1], names=["a", "b"]), "texts.requests has 2 elements, not 1"),
+        (texts([1], names=[LONG_NAME]), r"texts.requests\[0\] has 513 characters"),
+        (pb.Texts(tokens=SEPARATOR, offsets=bytes(4)), "texts.tokens holds the token id 4294967295"),
+        (pb.Texts(tokens=bytes(4)), "texts.offsets must rise from 0 to the 1 elements"),
+        (pb.Texts(tokens=bytes(4), offsets=bytes(4)), "texts.offsets must rise"),
+        (pb.Texts(offsets=pack(array([1]), "u4")), "texts.offsets must rise"),
+        (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 2, 1, 2]), "u4")), "texts.offsets must rise"),
+        (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 3, 2]), "u4")), "texts.offsets must rise"),
+        (pb.Texts(offsets=b"123"), "texts.offsets has 3 bytes"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(message, problem):
+    with pytest.raises(WireError, match=problem):
+        read_texts(message, vocabulary_size=4)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=20), st.lists(st.sampled_from(["", "a"]), max_size=3))
+def test_any_texts_are_read_or_refused(tokens, offsets, names):
+    try:
+        read = read_texts(pb.Texts(tokens=tokens, offsets=offsets, requests=names), vocabulary_size=1 << 31)
+    except WireError:
+        return
+    assert sum(len(read.text(index)) for index in range(len(read))) == len(tokens) // 4
+
+
+def test_resumed_sequences_are_packed():
+    ids, lengths = pack_resumed({1 << 63: 5, 2: 0})
+    assert unpack(ids, "u8", "ids").tolist() == [1 << 63, 2]
+    assert unpack(lengths, "u4", "lengths").tolist() == [5, 0]
+
+
+@st.composite
+def requests(draw):
+    """Requests with any field, and how many fields they have."""
+    starts = draw(st.integers(0, 5))
+    finishes = draw(st.integers(0, 5))
+    has_batch, step = draw(st.booleans()), draw(st.integers(0, 1 << 63))
+    request = pb.DraftRequest(
+        step=step,
+        starts=[start(draw(st.integers(0, 1 << 40)), [1] * draw(st.integers(0, 50))) for _ in range(starts)],
+        finishes=[pb.Finish() for _ in range(finishes)],
+        batch=pb.Batch(sequence_ids=bytes(8), cost=0.5) if has_batch else None,
+    )
+    return request, starts + finishes + has_batch + (step != 0)
+
+
+@given(requests(), st.integers(0, 12))
+def test_fields_are_counted_without_parsing(request_and_fields, most):
+    request, fields = request_and_fields
+    assert has_few_fields(request.SerializeToString(), most) == (fields <= most)
+
+
+@given(st.binary(max_size=80))
+def test_no_message_has_more_sequences_than_fields_were_counted(data):
+    try:
+        request = pb.DraftRequest.FromString(data)
+    except DecodeError:
+        has_few_fields(data, 3)
+        return
+    sequences = len(request.starts) + len(request.finishes)
+    assert has_few_fields(data, sequences - 1) is False or sequences == 0
+
+
+def test_a_flood_of_empty_sequences_is_seen_before_it_is_parsed():
+    assert not has_few_fields(b"\x12\x00" * 5000, 4999)
+    in_a_group = b"\x7b" + b"\x7c"  # of a field that nobody knows
+    assert not has_few_fields(in_a_group + b"\x12\x00" * 5000, 4999)
+    assert has_few_fields(b"\x12\x00" * 5000, 5000)
+    assert has_few_fields(pb.DraftRequest(starts=[start(1, np.zeros(100_000))]).SerializeToString(), 1)

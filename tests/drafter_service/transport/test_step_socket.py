@@ -1,0 +1,232 @@
+"""The socket for steps: how a connection begins and ends. What is said between is that of `test_drafting`."""
+
+import asyncio
+import socket
+import stat
+import struct
+from pathlib import Path
+
+import grpc
+import pytest
+
+from drafter_service.auth.client import ClientAccess
+from drafter_service.client import DrafterClient
+from drafter_service.client.grpc_stream import GrpcStream
+from drafter_service.client.socket_stream import SocketStream
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.address import Address
+from drafter_service.transport.frames import HEADER, MAGIC, Frames, framed
+from drafter_service.transport.step_socket import StepSocket
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+from ssd.errors import UserError
+from tests.certificates import Authority
+from tests.drafter_service.raw import TIMEOUT_S, connected, hello
+from tests.servers import served
+
+
+def steps_of(address):
+    return Path(address.removeprefix("unix:") + ".steps")
+
+
+def connect(address):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(TIMEOUT_S)
+    connection.connect(str(steps_of(address)))
+    return connection
+
+
+def end_of(connection):
+    """The status and the reason in the last frame."""
+    frames, ends = Frames(), []
+    while data := connection.recv(1 << 16):
+        ends += [pb.Error.FromString(body) for body, is_last in frames.feed(data) if is_last]
+    [end] = ends
+    return next(code for code in grpc.StatusCode if code.value[0] == end.code), end.message
+
+
+def end_after(address, data, *, half_closed=False):
+    """How a connection ends that says just that."""
+    with connect(address) as connection:
+        connection.sendall(data)
+        if half_closed:
+            connection.shutdown(socket.SHUT_WR)
+        return end_of(connection)
+
+
+GREETING = framed(pb.DraftRequest(hello=hello("default")).SerializeToString())
+
+
+def test_connections_that_begin_otherwise_are_refused(server, socket_address):
+    assert end_after(socket_address, b"GET / HTTP/1.1\r\n\r\n")[0] is grpc.StatusCode.UNIMPLEMENTED
+    code, reason = end_after(socket_address, MAGIC + HEADER.pack(1 << 20))
+    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
+    assert end_after(socket_address, MAGIC[:5], half_closed=True)[0] is grpc.StatusCode.CANCELLED
+    assert end_after(socket_address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
+    # Nobody asks who is there where nobody is known; but that is no token.
+    code, reason = end_after(socket_address, MAGIC + framed(b"Basic xyz") + GREETING)
+    assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization, of the form: Bearer TOKEN")
+
+
+async def ends_of_silent_ones(address, number):
+    """How connections end that say nothing, all at once, to a service for two."""
+    listening = StepSocket(drafting=None, most=2)
+    listening.bind(Address(address).steps, 0o600)
+    await listening.start()
+
+    async def silent():
+        reader, writer = await asyncio.open_unix_connection(steps_of(address))
+        [(body, is_last)] = Frames().feed(await reader.read())
+        writer.close()
+        assert is_last
+        return pb.Error.FromString(body).message
+
+    ends = await asyncio.gather(*(silent() for _ in range(number)))
+    await listening.stop(TIMEOUT_S)
+    return sorted(ends)
+
+
+def test_silent_ones_are_few_and_not_waited_for_without_end(socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.transport.step_socket.GREETING_S", 0.01)
+    # All are refused as soon as they have connected, but for two that are given time.
+    assert asyncio.run(ends_of_silent_ones(socket_address, 2)) == ["nothing was said for too long"] * 2
+    monkeypatch.setattr("drafter_service.transport.step_socket.GREETING_S", 1.0)
+    ends = asyncio.run(ends_of_silent_ones(socket_address, 20))
+    assert ends == ["nothing was said for too long"] * 2 + ["the service has its 2 streams already"] * 18
+
+
+def test_frames_that_are_too_long_end_the_stream(server, socket_address):
+    for length in (MAX_MESSAGE_BYTES + 1, 0xFFFF_FFFF):
+        code, reason = end_after(socket_address, MAGIC + framed(b"") + GREETING + struct.pack("<I", length))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "at most 67108864 are possible" in reason
+
+
+def test_a_frame_that_never_ends_is_a_broken_stream(server, socket_address):
+    code, _ = end_after(
+        socket_address, MAGIC + framed(b"") + GREETING + struct.pack("<I", 100) + b"x", half_closed=True
+    )
+    assert code is grpc.StatusCode.OK
+    with connected(socket_address, over_steps=True) as caller:
+        assert caller.stream("default").welcome.namespace == "default"
+
+
+def test_the_socket_is_the_owners_alone_and_goes_with_the_service(socket_address):
+    steps = steps_of(socket_address)
+    with served("--listen", socket_address) as process:
+        assert stat.S_IMODE(steps.stat().st_mode) == 0o600
+        process.terminate()
+        process.wait(TIMEOUT_S)
+        assert not steps.exists()
+    with served("--listen", socket_address, "--socket-mode", "0660"):
+        assert stat.S_IMODE(steps.stat().st_mode) == 0o660
+
+
+def test_what_a_dead_service_left_is_cleared_away_and_anything_else_is_not(socket_address):
+    steps = steps_of(socket_address)
+    with served("--listen", socket_address) as process:
+        process.kill()
+        process.wait(TIMEOUT_S)
+    assert steps.exists()
+    with served("--listen", socket_address), DrafterClient(socket_address) as client:
+        assert client.lost is None
+    steps.write_text("mine")
+    with pytest.raises(AssertionError, match="exists and is not a socket"), served("--listen", socket_address):
+        pass
+    assert steps.read_text() == "mine"
+
+
+def test_a_stop_ends_streams_in_good_order(socket_address):
+    with served("--listen", socket_address) as process, connected(socket_address, over_steps=True) as caller:
+        stream = caller.stream("default")
+        process.terminate()
+        with pytest.raises(StopIteration):
+            stream.read()
+        assert stream.call.code() is grpc.StatusCode.OK
+
+
+def test_where_there_is_tls_there_is_no_other_way_in(tmp_path, socket_address):
+    ours = Authority(tmp_path, "ours")
+    pair = ours.server("localhost")
+    with served("--listen", socket_address, "--certificate", str(pair.certificate), "--key", str(pair.key)):
+        assert not steps_of(socket_address).exists()
+        with DrafterClient(socket_address, access=ClientAccess(ca=ours.certificate)) as client:
+            assert client.lost is None
+
+
+def test_a_client_with_a_ca_does_not_send_its_token_in_the_open(tmp_path, server, socket_address):
+    ours = Authority(tmp_path, "ours")
+    with pytest.raises(UserError):
+        DrafterClient(socket_address, access=ClientAccess(ca=ours.certificate))
+
+
+def test_a_client_takes_the_socket_if_it_is_there(server, socket_address):
+    with DrafterClient(socket_address) as client:
+        assert isinstance(client._stream, SocketStream)
+    steps_of(socket_address).unlink()
+    with DrafterClient(socket_address) as client:
+        assert isinstance(client._stream, GrpcStream)
+
+
+class Echo:
+    """Answers each message with its size."""
+
+    async def draft(self, requests, _context):
+        async for data in requests:
+            yield pb.DraftResponse(step=len(data))
+
+
+def test_few_large_messages_are_on_their_way_at_a_time(socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_AT_ONCE", 2)
+    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_BYTES", 1000)
+    monkeypatch.setattr("drafter_service.transport.step_socket.TRIMMED_BYTES", 1000)
+
+    async def test():
+        listening = StepSocket(Echo(), most=10)
+        listening.bind(Address(socket_address).steps, 0o600)
+        await listening.start()
+        streams = [await asyncio.open_unix_connection(steps_of(socket_address)) for _ in range(3)]
+        for _, writer in streams:
+            writer.write(MAGIC + framed(b"") + framed(b"small"))
+        answers = Frames()
+        for reader, _ in streams:
+            assert len(answers.feed(await reader.readexactly(4 + 2))) == 1
+        for _, writer in streams[:2]:
+            writer.write(HEADER.pack(1000) + b"half")
+        await until(lambda: listening._large.locked())
+        streams[2][1].write(framed(bytes(1000)) + framed(b"small"))
+        streams[0][1].write(bytes(996))
+        # The third is let in once the first is whole; what is small would never have waited.
+        for index in (0, 2):
+            [(body, _)] = answers.feed(await streams[index][0].readexactly(4 + 3))
+            assert pb.DraftResponse.FromString(body).step == 1000
+        for _, writer in streams:
+            writer.close()
+        await listening.stop(TIMEOUT_S)
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+def test_a_large_message_that_never_ends_is_not_waited_for(server, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_S", 0.01)
+    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_BYTES", 10)
+
+    async def test():
+        reader = asyncio.StreamReader()
+        reader.feed_data(HEADER.pack(100) + b"half")
+        with pytest.raises(WireError, match="did not come within"):
+            await anext(StepSocket(None, 1)._requests(reader))
+
+    asyncio.run(test())
+
+
+def test_the_socket_is_there_before_grpcs(socket_address):
+    listening = StepSocket(None, 1)
+    listening.bind(Address(socket_address).steps, 0o600)
+    with connect(socket_address):
+        pass  # It waits to be served.
+    asyncio.run(listening.stop(0))
+    assert not steps_of(socket_address).exists()

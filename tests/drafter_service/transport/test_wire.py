@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import WireError, batch_message, drafts_message, read_batch, read_drafts
+from ssd.types import DraftBatch, Path, Progress, Source, offsets_of
+from tests.strategies import LARGEST
+
+runs = st.lists(st.lists(st.integers(0, LARGEST), max_size=5), max_size=5)
+
+
+def progress(committed, cost=None):
+    verified = np.arange(len(committed), dtype=np.uint32)
+    return Progress(
+        sequence_ids=np.arange(len(committed), dtype=np.uint64) + 2**63,
+        tokens=np.array([token for run in committed for token in run], np.uint32),
+        offsets=offsets_of(np.array([len(run) for run in committed], np.uint32)),
+        verified=verified,
+        accepted=verified // 2,
+        max_draft=verified + 1,
+        cost=cost,
+    )
+
+
+def assert_equal(left, right):
+    for name, value in vars(left).items():
+        if not isinstance(value, np.ndarray):
+            assert getattr(right, name) == value, name
+            continue
+        assert getattr(right, name).dtype == value.dtype, name
+        assert getattr(right, name).tolist() == value.tolist(), name
+
+
+@given(runs, st.none() | st.floats(0, 1, exclude_min=True))
+def test_progress_survives_the_wire(committed, cost):
+    sent = progress(committed, cost)
+    assert_equal(sent, read_batch(pb.Batch.FromString(batch_message(sent).SerializeToString())))
+
+
+@given(runs)
+def test_drafts_survive_the_wire(drafted):
+    paths = [
+        Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL, len(run)) for run in drafted
+    ]
+    sent = DraftBatch.of_paths(paths)
+    message = pb.Drafts.FromString(drafts_message(sent).SerializeToString())
+    assert_equal(sent, read_drafts(message, len(drafted)))
+
+
+def changed(**fields):
+    message = batch_message(progress([[1, 2], [3]]))
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return message
+
+
+u4 = lambda *values: np.array(values, "<u4").tobytes()  # noqa: E731
+
+MALFORMED = {
+    "ids cut short": (changed(sequence_ids=b"1234567"), "batch.sequence_ids has 7 bytes, not a multiple of 8"),
+    "ids twice": (changed(sequence_ids=np.array([5, 5], "<u8").tobytes()), "batch.sequence_ids names a sequence twice"),
+    "tokens cut short": (changed(tokens=b"123"), "batch.tokens has 3 bytes"),
+    "a reserved token": (changed(tokens=u4(1, 0xFFFFFFFF, 2)), "batch.tokens holds the token id 4294967295"),
+    "too few offsets": (changed(offsets=u4(0, 3)), "batch.offsets has 2 elements, not 3"),
+    "offsets that fall": (changed(offsets=u4(0, 4, 3)), "batch.offsets must rise"),
+    "offsets from 1": (changed(offsets=u4(1, 2, 3)), "batch.offsets must rise"),
+    "offsets beyond the tokens": (changed(offsets=u4(0, 2, 9)), "batch.offsets must rise"),
+    "no offsets": (changed(offsets=b""), "batch.offsets has 0 elements"),
+    "tokens that cost nothing": (changed(cost=0.0), "batch.cost is 0.0; it is a part of a step, above 0 to 1"),
+    "tokens that cost less than nothing": (changed(cost=-0.1), "batch.cost is -0.1"),
+    "tokens that cost more than a step": (changed(cost=1.01), "batch.cost is 1.01"),
+    "a cost that is no number": (changed(cost=float("nan")), "batch.cost is nan"),
+    "an endless cost": (changed(cost=float("inf")), "batch.cost is inf"),
+    "too many limits": (changed(max_draft=u4(1, 2, 3)), "batch.max_draft has 3 elements, not 2"),
+}
+
+
+@pytest.mark.parametrize(("message", "reason"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_batches_are_refused_by_field(message, reason):
+    with pytest.raises(WireError, match=reason):
+        read_batch(message)
+
+
+@given(
+    st.binary(max_size=24), st.sampled_from(["sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft"])
+)
+def test_any_bytes_in_any_field_are_read_or_refused(data, field):
+    try:
+        read = read_batch(changed(**{field: data}))
+    except WireError:
+        return
+    assert read.offsets[-1] == len(read.tokens)
+    assert len(read.sequence_ids) == len(read.offsets) - 1
+
+
+def test_drafts_for_another_number_of_sequences_are_refused():
+    with pytest.raises(WireError, match=r"drafts.offsets has 3 elements, not 2"):
+        read_drafts(drafts_message(DraftBatch.empty(2)), 1)

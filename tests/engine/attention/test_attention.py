@@ -1,0 +1,96 @@
+"""A token's logits are the same decoded alone, within a draft, beside others, and on any pages."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.plain import KEY_BLOCK, cut_into_pieces
+from engine.executor.batch import build_batch
+from engine.models.loader import load_model
+from engine.models.packed import pack
+from tests.engine.conftest import VOCAB
+from tests.engine.forward import PAGE_SIZE, new_runner, prompt_logits, sequence_of
+
+TEXT = np.random.default_rng(0).integers(1, VOCAB, 400).astype(np.uint32)
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return prompt_logits(model, TEXT)
+
+
+@pytest.fixture
+def threads(request):
+    """So many in PyTorch, where other tests have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def close(left, right):
+    return bool((left - right).abs().max() < 2e-4)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_any_cut_of_a_text_into_steps_gives_the_same_logits(model, reference, data):
+    """Prompt parts, single tokens and drafts, right and wrong, on shuffled pages, against one pass over everything."""
+    size = data.draw(st.integers(2, len(TEXT)), "size")
+    pages = data.draw(st.permutations(range(32)), "pages")
+    runner = new_runner(model, 32)
+    computed = 0
+    while computed < size:
+        scheduled = data.draw(st.integers(1, min(size - computed, 150)), "scheduled")
+        end = computed + scheduled
+        right = TEXT[end : min(size, end + data.draw(st.integers(0, 5), "right"))]
+        wrong = data.draw(st.lists(st.integers(1, VOCAB - 1), max_size=4), "wrong")
+        sequence = sequence_of(
+            TEXT[:end], pages, computed=computed, scheduled=scheduled, draft=[*right.tolist(), *wrong]
+        )
+        logits = runner.forward(build_batch([sequence], PAGE_SIZE))
+        assert close(logits[: 1 + len(right)], reference[end - 1 : end + len(right)])
+        computed = end + len(right)
+
+
+def test_sequences_of_a_batch_do_not_see_each_other(model, reference):
+    runner = new_runner(model)
+    lengths = [1, 17, 130, 128, 127, 300]
+    sequences = [
+        sequence_of(TEXT[:length], range(20 * index, 20 * index + 20), draft=TEXT[length : length + index % 3])
+        for index, length in enumerate(lengths)
+    ]
+    batch = build_batch(sequences, PAGE_SIZE)
+    logits = runner.forward(batch)
+    for index, length in enumerate(lengths):
+        own = logits[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+        assert close(own, reference[length - 1 : length + index % 3])
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4))
+def test_pieces_cover_a_batch_and_never_cross_a_block_of_keys(spans):
+    sequences = [sequence_of(np.ones(computed + length), range(60), computed=computed) for computed, length in spans]
+    batch = build_batch(sequences, PAGE_SIZE)
+    pieces = cut_into_pieces(batch)
+    rows = [row for piece in pieces for row in range(piece.row, piece.row + piece.length)]
+    assert rows == list(range(len(batch.tokens)))
+    for piece in pieces:
+        assert piece.position // KEY_BLOCK == (piece.position + piece.length - 1) // KEY_BLOCK
+        assert piece.position == batch.positions[piece.row]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("threads")
+def test_rounding_does_not_depend_on_the_step(model_folder):
+    """On packed weights a token's logits are the same to the last bit, whatever shares its step."""
+    model = pack(load_model(model_folder))
+    sequence = sequence_of(TEXT[:250], range(32), draft=TEXT[250:260])
+    within_draft = new_runner(model, 32).forward(build_batch([sequence], PAGE_SIZE))
+    runner = new_runner(model, 32)
+    for length in range(250, 261):
+        computed = 0 if length == 250 else length - 1
+        alone = runner.forward(build_batch([sequence_of(TEXT[:length], range(32), computed=computed)], PAGE_SIZE))
+        assert torch.equal(alone[0], within_draft[length - 250])

@@ -1,0 +1,175 @@
+"""The arrays that paged kernels get, read as the kernels read them, against each token's own view of its sequence."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.cache import PagedCache, as_stored
+from engine.attention.kernels import Kernels, assign
+from engine.attention.layout import (
+    block_tables,
+    cut,
+    flat_mask,
+    indptr,
+    last_page_lengths,
+    packed_rows,
+    paged_keys,
+    rows_of,
+)
+from engine.executor.batch import build_batch
+from engine.models.config import ModelConfig
+from engine.speculation.draft_tree import DraftTree
+from tests.engine.forward import sequence_of
+from tests.engine.trees import random_tree
+
+PAGE_SIZES = st.sampled_from([1, 4, 16])
+
+
+@st.composite
+def batches(draw, page_size):
+    """A batch, and for each of its tokens the places of its sequence that it sees."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000), "seed"))
+    sequences, sees = [], []
+    for _ in range(draw(st.integers(1, 5), "sequences")):
+        computed, scheduled = draw(st.sampled_from([0, 1, 15, 16, 17, 40])), draw(st.sampled_from([1, 1, 2, 20]))
+        draft, parents = random_tree(rng, [], draw(st.sampled_from([0, 3, 40])), 9)
+        is_tree = len(draft) > 0 and draw(st.booleans())
+        end = computed + scheduled
+        pages = rng.permutation(-(-(end + len(draft)) // page_size) + 2).tolist()
+        sequence = sequence_of(np.zeros(end), pages, computed=computed, draft=draft)
+        sees += [set(range(place + 1)) for place in range(computed, end)]
+        for node, parent in enumerate(parents):
+            if not is_tree:
+                sees.append(set(range(end + node + 1)))
+                continue
+            ancestors = {end + node}
+            while parent >= 0:
+                ancestors.add(end + parent)
+                parent = parents[parent]
+            sees.append(set(range(end)) | ancestors)
+        sequence.tree = DraftTree(np.array(parents, np.int32)) if is_tree else None
+        sequences.append(sequence)
+    return build_batch(sequences, page_size), sees
+
+
+def span_at(batch, row):
+    return next(span for span in batch.spans if span.start <= row < span.start + span.length)
+
+
+def slots_of(pages, places, page_size):
+    return [pages[place // page_size] * page_size + place % page_size for place in sorted(places)]
+
+
+@given(st.data(), PAGE_SIZES)
+def test_pieces_cover_a_batch_and_say_what_each_token_sees(data, page_size):
+    batch, sees = data.draw(batches(page_size))
+    pieces = cut(batch)
+    rows = [row for piece in pieces for row in range(piece.start, piece.start + piece.length)]
+    assert rows == list(range(len(batch.tokens)))
+    row = 0
+    for piece in pieces:
+        # As a mask among a piece's tokens.
+        own = flat_mask([piece], with_context=False).reshape(piece.length, piece.length)
+        whole = flat_mask([piece], with_context=True).reshape(piece.length, piece.keys)
+        assert own.any(axis=1).all()
+        for seen, everything in zip(own, whole, strict=True):
+            assert set(range(piece.context)) | set(piece.context + np.flatnonzero(seen)) == sees[row]
+            assert set(np.flatnonzero(everything)) == sees[row]
+            assert piece.pages is span_at(batch, row).pages
+            row += 1
+
+
+@given(st.data(), PAGE_SIZES)
+def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
+    batch, _ = data.draw(batches(page_size))
+    pieces = cut(batch)
+    tables = [piece.pages for piece in pieces]
+    for lengths in ([piece.keys for piece in pieces], [piece.context for piece in pieces]):
+        keys = paged_keys(tables, lengths, page_size)
+        assert all(array.dtype == np.int32 for array in keys)
+        table = block_tables(tables, lengths, page_size)
+        for index, length in enumerate(lengths):
+            begin, end = keys.indptr[index : index + 2]
+            assert end > begin
+            # The length, as kernels get it.
+            assert (end - begin - 1) * page_size + keys.last_page_len[index] == length
+            expected = slots_of(tables[index], range(length), page_size)
+            assert slots_of(keys.indices[begin:end].tolist(), range(length), page_size) == expected
+            assert slots_of(table[index].tolist(), range(length), page_size) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 40)), min_size=1), PAGE_SIZES)
+def test_true_lengths_fit_into_the_plan_of_their_upper_bounds(lengths, page_size):
+    bounds = [true + more for true, more in lengths]
+    table = list(range(150))
+    planned = paged_keys([table] * len(bounds), bounds, page_size)
+    counts = np.diff(planned.indptr)
+    corrected = last_page_lengths([true for true, _ in lengths], counts, page_size)
+    # In the unsigned arithmetic of the kernels, where a negative number wraps around and back.
+    read = (counts - 1).astype(np.uint32) * np.uint32(page_size) + corrected.astype(np.uint32)
+    assert read.tolist() == [true for true, _ in lengths]
+    # All that a device has to do is to subtract what was rejected.
+    assert (planned.last_page_len - [more for _, more in lengths]).tolist() == corrected.tolist()
+
+
+@given(st.data())
+def test_packed_rows_hold_a_bit_for_each_token_of_the_draft(data):
+    batch, _ = data.draw(batches(16))
+    pieces = cut(batch)
+    packed = packed_rows(pieces)
+    longest = max(piece.length for piece in pieces)
+    assert packed.shape == (len(batch.tokens), -(-longest // 32) * 2)
+    row = 0
+    for piece in pieces:
+        for mask in flat_mask([piece], with_context=False).reshape(piece.length, -1):
+            number = sum(int(word) << (16 * index) for index, word in enumerate(packed[row]))
+            assert number == sum(1 << int(seen) for seen in np.flatnonzero(mask))
+            row += 1
+
+
+@given(st.data(), st.sampled_from(["prefill", "xqa"]), st.sampled_from(["merge", "mask"]), st.booleans())
+def test_every_piece_is_in_one_call_that_can_do_it(data, paths, trees, singles_apart):
+    batch, _ = data.draw(batches(16))
+    pieces = cut(batch)
+    calls = assign(pieces, Kernels(paths, trees, singles_apart))
+    assert sorted(piece.start for members in calls.values() for piece in members) == [piece.start for piece in pieces]
+    for kind, members in calls.items():
+        assert [piece.start for piece in members] == sorted(piece.start for piece in members)
+        for piece in members:
+            assert (piece.sees is not None) == (kind == trees)
+            assert kind != "decode" or piece.length == 1
+            assert kind != "xqa" or piece.length <= 64
+        rows = np.arange(len(batch.tokens))[rows_of(members)]
+        assert rows.tolist() == [row for piece in members for row in range(piece.start, piece.start + piece.length)]
+    if all(piece.length == 1 for piece in pieces) and paths == "prefill":
+        assert calls.keys() == {"decode"}
+    if paths == "prefill" and not singles_apart:
+        assert {"prefill", "decode"} - calls.keys()
+
+
+def test_indptr_begins_with_0():
+    assert indptr([3, 0, 2]).tolist() == [0, 3, 3, 5]
+
+
+def test_what_8_bits_do_not_reach_becomes_the_largest_number():
+    heads = torch.tensor([1e9, -500.0, 1.06, 0.0])
+    assert as_stored(heads, torch.float8_e4m3fn).float().tolist() == [448, -448, 1.0, 0]
+    assert torch.equal(as_stored(heads, torch.float32), heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_keys_and_values_move_together_and_are_all_read_first(dtype):
+    config = ModelConfig(9, 8, 8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, max_positions=64)
+    cache = PagedCache(config, 4, 8, dtype, "cpu")
+    assert cache.layers.shape == (2, 4, 2, 8, 2, 4)
+    cache.layers.copy_(torch.randn(cache.layers.shape, generator=torch.Generator().manual_seed(0)))
+    before = cache.layers.float().clone()
+    sources, targets = np.array([9, 10, 31, 2]), np.array([8, 9, 10, 30])
+    cache.move(sources, targets)
+    expected = before.clone()
+    for source, target in zip(sources, targets, strict=True):
+        expected[:, target // 8, :, target % 8] = before[:, source // 8, :, source % 8]
+    assert torch.equal(cache.layers.float(), expected)
+    assert not torch.equal(expected, before)

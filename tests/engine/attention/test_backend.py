@@ -1,0 +1,106 @@
+"""Which backend, device and dtype an engine gets."""
+
+import sys
+
+import pytest
+import torch
+
+from engine.attention.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
+from engine.attention.plain import PlainAttention
+from engine.commands.launch import find_device, find_dtype
+from engine.config import EngineConfig
+from engine.executor import optional
+from engine.models.config import ModelConfig
+from engine.models.ops import PLAIN
+from ssd.errors import UserError
+
+CONFIG = ModelConfig(9, 64, 8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64, max_positions=64)
+NARROW = ModelConfig(9, 64, 8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, max_positions=64)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr("engine.attention.backend.has_flashinfer", lambda: True)
+    monkeypatch.setattr("engine.attention.backend.flashinfer", lambda: None)
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    optional.flashinfer.cache_clear()
+    yield
+    optional.flashinfer.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "device", "expected"),
+    [
+        (CONFIG, torch.bfloat16, "cuda:0", "flashinfer"),
+        (CONFIG, torch.float16, "cuda", "flashinfer"),
+        (CONFIG, torch.float32, "cuda", "plain"),
+        (CONFIG, torch.bfloat16, "cpu", "plain"),
+        (NARROW, torch.bfloat16, "cuda", "plain"),
+    ],
+)
+def test_auto_is_flashinfer_where_it_can_run(installed, config, dtype, device, expected):
+    assert choose_backend("auto", config, dtype, device) == expected
+    assert choose_backend("plain", config, dtype, device) == "plain"
+    if expected == "flashinfer":
+        assert choose_backend("flashinfer", config, dtype, device) == "flashinfer"
+
+
+def test_auto_is_plain_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr("engine.attention.backend.has_flashinfer", lambda: False)
+    assert choose_backend("auto", CONFIG, torch.bfloat16, "cuda") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "device", "words"),
+    [
+        (CONFIG, torch.bfloat16, "cpu", "--device cuda"),
+        (CONFIG, torch.float32, "cuda", "--dtype bfloat16"),
+        (NARROW, torch.bfloat16, "cuda", "heads of 16"),
+    ],
+)
+def test_flashinfer_says_why_it_cannot_run(installed, config, dtype, device, words):
+    with pytest.raises(UserError, match=words) as refusal:
+        choose_backend("flashinfer", config, dtype, device)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_cache_of_8_bits_is_for_flashinfer():
+    assert choose_kv_dtype("auto", "plain", torch.float32) == torch.float32
+    assert choose_kv_dtype("auto", "flashinfer", torch.bfloat16) == torch.bfloat16
+    assert choose_kv_dtype("fp8", "flashinfer", torch.bfloat16) == torch.float8_e4m3fn
+    with pytest.raises(UserError, match="--attention flashinfer") as refusal:
+        choose_kv_dtype("fp8", "plain", torch.bfloat16)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ValueError, match="kv_dtype must be"):
+        EngineConfig(kv_dtype="int8")
+
+
+def test_a_missing_library_is_named_with_how_to_install_it(missing):
+    with pytest.raises(UserError, match=r"pip install 'ssd-drafter\[gpu\]'"):
+        choose_backend("flashinfer", CONFIG, torch.bfloat16, "cuda")
+
+
+def test_plain_needs_nothing_else(missing):
+    assert isinstance(make_attention("plain", CONFIG, 2, 16, torch.float32, "cpu"), PlainAttention)
+    assert make_ops("plain") is PLAIN
+
+
+def test_devices_and_dtypes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto") == "cpu"
+    assert find_device("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert find_device("auto") == "cuda"
+    assert find_dtype("auto", "cpu") == torch.float32
+    assert find_dtype("auto", "cuda:1") == torch.bfloat16
+    assert find_dtype("float16", "cpu") == torch.float16
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "meta:x", "meta", "hpu"])
+def test_devices_that_are_not_here_are_refused(device):
+    with pytest.raises(UserError, match="--device"):
+        find_device(device)

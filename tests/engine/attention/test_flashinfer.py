@@ -1,0 +1,294 @@
+"""The FlashInfer backend against plain PyTorch: attention, whole models, whole engines.
+
+Everything runs twice: on the CPU with a slow twin of the library, and, marked `gpu`, on a GPU with the library itself.
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import layout, merge
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.kernels import Kernels
+from engine.attention.plain import PlainAttention
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.drafters.ngram import NgramDrafter
+from engine.drafters.none import NoDrafter
+from engine.executor.batch import build_batch
+from engine.executor.eager import Runner
+from engine.models.config import ModelConfig
+from engine.models.fused import FusedOps
+from engine.models.loader import load_model
+from engine.models.ops import PLAIN
+from engine.speculation.draft_tree import DraftTree
+from ssd.config import DrafterConfig
+from ssd.drafter import SuffixDrafter
+from tests.engine.attention.test_tree_attention import RandomTrees, requests
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.models.test_families import FAMILIES
+from tests.engine.places import PLACES, place_of
+from tests.engine.trees import random_tree
+
+PAGES = 64
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+CHOICES = {
+    "default": Kernels(),
+    "singles apart": Kernels(singles_apart=True),
+    "trees in PyTorch": Kernels(trees="padded"),
+    "mask over everything": Kernels(trees="mask"),
+    "xqa": Kernels(paths="xqa", trees="xqa"),
+}
+choices = pytest.mark.parametrize("kernels", CHOICES.values(), ids=CHOICES.keys())
+some_choices = pytest.mark.parametrize("kernels", [CHOICES["default"], CHOICES["xqa"]], ids=["default", "xqa"])
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request):
+    with place_of(request.param) as there:
+        yield there
+
+
+def config_of(heads, kv_heads):
+    return ModelConfig(10, 64, 64, num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=64, max_positions=512)
+
+
+def random_batches(rng, kinds):
+    """Steps of four sequences, each with the slots to be moved behind it; pages are shuffled."""
+    pages = rng.permutation(PAGES).reshape(4, -1)
+    computed = np.zeros(4, int)
+    for _ in range(3):
+        sequences = []
+        for index in range(4):
+            kind = "prompt" if computed[index] == 0 else rng.choice(kinds)
+            scheduled = rng.integers(1, 50) if kind == "prompt" else 1
+            draft = rng.integers(0, 9, rng.integers(1, 12)) if kind == "path" else []
+            tree = None
+            if kind == "tree":
+                scheduled = rng.integers(1, 4)
+                draft, parents = random_tree(rng, rng.integers(0, 9, 12), 12, 9)
+                tree = DraftTree(np.array(parents, np.int32)) if len(draft) else None
+            tokens = np.zeros(computed[index] + scheduled)
+            sequence = sequence_of(tokens, pages[index].tolist(), computed=computed[index], draft=draft)
+            sequence.tree = tree
+            sequences.append(sequence)
+        yield build_batch(sequences, PAGE_SIZE), moves(rng, sequences)
+        computed += [sequence.scheduled for sequence in sequences]
+
+
+def moves(rng, sequences):
+    """A few of each draft's slots, moved to the front."""
+    sources, targets = [], []
+    for sequence in sequences:
+        end = sequence.computed + sequence.scheduled
+        kept = np.flatnonzero(rng.random(len(sequence.draft)) < 0.5)
+        for list_, places in ((sources, end + kept), (targets, end + np.arange(len(kept)))):
+            list_ += [sequence.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
+    return np.array(sources, np.int64), np.array(targets, np.int64)
+
+
+def compare(place, kernels, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree"), kv_dtype=None):
+    """Random steps through both backends; what one gets is what the other gets, rounded once."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    config = config_of(*sharing)
+    tested = FlashInferAttention(
+        config, PAGES, PAGE_SIZE, place.dtype, place.device, kernels=kernels, kv_dtype=kv_dtype
+    )
+    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device)
+    for batch, (sources, targets) in random_batches(rng, kinds):
+        attends = tested.begin(batch), plain.begin(batch)
+        for layer in range(config.num_layers):
+            heads = torch.randn(len(batch.tokens), sharing[0] + 2 * sharing[1], 64, generator=generator)
+            heads = heads.to(place.device, place.dtype)
+            # As from a model: views of one tensor.
+            parts = heads.split((sharing[0], sharing[1], sharing[1]), dim=1)
+            got = attends[0](layer, *parts).float()
+            wide = [part.float() for part in parts]
+            if kv_dtype is not None:
+                wide[1:] = [part.to(kv_dtype).float() for part in parts[1:]]
+            torch.testing.assert_close(got, attends[1](layer, *wide), rtol=place.tolerance, atol=place.tolerance)
+        tested.move(sources, targets)
+        plain.move(sources, targets)
+
+
+@choices
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_of_mixed_steps(place, kernels, seed):
+    compare(place, kernels, seed)
+
+
+@choices
+@pytest.mark.parametrize("kinds", [("single",), ("path",), ("tree",), ("single", "tree")], ids="+".join)
+def test_attention_of_steps_of_one_kind(place, kernels, kinds):
+    compare(place, kernels, 5, kinds=kinds)
+
+
+@some_choices
+@pytest.mark.parametrize("sharing", [(2, 2), (8, 2), (7, 1)], ids=str)
+def test_attention_of_other_groups_of_heads(place, kernels, sharing):
+    if place.device == "cuda" and kernels.paths == "xqa" and sharing == (7, 1):
+        pytest.skip("XQA has other group sizes")
+    compare(place, kernels, 6, sharing=sharing)
+
+
+def test_attention_over_keys_of_8_bits(place):
+    compare(place, Kernels(), 7, kv_dtype=torch.float8_e4m3fn)
+
+
+def test_trees_that_see_their_own_keys_unrounded_are_noticed(place, monkeypatch):
+    if place.device == "cuda":
+        pytest.skip("what 16 bits differ by hides it")
+    monkeypatch.setattr("engine.attention.flashinfer.as_stored", lambda part, _: part)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(place, Kernels(), 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
+
+
+FAULTS = {
+    "ancestors unseen": (layout, "rooted", lambda sees: np.tri(len(sees) + 1, dtype=bool)),
+    "one key less": (
+        layout,
+        "last_page_lengths",
+        lambda *given, right=layout.last_page_lengths: np.maximum(right(*given) - 1, 0),
+    ),
+    "table not cut": (
+        layout,
+        "paged_keys",
+        lambda tables, lengths, size, right=layout.paged_keys: right([table[::-1] for table in tables], lengths, size),
+    ),
+    "natural logarithms": (
+        merge,
+        "math",
+        type("Math", (), {"e": 2.0, "log2": staticmethod(lambda _: 1.0), "sqrt": staticmethod(np.sqrt)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(place, monkeypatch, fault):
+    if place.device == "cuda":
+        pytest.skip("some of them read memory that is not there")
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises(AssertionError):
+        compare(place, Kernels(trees="padded"), 0)
+
+
+def test_values_left_behind_are_noticed(place, monkeypatch):
+    """Keys and values that are not moved are seen by later steps."""
+    monkeypatch.setattr(FlashInferAttention, "move", lambda *_: None)
+    with pytest.raises(AssertionError):
+        compare_after_moves(place, 0)
+
+
+def test_moved_keys_and_values_are_seen(place):
+    for seed in range(4):
+        compare_after_moves(place, seed)
+
+
+def compare_after_moves(place, seed):
+    """A prompt, a draft of which some tokens are kept, then a token that sees those."""
+    rng = np.random.default_rng(seed)
+    config = config_of(4, 2)
+    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, place.dtype, place.device)
+    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device)
+    pages = rng.permutation(PAGES).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    steps = [(0, 30, 0), (30, 1, 10), (31 + 4, 1, 0)]
+    for computed, scheduled, drafted in steps:
+        sequence = sequence_of(np.zeros(computed + scheduled), pages, computed=computed, draft=np.zeros(drafted))
+        batch = build_batch([sequence], PAGE_SIZE)
+        attends = tested.begin(batch), plain.begin(batch)
+        for layer in range(config.num_layers):
+            parts = torch.randn(len(batch.tokens), 8, 64, generator=generator).to(place.device, place.dtype)
+            parts = parts.split((4, 2, 2), dim=1)
+            got, expected = attends[0](layer, *parts), attends[1](layer, *(part.float() for part in parts))
+            torch.testing.assert_close(got.float(), expected, rtol=place.tolerance, atol=place.tolerance)
+        if drafted:
+            kept = np.array([1, 4, 5, 9]) + computed + scheduled
+            where = [
+                np.array([pages[place_ // PAGE_SIZE] * PAGE_SIZE + place_ % PAGE_SIZE for place_ in places])
+                for places in (kept, computed + scheduled + np.arange(4))
+            ]
+            tested.move(*where)
+            plain.move(*where)
+
+
+@pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES.keys())
+def test_logits_of_every_family(place, tmp_path, shape):
+    """A prompt in two parts, then a draft tree; against plain operations in float32 on the same weights."""
+    make_folder(tmp_path, vary=0.3, initializer_range=0.05, hidden_size=128, **{**shape, "head_dim": 64})
+    model = load_model(tmp_path, dtype=place.dtype, device=place.device)
+    reference = load_model(tmp_path, device=place.device)
+    rng = np.random.default_rng(0)
+    text = rng.integers(1, VOCAB, 60)
+    draft, parents = random_tree(rng, text, 12, VOCAB)
+    runners = [
+        Runner(
+            model,
+            FlashInferAttention(model.config, 8, PAGE_SIZE, place.dtype, place.device),
+            place.device,
+            FusedOps(),
+        ),
+        Runner(
+            reference,
+            PlainAttention(model.config, 8, PAGE_SIZE, torch.float32, place.device),
+            place.device,
+            PLAIN,
+        ),
+    ]
+    for end, computed, drafted in ((40, 0, False), (60, 40, True)):
+        logits = []
+        for runner in runners:
+            sequence = sequence_of(text[:end], range(8), computed=computed, draft=draft if drafted else ())
+            sequence.tree = DraftTree(np.array(parents, np.int32)) if drafted else None
+            logits.append(runner.forward(build_batch([sequence], PAGE_SIZE)))
+        got, expected = logits
+        assert torch.cosine_similarity(got, expected, dim=-1).min() > 1 - place.tolerance / 10
+        assert (got - expected).abs().max() < 5 * place.tolerance * expected.abs().max()
+
+
+@some_choices
+def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path, monkeypatch, kernels):
+    make_folder(tmp_path, hidden_size=64, **HEADS)
+    model = load_model(tmp_path, dtype=place.dtype, device=place.device)
+    monkeypatch.setattr("engine.attention.flashinfer.Kernels", lambda: kernels)
+    config = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16)
+    trees = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16, draft_shape="tree")
+    asked = requests(3, max_tokens=6)
+    expected = outputs(build_engine(model, config, NoDrafter(), attention="flashinfer"), asked)
+    if place.device == "cpu":
+        assert expected == outputs(build_engine(model, config, NoDrafter(), attention="plain"), asked)
+    with ExitStack() as stack:
+        settings = DrafterConfig(capacity=10_000, shape="tree", max_draft=9, cost=0.001)
+        for shape, drafter in (
+            (config, NgramDrafter()),
+            (config, RandomTrees(asked, expected)),
+            (trees, RandomTrees(asked, expected)),
+            (trees, stack.enter_context(SuffixDrafter(settings))),
+            (replace(config, loop="pipelined"), NgramDrafter()),
+        ):
+            got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), asked)
+            for request, mine, other in zip(asked, got, expected, strict=True):
+                assert mine == other or is_tie(model, place, request.prompt, mine, other)
+
+
+def outputs(engine, asked):
+    return [completion.tokens.tolist() for completion in engine.generate(asked)]
+
+
+def is_tie(model, place, prompt, mine, other):
+    """Whether outputs part where rounding decides: the two tokens' logits are within 2 units in the last place."""
+    if place.dtype == torch.float32:
+        return False
+    same = next(index for index, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
+    text = np.array([*prompt, *other[:same]], np.uint32)
+    attention = FlashInferAttention(model.config, PAGES, PAGE_SIZE, place.dtype, place.device)
+    runner = Runner(model, attention, place.device, FusedOps())
+    logits = runner.forward(build_batch([sequence_of(text, range(PAGES))], PAGE_SIZE))[-1]
+    best = logits.topk(2)
+    ulp = 2.0 ** (torch.floor(torch.log2(best.values[0].abs())) - 7)
+    return {mine[same], other[same]} == set(best.indices.tolist()) and best.values[0] - best.values[1] <= 2 * ulp

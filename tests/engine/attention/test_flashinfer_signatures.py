@@ -1,0 +1,140 @@
+"""FlashInfer itself takes what we give it, and its twin in these tests takes nothing that it would not.
+
+Its wrappers run as they are, on the CPU; only the compiled modules under them are slow stand-ins.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.attention import calls
+from tests.engine import flashinfer_fa2 as fa2
+from tests.engine.attention import test_chunks
+from tests.engine.attention.test_flashinfer import CHOICES, compare
+from tests.engine.flashinfer_twin import TWIN
+from tests.engine.places import Place
+
+flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer, though no GPU")
+
+FUNCTIONS = (
+    "merge_state",
+    "append_paged_kv_cache",
+    "rmsnorm",
+    "fused_add_rmsnorm",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "silu_and_mul",
+)
+WRAPPERS = (
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
+)
+METHODS = ("__init__", "plan", "run")
+LEFT_OUT = {
+    ("plan", "pos_encoding_mode"): "NONE",
+    ("plan", "causal"): False,
+    ("plan", "window_left"): -1,
+    ("plan", "logits_soft_cap"): None,
+    ("plan", "sm_scale"): None,
+    ("plan", "o_data_type"): None,
+    ("plan", "non_blocking"): True,
+    ("plan", "fixed_split_size"): None,
+    ("plan", "disable_split_kv"): False,
+    ("plan", "q_len_per_req"): 1,
+    ("run", "lse_base"): "log2",
+    ("run", "lse_layout"): "NH",
+}
+"""What calls rely on where they say nothing."""
+
+
+def real_and_twin():
+    """Names of arguments by both."""
+    for name in FUNCTIONS:
+        yield name, getattr(flashinfer, name), getattr(TWIN, name)
+    xqa = "xqa_batch_decode_with_kv_cache"
+    yield xqa, getattr(flashinfer.decode, xqa), getattr(TWIN.decode, xqa)
+    for wrapper in WRAPPERS:
+        for method in METHODS:
+            yield f"{wrapper}.{method}", *(getattr(getattr(library, wrapper), method) for library in (flashinfer, TWIN))
+    prefill = "BatchPrefillWithPagedKVCacheWrapper"
+    reset = [getattr(library, prefill).reset_workspace_buffer for library in (flashinfer, TWIN)]
+    yield f"{prefill}.reset_workspace_buffer", *reset
+
+
+def taken_by(function):
+    """Its parameters; those that a decode plan passes on are parameters too."""
+    taken = dict(inspect.signature(function).parameters)
+    if "kwargs" in taken:
+        taken |= inspect.signature(flashinfer.BatchDecodeWithPagedKVCacheWrapper._plan_impl).parameters
+    return taken
+
+
+@pytest.mark.parametrize(("real", "twin"), [pytest.param(*pair, id=name) for name, *pair in real_and_twin()])
+def test_the_twin_has_no_parameters_of_its_own(real, twin):
+    theirs = taken_by(real)
+    ours = inspect.signature(twin).parameters.values()
+    positional = [one.name for one in ours if one.kind is not one.KEYWORD_ONLY]
+    assert positional == list(theirs)[: len(positional)]
+    assert {one.name for one in ours} <= theirs.keys()
+
+
+def test_what_is_left_unsaid_means_what_it_did():
+    found = set()
+    for wrapper in WRAPPERS:
+        for method in METHODS:
+            for name, parameter in taken_by(getattr(getattr(flashinfer, wrapper), method)).items():
+                if (method, name) in LEFT_OUT:
+                    assert parameter.default == LEFT_OUT[method, name], (wrapper, method, name)
+                    found.add((method, name))
+    assert found == LEFT_OUT.keys()
+    rope = inspect.signature(flashinfer.apply_rope_with_cos_sin_cache_inplace).parameters
+    assert rope["is_neox"].default is True
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Its wrappers over stand-ins of their kernels, and twins of its functions that bind to its signatures."""
+    if not torch.cuda.is_available():
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named))
+    module = SimpleNamespace(plan=fa2.plan, paged_run=fa2.paged_run, ragged_run=fa2.ragged_run)
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(f"flashinfer.{name}.get_batch_prefill_module", lambda backend, *_: {"fa2": module}[backend])
+    # Bits stay apart.
+    monkeypatch.setattr("flashinfer.prefill.segment_packbits", lambda mask, indptr, bitorder: (mask, indptr))
+
+    def bound(real, twin):
+        signature = inspect.signature(real)
+
+        def call(*given, **named):
+            signature.bind(*given, **named)
+            return twin(*given, **named)
+
+        return call
+
+    functions = {name: bound(getattr(flashinfer, name), getattr(TWIN, name)) for name in FUNCTIONS}
+    xqa = "xqa_batch_decode_with_kv_cache"
+    decode = SimpleNamespace(**{xqa: bound(getattr(flashinfer.decode, xqa), getattr(TWIN.decode, xqa))})
+    wrappers = {name: getattr(flashinfer, name) for name in WRAPPERS}
+    library = SimpleNamespace(**functions, **wrappers, decode=decode)
+    monkeypatch.setattr("engine.attention.flashinfer.flashinfer", lambda: library)
+    monkeypatch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1 << 26)
+    monkeypatch.setattr(calls, "XQA_WORKSPACE_BYTES", 1)
+    return library
+
+
+@pytest.mark.parametrize("kernels", CHOICES.values(), ids=CHOICES.keys())
+def test_its_wrappers_take_ragged_steps(library, kernels):
+    compare(Place("cpu", torch.float32, 2e-5), kernels, 5, sharing=(8, 2))
+
+
+def test_its_wrappers_take_steps_of_single_tokens(library):
+    compare(Place("cpu", torch.float32, 2e-5), CHOICES["default"], 6, sharing=(8, 2), kinds=("single",))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_its_wrappers_take_steps_of_fixed_shapes(library, seed, monkeypatch):
+    monkeypatch.setattr(fa2, "LEAST_CHUNK", 2 * test_chunks.PAGE_SIZE)
+    test_chunks.compare(seed, heads=(8, 2), library=library)

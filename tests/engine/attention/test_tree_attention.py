@@ -1,0 +1,189 @@
+"""Draft trees on a real model: what their tokens see, what is kept of them, and that outputs are the plain ones.
+
+Keys of a tree stand in another order than those of a path, so sums are rounded otherwise: logits, and keys and values
+above the first layer, are compared within a tolerance, and outputs where rounding decides nothing.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.plain import PlainAttention
+from engine.build import build_engine
+from engine.commands.demo.workload import read_prompts
+from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
+from engine.executor.batch import build_batch
+from engine.models.loader import load_model
+from engine.models.packed import pack
+from engine.models.shipped import SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import Request, SamplingParams
+from engine.speculation.draft_tree import DraftTree
+from ssd.config import DrafterConfig
+from ssd.drafter import SuffixDrafter
+from tests.engine.conftest import VOCAB
+from tests.engine.forward import PAGE_SIZE, cached_and_fresh, new_runner, prompt_logits, sequence_of
+from tests.engine.trees import batch_of_trees, random_tree
+
+TEXT = np.random.default_rng(0).integers(1, VOCAB, 300).astype(np.uint32)
+CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=9, draft_shape="tree", watermark=0.0)
+
+
+class RandomTrees(NoDrafter):
+    """Trees that are partly right."""
+
+    def __init__(self, asked, answers):
+        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(asked, answers, strict=True)]
+        self.lengths = {}
+        self.rng = np.random.default_rng(4)
+
+    def start(self, sequence_id, prompt):
+        self.lengths[sequence_id] = len(prompt)
+
+    def draft(self, progress):
+        trees = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            right = self.texts[sequence_id][self.lengths[sequence_id] :]
+            trees.append(self.tree(sequence_id, right, int(progress.max_draft[index])))
+        return batch_of_trees(trees)
+
+    def tree(self, sequence_id, right, limit):
+        return random_tree(self.rng, right, limit, VOCAB)
+
+
+def requests(count, **settings):
+    rng = np.random.default_rng(3)
+    stem = rng.integers(1, 60, 60)
+    return [
+        Request(
+            np.concatenate([stem[: rng.integers(0, 61)], rng.integers(1, 60, rng.integers(1, 60))]).astype(np.uint32),
+            SamplingParams(seed=seed, **{"max_tokens": 32, **settings}),
+        )
+        for seed in range(count)
+    ]
+
+
+def alone(model, asked):
+    engine = build_engine(model, EngineConfig(max_sequences=1, max_draft=0, prefix_cache=False), NoDrafter())
+    return [engine.generate([request])[0].tokens.tolist() for request in asked]
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_logits_of_a_tree_are_those_of_each_path_in_it(model, data):
+    """At the end of a whole prompt or of its last part, across blocks of keys, on shuffled pages."""
+    length = data.draw(st.sampled_from([1, 20, 119, 125, 128]), "length")
+    computed = data.draw(st.integers(0, length - 1), "computed")
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000), "seed"))
+    tokens, parents = random_tree(rng, TEXT[length:], 10, VOCAB)
+    pages = rng.permutation(32)
+    runner = new_runner(model, 33)
+    if computed:
+        runner.forward(build_batch([sequence_of(TEXT[:computed], pages)], PAGE_SIZE))
+    sequence = sequence_of(TEXT[:length], pages, computed=computed, draft=tokens)
+    sequence.tree = DraftTree(np.array(parents, np.int32))
+    logits = runner.forward(build_batch([sequence, sequence_of(TEXT[:3], [32])], PAGE_SIZE))
+    for node in range(-1, len(tokens)):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, tokens[at])
+            at = parents[at]
+        expected = prompt_logits(model, np.array([*TEXT[:length], *path], np.uint32))[-1]
+        assert (logits[node + 1] - expected).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 1.0}, {"temperature": 0.7, "frequency_penalty": 0.7, "repetition_penalty": 1.2}],
+    ids=["greedy", "sampled", "penalised"],
+)
+@pytest.mark.parametrize("pages", [None, 14], ids=["ample", "scarce"])
+def test_outputs_with_random_trees_are_the_plain_ones(model, sampling, pages):
+    asked = requests(8, **sampling)
+    expected = alone(model, asked)
+    engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
+    pool = engine.scheduler.pages
+    if pages is not None:
+        pool.take(pool.count - pages)
+    free = pool.free
+    completions = engine.generate(asked)
+    assert [completion.tokens.tolist() for completion in completions] == expected
+    assert pool.free == free
+    assert sum(completion.steps for completion in completions) < 0.6 * sum(map(len, expected))
+    assert bool(engine.scheduler.preemptions) == (pages is not None)
+    assert sum(completion.cached_tokens for completion in completions) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_outputs_with_trees_of_the_corpus_are_the_plain_ones(model, temperature):
+    asked = requests(8, temperature=temperature)
+    expected = alone(model, asked)
+    with SuffixDrafter(DrafterConfig(capacity=10_000, shape="tree", max_draft=9, cost=0.001)) as drafter:
+        engine = build_engine(model, CONFIG, drafter)
+        completions = [*engine.generate(asked), *engine.generate(asked)]
+        assert [completion.tokens.tolist() for completion in completions] == 2 * expected
+        # It walks the accepted path by itself, and must come to the same.
+        assert drafter.stats.verified == sum(completion.drafted for completion in completions)
+        assert drafter.stats.accepted == sum(completion.accepted for completion in completions) > 0
+
+
+def run_and_compare(model):
+    """On packed weights, whose products are rounded alike in any step."""
+    asked = requests(10)
+    expected = alone(model, asked)
+    engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
+    engine.generate(asked)
+    pages = [
+        page
+        for request, answer in zip(asked, expected, strict=True)
+        for page in cached_and_fresh(model, engine, np.array([*request.prompt, *answer], np.uint32))
+    ]
+    assert len(pages) > 30
+    for cached, fresh in pages:
+        if torch.backends.mkldnn.is_available():
+            # The first layer's do not depend on what is attended to.
+            assert torch.equal(cached[:, 0], fresh[:, 0])
+        assert torch.allclose(cached, fresh, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def packed(model_folder):
+    return pack(load_model(model_folder))
+
+
+def test_keys_and_values_of_accepted_paths_are_those_of_a_fresh_computation(packed):
+    run_and_compare(packed)
+
+
+@pytest.mark.parametrize("fault", ["not moved", "values not moved"])
+def test_keys_and_values_in_the_wrong_place_are_noticed(packed, monkeypatch, fault):
+    move = PlainAttention.move
+
+    def keys_alone(self, sources, targets):
+        values = self._values.clone()
+        move(self, sources, targets)
+        self._values = values
+
+    monkeypatch.setattr(PlainAttention, "move", keys_alone if fault == "values not moved" else lambda *_: None)
+    with pytest.raises(AssertionError):
+        run_and_compare(packed)
+
+
+def test_trees_change_nothing_of_the_shipped_model_but_the_steps():
+    model, tokenizer = pack(load_model(SHIPPED_MODEL)), Tokenizer(SHIPPED_MODEL)
+    prompts = read_prompts(SHIPPED_MODEL / "prompts.jsonl")[:4]
+    config = EngineConfig(max_sequences=4, draft_shape="tree")
+    for temperature in (0.0, 0.8):
+        sampling = SamplingParams(max_tokens=48, temperature=temperature)
+        asked = [Request(tokenizer.encode(prompt), sampling) for _, prompt in prompts]
+        plain = build_engine(model, config, NoDrafter()).generate(asked)
+        with SuffixDrafter(DrafterConfig(capacity=10_000, shape="tree", max_draft=16, cost=0.001)) as drafter:
+            engine = build_engine(model, config, drafter)
+            for _ in range(2):
+                drafted = engine.generate(asked)
+                assert [c.tokens.tolist() for c in drafted] == [c.tokens.tolist() for c in plain]
+            assert sum(c.steps for c in drafted) < sum(c.steps for c in plain)

@@ -1,0 +1,396 @@
+"""The `generate` command, from its arguments to its output."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, models
+
+from drafter_service.client import DrafterClient
+from engine.commands import main as cli
+from engine.commands.options import DRAFTERS
+from engine.commands.output import CompletionWriter
+from engine.drafters.build import DRAFTER_NAMES
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.seeds import sample_seed
+from tests.servers import served
+from tests.strategies import array
+
+PROMPT = "def add(left, right):"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command line in this process; gives exit code, stdout, stderr."""
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["ssd-engine", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", stdin if isinstance(stdin, io.StringIO) else io.StringIO(stdin or ""))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def completions(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prompts_from_arguments(run, model_folder):
+    code, out, err = run("generate", "--model", model_folder, "--max-tokens", 5, PROMPT, "class Pair:")
+    assert code == 0
+    assert out.startswith(PROMPT)
+    assert "class Pair:" in out
+    for word in ("2 outputs", "tokens/s", "tokens per step", "drafted", "accepted"):
+        assert word in err
+
+
+def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tmp_path):
+    base = ("generate", "--model", model_folder, "--max-tokens", 8)
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n\nclass Pair:\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in (PROMPT, "class Pair:")))
+    outputs = []
+    for name, arguments, stdin in (
+        ("args", (PROMPT, "class Pair:"), None),
+        ("text", ("--file", tmp_path / "prompts.txt"), None),
+        ("jsonl", ("--file", tmp_path / "prompts.jsonl"), None),
+    ):
+        assert run(*base, *arguments, "--output", tmp_path / name, stdin=stdin)[0] == 0
+        outputs.append([line["tokens"] for line in completions(tmp_path / name)])
+    assert run(*base, "--output", tmp_path / "stdin", stdin=PROMPT)[0] == 0
+    assert run(*base, "--output", tmp_path / "dash", "--file", "-", stdin=PROMPT)[0] == 0
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert [line["tokens"] for line in completions(tmp_path / "stdin")] == outputs[0][:1]
+    assert [line["tokens"] for line in completions(tmp_path / "dash")] == outputs[0][:1]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address, temperature):
+    outputs = {}
+    for drafter in DRAFTER_NAMES:
+        options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature, "--max-tokens", 40)
+        path = tmp_path / drafter
+        code, _, err = run("generate", "--model", model_folder, *options, "--output", path, PROMPT, PROMPT, "class")
+        assert code == 0, err
+        outputs[drafter] = completions(path)
+    assert all(output == outputs["none"] for output in outputs.values())
+    assert set(outputs) == set(DRAFTERS)
+
+
+def test_completions_can_be_lines_on_stdout(run, model_folder):
+    code, out, _ = run("generate", "--model", model_folder, "--max-tokens", 3, "--logprobs", 1, "--output", "-", PROMPT)
+    [line] = out.splitlines()
+    assert code == 0
+    assert len(json.loads(line)["logprobs"]) == 3
+
+
+def test_only_newlines_part_the_prompts_of_a_file(run, model_folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a\x0cb\u2028c\nd\n", encoding="utf-8")
+    arguments = ("--file", tmp_path / "prompts.txt", "--output", tmp_path / "out", "--max-tokens", 1)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    assert [line["prompt"] for line in completions(tmp_path / "out")] == ["a\x0cb\u2028c", "d"]
+
+
+def test_a_prompt_given_twice_is_sampled_twice(run, model_folder, tmp_path):
+    arguments = ("--temperature", 1, "--output", tmp_path / "out", "--max-tokens", 30, PROMPT, PROMPT)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    first, second = (line["tokens"] for line in completions(tmp_path / "out"))
+    assert first != second
+
+
+def test_an_interrupted_run_keeps_what_had_finished(run, model_folder, tmp_path, monkeypatch):
+    from engine.engine import Engine
+
+    arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1, "--drafter", "none")
+    step, steps = Engine.step, iter(range(1000))
+
+    def step_or_stop(engine):
+        if next(steps) == 12:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", step_or_stop)
+    assert run("generate", "--model", model_folder, *arguments, "a", "b", "c", "d")[0] != 0
+    assert [line["prompt"] for line in completions(tmp_path / "out")] == ["a", "b"]
+
+
+def test_an_interruption_while_a_completion_is_written_does_not_lose_it(run, model_folder, tmp_path, monkeypatch):
+    text, interruptions = CompletionWriter._text, iter([KeyboardInterrupt])
+
+    def text_or_stop(writer, index):
+        for interruption in interruptions:
+            raise interruption
+        return text(writer, index)
+
+    monkeypatch.setattr(CompletionWriter, "_text", text_or_stop)
+    arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1)
+    assert run("generate", "--model", model_folder, *arguments, "a", "b")[0] != 0
+    assert [line["index"] for line in completions(tmp_path / "out")] == [0]
+
+
+def test_completions_come_in_the_order_of_their_prompts(run, model_folder, tmp_path):
+    prompts = [f"def f{number}():" for number in range(9)]
+    arguments = ("--output", tmp_path / "out", "--max-tokens", 20, "--max-sequences", 3, "--temperature", 1)
+    assert run("generate", "--model", model_folder, *arguments, *prompts)[0] == 0
+    assert [line["prompt"] for line in completions(tmp_path / "out")] == prompts
+
+
+def test_a_completion_keeps_the_space_that_vocabularies_drop_where_a_text_begins(tmp_path):
+    pieces = {"<unk>": 0, "\u2581hello": 1, "\u2581world": 2}
+    hub = HubTokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    hub.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    hub.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(array([2])) == "world"
+    assert tokenizer.decode_behind(array([1]), array([2])) == " world"
+
+
+def test_a_stop_string_ends_the_output_before_it(run, model_folder, tmp_path):
+    base = ("generate", "--model", model_folder, "--max-tokens", 60, "--temperature", 1, "--seed", 4, PROMPT)
+    assert run(*base, "--output", tmp_path / "plain")[0] == 0
+    [plain] = completions(tmp_path / "plain")
+    stop = plain["completion"][10:13]
+    assert run(*base, "--stop", stop, "--stop", "never said", "--output", tmp_path / "stopped")[0] == 0
+    [stopped] = completions(tmp_path / "stopped")
+    assert stopped["completion"] == plain["completion"][: plain["completion"].index(stop)]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
+    assert stopped["tokens"] == plain["tokens"][: len(stopped["tokens"])]
+    token = plain["tokens"][5]
+    assert run(*base, "--stop-token-id", token, "--output", tmp_path / "at token")[0] == 0
+    [at_token] = completions(tmp_path / "at token")
+    assert at_token["stop_reason"] == at_token["tokens"][-1] == token
+    assert plain["completion"].startswith(at_token["completion"])
+    assert len(at_token["completion"]) < len(plain["completion"])
+
+
+def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatch):
+    from engine.commands import generate
+    from engine.scheduling.request import SamplingParams
+
+    asked = []
+    monkeypatch.setattr(generate, "run_generate", lambda options: asked.append(options.sampling))
+    given = {
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "seed": 5,
+        "logprobs": 4,
+        "prompt_logprobs": 1,
+    }
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    flags += ["--stop", "a", "--stop", "b", "--stop-token-id", 8, "--ignore-eos"]
+    flags += ["--logit-bias", "7=-1.5", "--logit-bias", "9=3"]
+    assert run("generate", *flags, "x")[0] == 0
+    assert run("generate", "x")[0] == 0
+    expected = SamplingParams(
+        **given, stop=("a", "b"), stop_token_ids=(8,), ignore_eos=True, logit_bias={7: -1.5, 9: 3}
+    )
+    assert asked == [expected, SamplingParams()]
+
+
+def test_log_probabilities_are_written_beside_the_tokens(run, model_folder, tmp_path):
+    arguments = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out", PROMPT)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    [line] = completions(tmp_path / "out")
+    assert len(line["logprobs"]) == len(line["tokens"])
+    for token, record in zip(line["tokens"], line["logprobs"], strict=True):
+        assert record["rank"] == 1  # greedy
+        assert record["top"][0] == [token, record["logprob"]]
+        assert len(record["top"]) == 2
+
+
+def test_log_probabilities_of_the_prompt_are_those_that_its_tokens_had_as_output(run, model_folder, tmp_path):
+    asked = ("generate", "--model", model_folder, "--drafter", "none")
+    output = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out")
+    assert run(*asked, *output, PROMPT)[0] == 0
+    [said] = completions(tmp_path / "out")
+    assert "prompt_logprobs" not in said
+    tokens = Tokenizer(model_folder).encode(PROMPT).tolist()
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + said["tokens"]}) + "\n")
+    scored = ("--file", tmp_path / "whole.jsonl", "--prompt-logprobs", 2, "--output", tmp_path / "scored")
+    assert run(*asked, "--max-tokens", 1, *scored)[0] == 0
+    [line] = completions(tmp_path / "scored")
+    assert line["prompt_tokens"] == tokens + said["tokens"]
+    assert len(line["prompt_logprobs"]) == len(line["prompt_tokens"])
+    assert line["prompt_logprobs"][0] is None
+    for mine, theirs in zip(line["prompt_logprobs"][len(tokens) :], said["logprobs"], strict=True):
+        assert mine["logprob"] == pytest.approx(theirs["logprob"], abs=1e-4)
+        assert [token for token, _ in mine["top"]] == [token for token, _ in theirs["top"]]
+    assert "logprobs" not in line
+
+
+def test_a_bias_decides_the_output(run, model_folder, tmp_path):
+    arguments = ("--drafter", "none", "--max-tokens", 4, "--logit-bias", "17=100", "--output", tmp_path / "out", PROMPT)
+    assert run("generate", "--model", model_folder, *arguments)[0] == 0
+    assert completions(tmp_path / "out")[0]["tokens"] == [17] * 4
+
+
+def test_each_of_several_samples_of_a_prompt_has_a_seed_of_its_own(run, model_folder, tmp_path):
+    base = ("generate", "--model", model_folder, "--drafter", "none", "--temperature", 1, "--max-tokens", 12)
+    asked = (*base, PROMPT, "class Pair:")
+    assert run(*asked, "--output", tmp_path / "one")[0] == 0
+    assert run(*asked, "--n", 3, "--max-sequences", 2, "--output", tmp_path / "three")[0] == 0
+    three = completions(tmp_path / "three")
+    assert [(line["index"], line["sample"]) for line in three] == [(i, k) for i in range(2) for k in range(3)]
+    assert [line["prompt"] for line in three] == [PROMPT] * 3 + ["class Pair:"] * 3
+    assert three[::3] == completions(tmp_path / "one")
+    assert len({tuple(line["tokens"]) for line in three}) == 6
+    # As the server seeds them.
+    assert run(*base, PROMPT, "--seed", sample_seed(0, 2), "--output", tmp_path / "third")[0] == 0
+    assert completions(tmp_path / "third")[0]["tokens"] == three[2]["tokens"]
+    code, out, err = run(*base, PROMPT, "--n", 2)
+    assert (code, out.count(PROMPT)) == (0, 2)
+    assert "2 outputs" in err
+
+
+def test_token_ids_are_prompts_too(run, model_folder, tmp_path):
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    code, out, _ = run("generate", "--model", model_folder, "--file", tmp_path / "ids.jsonl", "--max-tokens", 3)
+    assert code == 0
+    assert out.startswith("<3 token ids>")
+
+
+BAD_INPUT = {
+    "empty prompt": ((), [""], "prompt 1: the prompt is empty"),
+    "second prompt empty": ((), ["x", ""], "prompt 2: the prompt is empty"),
+    "prompt too long": ((), ["x " * 2000], "context window of 512"),
+    "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
+    "empty file": (("--file", "{tmp}/empty.txt"), [], "holds no prompt"),
+    "log-probabilities without a place for them": (("--logprobs", "1"), [PROMPT], "name a file, or - for stdout"),
+    "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
+    "file that is no text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
+    "line that is no JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is no JSON object"),
+    "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
+    "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
+    "token that is no id": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
+    "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
+    "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
+    "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is no address"),
+    "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
+    "output in no folder": (("--output", "{tmp}/no/such/folder"), ["x"], "cannot write"),
+    "output that is a folder": (("--output", "{tmp}"), ["x"], "cannot write"),
+    "bytes that are no text": ((), ["\udcff"], "prompt 1: the prompt is no valid Unicode"),
+    "text that is no Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is no valid Unicode"),
+    "disk full": (("--output", "/dev/full", "--max-tokens", "1"), ["x"], "cannot write /dev/full"),
+    "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
+    "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
+    "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
+    "an empty stop string": (("--stop", ""), ["x"], "stop must be"),
+    "a bias out of range": (("--logit-bias", "5=101"), ["x"], "logit_bias of token 5 must be"),
+    "a bias that is none": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
+    "a bias of no token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
+    "a bias of a token outside the vocabulary": (("--logit-bias", "300=5"), ["x"], "prompt 1: logit_bias holds"),
+    "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
+    "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
+    "more threads than a machine can have": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
+    "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
+    "a device that holds nothing": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
+    "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
+}
+
+
+@pytest.mark.parametrize(("options", "prompts", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_is_one_line_and_exit_2(run, model_folder, tmp_path, options, prompts, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 300]}\n')
+    (tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
+    (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')
+    options = [option.format(tmp=tmp_path) for option in options]
+    code, out, err = run("generate", "--model", model_folder, *options, *prompts)
+    assert code == 2
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "nonsense"), "--device nonsense"),
+        (("--attention", "flashinfer"), "--attention flashinfer needs a CUDA device"),
+        (("--loop", "pipelined", "--draft-shape", "tree"), "verifies paths alone"),
+        (("--threads", 100_000), "--threads"),
+    ],
+)
+def test_what_no_model_can_mend_is_said_before_one_is_loaded(run, model_folder, monkeypatch, options, message):
+    monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    code, _, err = run("generate", "--model", model_folder, "--device", "cpu", *options, "x")
+    assert (code, message in err) == (2, True)
+
+
+def test_one_is_no_plural(run, model_folder):
+    _, _, err = run("generate", "--model", model_folder, "--max-tokens", 1, PROMPT)
+    assert "1 output, 1 token in" in err
+
+
+def test_no_prompt_at_a_terminal(run, model_folder):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    code, _, err = run("generate", "--model", model_folder, stdin=Terminal())
+    assert code == 2
+    assert "no prompt" in err
+
+
+@pytest.mark.parametrize("moment", ["between steps", "while an answer is awaited"])
+def test_a_sidecar_that_dies_in_mid_run_costs_no_output(
+    run, model_folder, tmp_path, socket_address, monkeypatch, moment
+):
+    """The service is killed while requests run; each is finished, as without drafts, and a warning comes once."""
+    prompts = [f"def f{number}():" for number in range(6)]
+    options = ("--max-tokens", 60, "--max-sequences", 2, *prompts)
+    plain = ("--drafter", "none", "--output", tmp_path / "plain")
+    assert run("generate", "--model", model_folder, *plain, *options)[0] == 0
+    draft, steps = DrafterClient.draft, iter(range(10_000))
+
+    def draft_and_kill(client, progress):
+        if next(steps) == 10:
+            if moment == "between steps":
+                process.kill()
+                until = time.monotonic() + 30
+                while client.lost is None:
+                    assert time.monotonic() < until
+            else:
+                # Stopped, it cannot answer; killed, it ends the wait.
+                client._deadline_s = 30
+                process.send_signal(signal.SIGSTOP)
+                threading.Timer(0.2, process.kill).start()
+        return draft(client, progress)
+
+    monkeypatch.setattr(DrafterClient, "draft", draft_and_kill)
+    with served("--listen", socket_address, "--capacity", "100k") as process:
+        remote = ("--drafter", "ssd-remote", "--address", socket_address, "--output", tmp_path / "remote")
+        code, _, err = run("generate", "--model", model_folder, *remote, *options)
+    assert next(steps) > 10
+    assert code == 0
+    assert err.replace("\n", " ").count("going on without drafts") == 1
+    assert completions(tmp_path / "remote") == completions(tmp_path / "plain")
+
+
+def test_help_is_quick_to_load():
+    """The help page imports neither torch nor numba."""
+    script = (
+        "import sys; from click.testing import CliRunner; from engine.cli import cli;"
+        "result = CliRunner().invoke(cli, ['--help']); assert result.exit_code == 0, result.output;"
+        "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,281 @@
+"""Steps of fixed shapes: what they compute, where padding ends, and that captured ones are the same."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.fixed import StepShape
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.plain import PlainAttention
+from engine.build import build_engine
+from engine.drafters.ngram import NgramDrafter
+from engine.executor.batch import build_batch
+from engine.executor.device_state import DeviceState
+from engine.executor.eager import Runner
+from engine.executor.graph import FixedStep, Kind, Orders, Result
+from engine.executor.kernels.drafted import Drafts
+from engine.executor.kernels.inputs import build_inputs
+from engine.executor.shapes import StepGrid, doubled
+from engine.executor.transfer import CopyStream
+from engine.models.fused import FusedOps
+from engine.models.loader import load_model
+from engine.models.ops import PLAIN
+from engine.scheduling.request import SamplingParams
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.flashinfer_twin import TWIN
+from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.test_core import CONFIG, outputs, requests
+
+PAGES, LONGEST, MOST_DRAFT = 40, 200, 6
+GREEDY = Kind(draws=False, most=None)
+CPU = torch.device("cpu")
+
+
+def runner_of(model, backend, monkeypatch):
+    """A runner whose last page is nobody's."""
+    weights = model.embedding.weight
+    settings = model.config, PAGES + 1, PAGE_SIZE, weights.dtype, str(weights.device)
+    if backend == "plain":
+        return Runner(model, PlainAttention(*settings), settings[-1], PLAIN)
+    if weights.is_cuda:
+        pytest.importorskip("flashinfer")
+    else:
+        for module in ("engine.attention.flashinfer", "engine.models.fused"):
+            monkeypatch.setattr(f"{module}.flashinfer", lambda: TWIN)
+        monkeypatch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
+    return Runner(model, FlashInferAttention(*settings), settings[-1], FusedOps())
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    """A model with heads as FlashInfer has kernels for."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    make_folder(folder, head_dim=64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide(wide_folder):
+    return load_model(wide_folder)
+
+
+def decoding(rng, count, *, most_draft=MOST_DRAFT):
+    """Sequences all of whose tokens but the last are to be in the cache, each with a draft and pages for it."""
+    pages = iter(rng.permutation(PAGES).tolist())
+    sequences = []
+    for index in range(count):
+        tokens = rng.integers(1, VOCAB, rng.integers(1, 70))
+        draft = rng.integers(1, VOCAB, rng.integers(0, most_draft + 1))
+        held = [next(pages) for _ in range(-(-(len(tokens) + len(draft)) // PAGE_SIZE))]
+        sequences.append(sequence_of(tokens, held, computed=len(tokens) - 1, draft=draft, sequence_id=index))
+        sequences[-1].max_length = LONGEST
+    return sequences
+
+
+def fill(runner, sequences):
+    """Compute what is to be in the cache."""
+    for one in sequences:
+        if one.computed:
+            runner.forward(build_batch([sequence_of(one.tokens[:-1], one.pages)], PAGE_SIZE))
+
+
+def state_of(sequences, *, seats=8, device=CPU):
+    state = DeviceState.empty(seats, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
+    for seat, sequence in enumerate(sequences):
+        state.sit(seat, sequence)
+    return state
+
+
+def fixed_logits(runner, state, sequences, batch, spare, slack):
+    """Logits of the rows that count, from a step of a shape that is too large: for each sequence by `spare` rows, and
+    by some behind all.
+    """
+    drafted = MOST_DRAFT + spare
+    widths = [*(1 + len(one.draft) + spare for one in sequences), *[0] * (batch - len(sequences))]
+    shape = StepShape(batch, sum(widths) + 2 * spare, 1 + drafted, state.page_tables.shape[1])
+    forward = runner.fixed(shape)
+    padding = batch - len(sequences)
+    bounds = [min(sequence.computed + slack, LONGEST - 1) for sequence in sequences]
+    forward.plan([*bounds, *[0] * padding], widths)
+    device = state.lengths.device
+    seats = torch.tensor([*range(len(sequences)), *[state.idle] * padding], device=device)
+    tokens = np.full((batch, drafted), 7, np.int32)
+    for row, sequence in zip(tokens, sequences, strict=False):
+        row[: len(sequence.draft)] = sequence.draft
+    lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32, device=device)
+    drafts = Drafts(torch.from_numpy(tokens).to(device), lengths, None)
+    starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
+    ones = torch.ones(batch, dtype=torch.int32, device=device)
+    inputs = build_inputs(state, seats, ones, drafts, starts, shape.rows, PAGE_SIZE)
+    with torch.inference_mode():
+        logits = forward(inputs, state.page_tables[seats])
+    assert torch.isfinite(logits).all()
+    return torch.cat([logits[starts[index] :][: 1 + len(one.draft)] for index, one in enumerate(sequences)])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["plain", "flashinfer"])
+@pytest.mark.parametrize("seed", range(6))
+def test_padded_steps_give_the_logits_of_ragged_ones(wide_folder, backend, seed, device, monkeypatch):
+    rng = np.random.default_rng(seed)
+    is_rounded = (backend, device) == ("flashinfer", "cuda")
+    model = load_model(wide_folder, dtype=torch.bfloat16 if is_rounded else torch.float32, device=device)
+    runner = runner_of(model, backend, monkeypatch)
+    sequences = decoding(rng, int(rng.integers(1, 6)))
+    fill(runner, sequences)
+    expected = runner.forward(build_batch(sequences, PAGE_SIZE))
+    # All that a ragged step wrote is written again.
+    state = state_of(sequences, device=torch.device(device))
+    atol = 0.05 * expected.abs().max().item() if is_rounded else 2e-4
+    for batch, spare, slack in ((len(sequences), 0, 0), (8, 3, 0), (8, 0, 40)):
+        padded = fixed_logits(runner, state, sequences, batch, spare, slack)
+        torch.testing.assert_close(padded, expected, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["plain", "flashinfer"])
+def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
+    """Bounds that are too high change nothing; contexts on the device that differ do."""
+    rng = np.random.default_rng(1)
+    runner = runner_of(wide, backend, monkeypatch)
+    sequences = decoding(rng, 3, most_draft=0)
+    fill(runner, sequences)
+    state = state_of(sequences)
+    right = fixed_logits(runner, state, sequences, 4, 0, 30)
+    state.computed[0] -= 1
+    state.lengths[0] -= 1
+    wrong = fixed_logits(runner, state, sequences, 4, 0, 30)
+    assert not torch.allclose(right[0], wrong[0], atol=1e-3)
+    torch.testing.assert_close(right[1:], wrong[1:])
+
+
+def orders_for(sequences, *, most=MOST_DRAFT):
+    return Orders(
+        seats=list(range(len(sequences))),
+        paths=[sequence.draft for sequence in sequences],
+        lengths=[len(sequence) for sequence in sequences],
+        most=[min(most, len(sequence.draft)) for sequence in sequences],
+        spare=[0] * len(sequences),
+        contexts=[sequence.computed for sequence in sequences],
+    )
+
+
+def test_a_step_verifies_commits_and_counts(model, monkeypatch):
+    rng = np.random.default_rng(2)
+    runner = runner_of(model, "plain", monkeypatch)
+    sequences = decoding(rng, 3)
+    fill(runner, sequences)
+    # The first one's draft is right, the second one's wrong, the third has none.
+    draft = []
+    for _ in range(4):
+        trial = sequence_of(sequences[0].tokens, range(30, 38), draft=draft)
+        draft.append(int(runner.forward(build_batch([trial], PAGE_SIZE))[-1].argmax()))
+    fill(runner, sequences)
+    sequences[0].draft = np.array(draft, np.uint32)
+    sequences[1].draft = np.full(4, 299, np.uint32)
+    sequences[2].draft = np.empty(0, np.uint32)
+    for sequence in sequences:
+        sequence.pages = [*sequence.pages, *range(30 + 2 * sequence.sequence_id, 32 + 2 * sequence.sequence_id)]
+    state = state_of(sequences)
+    shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
+    step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE, CopyStream(CPU))
+    results = Result.of_rows(step.run(orders_for(sequences), GREEDY).read())
+    assert [len(result.draft) for result in results] == [4, 4, 0, 0]
+    assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
+    assert results[0].tokens[:4].tolist() == draft
+    for seat, sequence in enumerate(sequences):
+        length = len(sequence) + len(results[seat].tokens)
+        assert int(state.lengths[seat]) == length
+        assert state.history[seat, len(sequence) : length].tolist() == results[seat].tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
+def test_no_value_is_looked_at(model_folder, kind):
+    """A whole step runs on tensors without any, so a graph can hold it."""
+    model = load_model(model_folder).to("meta")
+    attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "meta")
+    shape = StepShape(4, 20, 1 + MOST_DRAFT, 13)
+    forward = Runner(model, attention, "meta").fixed(shape)
+    state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
+    step = FixedStep(forward, state, shape, 13, PAGE_SIZE, CopyStream(CPU))
+    forward.plan([LONGEST - 1] * 4, [0] * 4)
+    with torch.inference_mode():
+        assert step._step(kind).shape == (4, 3 + 1 + 2 * MOST_DRAFT)
+
+
+class Recorded:
+    """Stands in for steps; notes which shape runs what."""
+
+    def __init__(self):
+        self.runs = []
+
+    def make(self, sequences, rows):
+        self.runs.append((sequences, rows, "made"))
+        step = type("Step", (), {})()
+        step.run = lambda orders, kind: self.runs.append((sequences, rows, len(orders.seats)))
+        return step
+
+
+def test_the_least_shape_that_holds_a_step_runs_it():
+    recorded = Recorded()
+    grid = StepGrid(recorded.make, None, 12, 10)
+    for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
+        grid.run(Orders(list(range(len(most))), [], [], most, [0] * len(most), []), GREEDY)
+    runs = [run for run in recorded.runs if run[2] != "made"]
+    assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
+    assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
+
+
+def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
+    captures, said = [], []
+
+    def make(sequences, rows):
+        step = type("Step", (), {})()
+        step.capture = lambda kind, pool: captures.append((sequences, rows, kind.draws, pool))
+        return step
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    grid = StepGrid(make, state_of([]), 2, 4)
+    assert grid.captured == (0, 0.0)
+    grid.capture(said.append)
+    shapes = [(2, 10), (2, 6), (2, 2), (1, 5), (1, 1)]
+    assert captures == [(*shape, draws, "pool") for shape in shapes for draws in (False, True)]
+    assert grid.captured.graphs == 10
+    assert said[0].startswith("capturing 10 CUDA graphs")
+    assert said[1] == f"captured 10 CUDA graphs in {grid.captured.seconds:.1f} s"
+
+
+def test_few_kinds_of_drawing():
+    grid = StepGrid(None, state_of([]), 2, 4)
+    plain, drawn = SamplingParams(), SamplingParams(temperature=0.7)
+    assert grid.kind_of([plain], VOCAB) == GREEDY
+    assert grid.kind_of([plain, drawn], VOCAB) == Kind(True, None)
+    assert grid.kind_of([drawn, replace(drawn, top_k=20)], VOCAB) == Kind(True, 32)
+    assert grid.kind_of([replace(drawn, top_p=0.9)], VOCAB) == Kind(True, VOCAB)
+    assert grid.kind_of([replace(drawn, min_p=0.1)], VOCAB) == Kind(True, 0)
+    assert grid.kind_of([replace(plain, top_k=20)], VOCAB) == GREEDY
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "sizes"),
+    [(1, 1, [1]), (1, 8, [1, 2, 4, 8]), (4, 16, [4, 8, 16]), (4, 3, [3]), (1, 5, [1, 2, 4, 5])],
+)
+def test_sizes_double_up_to_the_last(first, last, sizes):
+    assert doubled(first, last) == sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 32)])
+def test_captured_steps_are_those_that_run_one_by_one(model_folder, kind):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = load_model(model_folder, device="cuda")
+    asked = requests(12, temperature=float(kind.draws))
+    if kind.most:
+        asked = [replace(one, sampling=replace(one.sampling, top_k=kind.most)) for one in asked]
+    plain, pipelined = (
+        outputs(build_engine(model, replace(CONFIG, loop=loop), NgramDrafter(), attention="plain"), asked)
+        for loop in ("plain", "pipelined")
+    )
+    assert plain == pipelined

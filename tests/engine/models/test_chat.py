@@ -1,0 +1,170 @@
+"""Chat prompts against those of transformers' tokenizers, for templates of the kinds that models have."""
+
+import json
+import shutil
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from engine.models.chat import ChatPrompts
+from engine.models.tokenizer import Tokenizer
+from ssd.errors import UserError
+
+LLAMA = """{{- bos_token }}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%Y") %}{% endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+        {{- '<|start|>' + message['role'] + '<|stop|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '{"name": "' + tool_call.name + '", "parameters": ' + tool_call.arguments | tojson + "}" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|stop|>\\n\\n' }}{%- endif %}
+{{- date_string }}
+"""
+QWEN = """{%- set ns = namespace(system=false) %}
+{%- if tools %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% set ns.system = true %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- if message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>' + call.function.name + ' ' }}{{- call.function.arguments | tojson(indent=2) }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if not ns.system %}{{- 'no system' }}{% endif %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+MISTRAL = """{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate\\nuser/assistant') }}
+{% endif %}
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{% else %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endif %}
+{% endfor %}"""
+
+USER = {"role": "user", "content": "Why <b>'é'</b>?\n "}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "id": "a", "function": {"name": "look", "arguments": {"at": "<é>", "n": 1}}}],
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "é", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def folder(tmp_path, model_folder):
+    shutil.copy(model_folder / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def prompts_of(folder, template, **config):
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": template, **config}))
+    return ChatPrompts(folder, Tokenizer(folder))
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "arguments"),
+    [
+        (LLAMA, [SYSTEM, USER], None, {}),
+        (LLAMA, [USER, CALL, USER], TOOLS, {"date_string": "26 Jul 2024"}),
+        (QWEN, [SYSTEM, USER], None, {}),
+        (QWEN, [USER, CALL], TOOLS, {"enable_thinking": False}),
+        (MISTRAL, [USER, {"role": "assistant", "content": "So."}, USER], None, {}),
+    ],
+)
+def test_prompts_are_those_of_transformers(folder, template, messages, tools, arguments, add_generation_prompt):
+    settings = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **settings, **arguments)
+    prompts = prompts_of(folder, template)
+    assert prompts.text(messages, **settings, arguments=arguments) == expected
+    tokens = prompts.tokens(messages, **settings, arguments=arguments)
+    assert tokens.tolist() == Tokenizer(folder).encode(expected, add_special_tokens=False).tolist()
+
+
+def test_text_in_parts_and_arguments_in_json_are_read(folder):
+    prompts = prompts_of(folder, QWEN)
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert prompts.text([parts]) == prompts.text([{"role": "user", "content": "a\nb"}])
+    function = CALL["tool_calls"][0]["function"]
+    as_json = {**CALL, "tool_calls": [{"function": {**function, "arguments": json.dumps(function["arguments"])}}]}
+    assert prompts.text([USER, as_json]) == prompts.text([USER, CALL])
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000 + "]" * 100_000])
+def test_arguments_that_cannot_be_read_are_refused(folder, arguments):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    with pytest.raises(UserError, match="no JSON"):
+        prompts_of(folder, QWEN).text([USER, call])
+
+
+def test_special_tokens_are_not_added_twice(folder):
+    """A vocabulary that puts a token before every text, and a template that writes it itself."""
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    prompts = prompts_of(folder, "{{ bos_token }}{{ messages[0].content }}", bos_token="<|endoftext|>")
+    assert Tokenizer(folder).encode("def")[0] == 0
+    assert prompts.tokens([{"role": "user", "content": "def"}]).tolist().count(0) == 1
+
+
+def test_the_template_for_tools_is_taken_where_there_is_one(folder):
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    prompts = prompts_of(folder, templates)
+    assert prompts.text([USER]) == "plain"
+    assert prompts.text([USER], tools=TOOLS) == "with tools"
+    (folder / "chat_template.jinja").write_text("a file")
+    assert ChatPrompts(folder, Tokenizer(folder)).text([USER], tools=TOOLS) == "a file"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (None, [USER], "no chat template"),
+        (MISTRAL, [USER, USER], "refuses the messages: roles must alternate user/assistant"),
+        ("{{ messages[0].content + 1 }}", [USER], "refuses the messages"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [USER], "refuses the messages.*unsafe"),
+        ("{{ messages.append(1) }}", [USER], "refuses the messages"),
+        (QWEN, [{"role": "user", "content": [{"type": "image_url"}]}], "no text"),
+        (QWEN, [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "no JSON"),
+    ],
+)
+def test_what_cannot_be_rendered_is_said_in_a_line(folder, template, messages, message):
+    prompts = prompts_of(folder, template)
+    with pytest.raises(UserError, match=message) as refused:
+        prompts.tokens(messages)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_template_that_is_none_is_refused_at_the_start(folder):
+    with pytest.raises(UserError, match=r"the chat template of .* is refused"):
+        prompts_of(folder, "{% nonsense %}")
+
+
+def test_long_prompts_are_not_cut_by_the_tokenizers_own_settings(folder):
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    assert len(Tokenizer(folder).encode("def add\n" * 100)) > 100

@@ -1,0 +1,106 @@
+"""Text token by token is the text of all tokens, and comes as early as it can."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine.models.detokenize import Detokenizer
+from tests.strategies import array
+
+BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level():
+    """Every byte is a token, and some pairs of bytes are."""
+    pairs = [left + right for left in "äåæĠ" for right in "\xb8½aĢ"]
+    vocabulary = {piece: index for index, piece in enumerate([*BYTE_CHARS, *pairs])}
+    hub = HubTokenizer(models.BPE(vocabulary, []))
+    hub.decoder = decoders.ByteLevel()
+    return hub
+
+
+def with_byte_fallback():
+    """Words that bring their space, and the bytes of what is no word; as in Llama 2."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "\u2581", "cat", "\u2581cat"]
+    hub = HubTokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    hub.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return hub
+
+
+BYTES, FALLBACK = byte_level(), with_byte_fallback()
+
+
+def decode_with(hub):
+    return lambda tokens: str(hub.decode(tokens.tolist(), skip_special_tokens=True))
+
+
+def fed(hub, prompt, tokens):
+    detokenizer = Detokenizer(decode_with(hub), array(prompt))
+    return [*(detokenizer.feed(token) for token in tokens), detokenizer.finish()]
+
+
+@given(st.lists(st.integers(0, len(BYTE_CHARS) + 11), max_size=30))
+def test_any_bytes_give_the_text_of_all_of_them(tokens):
+    pieces = fed(BYTES, [BYTES.token_to_id("a")], tokens)
+    assert "".join(pieces) == decode_with(BYTES)(array(tokens))
+
+
+words = st.sampled_from(["\u2581the", "\u2581", "cat", "\u2581cat", "ä", "猫", "🐈", "\u2581é"])
+
+
+def fallback_ids(word):
+    known = FALLBACK.token_to_id(word)
+    if known is not None:
+        return [known]
+    return [
+        FALLBACK.token_to_id("\u2581" if byte == "\u2581" else f"<0x{byte:02X}>")
+        for char in word
+        for byte in (["\u2581"] if char == "\u2581" else char.encode())
+    ]
+
+
+@given(st.lists(words, min_size=1, max_size=12), st.lists(words, max_size=12))
+def test_spaces_and_characters_in_pieces_come_out_whole(prompt, output):
+    ids = [[token for word in text for token in fallback_ids(word)] for text in (prompt, output)]
+    pieces = fed(FALLBACK, *ids)
+    assert "".join(pieces) == "".join(output).replace("\u2581", " ")
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_text_is_held_back_no_longer_than_needed():
+    """A token that ends one character and begins the next gives the first at once."""
+    data = "ä猫b".encode()
+    chars = dict(zip(range(256), byte_chars(), strict=True))
+    tokens = [BYTES.token_to_id(chars[byte]) for byte in data]
+    assert fed(BYTES, [BYTES.token_to_id("a")], tokens) == ["", "ä", "", "", "猫", "b", ""]
+
+
+def byte_chars():
+    """The character that GPT-2's alphabet has for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(rest)) for byte in range(256)]
+
+
+def test_bytes_that_never_become_a_character_come_at_the_end():
+    tokens = [BYTES.token_to_id(byte_chars()[byte]) for byte in b"x\xe4"]
+    assert fed(BYTES, [], tokens) == ["x", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 50])
+def test_the_window_does_not_grow(prompt):
+    sizes = []
+
+    def decode(tokens):
+        sizes.append(len(tokens))
+        return "".join(chr(97 + token % 26) for token in tokens.tolist())
+
+    detokenizer = Detokenizer(decode, array(prompt))
+    tokens = np.arange(500)
+    assert "".join(detokenizer.feed(token) for token in tokens.tolist()) == decode(tokens)
+    assert max(sizes[:-1]) <= 10

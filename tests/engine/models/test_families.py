@@ -1,0 +1,167 @@
+"""Every family's logits are those of transformers, and what is saved is the same model for both."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.attention.plain import PlainAttention
+from engine.executor.batch import build_batch
+from engine.executor.eager import Runner
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.loader import load_config, load_model, save_model
+from engine.models.packed import pack
+from ssd.errors import UserError
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+FAMILIES = {
+    "llama 2": {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+    "llama 3.1": {"rope_parameters": LLAMA3},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "llama, linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    "llama, dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
+    "mistral": {"family": "mistral", "sliding_window": None, "tie_word_embeddings": False},
+    "mistral with a wide window": {"family": "mistral", "sliding_window": 512},
+    "mistral with wide heads": {"family": "mistral", "sliding_window": None, "head_dim": 32},
+    "qwen 2.5": {"family": "qwen2"},
+    "qwen 2.5, untied, yarn": {"family": "qwen2", "tie_word_embeddings": False, "rope_parameters": YARN},
+    "qwen 3": {"family": "qwen3", "head_dim": 32},
+    "qwen 3 with biases": {"family": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False},
+    "qwen 3, yarn": {"family": "qwen3", "head_dim": 32, "rope_parameters": YARN},
+}
+TOKENS = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))
+
+families = pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES.keys())
+
+
+def transformers_logits(model, tokens=TOKENS):
+    with torch.inference_mode():
+        return model(tokens[None]).logits[0].float()
+
+
+@families
+def test_logits_equal_those_of_transformers(tmp_path, shape):
+    """Weights whole and in shards, packed and not."""
+    reference = make_folder(tmp_path / "whole", vary=0.3, **shape)
+    make_folder(tmp_path / "shards", vary=0.3, max_shard_size="50KB", **shape)
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    expected = transformers_logits(reference)
+    for model in (
+        load_model(tmp_path / "whole"),
+        load_model(tmp_path / "shards"),
+        pack(load_model(tmp_path / "whole")),
+    ):
+        assert (prompt_logits(model, TOKENS.numpy()) - expected).abs().max() < 1e-4
+
+
+@families
+def test_logits_in_bfloat16_point_the_same_way(tmp_path, shape):
+    make_folder(tmp_path, vary=0.3, **{**shape, "initializer_range": 0.1})
+    expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    model = pack(load_model(tmp_path, dtype=torch.bfloat16))
+    runner = Runner(model, PlainAttention(model.config, 32, PAGE_SIZE, torch.bfloat16, "cpu"))
+    logits = runner.forward(build_batch([sequence_of(TOKENS[:1], range(32), draft=TOKENS[1:])], PAGE_SIZE))
+    assert torch.cosine_similarity(logits, expected, dim=-1).min() > 0.99
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
+@pytest.mark.parametrize("family", ["llama with biases", "qwen 2.5", "qwen 3", "qwen 3, yarn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
+    """Biases and normalised heads keep a token's logits the same to the last bit, alone or within a draft."""
+    make_folder(tmp_path, vary=0.3, **FAMILIES[family])
+    model = pack(load_model(tmp_path, dtype=dtype))
+
+    def runner():
+        return Runner(model, PlainAttention(model.config, 32, PAGE_SIZE, dtype, "cpu"))
+
+    tokens = TOKENS.numpy()
+    sequence = sequence_of(tokens[:250], range(32), draft=tokens[250:260])
+    within_draft = runner().forward(build_batch([sequence], PAGE_SIZE))
+    one_by_one = runner()
+    for length in range(250, 261):
+        computed = 0 if length == 250 else length - 1
+        step = build_batch([sequence_of(tokens[:length], range(32), computed=computed)], PAGE_SIZE)
+        assert torch.equal(one_by_one.forward(step)[0], within_draft[length - 250])
+
+
+@families
+def test_a_saved_model_is_the_same_model_for_transformers(tmp_path, shape):
+    make_folder(tmp_path / "made", vary=0.3, **shape)
+    model = load_model(tmp_path / "made")
+    save_model(model, tmp_path / "saved", dtype=torch.float32)
+    assert load_config(tmp_path / "saved") == model.config
+    expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    assert (prompt_logits(model, TOKENS.numpy()) - expected).abs().max() < 1e-4
+
+
+def test_a_decoder_with_random_weights_needs_no_folder():
+    """As benchmarks of a shape make it."""
+    config = ModelConfig(VOCAB, 64, 96, 2, 4, 2, 16, 512, qkv_bias=True, qk_norm=True)
+    assert prompt_logits(Decoder(config).eval(), TOKENS.numpy()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "context"),
+    [
+        ({"family": "mistral", "sliding_window": 100}, 100),
+        ({"family": "mistral", "sliding_window": 1000}, 512),
+        ({"family": "qwen2", "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}, 100),
+        ({"family": "qwen2", "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}, 512),
+        ({"family": "qwen3", "use_sliding_window": False, "sliding_window": 100, "max_window_layers": 0}, 512),
+        ({"rope_parameters": {**YARN, "factor": 8.0}}, 1024),
+        ({"rope_parameters": {**YARN, "factor": 2.0}}, 512),
+    ],
+)
+def test_the_context_ends_where_a_layer_no_longer_sees_all_of_it(tmp_path, shape, context):
+    make_folder(tmp_path, **shape)
+    config = load_config(tmp_path)
+    assert config.max_positions == context
+
+
+def test_within_a_sliding_window_attention_is_full(tmp_path):
+    """The cut context is the longest at which both agree: one token more, and transformers forgets the first."""
+    reference = make_folder(tmp_path, family="mistral", sliding_window=100)
+    model = load_model(tmp_path)
+    tokens = TOKENS[: model.config.max_positions]
+    assert (prompt_logits(model, tokens.numpy()) - transformers_logits(reference, tokens)).abs().max() < 1e-4
+    full = make_folder(tmp_path, family="mistral", sliding_window=None)
+    longer = TOKENS[: model.config.max_positions + 1]
+    difference = (transformers_logits(full, longer) - transformers_logits(reference, longer)).abs()
+    assert difference[:-1].max() < 1e-4 < difference[-1].max()
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}])
+def test_both_spellings_of_rope_are_the_same(tmp_path, rope):
+    make_folder(tmp_path, rope_parameters=rope)
+    expected = load_config(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["rope_parameters"]
+    older = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
+    fields.update(rope_theta=rope["rope_theta"], rope_scaling=older)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_config(tmp_path) == expected
+
+
+def test_weights_too_large_for_a_dtype_are_refused(tmp_path):
+    make_folder(tmp_path)
+    model = load_model(tmp_path)
+    model.norm.weight[0] = 3.4e38
+    save_model(model, tmp_path, dtype=torch.float32)
+    load_model(tmp_path)
+    with pytest.raises(UserError, match="not finite as bfloat16"):
+        load_model(tmp_path, dtype=torch.bfloat16)

@@ -1,0 +1,102 @@
+"""Hub names, with a fake in place of the hub: tests have no network."""
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
+
+from drafter_service.client.identity import model_identity
+from drafter_service.server.identity import default_namespace
+from engine.models.hub import FILES, find_model
+from engine.models.loader import load_model
+from ssd.errors import UserError
+from tests.engine.conftest import make_folder
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub whose answer a test sets; it keeps what it was asked."""
+
+    class Hub:
+        answer = None
+        asked = None
+
+        def download(self, name, *, allow_patterns):
+            self.asked = name, allow_patterns
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return str(self.answer)
+
+    fake = Hub()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.download)
+    return fake
+
+
+def test_a_folder_is_itself(tmp_path, hub, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert find_model(tmp_path) == tmp_path
+    assert str(find_model("owner/name")) == "owner/name"
+    assert hub.asked is None
+
+
+def test_a_name_is_downloaded(tmp_path, hub):
+    make_folder(tmp_path)
+    hub.answer = tmp_path
+    assert load_model(find_model("owner/Name-1.5B")).config.num_layers == 2
+    assert hub.asked == ("owner/Name-1.5B", FILES)
+
+
+def test_the_drafters_namespace_is_called_after_the_hubs_name(tmp_path, monkeypatch):
+    """With the library's own layout of its cache, and without a network."""
+    make_folder(folder := tmp_path / repo_folder_name(repo_id="owner/Name-1.5B", repo_type="model") / "snapshots" / "0")
+    refs = folder.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert find_model("owner/Name-1.5B") == folder
+    identity = model_identity(find_model("owner/Name-1.5B"))
+    assert identity.name == "owner/Name-1.5B"
+    assert default_namespace(identity).startswith("Name-1.5B-")
+
+
+@pytest.mark.parametrize("name", ["missing", "./owner/name", "../name", "/owner/name", "a/b/c", "owner/", ".hidden/x"])
+def test_what_is_no_name_is_taken_for_a_folder(hub, name):
+    with pytest.raises(UserError, match="no model folder"):
+        load_model(find_model(name))
+    assert hub.asked is None
+
+
+def refusal(kind):
+    """As the library raises it, which would want a response."""
+    problem = kind.__new__(kind)
+    Exception.__init__(problem, "401 Client Error\n\nmore lines")
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (refusal(GatedRepoError), "terms accepted"),
+        (refusal(RepositoryNotFoundError), "no such model"),
+        (ConnectionError("broken\npipe"), r"failed \(broken\)"),
+        (OSError(28, "No space left on device"), "No space left"),
+        (ValueError(), r"failed \(ValueError\)"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_line(hub, answer, message):
+    hub.answer = answer
+    with pytest.raises(UserError, match=message) as refused:
+        find_model("owner/name")
+    assert "\n" not in str(refused.value)
+    assert "owner/name" in str(refused.value)
+
+
+def test_without_a_network_the_advice_is_to_give_a_folder(tmp_path, monkeypatch):
+    """The library itself, told to stay off the network, with nothing downloaded before."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot be reached .* or give a folder"):
+        find_model("owner/name")

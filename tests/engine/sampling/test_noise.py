@@ -1,0 +1,117 @@
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from engine.sampling.noise import choose_tokens, gumbel_noise, mix64
+from engine.sampling.seeds import sample_seed
+from engine.scheduling.request import SamplingParams
+
+SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
+"""The first output of SplitMix64 seeded with 0, as published with the generator."""
+
+
+def draws(logits, temperature, count, *, seed_of=lambda index: index, position_of=lambda _: 7):
+    """`count` tokens drawn from one row of logits, each with its own seed and position."""
+    rows = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
+    index = np.arange(count)
+    return choose_tokens(
+        rows,
+        np.full(count, temperature),
+        np.array([seed_of(i) for i in index], np.int64),
+        np.array([position_of(i) for i in index], np.int64),
+    )
+
+
+def fits_softmax(tokens, logits, temperature):
+    """Whether the tokens could be draws from the softmax, by a chi-square test at one in a million."""
+    expected = torch.softmax(torch.tensor(logits, dtype=torch.float64) / temperature, 0).numpy() * len(tokens)
+    observed = np.bincount(tokens, minlength=len(logits))
+    return chisquare(observed, expected).pvalue > 1e-6
+
+
+LOGITS = [0.0, 1.0, 2.0, -1.0, 0.5]
+COUNT = 100_000
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax_over_seeds(temperature):
+    assert fits_softmax(draws(LOGITS, temperature, COUNT), LOGITS, temperature)
+
+
+def test_draws_follow_the_softmax_over_positions():
+    tokens = draws(LOGITS, 1.0, COUNT, seed_of=lambda _: 3, position_of=lambda index: index)
+    assert fits_softmax(tokens, LOGITS, 1.0)
+
+
+def test_rare_tokens_of_a_large_vocabulary_come_at_their_rate():
+    logits = [0.0] * 300 + [3.0] * 5
+    assert fits_softmax(draws(logits, 1.0, COUNT), logits, 1.0)
+
+
+@pytest.mark.parametrize("fault", ["forgotten temperature", "uniform in place of Gumbel noise", "one noise for all"])
+def test_planted_faults_are_caught(fault, monkeypatch):
+    from engine.sampling import noise as sampling
+
+    temperature = 1.0
+    seed_of = lambda index: index  # noqa: E731
+    if fault == "forgotten temperature":
+        temperature = 0.8
+    elif fault == "one noise for all":
+        seed_of = lambda _: 1  # noqa: E731
+    else:
+        monkeypatch.setattr(sampling, "gumbel_noise", lambda *key: torch.exp(-torch.exp(-gumbel_noise(*key))))
+    assert not fits_softmax(draws(LOGITS, temperature, COUNT, seed_of=seed_of), LOGITS, 1.0)
+
+
+def test_neighbouring_seeds_and_positions_are_independent():
+    for shift in ({"seed_of": lambda index: index + 1}, {"position_of": lambda _: 8}):
+        left, right = draws(LOGITS, 1.0, COUNT), draws(LOGITS, 1.0, COUNT, **shift)
+        probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
+        expected = np.outer(probabilities, probabilities).ravel() * COUNT
+        assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6
+
+
+def test_noise_does_not_depend_on_the_batch():
+    seeds, positions = torch.tensor([5, 9, 5]), torch.tensor([1, 1, 2])
+    together = gumbel_noise(seeds, positions, 50)
+    for index in range(3):
+        assert torch.equal(together[index], gumbel_noise(seeds[index : index + 1], positions[index : index + 1], 50)[0])
+    assert torch.isfinite(together).all()
+
+
+def test_greedy_and_drawn_rows_share_a_batch():
+    logits = torch.tensor([LOGITS] * 3)
+    mixed = choose_tokens(logits, np.array([0.0, 1.0, 0.0]), np.array([1, 1, 1]), np.array([4, 4, 5]))
+    alone = choose_tokens(logits[:1], np.array([1.0]), np.array([1]), np.array([4]))
+    assert mixed[[0, 2]].tolist() == [2, 2]
+    assert mixed[1] == alone[0]
+
+
+def test_mixing_is_splitmix64():
+    golden = torch.tensor([-7046029254386353131])
+    assert int(mix64(golden)[0]) & (2**64 - 1) == SPLITMIX_OF_ZERO
+
+
+def test_temperatures_that_would_overflow_are_greedy():
+    logits = torch.tensor([[1.0, 5.0, 2.0]])
+    for temperature in (1e-300, 1e-39, 1e-6):
+        assert choose_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
+
+
+def test_samples_of_a_request_have_seeds_of_their_own():
+    """The first is the request's own; no two of neighbouring seeds are the same, and all are seeds."""
+    edges = [-(1 << 63), (1 << 63) - 1]
+    seeds = {(seed, index): sample_seed(seed, index) for seed in (*range(50), *edges) for index in range(50)}
+    assert all(seeds[seed, 0] == seed for seed, _ in seeds)
+    assert len(set(seeds.values())) == len(seeds)
+    for seed in seeds.values():
+        SamplingParams(seed=seed)
+
+
+def test_samples_of_a_request_are_independent():
+    count = 10_000
+    left, right = (draws(LOGITS, 1.0, count, seed_of=lambda s, i=i: sample_seed(s, i)) for i in (1, 2))
+    probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
+    expected = np.outer(probabilities, probabilities).ravel() * count
+    assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6

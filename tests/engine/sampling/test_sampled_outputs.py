@@ -1,0 +1,253 @@
+"""Whatever the settings, drafts and company change nothing: not the tokens, nor why they end, nor what is told of them.
+
+The plain outputs come from a loop that knows nothing of batches, pages or drafts.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drafters.none import NoDrafter
+from engine.sampling import processors
+from engine.sampling.noise import gumbel_noise
+from engine.sampling.penalties import TokenCounts
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.sequence import Sequence
+from engine.speculation.draft_tree import DraftTree
+from ssd.errors import UserError
+from ssd.types import DraftBatch, Path
+from tests.engine import naive_sampling as naive
+from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, fake_engine, logits_after
+from tests.engine.trees import batch_of_trees, random_tree
+from tests.strategies import array
+
+PIECES = "abcdefghij".ljust(VOCAB, "k")
+token = st.integers(0, VOCAB - 1)
+half = st.integers(-4, 4).map(lambda n: n / 2)
+
+
+def decode(tokens):
+    return "".join(PIECES[token] for token in tokens.tolist())
+
+
+@st.composite
+def sampling_params(draw):
+    max_tokens = draw(st.integers(1, 25))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 1.5])),
+        seed=draw(st.integers(0, 1000)),
+        top_k=draw(st.sampled_from([0, 0, 1, 4])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.5, 0.9])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.1])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
+        presence_penalty=draw(st.one_of(st.just(0.0), half)),
+        frequency_penalty=draw(st.one_of(st.just(0.0), half)),
+        logit_bias=draw(st.dictionaries(token, half, max_size=2)),
+        stop=tuple(draw(st.lists(st.text("abcdefghijk", min_size=1, max_size=3), max_size=2))),
+        stop_token_ids=tuple(draw(st.lists(token, max_size=1))),
+        ignore_eos=draw(st.booleans()),
+        min_tokens=draw(st.integers(0, max_tokens)),
+        logprobs=draw(st.sampled_from([None, None, 0, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
+    )
+
+
+requests = st.lists(
+    st.builds(
+        lambda prompt, sampling: Request(array(prompt), sampling),
+        st.lists(token, min_size=1, max_size=30),
+        sampling_params(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def obvious(request):
+    """(tokens, finish reason, stop reason, text) one token after another."""
+    sampling, prompt = request.sampling, request.prompt.tolist()
+    output = []
+    while True:
+        logits = naive.processed(logits_after(prompt + output), sampling, prompt, output, (EOS,))
+        if sampling.temperature == 0:
+            chosen = int(np.argmax(logits))
+        else:
+            # float32, as the engine scores: ties must remain ties.
+            scores = (torch.tensor(logits) / sampling.temperature).tolist()
+            tokens = naive.kept(scores, sampling.top_k, sampling.top_p, sampling.min_p)
+            position = torch.tensor([len(prompt) + len(output)])
+            noise = gumbel_noise(torch.tensor([sampling.seed]), position, VOCAB)[0].tolist()
+            chosen = max(tokens, key=lambda token: np.float32(scores[token]) + np.float32(noise[token]))
+        output.append(chosen)
+        pieces = [PIECES[token] for token in output]
+        if chosen == EOS and not sampling.ignore_eos:
+            return output, "stop", None, "".join(pieces[:-1])
+        if chosen in sampling.stop_token_ids:
+            return output, "stop", chosen, "".join(pieces[:-1])
+        text, found, _ = naive.stopped(pieces, sampling.stop, sampling.min_tokens)
+        if found is not None:
+            return output, "stop", found, text
+        if len(output) == sampling.max_tokens:
+            return output, "length", None, text
+
+
+class MixedDrafter(NoDrafter):
+    """Drafts of any length, right up to a random place."""
+
+    def __init__(self, asked, answers, seed):
+        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(asked, answers, strict=True)]
+        self.lengths = {}
+        self.rng = np.random.default_rng(seed)
+
+    def start(self, sequence_id, prompt):
+        self.lengths[sequence_id] = len(prompt)
+
+    def draft(self, progress):
+        paths = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            right = self.texts[sequence_id][self.lengths[sequence_id] :][: self.rng.integers(0, 7)]
+            draft = array([*right, *self.rng.integers(0, VOCAB, self.rng.integers(0, 3))])
+            paths.append(Path(draft, np.ones(len(draft), np.float32)))
+        return DraftBatch.of_paths(paths)
+
+
+class MixedTreeDrafter(MixedDrafter):
+    """Trees of any size, partly right."""
+
+    def draft(self, progress):
+        trees = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            right = self.texts[sequence_id][self.lengths[sequence_id] :]
+            trees.append(random_tree(self.rng, right, 9, VOCAB))
+        return batch_of_trees(trees)
+
+
+def as_tuple(request, completion):
+    text = decode(completion.content) if completion.text is None else completion.text
+    return completion.tokens.tolist(), completion.finish_reason.value, completion.stop_reason, text
+
+
+def check_logprobs(request, completion):
+    """Those of the model itself, of each token that was put out, and of the prompt's."""
+    text = [*request.prompt.tolist(), *completion.tokens.tolist()]
+    first = len(request.prompt)
+    for found, count, start, end in (
+        (completion.logprobs, request.sampling.logprobs, first, len(text)),
+        (completion.prompt_logprobs, request.sampling.prompt_logprobs, 1, first),
+    ):
+        if count is None:
+            assert found is None
+            continue
+        assert found.top.shape == found.top_ids.shape == (end - start, count)
+        for index, place in enumerate(range(start, end)):
+            expected = naive.log_softmax(logits_after(text[:place]).tolist())
+            assert abs(found.tokens[index] - expected[text[place]]) < 1e-4
+            np.testing.assert_allclose(found.top[index], sorted(expected, reverse=True)[:count], atol=1e-4)
+            np.testing.assert_allclose([expected[other] for other in found.top_ids[index]], found.top[index], atol=1e-4)
+
+
+def check_all(asked, seed, max_sequences=4, max_step_tokens=40, shape="path", verified="path"):
+    """Drafts are of one shape, and verified as another."""
+    expected = [obvious(request) for request in asked]
+    kind = MixedDrafter if shape == "path" else MixedTreeDrafter
+    drafter = kind(asked, [answer[0] for answer in expected], seed)
+    engine = fake_engine(
+        drafter, decode, max_sequences=max_sequences, max_step_tokens=max_step_tokens, draft_shape=verified
+    )
+    completions = engine.generate(asked)
+    assert [as_tuple(*pair) for pair in zip(asked, completions, strict=True)] == expected
+    for request, completion in zip(asked, completions, strict=True):
+        check_logprobs(request, completion)
+    return completions
+
+
+@settings(max_examples=100)
+@given(requests, st.integers(0, 1000), st.integers(1, 4))
+def test_outputs_are_those_of_the_loop(asked, seed, max_sequences):
+    check_all(asked, seed, max_sequences)
+
+
+@settings(max_examples=60)
+@given(requests, st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["path", "tree"]))
+def test_outputs_with_trees_are_those_of_the_loop(asked, seed, max_sequences, verified):
+    check_all(asked, seed, max_sequences, shape="tree", verified=verified)
+
+
+def penalised_requests():
+    rng = np.random.default_rng(1)
+    sampling = {
+        "temperature": 1.0,
+        "frequency_penalty": 1.5,
+        "min_tokens": 15,
+        "max_tokens": 20,
+        "stop_token_ids": (3,),
+    }
+    return [Request(rng.integers(0, VOCAB, 5).astype(np.uint32), SamplingParams(seed=s, **sampling)) for s in range(20)]
+
+
+def test_drafts_are_accepted_under_any_settings():
+    """Otherwise the tests above would not say much."""
+    completions = check_all(penalised_requests(), 0)
+    assert sum(completion.accepted for completion in completions) > 100
+    of_trees = check_all(penalised_requests(), 0, shape="tree", verified="tree")
+    of_trunks = check_all(penalised_requests(), 0, shape="tree", verified="path")
+    assert sum(c.steps for c in of_trees) < 0.8 * sum(c.steps for c in of_trunks)
+
+
+def penalties_by_rows(monkeypatch):
+    """Counts as along a path, whatever the tree."""
+    original = TokenCounts.along
+    monkeypatch.setattr(TokenCounts, "along", lambda self, draft, tree=None: original(self, draft))
+
+
+def minimum_by_rows(monkeypatch):
+    monkeypatch.setattr(Sequence, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
+
+
+def positions_by_rows(monkeypatch):
+    monkeypatch.setattr(DraftTree, "depths", property(lambda self: np.arange(1, len(self.parents) + 1)))
+
+
+def nothing_compacted(monkeypatch):
+    monkeypatch.setattr(FakeRunner, "move", lambda self, sources, targets: None)
+
+
+@pytest.mark.parametrize("fault", [penalties_by_rows, minimum_by_rows, positions_by_rows, nothing_compacted])
+def test_a_tree_that_is_taken_for_a_path_is_noticed(monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_all(penalised_requests(), 0, shape="tree", verified="tree")
+
+
+@pytest.mark.parametrize("fault", ["penalties", "min_tokens"])
+def test_a_draft_that_is_not_taken_for_committed_is_noticed(monkeypatch, fault):
+    if fault == "penalties":
+        original = processors._penalised
+
+        def all_like_the_first(sequence, rows):
+            penalised = original(sequence, rows)
+            first = penalised.counts.reshape(len(rows), -1)[:1]
+            return penalised._replace(counts=np.repeat(first, len(rows), axis=0).ravel())
+
+        monkeypatch.setattr(processors, "_penalised", all_like_the_first)
+    else:
+        original = processors._forbidden
+
+        def of_the_first_alone(sequence, rows):
+            forbidden, ends = original(sequence, rows)
+            return forbidden[forbidden == rows[0]], ends[forbidden == rows[0]]
+
+        monkeypatch.setattr(processors, "_forbidden", of_the_first_alone)
+    with pytest.raises(AssertionError):
+        check_all(penalised_requests(), 0)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    engine = fake_engine(NoDrafter(), None)
+    with pytest.raises(UserError, match="stop needs"):
+        engine.add(Request(array([1]), SamplingParams(stop=("a",))))

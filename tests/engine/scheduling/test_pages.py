@@ -1,0 +1,97 @@
+"""The pool against a plain reading of its rules, and what its check of itself notices."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduling.pages import PagePool
+
+
+class NaivePool:
+    """Owners as lists, names as a list from the least recently used to the most."""
+
+    def __init__(self, count):
+        self.count = count
+        self.owned = []
+        self.named = []  # (name, page); idle ones in the order in which they became so
+
+    def owners(self, page):
+        return sum(page in pages for pages in self.owned)
+
+    def free(self):
+        return sum(self.owners(page) == 0 for page in range(self.count))
+
+    def evictable(self):
+        return [page for _, page in self.named if self.owners(page) == 0]
+
+    def forget(self, page):
+        self.named = [(name, other) for name, other in self.named if other != page]
+
+    def give_back(self, pages):
+        for page in reversed(pages):
+            if self.owners(page) == 0:
+                self.named.sort(key=lambda entry: entry[1] == page)  # to the end, the others as they were
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "share", "name"]), st.integers(0, 11)), max_size=60))
+def test_the_pool_is_the_naive_one(actions):
+    pool, naive = PagePool(8, 16), NaivePool(8)
+    for action, number in actions:
+        if action == "take" and number > pool.free:
+            with pytest.raises(ValueError, match="pages wanted"):
+                pool.take(number)
+        elif action == "take":
+            unused = naive.free() - len(naive.evictable())
+            evicted = naive.evictable()[: max(0, number - unused)]
+            taken = pool.take(number)
+            assert set(evicted) <= set(taken)
+            assert not set(taken) & (set(naive.evictable()) - set(evicted))
+            for page in evicted:
+                naive.forget(page)
+            naive.owned.append(taken)
+        elif action == "give" and naive.owned:
+            pages = naive.owned.pop(number % len(naive.owned))
+            pool.give_back(pages)
+            naive.give_back(pages)
+        elif action == "share" and (page := pool.find(bytes([number]))) is not None:
+            pool.share(page)
+            naive.owned.append([page])
+        elif action == "name" and naive.owned and naive.owned[-1]:
+            page = naive.owned[-1][number % len(naive.owned[-1])]
+            if pool.name_of(page) is None:
+                pool.name(page, bytes([number]))
+                if bytes([number]) not in dict(naive.named):
+                    naive.named.append((bytes([number]), page))
+        pool.check_integrity(naive.owned)
+        assert pool.free == naive.free()
+        assert {name: pool.find(name) for name, _ in naive.named} == dict(naive.named)
+        assert all((bytes([n]) in dict(naive.named)) == (pool.find(bytes([n])) is not None) for n in range(12))
+
+
+def test_integrity_notices_lost_shared_and_foreign_pages():
+    pool = PagePool(4, 8)
+    pages = pool.take(2)
+    pool.check_integrity([pages])
+    for owned in ([], [pages, pages], [[*pages, 9]], [pages[:1]], [[*pages, 3]]):
+        with pytest.raises(AssertionError):
+            pool.check_integrity(owned)
+    pool.share(pages[0])
+    with pytest.raises(AssertionError, match="without a name"):
+        pool.check_integrity([pages, pages[:1]])
+    pool.name(pages[0], b"name")
+    pool.check_integrity([pages, pages[:1]])
+
+
+def test_the_end_of_what_was_given_back_is_evicted_before_its_start():
+    """A page in the middle is of no use without those before it."""
+    pool = PagePool(4, 8)
+    pages = pool.take(4)
+    for page in pages:
+        pool.name(page, bytes([page]))
+    pool.give_back(pages)
+    assert pool.take(1) == pages[-1:]
+    assert pool.find(bytes([pages[0]])) == pages[0]
+
+
+def test_pages_of_a_fresh_pool_are_neighbours():
+    assert PagePool(8, 16).take(4) == [0, 1, 2, 3]

@@ -1,0 +1,94 @@
+"""Settings of a request: what is out of range is named, what is in range is taken."""
+
+import numpy as np
+import pytest
+
+from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
+from ssd.errors import UserError
+from tests.engine.fake_runner import MODEL, VOCAB
+from tests.strategies import array
+
+NAN, INFINITY = float("nan"), float("inf")
+OUT_OF_RANGE = {
+    "max_tokens": [0, -1],
+    "temperature": [-0.1, NAN, INFINITY],
+    "seed": [1 << 63, -(1 << 63) - 1],
+    "top_k": [-2],
+    "top_p": [0, -0.1, 1.1, NAN],
+    "min_p": [-0.1, 1.1, NAN],
+    "repetition_penalty": [0, -1, 1e-38, 101, NAN, INFINITY],
+    "presence_penalty": [-2.1, 2.1, NAN],
+    "frequency_penalty": [-2.1, 2.1, NAN],
+    "logit_bias": [{3: 100.5}, {3: -101}, {3: NAN}],
+    "stop": ["text", ("a", "")],
+    "min_tokens": [-1, 129],
+    "logprobs": [-1, 21],
+    "prompt_logprobs": [-1, 21],
+}
+AT_THE_EDGE = {
+    "max_tokens": [1],
+    "temperature": [0, 100.0],
+    "seed": [(1 << 63) - 1, -(1 << 63)],
+    "top_k": [-1, 0, 1, 10**9],
+    "top_p": [1e-9, 1],
+    "min_p": [0, 1],
+    "repetition_penalty": [0.01, 100],
+    "presence_penalty": [-2, 2],
+    "frequency_penalty": [-2, 2],
+    "logit_bias": [{0: -100, VOCAB - 1: 100}],
+    "stop": [("a",) * 10],
+    "stop_token_ids": [(0, VOCAB - 1)],
+    "min_tokens": [0, 128],
+    "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
+}
+
+
+def cases(settings):
+    return [pytest.param({name: value}, id=f"{name}={value}") for name, values in settings.items() for value in values]
+
+
+@pytest.mark.parametrize("setting", cases(OUT_OF_RANGE))
+def test_settings_out_of_range_are_named(setting):
+    with pytest.raises(UserError, match=next(iter(setting))) as refusal:
+        SamplingParams(**setting)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("setting", cases(AT_THE_EDGE))
+def test_settings_at_the_edge_are_taken(setting):
+    Request(array([1]), SamplingParams(**setting)).check(MODEL)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    cases({"logit_bias": [{VOCAB: 1.0}, {-1: 1.0}], "stop_token_ids": [(VOCAB,), (-1,)]}),
+)
+def test_tokens_outside_the_vocabulary_are_refused(setting):
+    with pytest.raises(UserError, match=f"{next(iter(setting))} holds the token id .* 0 to {VOCAB - 1}"):
+        Request(array([1]), SamplingParams(**setting)).check(MODEL)
+
+
+def test_texts_outside_the_vocabulary_are_refused():
+    with pytest.raises(UserError, match=f"the prompt holds the token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"):
+        Request(array([1, VOCAB, 2])).check(MODEL)
+    with pytest.raises(UserError, match=f"the recorded output holds the token id {VOCAB}; the"):
+        Request(array([1]), recorded=array([2, VOCAB])).check(MODEL)
+    for recorded in (array([]), array([0, VOCAB - 1])):
+        Request(array([1]), recorded=recorded).check(MODEL)
+
+
+def test_an_output_that_may_hold_no_token_is_refused():
+    sampling = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(1, VOCAB)))
+    with pytest.raises(UserError, match="stop_token_ids"):
+        Request(array([1]), sampling).check(MODEL)
+
+
+def test_content_is_what_was_said_before_the_end():
+    def content(reason, stop_reason):
+        return Completion(np.arange(3), reason, 1, 0, 0, stop_reason).content.tolist()
+
+    assert content(FinishReason.STOP, None) == [0, 1]
+    assert content(FinishReason.STOP, 2) == [0, 1]
+    assert content(FinishReason.STOP, "text") == [0, 1, 2]
+    assert content(FinishReason.LENGTH, None) == [0, 1, 2]

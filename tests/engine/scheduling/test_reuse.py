@@ -1,0 +1,74 @@
+"""Keys and values from the cache are those of a fresh computation, to the last bit, and outputs stay the same."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.drafters.build import build_drafter
+from engine.drafters.none import NoDrafter
+from engine.models.loader import load_model
+from engine.models.packed import pack
+from engine.scheduling.request import Request, SamplingParams
+from ssd.config import DrafterConfig
+from tests.engine.forward import cached_and_fresh
+
+CONFIG = EngineConfig(max_sequences=6, max_step_tokens=160, max_draft=6, kv_memory_mib=1)
+PAGES = 14
+
+
+@pytest.fixture(scope="module")
+def packed(model_folder):
+    return pack(load_model(model_folder))
+
+
+def requests(temperature):
+    rng = np.random.default_rng(11)
+    stem = rng.integers(1, 60, 60)
+    return [
+        Request(
+            np.concatenate([stem[: rng.integers(0, 61)], rng.integers(1, 60, rng.integers(1, 20))]).astype(np.uint32),
+            SamplingParams(max_tokens=int(rng.integers(20, 50)), temperature=temperature, seed=seed),
+        )
+        for seed in range(10)
+    ]
+
+
+def engine_on(model, *, prefix_cache, pages=PAGES):
+    """An engine with an n-gram drafter and `pages` pages."""
+    config = EngineConfig(**{**vars(CONFIG), "prefix_cache": prefix_cache})
+    engine = build_engine(model, config, build_drafter("ngram", DrafterConfig(), "", warn=pytest.fail))
+    pool = engine.scheduler.pages
+    pool.take(pool.count - pages)
+    return engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_outputs_are_the_same_with_and_without_the_cache_on_scarce_pages(packed, temperature):
+    asked = requests(temperature)
+    alone = build_engine(packed, EngineConfig(max_sequences=1, max_draft=0, prefix_cache=False), NoDrafter())
+    expected = [alone.generate([request])[0].tokens.tolist() for request in asked]
+    for prefix_cache in (False, True):
+        engine = engine_on(packed, prefix_cache=prefix_cache)
+        completions = engine.generate(asked)
+        assert [completion.tokens.tolist() for completion in completions] == expected
+        assert engine.scheduler.preemptions
+        assert bool(sum(completion.cached_tokens for completion in completions)) == prefix_cache
+        assert engine.scheduler.pages.free == PAGES
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
+def test_cached_keys_and_values_are_those_of_a_fresh_computation_to_the_last_bit(packed):
+    """Computed in parts, token by token, in drafts that were half right, behind other cached pages."""
+    asked = requests(0.0)
+    engine = engine_on(packed, prefix_cache=True, pages=100)
+    completions = [*engine.generate(asked[:5]), *engine.generate(asked[5:])]
+    assert sum(completion.cached_tokens for completion in completions[1:5]) > 0
+    pages = [
+        page
+        for request, completion in zip(asked, completions, strict=True)
+        for page in cached_and_fresh(packed, engine, np.concatenate([request.prompt, completion.tokens]))
+    ]
+    assert len(pages) > 30
+    assert all(torch.equal(cached, fresh) for cached, fresh in pages)

@@ -1,0 +1,305 @@
+"""Random workloads against every request run alone, and what each rule of the scheduler is for."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
+from engine.scheduling import page_hashes as prefix
+from engine.scheduling.pages import PagePool
+from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.chain import PAGE_SIZE, VOCAB, ChainRunner, answer, chain_engine
+from tests.engine.workload import Workload
+
+WORKLOADS = 50
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "loop", "rests"),
+    [
+        (0, "path", "plain", False),
+        (1, "path", "plain", False),
+        (2, "path", "plain", False),
+        (3, "tree", "plain", False),
+        (4, "tree", "plain", False),
+        (5, "path", "overlapped", False),
+        (6, "tree", "overlapped", False),
+        (7, "path", "plain", True),
+        (8, "path", "overlapped", True),
+        (9, "path", "pipelined", False),
+        (10, "path", "pipelined", True),
+    ],
+)
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, loop, rests):
+    seen = Counter()
+    for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
+        workload = Workload(seed, shape, loop, rests)
+        workload.run()
+        seen += workload.seen
+    # The workloads must meet all that they are for.
+    for what in ("finished", "refused", "cancelled", "accepted", "rejected", "cached", "preempted"):
+        assert seen[what] >= WORKLOADS, seen
+    for what in ("cancelled after preemption", "cancelled too late"):
+        assert seen[what], seen
+
+
+def shares_without_counting(monkeypatch):
+    monkeypatch.setattr(PagePool, "share", lambda self, page: self._idle.pop(page, None))
+
+
+def names_pages_before_they_are_computed(monkeypatch):
+    keep = Scheduler.keep
+
+    def keep_early(scheduler, sequence):
+        computed, sequence.computed = sequence.computed, len(sequence) - len(sequence) % PAGE_SIZE
+        keep(scheduler, sequence)
+        sequence.computed = computed
+
+    monkeypatch.setattr(Scheduler, "keep", keep_early)
+
+
+def names_ignore_what_stands_before(monkeypatch):
+    exact = prefix.page_name
+    monkeypatch.setattr(prefix, "page_name", lambda before, tokens: exact(prefix.first_name(""), tokens))
+
+
+def names_ignore_the_salt(monkeypatch):
+    exact = prefix.first_name
+    monkeypatch.setattr(prefix, "first_name", lambda salt: exact(""))
+
+
+def recomputes_nothing_after_preemption(monkeypatch):
+    monkeypatch.setattr("engine.scheduling.sequence.Sequence.forget_computed", lambda self: None)
+
+
+def preempts_the_oldest(monkeypatch):
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, sequence: preempt(self, self.running[0]))
+
+
+def keeps_the_pages_of_the_cancelled(monkeypatch):
+    give_back = PagePool.give_back
+    monkeypatch.setattr(PagePool, "give_back", lambda self, pages: give_back(self, pages[:-1]))
+
+
+def leaves_trees_where_they_are(monkeypatch):
+    monkeypatch.setattr(ChainRunner, "move", lambda self, sources, targets: None)
+
+
+def moves_one_token_after_the_other(monkeypatch):
+    """Right for one path, whose tokens only ever move to the front; wrong in the other order."""
+
+    def move(runner, sources, targets):
+        for source, target in zip(sources[::-1], targets[::-1], strict=True):
+            runner.cache[target] = runner.cache[source]
+
+    monkeypatch.setattr(ChainRunner, "move", move)
+
+
+TREE_FAULTS = [leaves_trees_where_they_are, moves_one_token_after_the_other]
+FAULTS = [
+    shares_without_counting,
+    names_pages_before_they_are_computed,
+    names_ignore_what_stands_before,
+    names_ignore_the_salt,
+    recomputes_nothing_after_preemption,
+    preempts_the_oldest,
+    keeps_the_pages_of_the_cancelled,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS + TREE_FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    fault(monkeypatch)
+
+    def run():
+        for seed in range(WORKLOADS):
+            Workload(seed, "tree" if fault in TREE_FAULTS else "path").run()
+
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        run()
+
+
+def text(length, seed=0):
+    return np.random.default_rng(seed).integers(1, VOCAB, length).astype(np.uint32)
+
+
+def engine_of(pages=24, **settings):
+    fields = {"max_sequences": 8, "max_draft": 0, "max_step_tokens": 64}
+    return chain_engine(EngineConfig(**{**fields, **settings}), pages, NoDrafter())
+
+
+def test_a_request_takes_pages_as_it_grows():
+    engine = engine_of()
+    engine.add(Request(text(6), SamplingParams(max_tokens=40)))
+    [sequence] = engine.scheduler.waiting
+    while engine.scheduler.has_work:
+        engine.step()
+        if engine.scheduler.has_work:
+            assert len(sequence.pages) == engine.scheduler.pages.pages_for(len(sequence) - 1)
+
+
+def test_drafts_never_cost_another_sequence_its_pages():
+    """With room for all without drafts, nobody is preempted with them either."""
+    prompts = [text(4 * PAGE_SIZE, seed) for seed in range(4)]
+    asked = [Request(prompt, SamplingParams(max_tokens=PAGE_SIZE)) for prompt in prompts]
+    engine = engine_of(pages=4 * 5 + 1, max_draft=8, max_sequences=4)
+    completions = engine.generate(asked)
+    assert engine.scheduler.preemptions == 0
+    assert [c.tokens.tolist() for c in completions] == [answer(p, PAGE_SIZE) for p in prompts]
+
+
+def test_drafts_leave_the_watermark_free():
+    engine = engine_of(pages=10, watermark=0.5, max_draft=16, max_sequences=1)
+    engine.add(Request(text(4 * PAGE_SIZE), SamplingParams(max_tokens=20)))
+    engine.scheduler.admit()
+    [sequence] = engine.scheduler.schedule()
+    assert engine.scheduler.pages.free == 5
+    assert sequence.draft_room == PAGE_SIZE  # four pages were wanted, and six were free
+
+
+def test_who_comes_later_is_not_let_in_on_pages_that_a_prompt_still_needs():
+    """A prompt of 20 pages has taken 4 of 24: another one of 10 would fit now, and not to its end."""
+    engine = engine_of(pages=24, max_sequences=2, max_step_tokens=4 * PAGE_SIZE)
+    first = engine.add(Request(text(20 * PAGE_SIZE - 1), SamplingParams(max_tokens=1)))
+    engine.step()
+    assert engine.scheduler.pages.free == 20
+    engine.add(Request(text(10 * PAGE_SIZE, 1), SamplingParams(max_tokens=1)))
+    ended = []
+    while engine.scheduler.has_work:
+        engine.scheduler.admit()
+        assert [sequence.sequence_id for sequence in engine.scheduler.running] == [first if not ended else first + 1]
+        ended += engine.step().finished
+    assert ended == [first, first + 1]
+    assert engine.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "length", "ends"),
+    [
+        (10, 23, [8, 16, 23]),
+        (10, 10, [10]),
+        (10, 11, [8, 11]),
+        (4, 8, [4, 8]),
+        (3, 11, [3, 4, 7, 8, 11]),
+    ],
+)
+def test_parts_of_a_prompt_end_with_pages_where_they_reach_one_and_with_the_prompt(step_tokens, length, ends):
+    engine = engine_of(max_sequences=1, max_step_tokens=step_tokens)
+    engine.add(Request(text(length), SamplingParams(max_tokens=2)))
+    [sequence] = engine.scheduler.waiting
+    computed = []
+    for _ in ends:
+        engine.step()
+        computed.append(sequence.computed)
+    assert computed == ends
+
+
+def test_a_beginning_that_many_share_is_computed_once():
+    """At once, in parts, and by those that come later."""
+    stem = text(40)
+    asked = [Request(np.concatenate([stem, text(3, seed)]), SamplingParams(max_tokens=2)) for seed in range(1, 6)]
+    engine = engine_of(pages=60, max_step_tokens=24)
+    computed = []
+    forward = engine._runner.forward
+    engine._runner.forward = lambda batch: (computed.append(len(batch.tokens)), forward(batch))[1]
+    first, *others = engine.generate(asked)
+    assert first.cached_tokens == 0
+    assert [completion.cached_tokens for completion in others] == [40] * 4
+    assert sum(computed) == 40 + 5 * (3 + 1)
+    again = engine.generate(asked)
+    assert [completion.cached_tokens for completion in again] == [40] * 5
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed():
+    engine = engine_of()
+    request = Request(text(5 * PAGE_SIZE), SamplingParams(max_tokens=3))
+    [first] = engine.generate([request])
+    [second] = engine.generate([request])
+    assert second.cached_tokens == 4 * PAGE_SIZE
+    assert second.tokens.tolist() == first.tokens.tolist()
+
+
+def test_outputs_are_cached_too():
+    """The next turn of a conversation begins with the last one's answer."""
+    engine = engine_of()
+    prompt = text(10)
+    [completion] = engine.generate([Request(prompt, SamplingParams(max_tokens=20))])
+    turn = np.concatenate([prompt, completion.tokens, text(3)])
+    [second] = engine.generate([Request(turn, SamplingParams(max_tokens=3))])
+    whole = (len(prompt) + len(completion.tokens) - 1) // PAGE_SIZE * PAGE_SIZE
+    assert second.cached_tokens == whole
+
+
+@pytest.mark.parametrize(("settings", "salt"), [({}, "other"), ({"prefix_cache": False}, "")])
+def test_nothing_is_shared_across_salts_or_without_the_cache(settings, salt):
+    engine = engine_of(**settings)
+    engine.generate([Request(text(20), SamplingParams(max_tokens=1))])
+    [completion] = engine.generate([Request(text(20), SamplingParams(max_tokens=1), salt=salt)])
+    assert completion.cached_tokens == 0
+
+
+def test_sharing_lets_more_run_than_would_fit_apart():
+    """Eight prompts of ten pages on 24 pages: once the beginning is there, each needs a page or two of its own."""
+    engine = engine_of(max_step_tokens=64)
+    stem = text(36)
+    engine.generate([Request(stem, SamplingParams(max_tokens=1))])
+    running = []
+    engine.generate(
+        [Request(np.concatenate([stem, text(2, seed)]), SamplingParams(max_tokens=3)) for seed in range(8)],
+        observe=lambda _: running.append(len(engine.scheduler.running)),
+    )
+    assert max(running) >= 6
+
+
+def test_a_short_request_is_not_kept_from_decoding_by_long_prompts():
+    engine = engine_of(pages=200, max_sequences=4, max_step_tokens=8)
+    short = engine.add(Request(text(3), SamplingParams(max_tokens=12)))
+    engine.step()
+    for seed in range(3):
+        engine.add(Request(text(80, seed), SamplingParams(max_tokens=4)))
+    expected = answer(text(3), 12)
+    for _ in range(len(expected) - 1):
+        assert short in engine.step().tokens
+
+
+def test_all_waiting_requests_finish_while_new_ones_keep_coming():
+    """Late requests never overtake: an old one on scarce pages ends before those that came long after it."""
+    engine = engine_of(pages=22, max_step_tokens=16)
+    order, ids = [], []
+    for seed in range(60):
+        ids.append(engine.add(Request(text(1 + seed * 7 % 60, seed), SamplingParams(max_tokens=1 + seed % 20))))
+        order += engine.step().finished
+    while engine.scheduler.has_work:
+        order += engine.step().finished
+    assert sorted(order) == ids
+    assert engine.scheduler.preemptions
+    assert all(abs(order.index(sequence_id) - sequence_id) <= 8 for sequence_id in ids)
+
+
+def test_cancelled_requests_return_every_page_at_every_moment():
+    prompts = [text(30), text(30), text(9, 1)]
+    for moment in range(14):
+        engine = engine_of(max_step_tokens=8, max_sequences=2)
+        ids = [engine.add(Request(prompt, SamplingParams(max_tokens=8))) for prompt in prompts]
+        streamed = {sequence_id: [] for sequence_id in ids}
+        for _ in range(moment):
+            for sequence_id, tokens in engine.step().tokens.items():
+                streamed[sequence_id] += tokens.tolist()
+        for sequence_id in ids:
+            completion = engine.cancel(sequence_id)
+            engine.scheduler.check_integrity()
+            if completion is not None:
+                assert completion.finish_reason is FinishReason.ABORT
+                assert completion.tokens.tolist() == streamed[sequence_id]
+        assert engine.scheduler.pages.free == engine.scheduler.pages.count
+        assert not engine.scheduler.has_work
+        assert engine.step().tokens == {}
+
+
+def test_an_unknown_request_cannot_be_cancelled():
+    engine = engine_of()
+    assert engine.cancel(0) is None

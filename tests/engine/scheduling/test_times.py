@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from engine import engine as core
+from engine.drafters.none import NoDrafter
+from engine.scheduling import times
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.times import StageTimes, Stopwatch
+from tests.engine.fake_runner import fake_engine
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set."""
+    now = [100.0]
+    monkeypatch.setattr(times, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_stage_in_two_parts_is_added_up(clock):
+    watch = Stopwatch()
+    for stage, seconds in (("schedule", 1), ("draft", 2), ("schedule", 4), ("forward", 8), ("verify", 16)):
+        clock[0] += seconds
+        watch.lap(stage)
+    assert watch.times() == StageTimes(schedule=5, draft=2, forward=8, verify=16, commit=0)
+    assert (watch.times().overhead, watch.times().total) == (21, 31)
+
+
+class SlowDrafter(NoDrafter):
+    """Takes a second to begin, two to draft, and four to end."""
+
+    def __init__(self, clock):
+        self._clock = clock
+
+    def start(self, sequence_id, prompt):
+        self._clock[0] += 1
+
+    def draft(self, progress):
+        self._clock[0] += 2
+        return super().draft(progress)
+
+    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
+        self._clock[0] += 4
+
+
+def test_a_step_says_how_long_its_stages_took(clock, monkeypatch):
+    engine = fake_engine(SlowDrafter(clock), None)
+    forward, schedule = engine._runner.forward, engine.scheduler.schedule
+
+    def slowly(run, seconds):
+        def call(*arguments):
+            clock[0] += seconds
+            return run(*arguments)
+
+        return call
+
+    engine._runner.forward = slowly(forward, 8)
+    monkeypatch.setattr(core, "choose", slowly(core.choose, 16))
+    engine.scheduler.schedule = slowly(schedule, 32)
+    reports = []
+    engine.generate([Request(np.array([1, 2], np.uint32), SamplingParams(2, ignore_eos=True))], reports.append)
+    assert [report.times for report in reports] == [
+        StageTimes(schedule=32, draft=3, forward=8, verify=16, commit=0),
+        StageTimes(schedule=32, draft=2, forward=8, verify=16, commit=4),
+    ]

@@ -1,0 +1,311 @@
+"""What is remembered, what is not any more, and that those who read see neither half a merge nor overwritten text.
+
+Corpora here are tiny, and their merges go in tiny slices, so that a few requests go round the ring many times.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus import index, merge, ring
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import PAD
+from ssd.types import ROOT
+from tests import naive
+from tests.addresses import uint32_at
+from tests.replay import progress_of
+from tests.strategies import ALPHABETS, array, examples
+
+CAPACITY = 300
+DEPTH = 8
+CONFIG = DrafterConfig(capacity=CAPACITY, match_depth=DEPTH, max_draft=8, cost=0.001)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_parts():
+    """Little room and tiny slices."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ring, index):
+            patch.setattr(module, "MIN_CAPACITY", 2 * PAD, raising=False)
+        patch.setattr(index, "LEAST_GAP", 128)
+        patch.setattr(merge, "PLACES_AT_ONCE", 7)
+        patch.setattr(merge, "COPIED_AT_ONCE", 50)
+        yield
+
+
+def new_corpus(capacity=CAPACITY):
+    return Corpus(capacity, DEPTH)
+
+
+def settle(corpus):
+    """Refresh until all is merged."""
+    corpus.refresh()
+    while corpus.is_merging:
+        corpus.refresh()
+
+
+class Shown:
+    """What a view shows of finished requests, all copied."""
+
+    def __init__(self, view):
+        tiers, _, of_ring = view.arrays
+        address, self.oldest, self.head, self.slots = of_ring.tolist()
+        self.memory = uint32_at(address - 4 * PAD, self.slots + 2 * PAD).tolist()
+        self.orders = [uint32_at(order, size).tolist() for text, order, size in tiers.tolist() if text == address]
+        self.text = [self.memory[PAD + position % self.slots] for position in range(self.oldest, self.head)]
+
+
+def assert_is_whole(shown, appended, capacity=CAPACITY):
+    """All of the newest text stands in the orders, each position once and sorted, and nothing else does."""
+    everything = naive.joined(appended)
+    assert min(capacity, len(everything)) <= len(shown.text) <= shown.slots
+    assert shown.text == everything[len(everything) - len(shown.text) :]
+    # The key of the first positions would reach back into what is overwritten.
+    readable = DEPTH if shown.oldest > 0 else 0
+    expected = [position for position in naive.usable_positions(shown.text) if position >= readable]
+    positions = [(slot - shown.oldest) % shown.slots for order in shown.orders for slot in order]
+    assert sorted(positions) == expected
+    for order in shown.orders:
+        # As a kernel reads them: around the ring, pads included.
+        keys = [naive.key(shown.memory, PAD + slot, DEPTH) for slot in order]
+        assert keys == sorted(keys)
+        assert keys == [naive.key(shown.text, (slot - shown.oldest) % shown.slots, DEPTH) for slot in order]
+
+
+def histories():
+    """Requests that come between refreshes, over one alphabet."""
+    return ALPHABETS.flatmap(
+        lambda alphabet: st.lists(
+            st.lists(st.lists(st.sampled_from(alphabet), max_size=28), max_size=6), min_size=1, max_size=30
+        )
+    )
+
+
+@given(histories(), st.integers(CAPACITY, CAPACITY + 100))
+@examples(60)
+def test_every_view_shows_the_newest_text_whole(history, capacity):
+    corpus, appended = new_corpus(capacity), []
+    for requests in history:
+        for request in requests:
+            corpus.append(array(request))
+        corpus.refresh()
+        appended += requests
+        assert_is_whole(Shown(corpus.view), appended, capacity)
+    settle(corpus)
+    assert_is_whole(Shown(corpus.view), appended, capacity)
+
+
+@pytest.mark.parametrize("most", [1, 5, 30])
+def test_views_stay_whole_while_the_ring_goes_round_many_times(most):
+    corpus, appended, rng = new_corpus(), [], np.random.default_rng(most)
+    for step in range(2500 // most):
+        appended.append(rng.integers(0, 5, rng.integers(1, most + 1)).tolist())
+        corpus.append(array(appended[-1]))
+        if step % 3:
+            corpus.refresh()
+            assert corpus.shown == len(naive.joined(appended))
+        if step % 15 == 1:
+            assert_is_whole(Shown(corpus.view), appended)
+    settle(corpus)
+    assert_is_whole(Shown(corpus.view), appended)
+    assert corpus.shown > 2 * (CAPACITY + 128)
+    assert corpus.times.base_merges > 10
+
+
+def draft_after(corpus, context, limit=8):
+    with SuffixDrafter(CONFIG, corpus=corpus) as drafter:
+        drafter.start(1, array(context))
+        return drafter.draft(progress_of({1: []}, limit)).tokens.tolist()
+
+
+def test_every_request_is_draftable_after_a_refresh_and_until_it_is_too_old():
+    corpus = new_corpus()
+    size = 20
+    requests = [list(range(100 * number, 100 * number + size)) for number in range(1, 200)]
+    for number, request in enumerate(requests):
+        corpus.append(array(request))
+        assert draft_after(corpus, request[:3]) == []
+        corpus.refresh()
+        assert draft_after(corpus, request[:3]) == request[3:11]
+        if number % 10 == 0:
+            newest = requests[max(0, number + 1 - CAPACITY // (size + 1)) : number + 1]
+            # The oldest may begin with tokens whose keys cannot be read any more.
+            assert all(draft_after(corpus, request[-4:-1]) == request[-1:] for request in newest[1:])
+            settle(corpus)
+            room = (Shown(corpus.view).slots) // (size + 1) + 1
+            assert not any(draft_after(corpus, request[:3]) for request in requests[: max(0, number + 1 - room)])
+    assert corpus.tokens <= Shown(corpus.view).slots
+
+
+def test_a_request_that_is_merged_in_pieces_is_matched_across_the_cuts():
+    corpus = new_corpus(capacity=1000)
+    for _ in range(60):
+        corpus.append(array([1, 2, 3] * 6))
+        settle(corpus)
+    builds, merges = corpus.times.full_builds, corpus.times.merges
+    request = list(range(100, 300))
+    corpus.append(array(request))
+    settle(corpus)
+    assert corpus.times.full_builds == builds
+    assert corpus.times.merges > merges + 3
+    for at in range(1, len(request)):
+        assert draft_after(corpus, request[max(0, at - DEPTH) : at], limit=1) == request[at : at + 1]
+
+
+def test_what_was_appended_is_its_own():
+    """The caller may write into the array again before the maintainer comes to read it."""
+    corpus, tokens = new_corpus(), array([1, 2, 3, 4])
+    corpus.append(tokens)
+    tokens[:] = 77
+    corpus.refresh()
+    assert draft_after(corpus, [1, 2]) == [3, 4]
+
+
+def test_what_was_finished_is_remembered_as_it_was_then():
+    """The session's next turn goes on in the same memory."""
+    with SuffixDrafter(CONFIG, corpus=new_corpus()) as drafter:
+        drafter.start(1, array([1, 2]), session="chat")
+        drafter.finish(1, array([3, 4]))
+        drafter.start(2, array([1, 9, 9, 9]), session="chat")
+        drafter.corpus.refresh()
+        assert draft_after(drafter.corpus, [1, 2]) == [3, 4]
+
+
+def test_an_empty_request_leaves_no_trace():
+    corpus = new_corpus()
+    corpus.append(array([]))
+    corpus.refresh()
+    assert corpus.shown == corpus.tokens == 0
+
+
+def test_a_reserved_token_is_refused():
+    corpus = new_corpus()
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        corpus.append(array([1, naive.SEPARATOR]))
+    corpus.refresh()
+    assert corpus.tokens == 0
+
+
+@pytest.mark.parametrize("capacity", [-5, 0, 1])
+def test_a_capacity_that_remembers_nothing_is_refused(capacity):
+    with pytest.raises(ValueError, match="a corpus holds"):
+        new_corpus(capacity)
+
+
+KINDS = 3
+WORDS = 1000
+
+
+def successors(token):
+    """In the language of these tests each word is followed by one of KINDS others."""
+    return [(7 * token + 13 * kind + 1) % WORDS for kind in range(KINDS)]
+
+
+def sentence(rng, size):
+    words = [int(rng.integers(WORDS))]
+    while len(words) < size:
+        words.append(successors(words[-1])[int(rng.integers(KINDS))])
+    return words
+
+
+def repeat_until(stopped, problems, work):
+    """Work over and over; what goes wrong is for the test to see."""
+    try:
+        while not stopped.is_set():
+            work()
+    except Exception as problem:
+        problems.append(problem)
+
+
+def test_drafts_that_race_the_maintainer_speak_the_language():
+    """Each token follows the one before it as it does everywhere. Had text been overwritten, it hardly would."""
+    # Pointers, which may disagree with the token before, need longer matches than these.
+    config = DrafterConfig(capacity=CAPACITY, match_depth=5, max_draft=32, cost=1e-4, shape="tree")
+    corpus, rng, other_rng = Corpus(CAPACITY, config.match_depth), np.random.default_rng(0), np.random.default_rng(1)
+
+    def maintain():
+        for _ in range(3):
+            corpus.append(array(sentence(other_rng, int(other_rng.integers(2, 30)))))
+        corpus.refresh()
+
+    stopped, problems = threading.Event(), []
+    maintainer = threading.Thread(target=repeat_until, args=(stopped, problems, maintain), daemon=True)
+    maintainer.start()
+    drafted = 0
+    rounds = 400 * settings().max_examples // settings.get_profile("project").max_examples
+    with SuffixDrafter(config, corpus=corpus) as drafter:
+        for _ in range(rounds):
+            prompts = {number: sentence(rng, 12) for number in range(8)}
+            for number, prompt in prompts.items():
+                drafter.start(number, array(prompt))
+            drafts = drafter.draft(progress_of(dict.fromkeys(prompts, ()), limit=32))
+            for number, prompt in prompts.items():
+                own = slice(drafts.offsets[number], drafts.offsets[number + 1])
+                tokens, parents = drafts.tokens[own].tolist(), drafts.parents[own].tolist()
+                for token, parent in zip(tokens, parents, strict=True):
+                    assert token in successors(tokens[parent] if parent != ROOT else prompt[-1])
+                drafted += len(tokens)
+                drafter.finish(number, array([]), learn=False)
+    stopped.set()
+    maintainer.join(60)
+    assert not maintainer.is_alive()
+    assert not problems
+    assert drafted > rounds
+    assert corpus.times.base_merges > 10
+
+
+def test_the_maintainer_works_in_the_background_until_it_is_closed():
+    corpus = new_corpus()
+    shown = threading.Event()
+    refresh = corpus.refresh
+    corpus.refresh = lambda: (refresh(), shown.set() if corpus.shown else None)
+    corpus.maintain(0.001)
+    corpus.append(array([1, 2, 3]))
+    assert shown.wait(60)
+    assert draft_after(corpus, [1, 2]) == [3]
+    corpus.close()
+    corpus.append(array([4, 5]))
+    assert draft_after(corpus, [4]) == []
+    corpus.close()
+
+
+def test_the_maintainer_can_be_started_again():
+    corpus = new_corpus()
+    corpus.maintain(0.001)
+    corpus.close()
+    refreshed, refresh = threading.Event(), corpus.refresh
+    corpus.refresh = lambda: (refresh(), refreshed.set() if corpus.shown else None)
+    corpus.maintain(0.001)
+    corpus.append(array([1, 2, 3]))
+    assert refreshed.wait(10)
+    corpus.close()
+    assert draft_after(corpus, [1, 2]) == [3]
+
+
+def test_the_maintainer_outlives_a_merge_that_fails(monkeypatch, caplog):
+    corpus = new_corpus()
+    failed, shown = threading.Event(), threading.Event()
+    refresh, fails = corpus.refresh, iter([True])
+
+    def refresh_or_fail():
+        if next(fails, False):
+            failed.set()
+            raise MemoryError
+        refresh()
+        if corpus.shown:
+            shown.set()
+
+    monkeypatch.setattr(corpus, "refresh", refresh_or_fail)
+    corpus.maintain(0.001)
+    corpus.append(array([1, 2, 3]))
+    assert failed.wait(60)
+    corpus.append(array([4, 5, 6]))
+    assert shown.wait(60)
+    corpus.close()
+    assert draft_after(corpus, [1, 2]) == [3]
+    assert draft_after(corpus, [4, 5]) == [6]
+    assert "drafts come from the last view" in caplog.text

@@ -1,0 +1,367 @@
+"""What running requests produce is draftable by others, while they run."""
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.corpus.live import BLOCK, LiveTier
+from tests import naive
+from tests.addresses import uint32_at
+from tests.replay import drafter_of, progress_of
+from tests.strategies import ALPHABETS, array, examples
+
+DEPTH = 8
+
+
+def evidence_in(tier):
+    """What a tier says comes after which keys: all of its positions as (key, token), and whether they are sorted."""
+    order = tier.tier.order.positions.tolist()
+    text = uint32_at(tier.address, max(order, default=0) + 1).tolist()
+    keys = [naive.key(text, position, DEPTH) for position in order]
+    assert keys == sorted(keys)
+    return Counter((tuple(key), text[position]) for key, position in zip(keys, order, strict=True))
+
+
+def evidence_of(lead, produced, hidden=()):
+    """The same of what a request produced behind its lead, but for what nobody was told."""
+    text = [naive.SEPARATOR, *lead, *produced]
+    return Counter(
+        (tuple(naive.key(text, position, DEPTH)), text[position])
+        for position in range(1 + len(lead), len(text))
+        if text[position - 1] != naive.SEPARATOR and position - 1 - len(lead) not in hidden
+    )
+
+
+def histories():
+    """What happens to requests, in order: they start behind a lead, produce, told or not, end; and merges."""
+
+    def over(alphabet):
+        runs = lambda size: st.lists(st.sampled_from(alphabet), max_size=size)  # noqa: E731
+        owners = st.integers(0, 5)
+        return st.lists(
+            st.one_of(
+                st.tuples(st.just("start"), owners, runs(2 * DEPTH)),
+                st.tuples(st.just("extend"), owners, runs(12)),
+                st.tuples(
+                    st.just("extend"), owners, st.integers(200, 2 * BLOCK).map(lambda size: [alphabet[0]] * size)
+                ),
+                st.tuples(st.just("skip"), owners, runs(2 * DEPTH)),
+                st.tuples(st.just("finish"), owners, st.none()),
+                st.tuples(st.just("merge"), st.none(), st.none()),
+            ),
+            max_size=40,
+        )
+
+    return ALPHABETS.flatmap(over)
+
+
+def crowded_histories():
+    """The same of two requests that begin with what they first produce, over text in which all tokens differ."""
+    events = st.tuples(st.sampled_from(["extend", "extend", "skip", "finish", "merge", "merge"]), st.integers(0, 1))
+
+    def with_tokens(drawn):
+        tokens = iter(range(100_000))
+        next_run = lambda: [next(tokens) for _ in range(5)]  # noqa: E731
+        running = set()
+        for event, owner in drawn:
+            if event == "extend" and owner not in running:
+                yield "start", owner, next_run()
+                running.add(owner)
+            elif event == "finish":
+                running.discard(owner)
+            yield event, owner, next_run()
+
+    return st.lists(events, min_size=20, max_size=60).map(lambda drawn: list(with_tokens(drawn)))
+
+
+def lived(history, blocks):
+    """Live through a history; yields the tier and what runs, by owner (lead, produced, untold), after each merge."""
+    tier, running, number_of, numbers = LiveTier(blocks, DEPTH), {}, {}, iter(range(1000))
+    for event, owner, tokens in [*history, ("merge", None, None)]:
+        if event == "start" and owner not in running:
+            number_of[owner] = next(numbers)
+            running[owner] = (tokens, [], set())
+            tier.start(number_of[owner], array(tokens))
+        elif event == "extend" and owner in running:
+            running[owner][1].extend(tokens)
+            tier.extend(number_of[owner], array(tokens))
+        elif event == "skip" and owner in running:
+            lead, produced, untold = running[owner]
+            untold.update(range(len(produced), len(produced) + len(tokens)))
+            produced.extend(tokens)
+            tier.skip(number_of[owner], array([*lead, *produced]))
+        elif event == "finish" and owner in running:
+            del running[owner]
+            tier.finish(number_of[owner])
+        elif event == "merge":
+            tier.merge()
+            yield tier, running
+
+
+@given(histories())
+@examples(80)
+def test_what_runs_is_evidence_and_nothing_else_is(history):
+    for tier, running in lived(history, blocks=200):
+        assert evidence_in(tier) == sum((evidence_of(*own) for own in running.values()), Counter())
+
+
+@given(crowded_histories(), st.integers(2, 3))
+@examples(100)
+def test_what_finds_no_room_is_left_out_and_nothing_is_made_up(history, blocks):
+    for tier, running in lived(history, blocks):
+        assert evidence_in(tier) <= sum((evidence_of(*own) for own in running.values()), Counter())
+
+
+def test_a_request_that_found_no_room_goes_on_behind_what_was_left_out():
+    tier = LiveTier(blocks=2, depth=DEPTH)
+    tier.start(1, array([1]))
+    tier.extend(1, array([2]))
+    tier.start(2, array([5, 6]))
+    tier.extend(2, array([7, 8]))  # no block is free
+    tier.finish(1)
+    tier.merge()
+    tier.extend(2, array([9]))  # nor is one yet: the order before this one has it
+    # Nothing is new; yet the block must become free.
+    tier.merge()
+    tier.extend(2, array([10]))
+    tier.merge()
+    assert evidence_in(tier) == evidence_of([5, 6, 7, 8, 9], [10])
+
+
+def test_a_block_is_free_again_only_once_it_is_unread():
+    tier = LiveTier(blocks=2, depth=DEPTH)
+    tier.start(1, array([1]))
+    tier.extend(1, array([2]))
+    tier.merge()
+    read = tier.tier.order
+    tier.finish(1)
+    tier.start(2, array([5]))
+    tier.merge()
+    tier.merge()
+    tier.extend(2, array([6]))
+    assert uint32_at(tier.address + 4 * BLOCK, 3).tolist() == [naive.SEPARATOR, 1, 2]
+    del read
+    tier.merge()
+    tier.extend(2, array([7]))
+    tier.merge()
+    assert evidence_in(tier) == evidence_of([5, 6], [7])
+
+
+@pytest.mark.parametrize("room", range(DEPTH + 4))
+def test_a_gap_near_the_end_of_a_block_writes_into_no_other(room):
+    tier = LiveTier(blocks=4, depth=DEPTH)
+    for owner in (1, 2):
+        tier.start(owner, array([]))
+    produced = list(range(1, BLOCK - room))
+    # The block of the first lies behind that of the second.
+    tier.extend(2, array(produced))
+    tier.extend(1, array([5000, 5001, 5002]))
+    missed = list(range(2000, 2000 + 3 * DEPTH))
+    tier.skip(2, array([*produced, *missed]))
+    tier.extend(2, array([3000, 3001]))
+    tier.merge()
+    untold = range(len(produced), len(produced) + len(missed))
+    own = evidence_of([], [*produced, *missed, 3000, 3001], untold)
+    assert evidence_in(tier) == own + evidence_of([], [5000, 5001, 5002])
+
+
+@pytest.mark.parametrize("missed", [1, DEPTH, 3 * DEPTH])
+def test_gaps_take_no_more_room_than_what_was_produced(missed):
+    """The others come and go, so that now this is told and now that is not."""
+    with drafter_of(match_depth=DEPTH) as drafter:
+        drafter.start(1, array([3]))
+        live = drafter.corpus._index.live
+        held, rounds = live.nbytes, 600 // missed
+        for turn in range(rounds):
+            drafter.start(2, array([5]))
+            draft(drafter, 1, [10 * turn], limit=0)
+            drafter.finish(2, array([]), learn=False)
+            draft(drafter, 1, np.arange(10_000, 10_000 + missed), limit=0)
+            drafter.corpus.refresh()
+        produced = rounds * (1 + missed)
+        # A block more than that, and the lead of each block.
+        assert live.nbytes - held <= 4 * 1.2 * produced + 8 * produced + 4 * BLOCK
+
+
+def test_what_was_missed_is_told_when_others_come():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        draft(drafter, 1, [4, 5])
+        draft(drafter, 1, [6])
+        drafter.start(2, array([9]))
+        draft(drafter, 1, [7])
+        drafter.finish(2, array([]), learn=False)
+        draft(drafter, 1, [8])
+        drafter.start(2, array([2, 3]))
+        draft(drafter, 1, [9])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6, 7, 8, 9]
+
+
+def draft(drafter, sequence_id, tokens=(), limit=8):
+    return drafter.draft(progress_of({sequence_id: tokens}, limit, cost=0.001)).tokens.tolist()
+
+
+def test_others_draft_what_a_request_produces_before_it_ends():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafter.start(2, array([3]))
+        assert draft(drafter, 1, [4, 5, 6]) == []
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6]
+        draft(drafter, 1, [7])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2, [4, 5]) == [6, 7]
+
+
+def test_drafters_that_share_a_corpus_draft_from_each_other():
+    with drafter_of() as one:
+        another = type(one)(one.config, corpus=one.corpus)
+        one.start(1, array([1, 2, 3]))
+        another.start(1, array([2, 3]))
+        draft(one, 1, [4, 5])
+        one.corpus.refresh()
+        assert draft(another, 1) == [4, 5]
+        another.close()
+
+
+def test_what_came_before_others_ran_is_no_gap_in_what_they_draft():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        draft(drafter, 1, [4, 5, 6])
+        drafter.start(2, array([2, 3]))
+        draft(drafter, 1, [7, 8])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2)[:1] in ([], [4])
+
+
+@pytest.mark.parametrize("size", [BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 10])
+def test_a_long_output_is_draftable_from_end_to_end_and_no_further(size):
+    output = np.arange(1000, 1000 + size)
+    with drafter_of() as drafter:
+        drafter.start(1, array([500]))
+        drafter.start(2, array([501]))
+        for part in np.array_split(output, 7):
+            draft(drafter, 1, part, limit=0)
+        drafter.corpus.refresh()
+        for at in range(1, size + 1):
+            drafter.start(3, array(output[max(0, at - 3) : at]))
+            drafts = draft(drafter, 3)
+            assert drafts == output[at : at + len(drafts)].tolist()
+            assert drafts or at == size
+            drafter.finish(3, array([]), learn=False)
+
+
+def test_what_has_ended_and_is_not_remembered_is_gone():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafter.start(2, array([2, 3]))
+        draft(drafter, 1, [4, 5, 6])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6]
+        drafter.finish(1, array([]), learn=False)
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == []
+
+
+def reads_news(corpus, news):
+    """Whether the maintainer comes to read what was said, while nothing else happens."""
+    read, refresh = threading.Event(), corpus.refresh
+    corpus.refresh()
+    corpus._wake.clear()
+    corpus.refresh = lambda: (refresh(), read.set())
+    corpus.maintain(0.001)
+    try:
+        news(corpus)
+        return read.wait(5)
+    finally:
+        corpus.close()
+
+
+def test_a_cancelled_request_leaves_without_anybody_else_doing_anything():
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafter.start(2, array([2, 3]))
+        draft(drafter, 1, [4, 5, 6])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6]
+        assert reads_news(drafter.corpus, lambda _: drafter.finish(1, array([]), learn=False))
+        assert draft(drafter, 2) == []
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        lambda corpus: corpus.begin(array([1])),
+        lambda corpus: corpus.skip(0, array([1])),
+        lambda corpus: corpus.hide(0),
+        lambda corpus: corpus.end(0),
+    ],
+    ids=["begin", "skip", "hide", "end"],
+)
+def test_no_news_piles_up(news):
+    with drafter_of() as drafter:
+        assert reads_news(drafter.corpus, news)
+        assert not drafter.corpus._news
+
+
+def test_a_drafter_that_is_closed_leaves_nothing_running():
+    with drafter_of() as drafter:
+        another = type(drafter)(drafter.config, corpus=drafter.corpus)
+        another.start(1, array([1, 2, 3]))
+        drafter.start(2, array([2, 3]))
+        draft(another, 1, [4, 5, 6])
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == [4, 5, 6]
+        another.close()
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.sampled_from(["path", "tree"]))
+@examples(40)
+def test_a_request_is_no_evidence_for_itself_in_the_live_tier(output, shape):
+    def drafts(is_refreshed):
+        with drafter_of([[0, 1, 2, 0, 0]], shape=shape) as drafter:
+            drafter.start(1, array([2, 1, 0]))
+            drafter.start(2, array([100]))
+            drafter.draft(progress_of({1: output}, limit=0))
+            if is_refreshed:
+                drafter.corpus.refresh()
+            drafts = drafter.draft(progress_of({1: []}, limit=16, cost=0.001))
+            return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.odds.tolist()]
+
+    assert drafts(is_refreshed=True) == drafts(is_refreshed=False)
+
+
+@pytest.mark.parametrize("lead", [DEPTH, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 44, 5 * BLOCK])
+def test_as_much_of_a_prompt_as_is_remembered_may_lead(lead):
+    prompt = np.arange(1000, 3000, dtype=np.uint32)
+    with drafter_of(learned_prompt_tokens=lead) as drafter:
+        for sequence_id in (1, 2, 3):
+            drafter.start(sequence_id, prompt + np.uint32(10_000 * sequence_id))
+        drafter.start(4, array([1]))
+        for step in range(2):
+            for sequence_id in (1, 2, 3):
+                draft(drafter, sequence_id, [100 * sequence_id + 2 * step, 100 * sequence_id + 2 * step + 1])
+            drafter.corpus.refresh()
+        for sequence_id in (1, 2, 3):
+            context = prompt[-3:] + 10_000 * sequence_id
+            assert draft(drafter, 4, context, limit=20) == [100 * sequence_id + token for token in range(4)]
+
+
+def test_what_a_step_was_told_of_is_its_own():
+    """The caller may write into its arrays again, whenever the maintainer comes to read what they said."""
+    with drafter_of() as drafter:
+        prompt = array([1, 2, 3])
+        drafter.start(1, prompt)
+        drafter.start(2, array([9]))
+        progress = progress_of({1: [4, 5, 6]}, limit=0)
+        drafter.draft(progress)
+        prompt[:], progress.tokens[:], progress.offsets[:] = 77, 88, 0
+        drafter.corpus.refresh()
+        assert draft(drafter, 2, [2, 3]) == [4, 5, 6]

@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.corpus.requests import NO_NAME, Forget, RequestLog, hash_of
+
+
+def log_of(*rows):
+    log = RequestLog()
+    for row in rows:
+        log.add(*row)
+    return log
+
+
+def test_names_become_numbers():
+    assert hash_of(None) == NO_NAME
+    assert hash_of("a") == hash_of("a") != hash_of("b")
+    assert hash_of("") != NO_NAME
+    assert -(1 << 63) <= hash_of("ä\ud800") < 1 << 63
+
+
+def test_requests_without_a_name_are_not_forgotten_by_one():
+    assert not Forget(name=NO_NAME).covers(NO_NAME, 0.0)
+    assert len(log_of((0, NO_NAME, 0.0)).take([Forget(name=NO_NAME)], 10)) == 0
+
+
+def test_a_request_ends_where_the_next_begins():
+    log = log_of((0, 1, 0.0), (5, 2, 1.0), (9, 1, 2.0))
+    assert log.take([Forget(name=1)], 20).tolist() == [[0, 5], [9, 20]]
+    assert log.rows["first"].tolist() == [5]
+
+
+def test_old_requests_are_taken_out_by_their_time():
+    log = log_of((0, 1, 10.0), (5, 2, 11.0), (9, 3, 12.0))
+    assert log.take([Forget(before=11.0)], 20).tolist() == [[0, 5]]
+    assert log.take([Forget(before=11.0)], 20).tolist() == []
+
+
+def test_requests_whose_text_is_gone_are_dropped():
+    log = log_of((0, 1, 0.0), (5, 2, 0.0), (9, 3, 0.0))
+    log.drop_before(4)
+    assert len(log) == 3
+    log.drop_before(5)
+    assert log.rows["first"].tolist() == [5, 9]
+    log.drop_before(100)
+    assert log.rows["first"].tolist() == [9]  # nobody knows here where the newest one ends
+
+
+@pytest.mark.parametrize("kept", [1, 700])
+def test_a_log_stays_small_when_it_drops_as_it_grows(kept):
+    log = RequestLog()
+    for number in range(20_000):
+        log.add(10 * number, number, float(number))
+        log.drop_before(10 * (number - kept))
+    assert log.rows["name"].tolist() == list(range(19_999 - kept, 20_000))
+    assert log.nbytes <= 4 * 24 * 1024
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(0, 9))), st.integers(1, 3), st.integers(0, 9)
+)
+def test_taking_out_agrees_with_a_list(requests, name, before):
+    log, first, spans, kept = RequestLog(), 0, [], []
+    for size, of, time in requests:
+        log.add(first, of, float(time))
+        if of == name or time < before:
+            spans.append([first, first + size])
+        else:
+            kept.append(first)
+        first += size
+    taken = log.take([Forget(name=name), Forget(before=float(before))], first)
+    assert taken.tolist() == spans
+    assert log.rows["first"].tolist() == kept
+    assert taken.dtype == np.int64

@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.corpus import ring as ring_module
+from ssd.corpus.ring import PAD, SEPARATOR, Ring, check_tokens
+from tests.addresses import uint32_at
+from tests.strategies import LARGEST, array, examples
+
+CAPACITY = 300
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_rings():
+    """Rings of a few hundred slots, so that few tokens go round."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_module, "MIN_CAPACITY", 2 * PAD)
+        yield
+
+
+def with_pads(ring):
+    """All that a kernel may read: PAD slots before slot 0, the slots, and PAD slots behind."""
+    return uint32_at(ring.address - 4 * PAD, PAD + ring.capacity + PAD).tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)), max_size=12))
+@examples(100)
+def test_each_end_repeats_the_other_whatever_was_written(steps):
+    ring = Ring(CAPACITY)
+    written = []
+    for size, forgotten in steps:
+        ring.oldest = min(ring.head, ring.oldest + forgotten)
+        size = min(size, ring.free)
+        tokens = np.arange(len(written) + 1, len(written) + 1 + size, dtype=np.uint32)
+        ring.write(tokens)
+        written += tokens.tolist()
+        assert ring.head == len(written)
+        assert len(ring) == ring.head - ring.oldest
+        assert ring.free == CAPACITY - len(ring)
+        slots = [SEPARATOR] * CAPACITY
+        for position, token in enumerate(written):
+            slots[position % CAPACITY] = token
+        everything = with_pads(ring)
+        shown = everything[PAD:-PAD]
+        # Slots that were not written yet hold nothing that anybody reads, except for the last ones.
+        assert shown[: len(written)] == slots[: len(written)]
+        assert shown[-PAD:] == slots[-PAD:]
+        assert everything[:PAD] == shown[-PAD:]
+        assert not written or everything[-PAD:] == shown[:PAD]
+        assert ring.read(ring.oldest, ring.head).tolist() == written[ring.oldest :]
+
+
+@given(st.integers(0, 3 * CAPACITY), st.integers(0, CAPACITY))
+@examples(100)
+def test_what_is_changed_in_place_is_changed_in_the_pads_too(position, size):
+    ring = Ring(CAPACITY)
+    for _ in range(4):
+        ring.write(np.full(CAPACITY - 1, 5, np.uint32))
+        ring.oldest = ring.head
+    ring.fill(position, np.full(size, 9, np.uint32))
+    changed = {(position + index) % CAPACITY for index in range(size)}
+    everything = with_pads(ring)
+    shown = everything[PAD:-PAD]
+    assert [token == 9 for token in shown] == [slot in changed for slot in range(CAPACITY)]
+    assert everything[:PAD] == shown[-PAD:]
+    assert everything[-PAD:] == shown[:PAD]
+
+
+def test_what_stands_before_the_first_request_is_a_separator():
+    ring = Ring(CAPACITY)
+    assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
+    ring.write(array([1, 2, 3]))
+    assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
+
+
+def test_what_was_read_is_a_copy():
+    ring = Ring(CAPACITY)
+    ring.write(array([1, 2]))
+    before = ring.read(0, 2)
+    ring.fill(0, array([3, 4]))
+    assert before.tolist() == [1, 2]
+
+
+def test_the_largest_id_is_allowed_and_the_separators_is_not():
+    check_tokens(array([]))
+    check_tokens(array([0, LARGEST]))
+    with pytest.raises(ValueError, match=r"4,294,967,294"):
+        check_tokens(array([1, int(SEPARATOR)]))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [np.array([1, -1]), np.array([1.5]), np.array([], np.float64), np.array([[1]], np.uint32), np.array([1], ">u4")],
+)
+def test_only_rows_of_uint32_are_tokens(tokens):
+    with pytest.raises(ValueError, match="a row of uint32"):
+        check_tokens(tokens)
+
+
+@pytest.mark.parametrize("capacity", [-1, 0, 2 * PAD - 1, 1 << 32])
+def test_impossible_capacities_are_refused(capacity):
+    with pytest.raises(ValueError, match="a corpus holds"):
+        Ring(capacity)

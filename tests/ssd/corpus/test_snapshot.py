@@ -1,0 +1,403 @@
+import os
+import struct
+import tempfile
+import threading
+import zlib
+
+import numpy as np
+import pytest
+
+import ssd.kernels.odds
+from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus import sections
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.sections import BLOCK, SnapshotError, read_sections
+from ssd.corpus.snapshot import load, save
+from ssd.errors import UserError
+from tests.replay import replay_one
+from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
+
+CAPACITY = 100_000
+CONFIG = DrafterConfig(capacity=CAPACITY, match_depth=DEPTH)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "corpus.snapshot"
+
+
+def built(requests, capacity=CAPACITY):
+    corpus = Corpus(capacity, DEPTH)
+    for request in requests:
+        corpus.append(request)
+    corpus.refresh()
+    settle(corpus)
+    return corpus
+
+
+def drafts(corpus, requests):
+    return drafts_of(SuffixDrafter(CONFIG, corpus=corpus), requests)
+
+
+def assert_same_drafts(one, other, requests):
+    # Drafting teaches the odds, so both must begin with the same.
+    found = drafts(one, requests)
+    assert found == drafts(other, requests)
+    assert sum(len(draft[0]) for draft in found) > 100
+
+
+@pytest.mark.parametrize("count", [300, 2500])
+def test_a_loaded_corpus_drafts_the_same(path, count):
+    """Few tokens, so that very many places match: the very same order is used. With 2500 the ring has gone round."""
+    requests = some_requests(count)
+    corpus = Corpus(CAPACITY, DEPTH)
+    for first in range(0, count, 700):
+        for request in requests[first : first + 700]:
+            corpus.append(request)
+        corpus.refresh()
+    drafter = SuffixDrafter(CONFIG, corpus=corpus)
+    for number, request in enumerate(requests[-30:]):
+        replay_one(drafter, number, request[:20], request[20:], learn=False)
+    size = save(corpus, path, drafter.stats)
+    assert size == path.stat().st_size
+    loaded, stats, notes = load(path, CAPACITY, DEPTH)
+    assert notes == []
+    assert all(np.array_equal(a, b) for a, b in zip(stats.arrays, drafter.stats.arrays, strict=True))
+    assert np.array_equal(text_of(loaded), text_of(corpus))
+    assert loaded.requests >= loaded.tokens // 101
+    assert_whole(loaded)
+    assert_same_drafts(corpus, loaded, requests[-100:])
+
+
+def test_text_in_the_smaller_tiers_is_loaded_too(path):
+    requests = some_requests(1200, ids=1_000_000)
+    corpus = built(requests[:400])
+    fill(corpus, requests[400:])
+    assert sum(len(order) for order in corpus.view.orders[1:]) > 0
+    save(corpus, path)
+    loaded = load(path, CAPACITY, DEPTH).corpus
+    assert np.array_equal(text_of(loaded), text_of(corpus))
+    assert_whole(loaded)
+    assert_same_drafts(corpus, loaded, requests[-100:])
+
+
+def test_what_waits_is_saved(path):
+    corpus, requests = Corpus(CAPACITY, DEPTH), some_requests(3)
+    for request in requests:
+        corpus.append(request)
+    save(corpus, path)
+    assert load(path, CAPACITY, DEPTH).corpus.tokens == 303
+
+
+def test_an_empty_corpus_can_be_saved(path):
+    save(Corpus(CAPACITY, DEPTH), path)
+    loaded = load(path, CAPACITY, DEPTH).corpus
+    fill(loaded, some_requests(10))
+    assert_whole(loaded)
+
+
+def test_a_loaded_corpus_goes_on(path):
+    save(built(some_requests(900)), path)
+    loaded = load(path, CAPACITY, DEPTH).corpus
+    before = loaded.requests
+    loaded.append(some_requests(1, seed=1)[0], "mine")
+    loaded.refresh()
+    assert loaded.requests == before + 1
+    for seed in range(2, 40):
+        fill(loaded, some_requests(50, seed=seed))
+        assert_whole(loaded)
+    save(loaded, path)
+    assert np.array_equal(text_of(load(path, CAPACITY, DEPTH).corpus), text_of(loaded))
+
+
+def test_names_and_times_are_kept(path):
+    now = 1000.0
+    corpus = Corpus(CAPACITY, DEPTH, lambda: now)
+    fill(corpus, some_requests(300), "old")
+    now = 2000.0
+    fill(corpus, some_requests(20), "new")
+    save(corpus, path)
+    by_name = load(path, CAPACITY, DEPTH).corpus
+    by_name.forget("old")
+    by_name.refresh()
+    assert by_name.requests == 20
+    by_age = load(path, CAPACITY, DEPTH, lambda: 2500.0).corpus
+    by_age.forget_older_than(600)
+    by_age.refresh()
+    assert by_age.requests == 20
+    assert_whole(by_age)
+
+
+@pytest.mark.parametrize("capacity", [4096, 30_000, 90_000])
+@pytest.mark.parametrize("more", [0, 250])
+def test_a_smaller_corpus_takes_the_newest(path, capacity, more):
+    corpus = built(some_requests(1500, ids=1_000_000), 200_000)
+    fill(corpus, some_requests(more, seed=1))
+    save(corpus, path)
+    loaded = load(path, capacity, DEPTH).corpus
+    text = text_of(loaded)
+    assert capacity - 2 * (1 << 16) <= len(text) <= capacity + (1 << 16)
+    assert len(text) >= capacity
+    assert np.array_equal(text, text_of(corpus)[-len(text) :])
+    assert (text == SEPARATOR).sum() == loaded.requests
+    assert_whole(loaded)
+    fill(loaded, some_requests(300, seed=2))
+    assert_whole(loaded)
+
+
+def test_a_larger_corpus_takes_all(path):
+    corpus = built(some_requests(900))
+    save(corpus, path)
+    loaded = load(path, 1_000_000, DEPTH).corpus
+    assert np.array_equal(text_of(loaded), text_of(corpus))
+    assert_same_drafts(corpus, loaded, some_requests(900)[-50:])
+
+
+def test_another_match_depth_is_refused(path):
+    save(built(some_requests(10)), path)
+    with pytest.raises(SnapshotError, match=f"match depth of {DEPTH}, not 9"):
+        load(path, CAPACITY, 9)
+
+
+def test_odds_of_other_tables_begin_anew(path, monkeypatch, caplog):
+    corpus = built(some_requests(50))
+    corpus.odds.cells[:, 0] = 0.25
+    save(corpus, path)
+    assert load(path, CAPACITY, DEPTH).corpus.odds.cells[0, 0] == 0.25
+    monkeypatch.setattr(ssd.odds, "SHARE_BUCKETS", 12)
+    loaded = load(path, CAPACITY, DEPTH)
+    assert "odds" in loaded.notes[0]
+    assert "odds" in caplog.text
+    assert loaded.corpus.odds.cells[0, 0] != 0.25
+    assert loaded.corpus.tokens == corpus.tokens
+
+
+def refuse(path):
+    with pytest.raises(SnapshotError, match=r"corpus\.snapshot: "):
+        load(path, CAPACITY, DEPTH)
+
+
+def test_a_file_cut_anywhere_is_refused(path):
+    save(built(some_requests(20)), path)
+    whole = path.read_bytes()
+    places = np.random.default_rng(0).integers(BLOCK, len(whole), 50).tolist()
+    for size in [*range(BLOCK + 1), *places, len(whole) - 1]:
+        os.truncate(path, 0)
+        path.write_bytes(whole[:size])
+        refuse(path)
+    path.write_bytes(whole + b"\0")
+    refuse(path)
+
+
+def test_a_flipped_bit_is_refused(path):
+    save(built(some_requests(20)), path)
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    inside = rng.integers(0, len(whole), 150).tolist()
+    for place in [*range(0, BLOCK, 7), *inside]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        refuse(path)
+    path.write_bytes(whole)
+    assert load(path, CAPACITY, DEPTH).corpus.tokens == 2020
+
+
+def test_foreign_and_missing_files_are_refused(path):
+    refuse(path)
+    for content in (b"", b"{}\n", b"SSDSNAP\n", b"\0" * 100_000, os.urandom(20_000)):
+        path.write_bytes(content)
+        refuse(path)
+    path.unlink()
+    path.mkdir()
+    refuse(path)
+    assert issubclass(SnapshotError, UserError)
+
+
+def forged(path, name, change):
+    """A snapshot with a changed section and right checksums."""
+    data = bytearray(path.read_bytes())
+    count = struct.unpack_from("<I", data, 12)[0]
+    for at in range(24, 24 + 56 * count, 56):
+        entry_name, dtype, begin, size, _ = struct.unpack_from("<24s8sQQI", data, at)
+        if entry_name.rstrip(b"\0").decode() != name:
+            continue
+        array = np.frombuffer(data, dtype.rstrip(b"\0").decode(), size // int(dtype[2:3]), begin).copy()
+        change(array)
+        data[begin : begin + size] = array.tobytes()
+        struct.pack_into("<I", data, at + 48 - 8, zlib.crc32(data[begin : begin + size + -size % BLOCK]))
+    struct.pack_into("<I", data, BLOCK - 4, zlib.crc32(data[: BLOCK - 4]))
+    path.write_bytes(data)
+
+
+def put(at, value):
+    def change(array):
+        array[at] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("facts", put(1, 20201)),
+        ("facts", put(2, 20201)),
+        ("facts", put(2, -1)),
+        ("facts", put(2, 500)),
+        ("order", put(7, 20200)),
+        ("order", put(7, 0)),
+        ("order", put(-1, 0xFFFF_FFFF)),
+        ("text", put(-1, 5)),
+        ("requests.first", put(3, 0)),
+        ("requests.first", put(-1, 20200)),
+        ("requests.first", put(0, -1)),
+        ("requests.time", put(0, np.nan)),
+        ("odds.cells", put(0, np.nan)),
+        ("odds.cells", put(1, 8.0)),
+        ("odds.cells", put(2, np.inf)),
+        ("odds.weights", put(0, np.nan)),
+        ("odds.pace", put(1, 0.0)),
+    ],
+)
+def test_what_would_mislead_later_code_is_refused(path, name, change):
+    save(built(some_requests(200)), path)
+    load(path, CAPACITY, DEPTH)
+    forged(path, name, change)
+    refuse(path)
+
+
+def test_another_version_is_named(path):
+    save(built(some_requests(20)), path)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 8, 2)
+    path.write_bytes(data)
+    with pytest.raises(SnapshotError, match="format 2, this version reads 1"):
+        load(path, CAPACITY, DEPTH)
+
+
+def test_the_old_file_stays_whole_until_the_new_one_is_in_its_place(path, monkeypatch):
+    corpus = built(some_requests(20))
+    save(corpus, path)
+    whole = path.read_bytes()
+    fill(corpus, some_requests(20, seed=1))
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(SnapshotError, match="No space left on device") as kept:
+            save(corpus, path)
+    # Whoever keeps the error does not keep the state: forgetting would wait for that.
+    corpus.forget_older_than(-1)
+    corpus.refresh()
+    assert "corpus.snapshot" in str(kept.value)
+    fill(corpus, some_requests(40, seed=1))
+    assert path.read_bytes() == whole
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    save(corpus, path)
+    assert load(path, CAPACITY, DEPTH).corpus.requests == 40
+
+
+def test_what_a_killed_process_left_is_cleared_away(path):
+    left = path.with_name(f".{path.name}.abc.part")
+    left.write_bytes(b"half")
+    save(built(some_requests(2)), path)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("when", [(tempfile, "mkstemp"), (os, "replace")], ids=["begun", "written"])
+def test_what_another_writes_is_no_leftover(path, monkeypatch, when):
+    """Another save of the same file looks for leftovers just when a part is not locked yet, or need be no more."""
+    step, looked = getattr(*when), []
+
+    def look_around(*given, **named):
+        is_first = not looked
+        looked.append(when)
+        made = step(*given, **named) if when[1] == "mkstemp" else None
+        if is_first:
+            sections._remove_leftovers(path)
+        return made or step(*given, **named)
+
+    monkeypatch.setattr(*when, look_around)
+    save(built(some_requests(5)), path)
+    assert load(path, CAPACITY, DEPTH).corpus.requests == 5
+    assert len(looked) == (2 if when[1] == "mkstemp" else 1)
+    assert [left.name for left in path.parent.iterdir()] == [path.name]
+
+
+def test_saves_of_the_same_file_do_not_disturb_each_other(path):
+    corpus, problems = built(some_requests(5)), []
+
+    def save_some():
+        try:
+            for _ in range(30):
+                save(corpus, path)
+        except SnapshotError as problem:
+            problems.append(problem)
+
+    savers = [threading.Thread(target=save_some, daemon=True) for _ in range(3)]
+    for saver in savers:
+        saver.start()
+    for saver in savers:
+        saver.join(60)
+    assert not problems
+    assert load(path, CAPACITY, DEPTH).corpus.requests == 5
+
+
+def test_a_folder_that_is_not_there_is_named(path):
+    with pytest.raises(SnapshotError, match="cannot be written: No such file"):
+        save(built([]), path.parent / "nowhere" / "corpus.snapshot")
+
+
+def test_saving_goes_on_beside_appending_and_drafting(path):
+    corpus = Corpus(30_000, DEPTH)
+    corpus.maintain(0.0005)
+    stop, saved = threading.Event(), []
+
+    def append():
+        seed = 0
+        while not stop.is_set():
+            seed += 1
+            for request in some_requests(20, seed=seed, ids=1_000_000):
+                corpus.append(request)
+            if corpus.shown > 400_000:
+                break
+
+    writer = threading.Thread(target=append, daemon=True)
+    writer.start()
+    drafter = SuffixDrafter(CONFIG, corpus=corpus)
+    for number in range(12):
+        save(corpus, path)
+        loaded = load(path, 30_000, DEPTH).corpus
+        assert_whole(loaded)
+        saved.append(loaded.tokens)
+        drafts_of(drafter, some_requests(1, seed=number))
+    stop.set()
+    writer.join(60)
+    corpus.close()
+    assert max(saved) >= 30_000
+    assert not writer.is_alive()
+
+
+def test_forgotten_requests_are_not_in_the_file(path):
+    secret = np.arange(5000, 5100, dtype=np.uint32)
+    corpus = built(some_requests(200))
+    fill(corpus, [secret], "mine")
+    fill(corpus, some_requests(100))
+    save(corpus, path)
+    assert secret.tobytes() in path.read_bytes()
+    corpus.forget("mine")
+    save(corpus, path)
+    data = path.read_bytes()
+    assert not any(secret[at : at + 3].tobytes() in data for at in range(97))
+    assert_whole(load(path, CAPACITY, DEPTH).corpus)
+
+
+def test_a_file_is_private_and_its_sections_can_be_mapped(path):
+    corpus = built(some_requests(200))
+    save(corpus, path)
+    assert path.stat().st_mode & 0o077 == 0
+    sections = read_sections(path)
+    assert not sections["order"].flags.writeable
+    assert sections["text"].tolist() == text_of(corpus).tolist()

@@ -1,0 +1,175 @@
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ssd.corpus.suffix_array import find_places, merge_some, sort_positions, split, usable_positions
+from ssd.corpus.threads import sort_in_threads
+from tests import naive
+from tests.addresses import Text
+from tests.strategies import LARGEST, array, requests, tokens
+
+DEPTHS = st.sampled_from([1, 3, 32])
+
+
+def sorted_by_kernel(text, positions, depth):
+    text, order = Text(text), array(positions)
+    sort_positions(text.address, order.ctypes.data, len(order), depth)
+    return order.tolist()
+
+
+def keys(text, positions, depth):
+    return [naive.key(text, position, depth) for position in positions]
+
+
+@given(st.one_of(requests(), requests(max_size=40)), DEPTHS)
+@example([], 32)
+@example([[5]], 32)
+@example([[7] * 200], 32)
+@example([[7] * 20] * 20, 3)
+@example([[LARGEST, LARGEST - 1, LARGEST, LARGEST - 1]], 32)
+def test_positions_are_sorted_by_what_stands_before_them(written, depth):
+    text = naive.joined(written)
+    positions = naive.usable_positions(text)
+    order = sorted_by_kernel(text, positions, depth)
+    assert sorted(order) == positions
+    assert keys(text, order, depth) == sorted(keys(text, positions, depth))
+
+
+def test_many_positions_are_sorted_too():
+    rng = np.random.default_rng(0)
+    text = rng.choice([1, 2, 2**31, LARGEST, naive.SEPARATOR], 5000).tolist()
+    order = sorted_by_kernel(text, range(1, len(text)), 8)
+    assert sorted(order) == list(range(1, len(text)))
+    assert keys(text, order, 8) == sorted(keys(text, order, 8))
+
+
+@given(st.one_of(requests(), requests(max_size=40)), st.data())
+def test_a_split_keeps_positions_behind_one_token_together(written, data):
+    text = naive.joined(written)
+    positions = data.draw(st.permutations(naive.usable_positions(text)))
+    if not positions:
+        return
+    kept, order = Text(text), array(positions)
+    front = split(kept.address, order.ctypes.data, len(order))
+    before = [[text[position - 1] for position in part] for part in (order[:front], order[front:])]
+    assert sorted(order.tolist()) == sorted(positions)
+    assert not before[0] or max(before[0]) < min(before[1])
+    if len(set(before[0] + before[1])) == len(positions):
+        assert abs(len(before[0]) - len(before[1])) <= 2
+
+
+@given(st.one_of(requests(), requests(max_size=40)), DEPTHS, st.integers(1, 5))
+def test_any_number_of_threads_sorts_alike(written, depth, threads):
+    text = naive.joined(written)
+    kept, order = Text(text), array(naive.usable_positions(text))
+    sort_in_threads(kept.address, order.ctypes.data, len(order), depth, threads)
+    assert keys(text, order.tolist(), depth) == sorted(keys(text, naive.usable_positions(text), depth))
+    assert sorted(order.tolist()) == naive.usable_positions(text)
+
+
+def test_threads_that_cannot_be_had_are_done_without(monkeypatch):
+    rng = np.random.default_rng(0)
+    kept, order = Text(rng.integers(0, 50, 2000).tolist()), array(range(1, 2000))
+    started = threading.Thread.start
+
+    def start(thread):
+        if thread.name == "ssd-sort" and rng.random() < 0.5:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    sort_in_threads(kept.address, order.ctypes.data, len(order), 8, threads=8)
+    text = kept.tokens
+    assert keys(text, order.tolist(), 8) == sorted(keys(text, range(1, 2000), 8))
+
+
+def test_what_a_thread_runs_into_is_raised(monkeypatch):
+    def sort(_text, _order, _size, _depth):
+        if threading.current_thread().name == "ssd-sort":
+            raise MemoryError
+
+    monkeypatch.setattr("ssd.corpus.threads.sort_positions", sort)
+    kept, order = Text(list(range(100))), array(range(1, 100))
+    with pytest.raises(MemoryError):
+        sort_in_threads(kept.address, order.ctypes.data, len(order), 8, threads=2)
+
+
+@given(requests(), tokens(), DEPTHS, st.integers(0, 20), st.integers(1, 20))
+def test_places_are_found_in_slices_of_any_size(written, more, depth, first, slice_size):
+    text = [*naive.joined(written), *more]
+    cut = len(naive.joined(written))
+    usable = naive.usable_positions(text)
+    order = sorted_by_kernel(text, [position for position in usable if position < cut], depth)
+    added = sorted_by_kernel(text, [position for position in usable if position >= cut], depth)
+    places = np.full(len(added), -1, np.int64)
+    both = Text(text), array(order), array(added)
+    for at in range(min(first, len(added)), len(added), slice_size):
+        find_places(
+            both[0].address,
+            both[1].ctypes.data,
+            len(order),
+            both[2].ctypes.data,
+            at,
+            places,
+            min(len(added), at + slice_size),
+            depth,
+        )
+    expected = [naive.place_of(text, order, text, position, depth) for position in added]
+    skipped = min(first, len(added))
+    assert places.tolist() == [-1] * skipped + expected[skipped:]
+
+
+def merged_by_kernel(order, added, places, oldest, alive, slots, budgets):
+    """Merge with the budgets of `budgets`, over and over; what else a buffer holds stays as it was."""
+    guard = 0xDEAD_BEEF
+    order_array, added_array = array(order), array(added)
+    expected_size = len(naive.merged(order, added, places, oldest, alive, slots))
+    into = np.full(len(order) + len(added) + 1, guard, np.uint32)
+    done = copied = size = 0
+    for step in range(10_000):
+        if done == len(added) and copied == len(order):
+            break
+        before = (done, copied)
+        done, copied, size = merge_some(
+            order_array.ctypes.data, len(order), added_array.ctypes.data, np.array(places, np.int64), len(added),
+            done, copied, into.ctypes.data, size, oldest, alive, slots, budgets[step % len(budgets)],
+        )  # fmt: skip
+        assert (done, copied) > before
+        assert (done - before[0]) + (copied - before[1]) <= budgets[step % len(budgets)] + 1
+    assert size == expected_size
+    # One position that is left out may stand behind the end; it is in nobody's way.
+    assert set(into[size + 1 :].tolist()) <= {guard}
+    return into[:size].tolist()
+
+
+@given(st.data())
+def test_merging_in_slices_keeps_the_order_and_leaves_out_what_is_too_old(data):
+    slots = data.draw(st.integers(1, 60), "slots")
+    everything = data.draw(st.permutations(range(slots)))
+    cut = data.draw(st.integers(0, slots), "cut")
+    order, added = everything[:cut], everything[cut:]
+    places = sorted(data.draw(st.lists(st.integers(0, cut), min_size=len(added), max_size=len(added)), "places"))
+    oldest, alive = data.draw(st.integers(0, slots - 1), "oldest"), data.draw(st.integers(0, slots), "alive")
+    budgets = data.draw(st.lists(st.integers(1, 80), min_size=1, max_size=4), "budgets")
+    merged = merged_by_kernel(order, added, places, oldest, alive, slots, budgets)
+    assert merged == naive.merged(order, added, places, oldest, alive, slots)
+
+
+def test_what_lies_across_the_end_of_the_ring_is_alive_too():
+    merged = merged_by_kernel([9, 0, 5, 1], [8], [2], oldest=8, alive=4, slots=10, budgets=[1000])
+    assert merged == [9, 0, 8, 1]
+
+
+@given(st.lists(st.sampled_from([1, 2, naive.SEPARATOR]), min_size=1, max_size=40), st.data())
+def test_usable_positions_are_those_behind_a_token(slots, data):
+    first = data.draw(st.integers(0, len(slots) - 1))
+    size = data.draw(st.integers(0, len(slots)))
+    # As in a ring, what stands before slot 0 is in the last slot.
+    buffer = array([slots[-1], *slots])
+    positions = np.zeros(size, np.uint32)
+    count = usable_positions(buffer.ctypes.data + 4, first, size, len(slots), positions.ctypes.data)
+    expected = [(first + index) % len(slots) for index in range(size)]
+    assert positions[:count].tolist() == [slot for slot in expected if slots[slot - 1] != naive.SEPARATOR]

@@ -1,0 +1,57 @@
+import os
+
+import numpy as np
+import pytest
+from numba import types
+
+from ssd.errors import UserError
+from ssd.kernels.jit import Int, Longs, Tokens, _kept, bit_length, count_bits, drop_stale_kernels, equal_words, kernel
+
+
+def test_cached_kernels_go_when_any_module_of_the_package_changes(tmp_path):
+    cache = tmp_path / "__pycache__"
+    module, index = tmp_path / "helper.py", cache / "kernel.nbi"
+    module.write_text("x = 1\n")
+
+    def is_dropped():
+        index.touch()
+        drop_stale_kernels(tmp_path)
+        return not index.exists()
+
+    drop_stale_kernels(tmp_path)
+    assert not is_dropped()
+    os.utime(module, (0, 0))
+    assert is_dropped()
+    assert not is_dropped()
+    (tmp_path / "another.py").touch()
+    assert is_dropped()
+
+
+def test_where_kernels_can_be_kept_nowhere_the_error_says_what_to_do():
+    def refuse(_):
+        raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+
+    with pytest.raises(UserError, match="set NUMBA_CACHE_DIR to a folder that you may write to"):
+        _kept(refuse)(len)
+
+
+def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path):
+    (tmp_path / "__pycache__").write_text("a file in the folder's place")
+    drop_stale_kernels(tmp_path)
+
+
+@kernel(Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
+def ask(numbers, words, index):
+    """The bits of a number; of the 32 words, which equal one of them, and how many."""
+    same = equal_words(words.ctypes.data, words[index])
+    return bit_length(numbers[index]), np.int64(same), count_bits(same)
+
+
+def test_bits_are_counted_and_words_compared():
+    rng = np.random.default_rng(0)
+    numbers = np.array([0, 1, 2, 3, 4, 255, 256, (1 << 62) - 1, 1 << 62, *rng.integers(0, 1 << 62, 23)])
+    words = rng.choice(np.array([0, 1, 5, 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF], np.uint32), 32)
+    for index in range(32):
+        alike = [place for place in range(32) if words[place] == words[index]]
+        expected = (int(numbers[index]).bit_length(), sum(1 << place for place in alike), len(alike))
+        assert ask(numbers, words, index) == expected

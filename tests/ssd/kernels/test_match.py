@@ -1,0 +1,218 @@
+"""Matches in tiers, and the samples taken of them."""
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ssd.kernels.evidence import GROWTH, OWNER_BITS, ROUNDS, Source, gather, new_evidence
+from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
+from ssd.kernels.odds import LEVELS, SAMPLES
+from tests import naive
+from tests.addresses import Text
+from tests.strategies import ALPHABETS, LARGEST, array, corpus_and_context, examples
+
+BLOCK = 1 << OWNER_BITS
+US, OTHERS = 7, 8
+
+
+@numba.njit(error_model="numpy")
+def write_evidence(evidence, tiers, live, owners, newest, slots, context, end, depth):
+    """Write all that is found for what stands before `end` of a context, for the owner US."""
+    spans = np.empty((len(tiers), SPAN_COLUMNS), np.int64)
+    gather(evidence, 0, Source(tiers, spans, live, owners, US, newest, slots), context, end, depth)
+
+
+class Tiers:
+    """Texts with some of their positions in order; the last may be the live one, block after block."""
+
+    def __init__(self, tiers, depth, owners=None):
+        self.texts = [Text(text) for text, _ in tiers]
+        self.orders = [
+            array(sorted(positions, key=lambda position: naive.key(text, position, depth))) for text, positions in tiers
+        ]
+        self.depth = depth
+        self.owners = np.array(owners or [OTHERS], np.int64)
+        self.live = -1 if owners is None else len(tiers) - 1
+
+    @property
+    def table(self):
+        """As kernels take them."""
+        rows = [
+            (text.address, order.ctypes.data, len(order)) for text, order in zip(self.texts, self.orders, strict=True)
+        ]
+        return np.array(rows, np.int64).reshape(-1, 3)
+
+    def gather(self, context, newest=0, slots=0):
+        """Levels, each (length, total, [(tier, position, age)])."""
+        text, evidence = Text(context), new_evidence(1)
+        write_evidence(
+            evidence, self.table, self.live, self.owners, newest, slots, text.address, len(context), self.depth
+        )
+        return [
+            (
+                int(evidence.lengths[0, level]),
+                int(evidence.totals[0, level]),
+                [
+                    (*self._place_of(evidence.addresses[0, level, index]), int(evidence.ages[0, level, index]))
+                    for index in range(evidence.counts[0, level])
+                ],
+            )
+            for level in range(LEVELS)
+            if evidence.counts[0, level]
+        ]
+
+    def _place_of(self, address):
+        for tier, text in enumerate(self.texts):
+            position = (int(address) - text.address) // 4
+            if 0 <= position < len(text.tokens):
+                return tier, position
+        pytest.fail(f"the address {address} lies in no text")
+
+
+def split(text, owner_of, tiers):
+    """The usable positions of a text, each in one of so many tiers over it."""
+    usable = naive.usable_positions(text)
+    return [(text, [position for position in usable if owner_of[position] % tiers == tier]) for tier in range(tiers)]
+
+
+def assert_found(found, expected):
+    """What was found are the expected levels: their lengths and numbers, and occurrences of them, none twice."""
+    assert [(length, total) for length, total, _ in found] == [(length, len(places)) for length, places in expected]
+    for (_, total, samples), (_, places) in zip(found, expected, strict=True):
+        sampled = {(tier, position) for tier, position, _ in samples}
+        assert len(sampled) == len(samples) == min(total, SAMPLES)
+        assert sampled <= {*places}
+
+
+@given(corpus_and_context(), st.sampled_from([1, 3, 32]), st.integers(1, 3), st.randoms(use_true_random=False))
+@example(([], [1, 2]), 32, 1, None)
+@example(([[1]], [1]), 32, 1, None)
+@example(([[1, 2, 3]], []), 32, 1, None)
+@example(([[1, 2], [3, 4]], [2, 3]), 32, 1, None)  # nothing may match from one request into the next
+@example(([[7] * 20], [7] * 50), 32, 1, None)
+@example(([[1, 2]], [9, 8, 7, 6, 5, 4, 3, 1]), 32, 1, None)  # a context longer than the corpus
+@example(([[LARGEST, 0, LARGEST]], [LARGEST]), 32, 1, None)
+def test_every_occurrence_of_the_longest_matches_is_found_however_it_is_split(corpus, depth, tiers, random):
+    requests, context = corpus
+    text = naive.joined(requests)
+    tier_of = [random.randrange(tiers) if random else 0 for _ in text]
+    parts = split(text, tier_of, tiers)
+    found = Tiers(parts, depth).gather(context)
+    expected = naive.levels(parts, context, depth, rounds=ROUNDS, growth=GROWTH, most=LEVELS)
+    assert_found(found, expected)
+
+
+@numba.njit(error_model="numpy")
+def place_each_way(tiers, contexts, depth):
+    """The spans of all contexts, placed side by side and one by one."""
+    together = np.full((len(contexts), len(tiers), SPAN_COLUMNS), -7, np.int64)
+    apart = np.zeros((len(contexts), len(tiers), SPAN_COLUMNS), np.int64)
+    place_all(tiers, together, contexts, depth)
+    for index in range(len(contexts)):
+        if contexts[index, 1] > 0:
+            place_spans(tiers, apart[index], contexts[index, 0], contexts[index, 1], depth)
+    return together, apart
+
+
+@given(corpus_and_context(), st.sampled_from([1, 3, 32]), st.integers(1, 4), st.randoms(use_true_random=False))
+@example(([], [1, 2]), 32, 2, None)
+@examples(100)
+def test_contexts_that_are_searched_for_side_by_side_are_found_where_each_is_alone(corpus, depth, tiers, random):
+    requests, context = corpus
+    text = naive.joined(requests)
+    tier_of = [random.randrange(tiers) if random else 0 for _ in text]
+    table = Tiers(split(text, tier_of, tiers), depth)
+    around = Text(context)
+    contexts = np.array([(around.address, end) for end in range(len(context) + 1)], np.int64)
+    together, apart = place_each_way(table.table, contexts, depth)
+    assert together.tolist() == apart.tolist()
+    assert not together[0, :, FIRST : END + 1].any()
+
+
+def live_blocks():
+    """Blocks of the live tier, each with its owner, a finished request, and a context, over one alphabet."""
+    return ALPHABETS.flatmap(
+        lambda alphabet: st.tuples(
+            st.lists(
+                st.tuples(st.sampled_from([US, OTHERS]), st.lists(st.sampled_from(alphabet), max_size=30)), max_size=5
+            ),
+            st.lists(st.sampled_from(alphabet), max_size=20),
+            st.lists(st.sampled_from(alphabet), max_size=40),
+        )
+    )
+
+
+def naive_occurrences(tiers, context, length):
+    return {
+        (tier, position)
+        for tier, (text, positions) in enumerate(tiers)
+        for position in positions
+        if naive.common_length(text, position, context, len(context), length) == length
+    }
+
+
+@given(live_blocks())
+@examples(100)
+def test_what_a_sequence_wrote_itself_is_no_evidence(drawn):
+    blocks, request, context = drawn
+    live, positions = [], []
+    for tokens in (tokens for _, tokens in blocks):
+        positions += [len(live) + position for position in range(2, 1 + len(tokens))]
+        live += [naive.SEPARATOR, *tokens] + [naive.SEPARATOR] * (BLOCK - 1 - len(tokens))
+    owners = [owner for owner, _ in blocks]
+    finished = naive.joined([request])
+    texts = [(finished, naive.usable_positions(finished)), (live, positions)]
+    found = Tiers(texts, 32, [*owners, OTHERS]).gather(context, newest=len(finished) - 1, slots=len(finished) + 1)
+    of_others = [texts[0], (live, [position for position in positions if owners[position // BLOCK] == OTHERS])]
+    if US not in owners:
+        assert_found(found, naive.levels(texts, context, 32, rounds=ROUNDS, growth=GROWTH, most=LEVELS))
+    for length, total, samples in found:
+        assert all((age < 0) == (tier == 1) for tier, _, age in samples)
+        expected = naive_occurrences(of_others, context, length)
+        sampled = {(tier, position) for tier, position, _ in samples}
+        assert sampled <= expected
+        if len(naive_occurrences(texts, context, length)) <= SAMPLES:
+            assert sampled == expected
+            assert total == len(expected)
+
+
+def test_a_level_has_at_least_so_many_times_the_occurrences_of_the_one_before():
+    def levels_where(requests):
+        text = naive.joined(requests)
+        return [level[:2] for level in Tiers([(text, naive.usable_positions(text))], 32).gather([1, 2, 3])]
+
+    # Three tokens match once, two twice.
+    assert levels_where([[1, 2, 3, 4], [8, 2, 3, 5]])[:2] == [(3, 1), (2, 2)]
+    # Three tokens match twice, two three times, one four times.
+    assert levels_where([[1, 2, 3, 4]] * 2 + [[8, 2, 3, 5], [8, 9, 3, 6]])[:2] == [(3, 2), (1, 4)]
+
+
+@pytest.mark.parametrize("size", [SAMPLES - 1, SAMPLES, SAMPLES + 1, REACH - 5, REACH])
+def test_samples_are_spread_evenly(size):
+    text = [1] * (size + 1)
+    tiers = Tiers([(text, range(1, size + 1))], 1)
+    [(length, total, samples)] = tiers.gather([1])
+    assert (length, total) == (1, size)
+    order = tiers.orders[0].tolist()
+    places = sorted(order.index(position) for _, position, _ in samples)
+    assert len(places) == min(size, SAMPLES)
+    steps = np.diff(places)
+    assert steps.max() - steps.min() <= 1
+    assert places[0] + size - 1 - places[-1] <= steps.max()
+
+
+@pytest.mark.parametrize("size", [REACH + 1, 3 * REACH])
+def test_occurrences_are_looked_for_no_further_than_the_reach(size):
+    text = [1] * (size + 1)
+    [(length, total, samples)] = Tiers([(text, range(1, size + 1))], 1).gather([1])
+    assert (length, total, len(samples)) == (1, REACH, SAMPLES)
+
+
+def test_an_age_counts_the_tokens_since_around_the_ring():
+    text = naive.joined([[5, 1], [5, 2], [5, 3]])
+    tiers = Tiers([(text, naive.usable_positions(text))], 32)
+    # The newest token lies in slot 4: the slots behind it were written before slot 0.
+    [(_, _, samples)] = tiers.gather([5], newest=4, slots=len(text))
+    assert {position: age for _, position, age in samples} == {1: 3, 4: 0, 7: 6}

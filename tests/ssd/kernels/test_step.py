@@ -1,0 +1,186 @@
+"""A step of a batch: what it depends on, what it must not depend on, and what leaves everything as it was."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.types import Progress
+from tests.replay import accepted_path, drafter_of, progress_of
+from tests.strategies import ALPHABETS, array, examples
+
+SHAPES = st.sampled_from(["path", "tree"])
+
+
+def batches():
+    """Requests, and prompts of sequences with what they produce, over one alphabet."""
+
+    def over(alphabet):
+        runs = st.lists(st.sampled_from(alphabet), max_size=30)
+        return st.tuples(st.lists(runs, max_size=5), st.lists(st.tuples(runs, runs), min_size=1, max_size=5))
+
+    return ALPHABETS.flatmap(over)
+
+
+def contents(drafts):
+    """Each sequence's draft."""
+    bounds = list(zip(drafts.offsets.tolist(), drafts.offsets.tolist()[1:], strict=False))
+    return [
+        tuple(array[begin:end].tolist() for array in (drafts.tokens, drafts.parents, drafts.odds, drafts.source))
+        for begin, end in bounds
+    ]
+
+
+@given(batches(), SHAPES, st.randoms(use_true_random=False))
+@examples(60)
+def test_a_draft_depends_neither_on_the_batch_nor_on_its_order(world, shape, random):
+    requests, sequences = world
+    with drafter_of(requests, shape=shape) as drafter:
+        for sequence_id, (prompt, _) in enumerate(sequences):
+            drafter.start(sequence_id, array(prompt))
+        drafter.corpus.refresh()
+        committed = {sequence_id: produced for sequence_id, (_, produced) in enumerate(sequences)}
+        drafter.draft(progress_of(committed, limit=0))
+        alone = [contents(drafter.draft(progress_of({sequence_id: []}, limit=8)))[0] for sequence_id in committed]
+        order = random.sample(list(committed), len(committed))
+        together = contents(drafter.draft(progress_of(dict.fromkeys(order, ()), limit=8)))
+        assert together == [alone[sequence_id] for sequence_id in order]
+
+
+@given(batches(), SHAPES)
+@examples(60)
+def test_tokens_that_came_in_many_steps_are_drafted_from_like_a_prompt(world, shape):
+    requests, sequences = world
+    with drafter_of(requests, shape=shape) as by_steps, drafter_of(requests, shape=shape) as at_once:
+        for sequence_id, (prompt, produced) in enumerate(sequences):
+            by_steps.start(sequence_id, array(prompt))
+            for token in produced:
+                by_steps.draft(progress_of({sequence_id: [token]}, limit=0))
+            at_once.start(sequence_id, array([*prompt, *produced]))
+        everyone = progress_of(dict.fromkeys(range(len(sequences)), ()), limit=8)
+        assert contents(by_steps.draft(everyone)) == contents(at_once.draft(everyone))
+
+
+def test_a_step_may_commit_more_than_there_is_room_for():
+    # Few enough of each token that all of its occurrences are sampled, whatever the order of equal ones.
+    texts = [np.random.default_rng(seed).integers(0, 500, 5000).astype(np.uint32) for seed in range(3)]
+    with drafter_of(cost=0.001) as drafter, drafter_of(cost=0.001) as another:
+        for sequence_id, text in enumerate(texts):
+            drafter.start(sequence_id, text[:10])
+            another.start(sequence_id, text)
+        drafter.draft(progress_of({0: texts[0][10:], 1: texts[1][10:2000], 2: texts[2][10:11]}, limit=0))
+        drafter.draft(progress_of({2: texts[2][11:], 0: [], 1: texts[1][2000:]}, limit=0))
+        everyone = progress_of({0: [], 1: [], 2: []}, limit=8)
+        drafts = contents(drafter.draft(everyone))
+        assert drafts == contents(another.draft(everyone))
+        assert all(tokens for tokens, *_ in drafts)
+
+
+def replayed(shape):
+    """All drafts of a few requests that run two at a time, with their odds."""
+    rng = np.random.default_rng(3)
+    phrases = rng.integers(0, 30, (8, 6))
+    texts = [phrases[rng.integers(0, 8, 10)].ravel() for _ in range(12)]
+    seen = []
+    with drafter_of(shape=shape) as drafter:
+        for first in range(0, len(texts), 2):
+            done = {}
+            for sequence_id in (first, first + 1):
+                drafter.start(sequence_id, texts[sequence_id][:10].astype(np.uint32))
+                done[sequence_id] = 10
+            outcome = {sequence_id: ([], 0, 0) for sequence_id in done}
+            for _ in range(12):
+                runs = [np.array(tokens, np.uint32) for tokens, _, _ in outcome.values()]
+                drafts = drafter.draft(
+                    Progress(
+                        np.array(list(outcome), np.uint64),
+                        np.concatenate(runs),
+                        np.cumsum([0, *map(len, runs)]).astype(np.uint32),
+                        np.array([verified for _, verified, _ in outcome.values()], np.uint32),
+                        np.array([accepted for _, _, accepted in outcome.values()], np.uint32),
+                        np.full(2, 6, np.uint32),
+                    )
+                )
+                seen += contents(drafts)
+                drafter.corpus.refresh()
+                for index, sequence_id in enumerate(list(outcome)):
+                    left = texts[sequence_id][done[sequence_id] :]
+                    accepted = len(accepted_path(drafts, index, left))
+                    tokens = left[: accepted + 1]
+                    done[sequence_id] += len(tokens)
+                    outcome[sequence_id] = (tokens, len(drafts.tokens_of(index)), accepted)
+            for sequence_id, (tokens, verified, accepted) in outcome.items():
+                drafter.finish(sequence_id, tokens.astype(np.uint32), verified=verified, accepted=accepted)
+            drafter.corpus.refresh()
+        return seen, drafter.stats.summary()
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_the_same_requests_in_the_same_order_give_the_same_drafts(shape):
+    drafts, summary = replayed(shape)
+    assert (drafts, summary) == replayed(shape)
+    assert summary["tokens_per_step"] > 1.5
+
+
+def spoiled(progress, **fields):
+    for name, values in fields.items():
+        getattr(progress, name)[:] = values
+    return progress
+
+
+REFUSED = {
+    "a reserved token": (lambda: progress_of({1: [6], 2: [0xFFFF_FFFF]}, limit=4), "4,294,967,294"),
+    "an unknown sequence": (lambda: progress_of({1: [6], 9: []}, limit=4), "sequence 9 was not started"),
+    "a sequence twice": (lambda: spoiled(progress_of({1: [6], 2: [6]}, limit=4), sequence_ids=1), "twice"),
+    "more verified than offered": (
+        lambda: spoiled(progress_of({1: [6], 2: [6]}, limit=4), verified=[2, 9]),
+        "sequence 2 was offered 4 tokens; it cannot have verified 9 and accepted 0",
+    ),
+    "more accepted than verified": (
+        lambda: spoiled(progress_of({1: [6], 2: [6]}, limit=4), verified=[2, 1], accepted=[2, 2]),
+        "sequence 2 was offered 4 tokens; it cannot have verified 1 and accepted 2",
+    ),
+    "a token that costs nothing": (lambda: progress_of({1: [6]}, limit=4, cost=0.0), "cost"),
+    "a token that costs more than a step": (lambda: progress_of({1: [6]}, limit=4, cost=1.01), "cost"),
+    "a cost that is no number": (lambda: progress_of({1: [6]}, limit=4, cost=float("nan")), "cost"),
+}
+
+
+@pytest.mark.parametrize(("progress", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_step_that_is_refused_has_no_effect(progress, message):
+    def run(with_refusal):
+        with drafter_of(cost=0.001) as drafter:
+            for sequence_id in (1, 2):
+                drafter.start(sequence_id, array([5, 6, 7, 8, 5, 6, 7, 8, 5]))
+            first = drafter.draft(progress_of({1: [], 2: []}, limit=4))
+            assert first.offsets.tolist() == [0, 4, 8]
+            if with_refusal:
+                with pytest.raises(ValueError, match=message):
+                    drafter.draft(progress())
+            drafter.corpus.refresh()
+            second = drafter.draft(progress_of({1: [6, 7], 2: [6, 9]}, limit=4, verified=4, accepted=1))
+            return contents(second), drafter.stats.summary(), drafter.corpus.odds.pace.tolist()
+
+    assert run(with_refusal=True) == run(with_refusal=False)
+
+
+def test_an_error_that_is_kept_does_not_keep_the_maintainer_waiting():
+    """The view that a refused step read is let go of, though the error and its frames live on."""
+    with drafter_of() as drafter:
+        drafter.start(1, array([1]))
+        with pytest.raises(ValueError, match="offered 0 tokens") as error:
+            drafter.draft(progress_of({1: [2]}, limit=4, verified=1))
+
+        def learn():
+            for _ in range(3):
+                drafter.corpus.append(array([1, 2, 3]))
+                drafter.corpus.refresh()
+
+        learning = threading.Thread(target=learn, daemon=True)
+        learning.start()
+        learning.join(30)
+        is_stuck = learning.is_alive()
+        assert error.value.__traceback__ is not None
+        assert not is_stuck

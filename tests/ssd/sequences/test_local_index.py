@@ -1,0 +1,158 @@
+"""The index of one running request, whether its tokens came at once, step by step, or over turns."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus.corpus import Corpus
+from ssd.sequences import local_index as local
+from ssd.sequences.local_index import FRESH_ROOM, LocalIndex
+from tests import naive
+from tests.addresses import uint32_at
+from tests.replay import progress_of
+from tests.strategies import ALPHABETS, array, examples, tokens
+
+DEPTHS = st.sampled_from([1, 4, 32])
+
+
+def orders_of(index):
+    """The large order and the small one."""
+    _, large, small = index.addresses
+    return uint32_at(large, index.sorted_size).tolist(), uint32_at(small, index.fresh_size).tolist()
+
+
+def keys_of(index, text, depth):
+    """The keys of all its positions, sorted."""
+    return sorted(naive.key(text, position, depth) for order in orders_of(index) for position in order)
+
+
+def assert_indexes(index, text, depth):
+    """Its orders hold each position between two tokens once, each order sorted, and nothing else."""
+    assert index.tokens.tolist() == list(text)
+    address, _, _ = index.addresses
+    assert uint32_at(address - 4, 1 + len(text)).tolist() == [naive.SEPARATOR, *text]
+    orders = orders_of(index)
+    assert sorted(position for order in orders for position in order) == list(range(1, len(text)))
+    for order in orders:
+        keys = [naive.key(text, position, depth) for position in order]
+        assert keys == sorted(keys)
+
+
+def new_index(text, depth):
+    index = LocalIndex(depth)
+    index.extend(array(text))
+    return index
+
+
+@given(st.lists(tokens(max_size=40), max_size=6), DEPTHS)
+@example([[]], 32)
+@example([[9]], 32)
+@example([[7] * 50, [7] * 10], 4)
+def test_text_that_comes_in_pieces_is_indexed_like_text_that_comes_at_once(pieces, depth):
+    index, text = LocalIndex(depth), []
+    for piece in pieces:
+        index.extend(array(piece))
+        text += piece
+        assert_indexes(index, text, depth)
+    assert keys_of(index, text, depth) == keys_of(new_index(text, depth), text, depth)
+
+
+def turns():
+    """The text of a conversation, and prompts that go on from a part of it."""
+    return ALPHABETS.flatmap(
+        lambda alphabet: st.tuples(
+            st.lists(st.sampled_from(alphabet), max_size=60),
+            st.lists(
+                st.tuples(st.floats(0, 1), st.lists(st.sampled_from(alphabet), max_size=30)), min_size=1, max_size=4
+            ),
+        )
+    )
+
+
+@given(turns(), DEPTHS)
+@example(([1, 2, 3], [(1.0, [])]), 32)  # the same prompt again
+@example(([1, 2, 3], [(0.0, [])]), 32)  # an empty one
+@example(([1, 2, 3, 4], [(0.5, [3, 9])]), 32)  # shares more than it seems
+def test_a_turn_indexes_only_what_differs(drawn, depth):
+    text, prompts = drawn
+    index = new_index(text, depth)
+    sorted_sizes = []
+    with pytest.MonkeyPatch.context() as patch:
+        sort = local.sort_positions
+        patch.setattr(local, "sort_positions", lambda *given: (sorted_sizes.append(given[2]), sort(*given)))
+        for part, added in prompts:
+            prompt = [*text[: int(part * len(text))], *added]
+            shared = next(
+                (at for at, pair in enumerate(zip(text, prompt, strict=False)) if pair[0] != pair[1]),
+                min(len(text), len(prompt)),
+            )
+            sorted_sizes.clear()
+            index.continue_with(array(prompt))
+            assert sum(sorted_sizes) == len(range(max(1, shared), len(prompt)))
+            text = prompt
+            assert_indexes(index, text, depth)
+
+
+@given(tokens(), st.integers(0, 60), DEPTHS)
+def test_a_shortened_text_is_indexed_like_one_that_was_never_longer(text, size, depth):
+    index = new_index(text, depth)
+    size = min(size, len(text))
+    index.truncate(size)
+    assert_indexes(index, text[:size], depth)
+
+
+def test_room_grows_and_nothing_is_lost():
+    index, text = LocalIndex(32), []
+    for size in (1, 2, 700, 1000, 3, 5000):
+        piece = np.random.default_rng(size).integers(0, 3, size).tolist()
+        index.extend(array(piece))
+        text += piece
+        assert index.room >= len(text)
+    assert_indexes(index, text, 32)
+    assert index.nbytes >= 8 * len(text)
+
+
+def test_memory_of_a_text_that_was_longer_is_given_back():
+    text = np.random.default_rng(0).integers(0, 3, 50_000)
+    index = new_index(text, 32)
+    held = index.nbytes
+    index.give_back()
+    assert index.nbytes == held
+    index.truncate(3000)
+    index.give_back()
+    assert index.nbytes < held / 10
+    assert_indexes(index, text[:3000].tolist(), 32)
+    index.extend(array(text[3000:6000]))
+    assert_indexes(index, text[:6000].tolist(), 32)
+
+
+def index_in(drafter, sequence_id):
+    return drafter._sequences.local(drafter._running[sequence_id].row)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.integers(0, 80),
+    st.lists(st.integers(0, 90), max_size=12),
+    st.sampled_from([1, 32]),
+)
+@examples(40)
+@example(0, 3, 5, [FRESH_ROOM - 1, 1, 1, 1, 2 * FRESH_ROOM, 0, 1], 32)
+@example(0, 1, 0, [1, 0, 2, FRESH_ROOM], 32)
+def test_tokens_that_come_step_by_step_are_indexed_like_a_prompt(seed, kinds, prompt_size, steps, depth):
+    text = np.random.default_rng(seed).integers(0, kinds, prompt_size + sum(steps)).astype(np.uint32)
+    config = DrafterConfig(match_depth=depth)
+    with SuffixDrafter(config, corpus=Corpus(config.capacity, depth)) as drafter:
+        drafter.start(1, text[:prompt_size], session="s")
+        at = prompt_size
+        for size in steps:
+            drafter.draft(progress_of({1: text[at : at + size]}, limit=size % 3))
+            at += size
+            assert_indexes(index_in(drafter, 1), text[:at].tolist(), depth)
+        drafter.finish(1, text[at:])
+        # The next turn goes on from there.
+        drafter.start(2, np.append(text, array([1, 2])), session="s")
+        assert_indexes(index_in(drafter, 2), [*text.tolist(), 1, 2], depth)
