@@ -12,8 +12,8 @@ import torch
 from engine.executor.device_state import DeviceState
 from engine.executor.graph import FixedStep, Kind, Orders
 from engine.executor.transfer import Arriving
+from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
-from engine.truncation import Truncation
 
 LEAST_DRAFT = 4
 """Rows for drafts that a step has at least, if it has any: a step of 5 tokens takes as long as one of 2."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.executor.transfer import on_device
+from engine.sampling.truncation import Limits, Truncation, floors_of, rows_at_a_time, truncate, warmth_of
 from engine.scheduling.request import GREEDY_BELOW
-from engine.truncation import Limits, Truncation, floors_of, rows_at_a_time, truncate, warmth_of
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9

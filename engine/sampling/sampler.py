@@ -14,8 +14,8 @@ from engine.executor.transfer import on_device
 from engine.sampling.logprobs import Logprobs, logprobs_of
 from engine.sampling.noise import choose_tokens, greedy_tokens
 from engine.sampling.processors import adjusted
+from engine.sampling.truncation import Truncation
 from engine.scheduling.sequence import Sequence
-from engine.truncation import Truncation
 
 
 class Chosen(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.executor.optional import has_triton
 from engine.sampling import noise as sampling
-from engine.truncation import Limits
+from engine.sampling.truncation import Limits
 
 
 def draw_tokens(

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.executor.kernels.noise_triton import gumbel, gumbel_bound, key
+from engine.sampling.truncation import Limits, floors_of
 from engine.scheduling.request import GREEDY_BELOW
-from engine.truncation import Limits, floors_of
 
 BLOCK = 1024
 """Tokens that a program looks at at a time."""

@@ -9,7 +9,7 @@ from engine.executor.device_state import NOT_RECORDED, DeviceState
 from engine.executor.kernels.drafted import StepInputs
 from engine.executor.kernels.draw import draw_tokens
 from engine.sampling.noise import greedy_tokens
-from engine.truncation import Limits
+from engine.sampling.truncation import Limits
 
 
 def sampled_tokens(

@@ -12,8 +12,8 @@ from engine import truncation
 from engine.executor.kernels import draw
 from engine.sampling import noise as sampling
 from engine.sampling.noise import choose_tokens, greedy_tokens, gumbel_noise
+from engine.sampling.truncation import WORKSPACE, Limits, Truncation, truncate
 from engine.scheduling.request import GREEDY_BELOW
-from engine.truncation import WORKSPACE, Limits, Truncation, truncate
 from tests.engine.executor.kernels.backends import planted
 
 CASES = 40

@@ -12,9 +12,9 @@ from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import sampled_tokens
 from engine.sampling.noise import choose_tokens, draw_tokens, gumbel_noise, mix64, uniforms
 from engine.sampling.sampler import choose
+from engine.sampling.truncation import Truncation
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
-from engine.truncation import Truncation
 from tests.engine.executor.kernels.backends import planted, triton_module
 from tests.engine.executor.kernels.hosted import PAGE_SIZE, give_drafts, padded_drafts, state_of
 

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 
 from engine.sampling import noise as sampling
 from engine.sampling.noise import choose_tokens
-from engine.truncation import Truncation, truncate
+from engine.sampling.truncation import Truncation, truncate
 from tests.engine import naive_sampling as naive
 
 limits = st.tuples(
