@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine import truncation
 from engine.executor.kernels import draw
 from engine.sampling import noise as sampling
+from engine.sampling import truncation
 from engine.sampling.noise import choose_tokens, greedy_tokens, gumbel_noise
 from engine.sampling.truncation import WORKSPACE, Limits, Truncation, truncate
 from engine.scheduling.request import GREEDY_BELOW
