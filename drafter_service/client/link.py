@@ -131,11 +131,6 @@ class Link:
         # Whatever the client was at, it did not finish; and the text of an error may hold anything.
         return Parting(f"this client failed: {type(problem).__name__}", is_doubtful=True)
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether the service serves this client, or says that it does not."""
-        return self.lost is None or (self.parting is not None and self.parting.is_final)
-
     def failure(self, address: str) -> UserError:
         """The error for an owner who cannot do without the service."""
         start_one = f"start one with: ssd-drafter serve --listen {address}"
