@@ -24,9 +24,6 @@ DEADLINE_S = 0.002
 PATIENCE_S = 30.0
 """A service that has owed an answer for so long is gone, though its connection may stand."""
 
-AHEAD = 17
-"""More tokens of a path to ask for: one that the target produces itself, and another draft of 16."""
-
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
 

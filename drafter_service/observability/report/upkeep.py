@@ -69,7 +69,6 @@ def engines(namespace: NamespaceReport) -> list[str]:
         ("late answers dropped", clients.dropped),
         ("sequences told again", clients.resyncs),
         ("reconnects", clients.reconnects),
-        ("drafts ahead of asking", clients.ahead),
         ("texts offered again", namespace.duplicates),
     )
     shown = list_of((name, Figure(value, units.count)) for name, value in rows)
