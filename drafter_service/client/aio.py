@@ -67,14 +67,14 @@ class AsyncDrafterClient(Client):
         sequence_id: int,
         prompt: np.ndarray,
         *,
-        session: str | None = None,
-        request: str | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
         learn: bool = True,
     ) -> None:
         """Begin a sequence, as `DrafterClient.start`."""
         self._check_process()
         async with self._turns:
-            self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
+            self._core.start(sequence_id, prompt, session_id=session_id, request_id=request_id, learn=learn)
             self._has_more.set()
 
     async def draft(self, progress: Progress) -> DraftBatch:

@@ -73,13 +73,13 @@ def _sift(drafts: DraftBatch, limits: np.ndarray, ahead: int, vocabulary_size: i
     sizes = offsets[1:] - offsets[:-1]
     place = spread(np.zeros(len(sizes), np.int64), offsets)
     is_path = _all_of(drafts.parents == place - 1, offsets)
-    is_fit = (drafts.odds >= 0) & (drafts.odds <= 1) & (drafts.parents >= ROOT) & (drafts.parents < place)
+    is_fit = (drafts.accept_prob >= 0) & (drafts.accept_prob <= 1) & (drafts.parents >= ROOT) & (drafts.parents < place)
     if vocabulary_size:
         is_fit &= drafts.tokens < vocabulary_size
     is_good = _all_of(is_fit, offsets) & (sizes <= limits + ahead * is_path)
     keep, sizes = is_good.repeat(sizes), sizes * is_good
     good = DraftBatch(
-        drafts.tokens[keep], drafts.parents[keep], drafts.odds[keep], drafts.source[keep], offsets_of(sizes)
+        drafts.tokens[keep], drafts.parents[keep], drafts.accept_prob[keep], drafts.source[keep], offsets_of(sizes)
     )
     return Answer(good, sizes, is_path, len(sizes) - int(np.count_nonzero(is_good)))
 

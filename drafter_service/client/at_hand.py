@@ -57,7 +57,7 @@ class AtHand:
             self._tables = tuple(np.pad(table, ((0, 0), (0, longest - self._width))) for table in self._tables)
             self._width = longest
         places = spread(rows * self._width, offsets)
-        arrays = (drafts.tokens, drafts.parents, drafts.odds, drafts.source)
+        arrays = (drafts.tokens, drafts.parents, drafts.accept_prob, drafts.source)
         for table, values in zip(self._tables, arrays, strict=True):
             table.reshape(-1)[places] = values
         self._is_lasting[rows] = is_lasting

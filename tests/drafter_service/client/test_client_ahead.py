@@ -168,7 +168,7 @@ def test_what_nobody_can_use_is_not_kept_back():
 
 
 def test_a_tree_beside_a_path_that_lasts_is_asked_for_again():
-    tree = DraftBatch.of_paths([Path(array(tokens), np.full(len(tokens), 0.5)) for tokens in ([6, 7], range(21, 35))])
+    tree = DraftBatch.from_paths([Path(array(tokens), np.full(len(tokens), 0.5)) for tokens in ([6, 7], range(21, 35))])
     tree.parents[:2] = -1
     wire = connected(counting, ahead=9)
     start(wire.core, 1, [5])

@@ -48,7 +48,7 @@ async def draft_of(client, committed, limit=1, **outcome):
 
 def test_sequences_are_told_drafted_for_and_learned(drive):
     async def test(fake: FakeServer, client: AsyncDrafterClient):
-        await client.start(1, array([5]), session="chat", request="r1")
+        await client.start(1, array([5]), session_id="chat", request_id="r1")
         assert await draft_of(client, [], limit=2) == [6, 7]
         assert await draft_of(client, [6], limit=2, verified=2, accepted=1) == [7, 8]
         await client.finish(1, array([7]), verified=2, accepted=1)
