@@ -39,6 +39,7 @@ ALLOWED = {
         "engine",
         "ssd",
         "drafter_service.client",
+        "drafter_service.observability.charts",
         "click",
         "fastapi",
         "flashinfer",

@@ -1,0 +1,144 @@
+"""What goes into a step of the engine, and what comes out of it. Nothing here outlives the step.
+
+The scheduler makes a `StepPlan`: which sequences run, and how many committed tokens of each. Speculation adds drafts to
+it, an executor runs it, and its results come back as a `StepResult`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # A plan is read without PyTorch.
+    from torch import Tensor
+
+    from engine.sampling.logprobs import Logprobs
+    from engine.scheduling.sequence import Sequence
+    from engine.speculation.draft_tree import DraftTree
+
+NO_TOKENS = np.empty(0, np.uint32)
+NO_SOURCES = np.empty(0, np.uint8)
+NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(eq=False, slots=True)
+class SequencePlan:
+    """The part of a step that belongs to one sequence: committed tokens that run, and a draft after them."""
+
+    sequence: Sequence
+    scheduled: int
+    """Number of committed tokens that run, beginning with the first one that is not in the KV cache."""
+    produces: bool
+    """Whether the last committed token is among them, so that the step yields the next one."""
+    draft_room: int = 0
+    """Largest number of draft tokens that the request, the rest of the output and the pages allow."""
+    draft: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    """uint32 [k]: draft tokens to verify."""
+    tree: DraftTree | None = None
+    """Shape of the draft; None if each token follows the one before it."""
+    sources: np.ndarray = field(default_factory=lambda: NO_SOURCES)
+    """uint8 [k]: where each draft token was found, an `ssd.types.Source` each."""
+    q_rows: np.ndarray | None = None
+    """int32 [k]: row of `StepPlan.q` that each draft token was sampled from, -1 for a deterministic candidate; None if
+    all of them are deterministic."""
+
+    @property
+    def draft_depths(self) -> np.ndarray:
+        """int64 [k]: distance of each draft token from the last committed token, at least 1."""
+        return np.arange(1, len(self.draft) + 1) if self.tree is None else self.tree.depths
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """What one step runs."""
+
+    entries: list[SequencePlan]
+    """In the order of arrival of their sequences."""
+    cost: float | None = None
+    """What verifying one more draft token costs, as a fraction of the step; None if it is not measured."""
+    q: Tensor | None = None
+    """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
+    asked: bool = False
+    """Whether the drafter was asked for drafts."""
+    is_probe: bool = False
+    """Whether a draft is verified only to measure what a step of this size costs."""
+    drafting_s: float = 0.0
+    """Seconds that the step was delayed by asking the drafter."""
+
+    @cached_property
+    def producing(self) -> list[SequencePlan]:
+        """Entries that yield tokens; drafts are proposed for these alone."""
+        return [entry for entry in self.entries if entry.produces]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that run, drafts included."""
+        return sum(entry.scheduled + len(entry.draft) for entry in self.entries)
+
+
+@dataclass(eq=False, slots=True)
+class SequenceResult:
+    """What a step yielded for one sequence."""
+
+    plan: SequencePlan
+    tokens: np.ndarray
+    """uint32 [n]: accepted draft tokens, then the target's own token; shorter where the output ends before that. Empty
+    for a sequence that does not produce."""
+    kept: np.ndarray
+    """int64 [a]: indices of the accepted tokens within the draft, a path from the root."""
+    logprobs: Logprobs | None = None
+    """Log-probabilities of `tokens`, if the request asked for them."""
+
+    @property
+    def sequence_id(self) -> int:
+        """The id that `Engine.add` returned."""
+        return self.plan.sequence.sequence_id
+
+    @property
+    def drafted(self) -> int:
+        """Number of draft tokens that were verified."""
+        return len(self.plan.draft)
+
+    @property
+    def accepted(self) -> int:
+        """Number of draft tokens that were accepted."""
+        return len(self.kept)
+
+    @property
+    def max_accepted(self) -> int:
+        """Number of draft tokens that could have been accepted: the length of the draft's longest path."""
+        return int(self.plan.draft_depths.max()) if len(self.plan.draft) else 0
+
+
+@dataclass(eq=False)
+class TargetRows:
+    """Outputs of the target for the tokens of a step that are final: committed tokens and accepted draft tokens.
+
+    Rows of entry i are `offsets[i]:offsets[i + 1]`, in the order of their positions; the first one belongs to the first
+    token that the entry scheduled.
+    """
+
+    hidden: dict[int, Tensor]
+    """By layer, float [R, hidden size]."""
+    offsets: np.ndarray
+    """int64 [entries + 1]."""
+    top_tokens: Tensor | None = None
+    """int64 [M, k]: tokens of the k largest logits of the last committed token and of accepted draft tokens."""
+    top_logits: Tensor | None = None
+    """float32 [M, k]."""
+    top_offsets: np.ndarray | None = None
+    """int64 [entries + 1], into `top_tokens`."""
+
+
+@dataclass(eq=False)
+class StepResult:
+    """What a step yielded, in the order of `plan.entries`; sequences that ended while it ran are missing."""
+
+    plan: StepPlan
+    results: SequenceOf[SequenceResult]
+    outputs: TargetRows | None = None
+    """What the drafter declared that it needs; None if that is nothing."""
