@@ -82,3 +82,15 @@ def planted(module, old, new, folder):
     sys.modules[name] = loaded
     spec.loader.exec_module(loaded)
     return loaded
+
+
+def require_interpreter():
+    """Skip the test if kernels cannot be interpreted on the CPU here."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run on this machine's GPU; nothing is interpreted")
+
+
+def require_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
