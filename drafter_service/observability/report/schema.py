@@ -211,7 +211,6 @@ class Clients(_Part):
     dropped: Count = Field(description="Answers that came too late and were dropped.")
     resyncs: Count = Field(description="Sequences that were told again because the service had lost them.")
     reconnects: Count = Field(description="Connections that were made again.")
-    ahead: Count = Field(description="Drafts that were at hand without asking.")
 
 
 class PassageReport(_Part):
