@@ -193,9 +193,12 @@ def _reason(error: grpc.RpcError, server: str) -> str:
 def with_text(report: Report, folder: Path) -> Report:
     """Return the report with its passages decoded by the tokenizer.json of a folder.
 
-    Raises UserError for a folder without a usable one.
+    Raises UserError for a folder without a usable one, or without the tokenizers library.
     """
-    from tokenizers import Tokenizer
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
 
     path = folder / TOKENIZER_FILE
     if not path.is_file():

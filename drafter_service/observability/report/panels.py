@@ -258,7 +258,6 @@ def _engines(namespace: NamespaceReport) -> list[str]:
         ("late answers dropped", clients.dropped),
         ("sequences sent again", clients.resyncs),
         ("reconnects", clients.reconnects),
-        ("drafts ahead of asking", clients.ahead),
         ("duplicate texts", namespace.duplicates),
     )
     model = namespace.model

@@ -104,7 +104,7 @@ class LengthTally(Tally):
     """Draft tokens found by matches of one length."""
 
     match_length: Count = Field(
-        description="Number of the context's last tokens that matched. 64 includes longer ones."
+        description="Number of matched tokens at the end of the context. 64 includes longer ones."
     )
 
 
@@ -209,7 +209,6 @@ class Clients(_Part):
     dropped: Count = Field(description="Answers that came too late and were dropped.")
     resyncs: Count = Field(description="Sequences that were sent again because the service did not have them.")
     reconnects: Count = Field(description="Connections that were re-established.")
-    ahead: Count = Field(description="Drafts that were available without asking.")
 
 
 class PassageReport(_Part):

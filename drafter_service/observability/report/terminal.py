@@ -182,9 +182,8 @@ def _bars(title: str, rows: Iterable[Row]) -> Table:
     table.columns[1].justify = "left"
     table.columns[1].min_width = BAR_WIDTH
     for label, accepted, drafted in rows:
-        table.add_row(
-            label, Text(units.bar(accepted or 0.0, BAR_WIDTH), "green"), units.share(accepted), units.count(drafted)
-        )
+        bar = Text(units.bar(accepted or 0.0, BAR_WIDTH), "green")
+        table.add_row(label, bar, units.share(accepted), units.count(drafted))
     return table
 
 
@@ -194,7 +193,7 @@ def _calibration(namespace: NamespaceReport) -> Table:
     for label, predicted, accepted, drafted in calibration(namespace):
         table.add_row(label, units.share(predicted), units.share(accepted), units.count(drafted))
     table.add_section()
-    table.add_row("mean error", "", units.share(error), "")
+    table.add_row("error", "", units.share(error), "")
     return table
 
 
@@ -249,7 +248,6 @@ def _engines(namespace: NamespaceReport, clients: Clients) -> Table:
             ("late answers dropped", clients.dropped),
             ("sequences sent again", clients.resyncs),
             ("reconnects", clients.reconnects),
-            ("drafts ahead", clients.ahead),
             ("duplicate texts", namespace.duplicates),
         ],
     )

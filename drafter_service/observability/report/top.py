@@ -251,7 +251,7 @@ class Monitor:
         is_wide = width >= WIDE
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("namespace", min_width=8)
-        heads = ["tok/s", "step/s", "t/step", "", "accept", "p50", "p99", "learn/s", "eng"]
+        heads = ["tok/s", "step/s", "t/step", "", "acc", "p50", "p99", "learn/s", "eng"]
         more = ["draft/s", "seqs", "corpus"] if is_wide else []
         for head in heads + more:
             table.add_column(head, justify="left" if head == "" else "right", no_wrap=True)

@@ -90,7 +90,7 @@ def span(least: int, most: int | None) -> str:
 
 
 def percents(least: float, most: float) -> str:
-    """Format a range of shares: 45–50%."""
+    """Format a range of shares, such as 45 to 50 %."""
     return f"{100 * least:.0f}{TO}{100 * most:.0f}%"
 
 

@@ -61,7 +61,7 @@ def test_values_are_those_of_the_report():
     words = " ".join(text.split())
     assert f"tokens per step {units.ratio(known.drafting.tokens_per_step)}" in words
     assert f"hit rate (steps with a draft) {units.share(known.drafting.hit_rate)}" in words
-    assert f"mean error {units.share(known.calibration.error)}" in words
+    assert f"error {units.share(known.calibration.error)}" in words
     draft = known.draft_latency
     assert f"draft of a batch {units.duration(draft.p50_s)} {units.duration(draft.p90_s)}" in words
     first = known.by_position[0]
