@@ -6,7 +6,7 @@ import pytest
 from engine.speculation import columns
 from engine.speculation.columns import EACH, FIRST, Columns
 from engine.speculation.token_budget import path_odds
-from tests.engine.executor.kernels.backends import planted
+from tests.engine.executor.kernels.implementations import planted
 
 MOST = 6
 BELIEVED = FIRST * EACH ** np.arange(MOST)
