@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.auth.client import ClientAccess, Connector
+from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client import DrafterClient
 from drafter_service.client.about import About
 from drafter_service.client.outgoing import Beginning, Outgoing

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from drafter_service.auth.client import ClientAccess
+from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
 from drafter_service.client.grpc_stream import GrpcStream
 from drafter_service.client.socket_stream import SocketStream
