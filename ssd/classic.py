@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numba import types
@@ -107,7 +107,7 @@ class Running:
     text: np.ndarray
     size: int
     prompt_length: int
-    draft: np.ndarray = NO_PATH.tokens
+    draft: np.ndarray = field(default_factory=lambda: NO_PATH.tokens)
     """uint32: the tokens of its last draft."""
 
     def extend(self, tokens: np.ndarray) -> None:
