@@ -319,7 +319,7 @@ def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(calling,
         assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
     with calling("stranger") as stranger:
         stream = stranger.stream()
-        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known here")
+        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known")
 
 
 def greeted(caller, name):
