@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engine.config import DraftShape, KvDtype, Loop
+from engine.config import DraftShape, KvDtype
 from engine.models.hub import find_model
 from engine.models.shipped import SHIPPED_MODEL
 
@@ -18,7 +18,6 @@ ATTENTIONS = ("auto", "plain", "flashinfer")
 DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
 SHAPES = ("path", "tree")
 KV_DTYPES = ("auto", "fp8")
-LOOPS = ("plain", "overlapped", "pipelined")
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 
 
@@ -44,7 +43,8 @@ class EngineOptions:
     """MiB."""
     kv_dtype: KvDtype
     prefix_cache: bool
-    loop: Loop
+    in_flight: int | None
+    """As in `EngineConfig`."""
     threads: int | None
 
     @classmethod
@@ -79,7 +79,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--draft-shape",
             type=click.Choice(SHAPES),
             default="path",
-            help="Of drafts: without branches or with them; not with --loop pipelined.",
+            help="Of drafts: without branches or with them.",
         ),
         click.option(
             "--max-sequences", type=click.IntRange(min=1), default=max_sequences, help="Most requests running at once."
@@ -99,11 +99,10 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             help="Compute what prompts have in common at their start once.",
         ),
         click.option(
-            "--loop",
-            type=click.Choice(LOOPS),
-            default="plain",
-            help="overlapped: draft beside the model's work; pays where drafting has a processor of its own. "
-            "pipelined: begin each step before the one before it is known; for GPUs; verifies no trees.",
+            "--in-flight",
+            type=click.IntRange(0, 1),
+            hidden=True,
+            help="Launch each step before the results of so many earlier ones are known, instead of deciding at run time.",
         ),
         click.option(
             "--threads",

@@ -18,15 +18,15 @@ from engine import engine as core
 from engine.attention import flashinfer_fixed
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
 from engine.commands.options import LOOPS
 from engine.config import EngineConfig
 from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.executor import graph as graphs
 from engine.executor.batch import build_batch
-from engine.executor.eager import Runner
 from engine.executor.kernels.verify import verify
+from engine.executor.runner import Runner
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.packed import pack

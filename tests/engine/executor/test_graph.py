@@ -9,14 +9,14 @@ import torch
 from engine.attention.fixed import StepShape
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
 from engine.drafters.ngram import NgramDrafter
+from engine.engine import build_engine
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.eager import Runner
 from engine.executor.graph import FixedStep, Kind, Orders, Result
 from engine.executor.kernels.drafted import Drafts
 from engine.executor.kernels.inputs import build_inputs
+from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
 from engine.models.fused import FusedOps
