@@ -138,7 +138,7 @@ def measure_round_trips(folder: Path, corpus_tokens: int) -> dict[str, Any]:
     with service(folder, "--capacity", str(corpus_tokens)) as address:
         fill(address, corpus_tokens)
         for batch in (1, BATCH):
-            client = client_of(address, deadline_s=PATIENT_S, ahead=0)
+            client = client_of(address, deadline_s=PATIENT_S)
             engines = {
                 "embedded": engine_on(SuffixDrafter(config, corpus=corpus), batch),
                 "remote": engine_on(client, batch),
@@ -198,7 +198,7 @@ class Feed:
 
 def run_engine(address: str, seed: int, seconds: float, deadline_s: float, ready: Any, go: Event, results: Any) -> None:
     """One engine process: STEPS_PER_S steps of BATCH sequences a second; tells what came of them."""
-    client = client_of(address, deadline_s=deadline_s, ahead=0)
+    client = client_of(address, deadline_s=deadline_s)
     engine = engine_on(client, BATCH, seed)
     for _ in range(STEPS_PER_S // 2):
         engine.step()
@@ -277,7 +277,7 @@ def measure_learning(folder: Path, capacity: int, seconds: float) -> dict[str, A
 def measure_freshness(address: str, seconds: float) -> float:
     """From when a text is acknowledged until its end is drafted, 99th percentile in ms."""
     rng, taken, until = np.random.default_rng(0), [], time.monotonic() + seconds
-    client = client_of(address, deadline_s=PATIENT_S, ahead=0)
+    client = client_of(address, deadline_s=PATIENT_S)
     with grpc.insecure_channel(address) as channel:
         stub, sequence = DrafterServiceStub(channel), 0
         while time.monotonic() < until:
@@ -315,7 +315,7 @@ def measure_restart(folder: Path, capacity: int) -> dict[str, Any]:
     for _ in range(5):
         began = time.monotonic()
         with service(folder, *arguments) as address:
-            client = client_of(address, deadline_s=PATIENT_S, ahead=0)
+            client = client_of(address, deadline_s=PATIENT_S)
             client.start(1, text[:100])
             while len(client.draft(_asking(1)).tokens) == 0:
                 client.finish(1, np.empty(0, np.uint32), learn=False)

@@ -7,6 +7,7 @@ from typing import Literal
 
 DraftShape = Literal["path", "tree"]
 KvDtype = Literal["auto", "fp8"]
+Verification = Literal["exact", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class EngineConfig:
     """Largest number of draft tokens verified for a sequence in a step."""
     draft_shape: DraftShape = "path"
     """`path`: of a draft tree only the part up to its first branch is verified. `tree`: all of it."""
+    verification: Verification = "exact"
+    """How drafts are accepted when sampling, unless a request says otherwise. `exact`: a draft token is accepted if it
+    is the one that decoding without drafts produces. `rejection`: speculative sampling; outputs have the same
+    distribution."""
     in_flight: int | None = None
     """Number of launched steps whose results are unknown while the next one is planned: 0 or 1. None: decided while
     the engine runs, from what each gains. For debugging and benchmarks."""
@@ -44,6 +49,8 @@ class EngineConfig:
             raise ValueError(f"kv_dtype must be 'auto' or 'fp8', not {self.kv_dtype!r}")
         if self.draft_shape not in ("path", "tree"):
             raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
+        if self.verification not in ("exact", "rejection"):
+            raise ValueError(f"verification must be 'exact' or 'rejection', not {self.verification!r}")
         if self.in_flight not in (None, 0, 1):
             raise ValueError(f"in_flight must be 0, 1 or None, not {self.in_flight!r}")
         if not 0 <= self.watermark < 1:

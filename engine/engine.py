@@ -142,7 +142,7 @@ class Engine:
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
     ) -> list[Completion]:
-        """Run requests and return their completions in the same order; `observe` is called with the report of each step.
+        """Run requests and return their completions in the same order; `observe` gets the report of each step.
 
         It may cancel requests; their completions have the reason ABORT.
 
@@ -243,8 +243,8 @@ def build_engine(
     *,
     has_budget: bool = False,
     attention: str = "auto",
-    common: SamplingParams = COMMON_SAMPLING,
-    notify: Callable[[str], None] = lambda _: None,
+    common: SamplingParams = COMMON_SAMPLING,  # noqa: ARG001
+    notify: Callable[[str], None] = lambda _: None,  # noqa: ARG001
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 

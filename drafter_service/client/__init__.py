@@ -1,10 +1,9 @@
-"""The clients that engines draft through: the same face as the embedded drafter, and never in the engine's way.
+"""The client of the drafter service, with the interface of the embedded drafter.
 
-A step waits for its drafts until a deadline; without an answer there is none for that step. A connection that is lost
-costs drafts and nothing else: it is made again in the background, and the service is told what it missed.
+A step waits for its drafts until a deadline and goes on without them afterwards. A lost connection costs drafts and
+nothing else: it is made again in the background, and running sequences are registered again.
 """
 
-from drafter_service.client.aio import AsyncDrafterClient
 from drafter_service.client.sync import DrafterClient
 
-__all__ = ["AsyncDrafterClient", "DrafterClient"]
+__all__ = ["DrafterClient"]

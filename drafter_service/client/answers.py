@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from drafter_service.client.texts import spread
@@ -20,30 +18,19 @@ MOST_TOKENS = np.uint32(0xFFFF_FFFF)
 """The first id that no token can have."""
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """Drafts for B sequences, all of them fit for use."""
+def read_answer(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> tuple[DraftBatch, int]:
+    """Drafts of at most `limits` tokens, uint32 [B], with ids below `vocabulary_size` unless that is 0.
 
-    drafts: DraftBatch
-    sizes: np.ndarray
-    """Whole numbers [B]: tokens of each."""
-    is_path: np.ndarray | bool
-    """bool [B], or for all: each token of the draft follows the one before it."""
-    malformed: int = 0
-    """Drafts that were taken out."""
-
-
-def read_answer(message: pb.Drafts, limits: np.ndarray, ahead: int, vocabulary_size: int) -> Answer:
-    """Drafts of at most `limits`, uint32 [B], and paths of `ahead` more; ids below `vocabulary_size` unless that is 0.
-
-    Raises WireError for arrays that do not fit together.
+    Returns the drafts, and how many of them were removed as malformed. Raises WireError for arrays that do not fit
+    together.
     """
-    return _read_good_paths(message, limits + np.uint32(ahead), vocabulary_size) or _sift(
-        read_drafts(message, len(limits)), limits.astype(np.int64), ahead, vocabulary_size
-    )
+    paths = _read_good_paths(message, limits, vocabulary_size)
+    if paths is not None:
+        return paths, 0
+    return _sift(read_drafts(message, len(limits)), limits.astype(np.int64), vocabulary_size)
 
 
-def _read_good_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> Answer | None:
+def _read_good_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> DraftBatch | None:
     """The answer if it is nothing but paths without a fault, as nearly all are; takes a third of the time."""
     try:
         tokens, odds = np.frombuffer(message.tokens, U4), np.frombuffer(message.odds, F4)
@@ -64,24 +51,23 @@ def _read_good_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: in
     is_good = follows & (odds.view(np.uint32) <= ONE_AS_BITS) & (tokens < (vocabulary_size or MOST_TOKENS))
     if np.count_nonzero(is_good) < count:
         return None
-    return Answer(DraftBatch(tokens, parents, odds, source, offsets), sizes, True)
+    return DraftBatch(tokens, parents, odds, source, offsets)
 
 
-def _sift(drafts: DraftBatch, limits: np.ndarray, ahead: int, vocabulary_size: int) -> Answer:
-    """The drafts that are good."""
+def _sift(drafts: DraftBatch, limits: np.ndarray, vocabulary_size: int) -> tuple[DraftBatch, int]:
+    """The well-formed drafts, and how many were removed."""
     offsets = drafts.offsets.astype(np.int64)
     sizes = offsets[1:] - offsets[:-1]
     place = spread(np.zeros(len(sizes), np.int64), offsets)
-    is_path = _all_of(drafts.parents == place - 1, offsets)
     is_fit = (drafts.odds >= 0) & (drafts.odds <= 1) & (drafts.parents >= ROOT) & (drafts.parents < place)
     if vocabulary_size:
         is_fit &= drafts.tokens < vocabulary_size
-    is_good = _all_of(is_fit, offsets) & (sizes <= limits + ahead * is_path)
+    is_good = _all_of(is_fit, offsets) & (sizes <= limits)
     keep, sizes = is_good.repeat(sizes), sizes * is_good
     good = DraftBatch(
         drafts.tokens[keep], drafts.parents[keep], drafts.odds[keep], drafts.source[keep], offsets_of(sizes)
     )
-    return Answer(good, sizes, is_path, len(sizes) - int(np.count_nonzero(is_good)))
+    return good, len(sizes) - int(np.count_nonzero(is_good))
 
 
 def _all_of(marks: np.ndarray, offsets: np.ndarray) -> np.ndarray:

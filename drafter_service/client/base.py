@@ -13,7 +13,7 @@ import structlog
 from drafter_service.auth.client import ClientAccess, Connector
 from drafter_service.client.core import Core
 from drafter_service.client.counters import Counters
-from drafter_service.client.link import AHEAD, DEADLINE_S, PATIENCE_S, Link, Parting, hello_of
+from drafter_service.client.link import DEADLINE_S, PATIENCE_S, Link, Parting, hello_of
 from drafter_service.client.messages import RefusedError
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import WireError
@@ -44,7 +44,6 @@ class Client:
         *,
         deadline_s: float = DEADLINE_S,
         patience_s: float = PATIENCE_S,
-        ahead: int = AHEAD,
         model: ModelIdentity | None = None,
         namespace: str = "",
         access: ClientAccess | None = None,
@@ -54,19 +53,18 @@ class Client:
     ) -> None:
         """A client of the service at `address` that connects again whenever the connection is lost.
 
-        deadline_s: longest wait for the drafts of a step. patience_s: after so long without an answer the connection is
-        given up. ahead: how many tokens of a path to have at hand for later steps, 0 for none; a step is served from
-        them only with a whole draft, so anything up to the engine's longest draft is of no use. model, namespace: what
-        is served, and where it is remembered. access: how to connect, and as whom. required: raise UserError if no
-        service answers or it refuses; otherwise there are no drafts until one does. on_lost: called with the reason,
-        once for each time that drafts cease to come. rng: of the waits between attempts to connect.
+        deadline_s: longest wait for the drafts of a step. patience_s: a connection on which a response is outstanding
+        for longer is closed and made again. model, namespace: what is served, and which corpus remembers it. access:
+        TLS files and bearer token. required: raise UserError if no service answers or it refuses; otherwise there are
+        no drafts until one does. on_lost: called with the reason, once for each time that drafts cease to come. rng:
+        source of the random waits between attempts to connect.
         """
         self.address = Address.parse(address).text
         self._connector = Connector(Address.parse(address), access or ClientAccess())
         self._deadline_s = deadline_s
         self._patience_s = patience_s
         self._on_lost = on_lost
-        self._core = Core(hello_of(model, namespace), ahead=ahead)
+        self._core = Core(hello_of(model, namespace))
         self._link = Link(self._core, rng)
         self._process = os.getpid()
         self._is_required = required

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
 
@@ -51,9 +51,6 @@ class Turn:
     """int64 [B]."""
     limits: np.ndarray
     """uint32 [B]: how many tokens the engine can use."""
-    cost: float | None
-    ahead: int
-    """How many tokens more were asked for."""
     asked: Places = field(default_factory=lambda: NONE)
     """For which sequences of the batch the service was asked."""
     step: int | None = None
@@ -67,7 +64,6 @@ class Core:
         self,
         hello: pb.Hello,
         *,
-        ahead: int,
         clock: Callable[[], float] = monotonic,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
@@ -75,13 +71,10 @@ class Core:
         self.dialogue = Dialogue(clock)
         self._counters = Counters()
         self._hello = hello
-        self._ahead = ahead
         self._random_bytes = random_bytes
         self._client_id = random_bytes(CLIENT_ID_BYTES)
         self._name = self._client_id.hex()
         self._was_welcome = False
-        self._longest_draft = 0
-        """That the service makes; 0: not known."""
         self._started = 0
         self._wire_ids = count(1)
         self._batches = 0
@@ -115,24 +108,23 @@ class Core:
         self._introductions.introduce(row)
 
     def draft(self, progress: Progress) -> Turn:
-        """Take note of what was committed, and ask for drafts for those that have none at hand.
+        """Record what was committed, and ask the service for drafts.
 
         `settle` it once `is_settled`, or when there is no more time. Raises ValueError as `Progress.check`.
         """
         rows = self._running.rows_of(progress)
-        turn = Turn(rows, progress.max_draft, progress.cost, self._ahead_of(progress.max_draft))
+        turn = Turn(rows, progress.max_draft)
         may_ask = self.dialogue.may_send and self.dialogue.is_rested()
         if may_ask and self._running.is_plain(rows):
-            self._ask(turn, ALL, self._running.pass_on(rows, progress))
+            self._ask(turn, ALL, self._running.pass_on(rows, progress), progress.cost)
             return turn
         self._running.commit(rows, progress)
-        wanting = (~self._running.at_hand.is_whole(rows, turn.limits)).nonzero()[0]
-        is_known = self._running.is_known(rows[wanting])
-        self._running.want(rows[wanting[~is_known]])
+        is_known = self._running.is_known(rows)
+        self._running.want(rows[~is_known])
         if may_ask and np.count_nonzero(is_known):
-            asked = wanting[is_known]
-            self._ask(turn, asked, self._running.tell(rows[asked]))
-        elif not may_ask and len(wanting):
+            asked = is_known.nonzero()[0]
+            self._ask(turn, asked, self._running.tell(rows[asked]), progress.cost)
+        elif not may_ask and len(rows):
             self._counters.timeouts += self.dialogue.phase is Phase.READY
         self._introductions.go_on()  # Behind the batch, which need not wait for it.
         return turn
@@ -142,7 +134,7 @@ class Core:
         return turn.step is None or not self.dialogue.is_waiting(turn.step)
 
     def settle(self, turn: Turn) -> DraftBatch:
-        """The drafts of a turn: those that were at hand and those that have come."""
+        """The drafts of a turn, as far as they have come."""
         drafts = None
         if turn.step is not None and not self.dialogue.was_cut(turn.step):
             message = self.dialogue.take()
@@ -151,11 +143,8 @@ class Core:
             else:
                 drafts = self._read(turn, message)
         if drafts is None:
-            drafts = self._running.at_hand.hand_out(turn.rows, turn.limits)
-        sizes = drafts.offsets[1:] - drafts.offsets[:-1]
-        self._running.hand_over(turn.rows, sizes)
-        if turn.asked is not ALL:
-            self._counters.ahead += int(np.count_nonzero(sizes) - np.count_nonzero(sizes[turn.asked]))
+            drafts = DraftBatch.empty(len(turn.rows))
+        self._running.hand_over(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
         return drafts
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, accepted: int, learn: bool) -> None:
@@ -214,7 +203,6 @@ class Core:
     def _be_welcome(self, response: pb.DraftResponse) -> None:
         """The service has said what it has of this client's sequences."""
         resumed = read_welcome(response)
-        self._longest_draft = response.welcome.max_draft
         self._introductions.begin(response.welcome)
         self._counters.reconnects += self._was_welcome
         self._was_welcome = True
@@ -227,9 +215,9 @@ class Core:
 
     # What the service is told.
 
-    def _ask(self, turn: Turn, asked: Places, news: News) -> None:
+    def _ask(self, turn: Turn, asked: Places, news: News, cost: float | None) -> None:
         """Ask for drafts."""
-        request = pb.DraftRequest(batch=batch_message(news, turn.limits[asked], turn.cost, turn.ahead))
+        request = pb.DraftRequest(batch=batch_message(news, turn.limits[asked], cost))
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
@@ -247,25 +235,21 @@ class Core:
 
     # Small things.
 
-    def _ahead_of(self, limits: np.ndarray) -> int:
-        """How many tokens more to ask for: none if what is left could never be a whole draft."""
-        # A draft, the target's own token behind it, and a whole draft again.
-        needed = 2 * int(limits.min()) + 1 if len(limits) else 0
-        return 0 if 0 < self._longest_draft < needed else self._ahead
-
     def _read(self, turn: Turn, message: pb.Drafts) -> DraftBatch | None:
-        """The drafts that have come, if they are all that the engine gets; None if a part was taken or put by."""
-        rows, limits = turn.rows[turn.asked], turn.limits[turn.asked]
+        """The drafts that have come; None if the message cannot be read."""
+        limits = turn.limits[turn.asked]
         try:
-            answer = read_answer(message, limits, turn.ahead, self._hello.model.vocabulary_size)
+            drafts, malformed = read_answer(message, limits, self._hello.model.vocabulary_size)
         except WireError:
-            self._counters.malformed += len(rows)
+            self._counters.malformed += len(limits)
             return None
-        self._counters.malformed += answer.malformed
-        if len(rows) == len(turn.rows) and not np.count_nonzero(answer.sizes > limits):
-            return answer.drafts
-        self._running.at_hand.take(rows, answer.drafts, answer.is_path if turn.ahead else False, turn.cost)
-        return None
+        self._counters.malformed += malformed
+        if len(limits) == len(turn.limits):
+            return drafts
+        # The sequences that the service does not know have no draft.
+        sizes = np.zeros(len(turn.limits), np.int64)
+        sizes[turn.asked] = drafts.offsets[1:] - drafts.offsets[:-1]
+        return replace(drafts, offsets=offsets_of(sizes))
 
 
 def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int, accepted: int) -> Progress:

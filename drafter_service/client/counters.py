@@ -19,8 +19,6 @@ class Counters:
     """Sequences that the service lost, so that they have to be told again."""
     reconnects: int = 0
     """Connections that were made again."""
-    ahead: int = 0
-    """Drafts of a sequence that were at hand without asking."""
     malformed: int = 0
     """Drafts that were no drafts: too long, outside the vocabulary, or not fitting together."""
     unlearned: int = 0
@@ -36,5 +34,4 @@ class Counters:
             dropped=self.dropped,
             resyncs=self.resyncs,
             reconnects=self.reconnects,
-            ahead=self.ahead,
         )

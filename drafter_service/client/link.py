@@ -24,9 +24,6 @@ DEADLINE_S = 0.002
 PATIENCE_S = 30.0
 """A service that has owed an answer for so long is gone, though its connection may stand."""
 
-AHEAD = 17
-"""More tokens of a path to ask for: one that the target produces itself, and another draft of 16."""
-
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
 
@@ -130,11 +127,6 @@ class Link:
             return Parting(f"this process cannot connect: {problem.strerror or type(problem).__name__}")
         # Whatever the client was at, it did not finish; and the text of an error may hold anything.
         return Parting(f"this client failed: {type(problem).__name__}", is_doubtful=True)
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the service serves this client, or says that it does not."""
-        return self.lost is None or (self.parting is not None and self.parting.is_final)
 
     def failure(self, address: str) -> UserError:
         """The error for an owner who cannot do without the service."""

@@ -22,7 +22,7 @@ class RefusedError(Exception):
     """The service does not serve this client; the text is its reason."""
 
 
-def batch_message(news: News, max_draft: np.ndarray, cost: float | None, ahead: int) -> pb.Batch:
+def batch_message(news: News, max_draft: np.ndarray, cost: float | None) -> pb.Batch:
     """What is to be told of a batch, for which drafts are wanted; max_draft: uint32 [B]."""
     return pb.Batch(
         sequence_ids=pack(news.wire_ids, "u8"),
@@ -32,7 +32,6 @@ def batch_message(news: News, max_draft: np.ndarray, cost: float | None, ahead: 
         accepted=pack(news.accepted, "u4"),
         max_draft=pack(max_draft, "u4"),
         cost=cost,
-        ahead=ahead,
         steps=pack(news.steps, "u4") if news.steps is not None and np.count_nonzero(news.steps > 1) else b"",
     )
 

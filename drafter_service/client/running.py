@@ -1,18 +1,8 @@
 """The running sequences: what was committed, what the service knows of it, and what it must still be told.
 
-How outcomes are counted. Step by step the engine tells how many tokens of what it was handed it verified and accepted.
-The service is told once for all steps since its last draft, of which the engine may have been handed several pieces:
-
-    draft of the service   t0 t1 t2 t3 t4 t5 t6 t7 t8
-    handed to the engine   [t0 t1 t2 t3]               verified 4, accepted 4, and the target's own token is t4
-                                          [t5 t6 t7 t8]   verified 3, accepted 1
-    told to the service    verified 8, accepted 5, steps 2
-
-- `verified` is the length of the shortest beginning of the draft that holds all verified tokens, so never more than the
-  draft had. It includes the tokens between the pieces, as t4, which nobody verified: the target produced them itself.
-- `accepted` is the sum of what the engine accepted, so those tokens are not part of it. How many they are is how many
-  more tokens of the beginning were committed than accepted.
-- Of a draft that the engine never got, or got on an earlier connection, nothing was verified.
+Several steps may pass before the service is told again, as while it is late. Then `verified` is what the first of these
+steps verified of the service's last draft: the later ones had none. Of a draft that the engine never got, or got on an
+earlier connection, nothing was verified.
 """
 
 from __future__ import annotations
@@ -24,7 +14,6 @@ from typing import NoReturn
 import numpy as np
 
 from drafter_service.client.about import About
-from drafter_service.client.at_hand import AtHand
 from drafter_service.client.ended import Ended
 from drafter_service.client.texts import Texts
 from ssd.config import check_cost
@@ -66,7 +55,6 @@ class Running:
     def __init__(self) -> None:
         self.row_of: dict[int, int] = {}
         """By the engine's id."""
-        self.at_hand = AtHand()
         self.may_want = False
         """Whether there may be `wanted` ones."""
         self._table = np.zeros((LINES, 0), np.int64)
@@ -128,7 +116,6 @@ class Running:
         )
         self._about[row] = None
         self._texts.clear(row)
-        self.at_hand.drop(np.array([row]))
         self._free.append(row)
         return ended
 
@@ -171,7 +158,7 @@ class Running:
 
     def is_plain(self, rows: np.ndarray) -> bool:
         """Whether all that is to be told of these sequences is what the engine says now: the usual case."""
-        return not self.at_hand.count and bool(0 < len(rows) == np.count_nonzero(self._table[IS_PLAIN, rows]))
+        return bool(0 < len(rows) == np.count_nonzero(self._table[IS_PLAIN, rows]))
 
     def pass_on(self, rows: np.ndarray, progress: Progress) -> News:
         """What `commit` and `tell` do for sequences that are plain."""
@@ -184,23 +171,21 @@ class Running:
         offsets = progress.offsets.astype(np.int64)
         counts = offsets[1:] - offsets[:-1]
         table = self._table[:, rows]
-        reached = (self.at_hand.begins[rows] + progress.verified) * (table[IS_COUNTED] * (progress.verified > 0))
-        np.maximum(table[VERIFIED], reached, out=table[VERIFIED])
+        # Steps after the first one have no draft of the service, so nothing of it was verified in them.
+        table[VERIFIED] += progress.verified * table[IS_COUNTED]
         table[ACCEPTED] += progress.accepted * table[IS_COUNTED]
         table[STEPS] += (counts > 0) * (1 if progress.steps is None else np.maximum(progress.steps, 1))
         table[UNTOLD] += counts
         table[IS_PLAIN] = 0
         self._table[:, rows] = table
         self._texts.append(rows, progress.tokens, offsets)
-        self.at_hand.advance(rows, progress.tokens, offsets, progress.cost)
 
     def tell(self, rows: np.ndarray) -> News:
-        """All that the service does not know of known sequences; from now on it does. Their drafts are void."""
+        """All that the service does not know of known sequences; from now on it does."""
         untold, _, verified, accepted, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(untold)
         tokens = self._texts.last(rows, offsets.astype(np.int64))
         self._make_plain(rows)
-        self.at_hand.drop(rows)
         return News(wire_ids, tokens, offsets, verified, accepted, np.maximum(steps, 1))
 
     def introduce(self, row: int, wire_id: int) -> np.ndarray:
@@ -271,6 +256,5 @@ class Running:
         before = len(self._about)
         self._table = np.pad(self._table, ((0, 0), (0, rows - before)))
         self._texts.grow(rows)
-        self.at_hand.grow(rows)
         self._about += [None] * (rows - before)
         self._free += range(rows - 1, before - 1, -1)

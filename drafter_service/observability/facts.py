@@ -32,7 +32,6 @@ class ClientTotals:
     dropped: int = 0
     resyncs: int = 0
     reconnects: int = 0
-    ahead: int = 0
 
 
 @dataclass(frozen=True)

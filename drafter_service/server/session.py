@@ -110,7 +110,7 @@ class Session:
             )
         if self.namespace.passages is not None:
             self._note_passages(batch, self.namespace.passages)
-        drafts, lost_in_batch = self._draft(batch, request.batch.ahead)
+        drafts, lost_in_batch = self._draft(batch)
         self._make_room()
         self.namespace.stats.counters.steps[STEPS] += steps
         return pb.DraftResponse(
@@ -208,13 +208,10 @@ class Session:
         if learn and running.learn:
             self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request)
 
-    def _draft(self, batch: Progress, ahead: int) -> tuple[DraftBatch, list[int]]:
+    def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
         """Drafts, and which sequences are not known."""
         ids = batch.sequence_ids.tolist()
         are_known = self._note_committed(ids, batch)
-        if ahead:
-            limits = np.minimum(batch.max_draft, self.max_draft) + min(ahead, self.max_draft)
-            batch = replace(batch, max_draft=np.where(batch.max_draft > 0, limits, 0).astype(np.uint32))
         if are_known and not self._indexing:
             return self._drafter.draft(batch), []
         return self._draft_some(batch, ids)

@@ -103,7 +103,7 @@ class Finish(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft", "cost", "ahead", "steps")
+    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft", "cost", "steps")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
@@ -111,7 +111,6 @@ class Batch(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: bytes
     tokens: bytes
@@ -120,23 +119,20 @@ class Batch(_message.Message):
     accepted: bytes
     max_draft: bytes
     cost: float
-    ahead: int
     steps: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., ahead: _Optional[int] = ..., steps: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., steps: _Optional[bytes] = ...) -> None: ...
 
 class ClientCounters(_message.Message):
-    __slots__ = ("timeouts", "dropped", "resyncs", "reconnects", "ahead")
+    __slots__ = ("timeouts", "dropped", "resyncs", "reconnects")
     TIMEOUTS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     RECONNECTS_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_FIELD_NUMBER: _ClassVar[int]
     timeouts: int
     dropped: int
     resyncs: int
     reconnects: int
-    ahead: int
-    def __init__(self, timeouts: _Optional[int] = ..., dropped: _Optional[int] = ..., resyncs: _Optional[int] = ..., reconnects: _Optional[int] = ..., ahead: _Optional[int] = ...) -> None: ...
+    def __init__(self, timeouts: _Optional[int] = ..., dropped: _Optional[int] = ..., resyncs: _Optional[int] = ..., reconnects: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("step", "drafts", "error", "welcome", "lost_ids")

@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.attention.backend import check_machine
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
+from engine.drafters.base import TargetInfo
+from engine.drafters.registry import build_drafter, configure
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
@@ -74,6 +76,7 @@ def launch(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
         draft_shape=options.draft_shape,
+        verification=options.verification,
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
         kv_dtype=options.kv_dtype,
@@ -81,7 +84,13 @@ def launch(
         in_flight=options.in_flight,
     )
     drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, options.max_draft), MAX_DRAFT))
-    drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
+    drafter: Any = build_drafter(
+        options.drafter,
+        configure(options.drafter, drafter_config, options.drafter_options),
+        TargetInfo.from_model(model, config, options.model),
+        address=options.address,
+        warn=warn,
+    )
     may_draft = options.drafter != "none" and options.max_draft > 0
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,

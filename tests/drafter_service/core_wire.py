@@ -12,12 +12,11 @@ from tests.strategies import array
 class Wire:
     """Between a core and a service: messages arrive when a test says so, or never."""
 
-    def __init__(self, service: FakeService, ahead: int = 0, model: pb.Model | None = None) -> None:
+    def __init__(self, service: FakeService, model: pb.Model | None = None) -> None:
         self.now = 0.0
         ids = iter(range(1, 1000))
         self.core = Core(
             pb.Hello(model=model),
-            ahead=ahead,
             clock=lambda: self.now,
             random_bytes=lambda size: next(ids).to_bytes(size, "big"),
         )

@@ -138,7 +138,7 @@ class FakeService:
             one.heard = len(self.requests)
             committed = tokens[offsets[index] : offsets[index + 1]]
             self._commit(one, committed, verified[index], accepted[index], steps[index])
-            one.drafted = self.guess(one.text, min(limits[index] + batch.ahead, self.most_draft))
+            one.drafted = self.guess(one.text, min(limits[index], self.most_draft))
             paths.append(one.drafted)
         return DraftBatch.of_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
 

@@ -53,7 +53,7 @@ def namespace_facts(name="main", stats=None, **changes):
         "sequences": 17,
         "draft_latency": latency_of(3e-5, 4e-4, 4e-4, 20.0),
         "merge_latency": latency_of(0.011),
-        "clients": ClientTotals(timeouts=1, dropped=2, resyncs=3, reconnects=4, ahead=5),
+        "clients": ClientTotals(timeouts=1, dropped=2, resyncs=3, reconnects=4),
         "duplicates": 6,
     }
     return NamespaceFacts(name=name, stats=stats or Stats(), **(parts | changes))

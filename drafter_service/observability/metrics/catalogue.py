@@ -178,11 +178,6 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
         "Connections that clients made again.",
         lambda facts: facts.clients.reconnects,
     ),
-    Counter(
-        "ssd_drafter_client_ahead_drafts_total",
-        "Drafts that clients had at hand without asking.",
-        lambda facts: facts.clients.ahead,
-    ),
     Histogram(
         "ssd_drafter_draft_latency_seconds",
         "Seconds to answer one message, its whole batch, in the service.",

@@ -46,11 +46,13 @@ def odds(namespace: NamespaceReport) -> list[tuple[str, float | None, float | No
     rows = []
     for tenth in range(10):
         least = tenth * ODDS_TOGETHER
-        bins = [one for one in namespace.calibration.bins if least <= one.least_odds + 1e-9 < least + ODDS_TOGETHER]
+        bins = [
+            one for one in namespace.calibration.bins if least <= one.least_path_prob + 1e-9 < least + ODDS_TOGETHER
+        ]
         drafted = sum(one.drafted for one in bins)
         if drafted:
-            promised = share(sum((one.promised or 0.0) * one.drafted for one in bins), drafted)
-            kept = share(sum((one.kept or 0.0) * one.drafted for one in bins), drafted)
+            promised = share(sum((one.predicted or 0.0) * one.drafted for one in bins), drafted)
+            kept = share(sum((one.acceptance or 0.0) * one.drafted for one in bins), drafted)
             rows.append((units.percents(least, least + ODDS_TOGETHER), promised, kept, drafted))
     return rows
 

@@ -1,56 +1,84 @@
-"""What the page shows of one namespace."""
+"""Panels of the report page: what it shows of one namespace, and of the service."""
 
 from __future__ import annotations
 
-from drafter_service.observability.report import curves, plots, units, upkeep
-from drafter_service.observability.report.parts import Figure, cells_of, key_of, panel, table_of
-from drafter_service.observability.report.plots import Bar
-from drafter_service.observability.report.schema import NamespaceReport, Tally
+from collections.abc import Iterable
 
-OPEN_POSITION, OPEN_MATCH_LENGTH = 129, 64
-"""They stand for everything from there on."""
+from drafter_service.observability.charts import Cell, Value, description_list, legend, panel, table
+from drafter_service.observability.report import plots, units
+from drafter_service.observability.report.plots import SOURCE_COLORS, Bar
+from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, ServiceReport, Tally
+
+LAST_POSITION, LAST_MATCH_LENGTH = 129, 64
+"""These rows count all longer ones, too."""
 TALLY_HEADS = ("acceptance", "draft tokens", "accepted")
+SOURCE_NAMES = {"corpus": "corpus: other requests", "local": "local: the request itself"}
 
 
-def panels(namespace: NamespaceReport) -> list[str]:
-    """All panels of which something is known, each a heading, a plot, and the same as a table."""
+def namespace_panels(namespace: NamespaceReport) -> list[str]:
+    """Return all panels for which there is data, each with a chart and the same data as a table."""
     makers = (
         _over_time,
         _positions,
-        _lengths,
+        _match_lengths,
         _ages,
         _calibration,
         _sources,
-        _worth,
-        upkeep.latencies,
-        upkeep.occupancy,
-        upkeep.corpus,
-        upkeep.engines,
+        _speed,
+        _latencies,
+        _occupancy,
+        _corpus,
+        _engines,
         _passages,
     )
-    return [shown for maker in makers for shown in maker(namespace)]
+    return [markup for maker in makers for markup in maker(namespace)]
+
+
+def service_panel(service: ServiceReport) -> str:
+    """Return the panel of the process and its shared log."""
+    rows = [
+        ("uptime", Value(service.uptime_s, units.duration)),
+        ("resident memory", Value(service.memory_bytes, units.size)),
+        ("requests and streams refused", Value(service.refused, units.count)),
+    ]
+    log = service.log
+    if log is not None:
+        rows += [
+            ("shared log: tokens written", Value(log.published_tokens, units.count)),
+            ("tokens read", Value(log.consumed_tokens, units.count)),
+            ("lag", Value(log.lag_s, units.duration)),
+            ("entries not read yet", Value(log.lag_entries, units.count)),
+            ("duplicates", Value(log.duplicates, units.count)),
+            ("tokens dropped", Value(log.dropped_tokens, units.count)),
+            ("malformed entries", Value(log.malformed, units.count)),
+            ("gaps", Value(log.gaps, units.count)),
+            ("errors", Value(log.errors, units.count)),
+        ]
+    return panel("The service", f"ssd-drafter {service.version}", description_list(rows))
+
+
+# --- Drafting
 
 
 def _over_time(namespace: NamespaceReport) -> list[str]:
     periods = namespace.over_time or []
     if not any(period.tokens_per_step is not None for period in periods):
         return []
-    key = (("var(--with)", "tokens per step"), ("var(--new)", "hit rate"), ("var(--near)", "acceptance"))
     rows = [
         (
             units.moment(period.begins_at),
-            Figure(period.tokens_per_step, units.ratio),
-            Figure(period.hit_rate, units.share),
-            Figure(period.acceptance, units.share),
-            Figure(period.committed, units.count),
-            Figure(period.timeouts, units.count),
+            Value(period.tokens_per_step, units.ratio),
+            Value(period.hit_rate, units.share),
+            Value(period.acceptance, units.share),
+            Value(period.committed, units.count),
+            Value(period.timeouts, units.count),
         )
         for period in periods
     ]
     heads = ("from", "tokens per step", "hit rate", "acceptance", "output tokens", "late steps")
-    plot = curves.drafting_over_time(periods) + key_of(key)
-    note = "The shaded area is what drafts add to plain decoding."
-    return [panel("Over time", note, plot, heads, rows, "across")]
+    colors = (("green", "tokens per step"), ("blue", "hit rate"), ("amber", "acceptance"))
+    plot = plots.drafting_over_time(periods) + legend(colors)
+    return [panel("Over time", "The shaded area is the gain over plain decoding.", plot, table(heads, rows), "across")]
 
 
 def _positions(namespace: NamespaceReport) -> list[str]:
@@ -59,28 +87,28 @@ def _positions(namespace: NamespaceReport) -> list[str]:
         return []
     bars, rows = [], []
     for tally in tallies:
-        name = _open_name(tally.position, OPEN_POSITION)
+        name = _open_name(tally.position, LAST_POSITION)
         bars.append(Bar(name, f"position {name}", tally.acceptance, tally.drafted))
-        rows.append((name, Figure(tally.accepted_share_of_drafts, units.share), *cells_of(tally)))
+        rows.append((name, Value(tally.accepted_share_of_drafts, units.share), *_tally_cells(tally)))
     plot = plots.shares(bars, "Acceptance by position in the draft", 12)
-    heads = ("position", "right up to here", *TALLY_HEADS)
-    return [panel("By position in the draft", "Accepted of those verified there.", plot, heads, rows)]
+    data = table(("position", "of all drafts", *TALLY_HEADS), rows)
+    return [panel("By position in the draft", "Share accepted of the tokens verified there.", plot, data)]
 
 
-def _lengths(namespace: NamespaceReport) -> list[str]:
+def _match_lengths(namespace: NamespaceReport) -> list[str]:
     tallies = {tally.match_length: tally for tally in namespace.by_match_length}
     if not tallies:
         return []
     bars, rows = [], []
     for length in range(max(tallies) + 1):
-        name = _open_name(length, OPEN_MATCH_LENGTH)
+        name = _open_name(length, LAST_MATCH_LENGTH)
         tally = tallies.get(length, Tally(drafted=0, accepted=0, acceptance=None))
         bars.append(Bar(name, f"{name} tokens matched", tally.acceptance, tally.drafted))
         if length in tallies:
-            rows.append((name, *cells_of(tally)))
+            rows.append((name, *_tally_cells(tally)))
     plot = plots.shares(bars, "Acceptance by match length", 9)
-    note = "How many of the context's last tokens were found again."
-    return [panel("By match length", note, plot, ("tokens", *TALLY_HEADS), rows)]
+    note = "Number of the context's last tokens that were found."
+    return [panel("By match length", note, plot, table(("tokens", *TALLY_HEADS), rows))]
 
 
 def _ages(namespace: NamespaceReport) -> list[str]:
@@ -91,10 +119,10 @@ def _ages(namespace: NamespaceReport) -> list[str]:
     for tally in age.bins:
         name = units.span(tally.least_tokens, tally.most_tokens)
         bars.append(Bar(units.count(tally.least_tokens), f"{name} tokens old", tally.acceptance, tally.drafted))
-        rows.append((name, *cells_of(tally)))
-    note = f"Half of what was accepted is at most {units.count(age.median_tokens)} tokens old."
+        rows.append((name, *_tally_cells(tally)))
+    note = f"Half of the accepted tokens come from text at most {units.count(age.median_tokens)} tokens old."
     plot = plots.shares(bars, "Acceptance by age of the text", 6)
-    return [panel("By age of the text", note, plot, ("tokens since", *TALLY_HEADS), rows)]
+    return [panel("By age of the text", note, plot, table(("tokens since", *TALLY_HEADS), rows))]
 
 
 def _calibration(namespace: NamespaceReport) -> list[str]:
@@ -103,51 +131,138 @@ def _calibration(namespace: NamespaceReport) -> list[str]:
         return []
     rows = [
         (
-            units.percents(one.least_odds, one.most_odds),
-            Figure(one.promised, units.share),
-            Figure(one.kept, units.share),
-            Figure(one.drafted, units.count),
+            units.percents(one.least_path_prob, one.most_path_prob),
+            Value(one.predicted, units.share),
+            Value(one.acceptance, units.share),
+            Value(one.drafted, units.count),
         )
         for one in known.bins
     ]
-    note = f"Odds promised (across) and kept (up): {units.share(known.error)} apart on average."
-    plot = plots.calibration(known)
-    return [panel("Calibration", note, plot, ("odds", "promised", "kept", "draft tokens"), rows)]
+    note = f"Predicted (across) and actual (up) acceptance; they differ by {units.share(known.error)} on average."
+    data = table(("path probability", "predicted", "accepted", "draft tokens"), rows)
+    return [panel("Calibration", note, plots.calibration(known), data)]
 
 
 def _sources(namespace: NamespaceReport) -> list[str]:
     tallies = namespace.by_source
     if not namespace.drafting.drafted:
         return []
-    names = {
-        "corpus": ("var(--corpus)", "corpus: other requests"),
-        "local": ("var(--near)", "local: the request itself"),
-    }
-    key = [
-        (tone, f"{name}, {units.share(tally.acceptance)} accepted")
+    colors = [
+        (SOURCE_COLORS[tally.source], f"{SOURCE_NAMES[tally.source]}, {units.share(tally.acceptance)} accepted")
         for tally in tallies
-        for tone, name in [names[tally.source]]
     ]
-    rows = [(tally.source, *cells_of(tally)) for tally in tallies]
-    plot = plots.sources(tallies) + key_of(key)
-    heads = ("source", *TALLY_HEADS)
-    return [panel("By source", "Where draft tokens were found.", plot, heads, rows)]
+    data = table(("source", *TALLY_HEADS), [(tally.source, *_tally_cells(tally)) for tally in tallies])
+    return [panel("By source", "Where draft tokens were found.", plots.sources(tallies) + legend(colors), data)]
 
 
-def _worth(namespace: NamespaceReport) -> list[str]:
+def _speed(namespace: NamespaceReport) -> list[str]:
     drafting = namespace.drafting
     if not drafting.drafted:
         return []
     rows = [
-        (f"{100 * estimate.cost:g}% of a step", Figure(estimate.speedup, lambda value: f"{units.ratio(value)}x"))
+        (f"{100 * estimate.cost:g}% of a step", Value(estimate.speedup, lambda value: f"{units.ratio(value)}x"))
         for estimate in drafting.estimates
     ]
-    table = table_of(("verifying a token costs", "speed"), rows)
     note = (
-        f"{units.ratio(drafting.drafted_per_step)} draft tokens are verified a step. "
+        f"{units.ratio(drafting.drafted_per_step)} draft tokens are verified per step. "
         f"They pay while one costs less than {units.share(drafting.break_even_cost)} of a step."
     )
-    return [panel("What that is worth", note, table)]
+    return [panel("Estimated speed-up", note, table(("cost of verifying a token", "speed"), rows))]
+
+
+def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:
+    """The cells under `TALLY_HEADS`."""
+    return (
+        Value(tally.acceptance, units.share),
+        Value(tally.drafted, units.count),
+        Value(tally.accepted, units.count),
+    )
+
+
+def _open_name(number: int, last: int) -> str:
+    return f"{number}+" if number == last else str(number)
+
+
+# --- Latencies, corpus, engines
+
+
+def _latencies(namespace: NamespaceReport) -> list[str]:
+    kinds = (
+        ("Draft latency", "One message: drafts for the whole batch of an engine.", namespace.draft_latency),
+        ("Merge latency", "Making finished requests draftable; drafting continues meanwhile.", namespace.merge_latency),
+    )
+    return [_latency(title, note, known) for title, note, known in kinds if known is not None and known.count]
+
+
+def _latency(title: str, note: str, known: LatencyReport) -> str:
+    quantiles = (
+        ("p50", known.p50_s),
+        ("p90", known.p90_s),
+        ("p99", known.p99_s),
+        ("longest", known.longest_s),
+        ("mean", known.mean_s),
+    )
+    rows: list[tuple[Cell, ...]] = [(name, Value(value, units.duration)) for name, value in quantiles]
+    rows.append(("number measured", Value(known.count, units.count)))
+    return panel(title, note, plots.durations(known, title), table(("", ""), rows))
+
+
+def _occupancy(namespace: NamespaceReport) -> list[str]:
+    corpus, periods = namespace.corpus, namespace.over_time
+    if not periods or not corpus.tokens:
+        return []
+    rows = [
+        (
+            units.moment(period.ends_at),
+            Value(period.corpus_tokens, units.count),
+            Value(period.learned_tokens, units.count),
+            Value(period.memory_bytes, units.size),
+        )
+        for period in periods
+    ]
+    note = f"Overwritten {units.ratio(corpus.turnovers)} times"
+    if corpus.turnover_s is not None:
+        note += f"; once more in {units.duration(corpus.turnover_s)} at the present rate"
+    plot = plots.corpus_over_time(periods, corpus.capacity_tokens)
+    data = table(("until", "tokens remembered", "tokens learned", "memory"), rows)
+    return [panel("Occupancy", f"{note}.", plot, data)]
+
+
+def _corpus(namespace: NamespaceReport) -> list[str]:
+    known = namespace.corpus
+    rows = (
+        ("tokens remembered", Value(known.tokens, units.count)),
+        ("requests remembered", Value(known.requests, units.count)),
+        ("capacity, tokens", Value(known.capacity_tokens, units.count)),
+        ("tokens learned in total", Value(known.learned_tokens, units.count)),
+        ("tokens not draftable yet", Value(known.waiting_tokens, units.count)),
+        ("requests forgotten", Value(known.forgotten_requests, units.count)),
+        ("merges", Value(known.merges, units.count)),
+        ("merges into the base tier", Value(known.base_merges, units.count)),
+        ("full sorts", Value(known.full_builds, units.count)),
+        ("memory", Value(namespace.memory_bytes, units.size)),
+    )
+    full = "" if known.occupancy is None else f", {units.share(known.occupancy)} full"
+    note = f"{units.count(known.tokens)} tokens of {units.count(known.requests)} requests{full}."
+    return [panel("The corpus", note, description_list(row for row in rows if row[1].number is not None))]
+
+
+def _engines(namespace: NamespaceReport) -> list[str]:
+    clients = namespace.clients
+    if clients is None:
+        return []
+    rows: Iterable[tuple[str, int | None]] = (
+        ("engines connected", namespace.streams),
+        ("sequences running", namespace.sequences),
+        ("steps without drafts: too late", clients.timeouts),
+        ("late answers dropped", clients.dropped),
+        ("sequences sent again", clients.resyncs),
+        ("reconnects", clients.reconnects),
+        ("duplicate texts", namespace.duplicates),
+    )
+    model = namespace.model
+    note = "" if model is None else " · ".join(part for part in (model.name, model.adapter) if part)
+    return [panel("Engines", note, description_list((name, Value(value, units.count)) for name, value in rows))]
 
 
 def _passages(namespace: NamespaceReport) -> list[str]:
@@ -155,16 +270,11 @@ def _passages(namespace: NamespaceReport) -> list[str]:
         return []
     rows = [
         (
-            Figure(passage.accepted, units.count),
-            Figure(passage.age_tokens, units.count),
+            Value(passage.accepted, units.count),
+            Value(passage.age_tokens, units.count),
             " ".join(map(str, passage.tokens)) if passage.text is None else passage.text,
         )
         for passage in namespace.passages
     ]
-    table = table_of(("accepted", "tokens since", "passage"), rows)
-    return [panel("Most productive passages", "This is text of users.", table, kind="across words")]
-
-
-def _open_name(number: int, most: int) -> str:
-    """`most` stands for everything from there on."""
-    return f"{number}+" if number == most else str(number)
+    content = table(("accepted", "tokens since", "passage"), rows)
+    return [panel("Most productive passages", "This is text of users.", content, kind="across words")]

@@ -13,9 +13,12 @@ TOKENIZER_FILE = "tokenizer.json"
 def with_text(report: Report, folder: Path) -> Report:
     """The same report with the text of its passages, by the tokenizer.json of a folder.
 
-    Raises UserError for a folder that has no usable one.
+    Raises UserError for a folder that has no usable one, or if the tokenizers library is missing.
     """
-    from tokenizers import Tokenizer
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
 
     path = folder / TOKENIZER_FILE
     if not path.is_file():

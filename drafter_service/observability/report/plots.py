@@ -1,148 +1,272 @@
-"""Plots of tables: acceptance, calibration, sources, durations."""
+"""Charts of a report, as SVG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
-from drafter_service.observability.report import svg, units
-from drafter_service.observability.report.schema import Calibration, LatencyReport, SourceTally
+from drafter_service.observability import charts
+from drafter_service.observability.charts import Frame, Scale
+from drafter_service.observability.report import units
+from drafter_service.observability.report.schema import Calibration, LatencyReport, Period, SourceTally
 
-WIDTH, HEIGHT = 400, 250
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 14, 26
-VOLUME_HEIGHT, GAP = 34, 22
+FRAME = Frame()
+WIDE, NARROW = Frame(width=1080, height=330), Frame(width=400, height=330)
+LOWER_HEIGHT, LOWER_GAP = 78, 30
+"""Pixels of the lower chart of `drafting_over_time`, and above it."""
+VOLUME_HEIGHT, VOLUME_GAP = 34, 22
 FEW_TOKENS = 30
-"""Shares of fewer draft tokens are drawn paler: the next one may move them by several percent."""
-MOST_RADIUS = 11.0
-LABELS_HEIGHT = 32
-"""Of p50 and p99, above the bars."""
-LEAST_BINS = 8
-"""Of fewer durations the bars would be blocks."""
+"""Shares of fewer draft tokens are drawn paler: the next one may change them by several percent."""
+MAX_RADIUS = 11.0
+QUANTILE_LABELS_HEIGHT = 32
+"""Pixels for the labels of p50 and p99 above the bars."""
+MIN_BINS = 8
+"""With fewer bins than this the bars of durations would be too wide."""
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SOURCE_COLORS = {"corpus": "violet", "local": "amber"}
+TIME_STEPS_S = tuple(
+    [60 * minutes for minutes in (1, 2, 5, 10, 15, 30)]
+    + [3600 * hours for hours in (1, 2, 3, 6, 12)]
+    + [86_400 * days for days in (1, 2, 5, 10, 30, 90, 365)]
+)
+DAY_S = 86_400
+
+
+# --- Over time
+
+
+def drafting_over_time(periods: Sequence[Period]) -> str:
+    """Chart tokens per step, with hit rate and acceptance below; one version for wide and one for narrow screens."""
+    return _drafting(periods, WIDE, "wide") + _drafting(periods, NARROW, "narrow")
+
+
+def _drafting(periods: Sequence[Period], frame: Frame, kind: str) -> str:
+    x = frame.x_scale(periods[0].begins_at, periods[-1].ends_at)
+    upper = frame._replace(bottom=frame.bottom + LOWER_HEIGHT + LOWER_GAP)
+    lower = frame._replace(top=frame.floor - LOWER_HEIGHT)
+    known = [period.tokens_per_step for period in periods if period.tokens_per_step is not None]
+    # The axis starts at 1, plain decoding, unless a value is below it.
+    base = 1.0 if min(known) >= 1 else 0.0
+    marks = [base + mark for mark in charts.ticks(max([2.0, *known]) - base)]
+    y, lower_y = upper.y_scale(marks[0], marks[-1]), lower.y_scale(0, 1)
+    parts = [
+        *charts.y_axis(upper, y, marks, "{:g}".format),
+        *charts.y_axis(lower, lower_y, (0.0, 0.5, 1.0), units.share),
+        *_dates(periods, frame, x),
+    ]
+    for run in _runs(periods):
+        points = _curve(run, "tokens_per_step", x, y)
+        parts.append(charts.area(points, y(1), "green"))
+        parts.append(charts.polyline(points, kind="line green"))
+        for name, color in (("hit_rate", "blue"), ("acceptance", "amber")):
+            parts.append(charts.polyline(_curve(run, name, x, lower_y), kind=f"line thin {color}"))
+    parts += charts.reference_line(frame, y(1), "1 = plain decoding")
+    parts += [_spot(period, frame, x, y(period.tokens_per_step or 0.0)) for period in periods]
+    label = f"Tokens per step over time, now {units.ratio(known[-1])}; hit rate and acceptance below"
+    return charts.chart(frame, label, parts, kind)
+
+
+def corpus_over_time(periods: Sequence[Period], capacity: int | None) -> str:
+    """Chart the number of remembered tokens, with the capacity as a line."""
+    frame = FRAME
+    x = frame.x_scale(periods[0].begins_at, periods[-1].ends_at)
+    most = max([1, capacity or 0, *(period.corpus_tokens for period in periods)])
+    marks = charts.ticks(most, min_step=1)
+    y = frame.y_scale(0, marks[-1])
+    points = [(x(period.ends_at), y(period.corpus_tokens)) for period in periods]
+    points.insert(0, (frame.left, points[0][1]))
+    parts = [
+        *charts.y_axis(frame, y, marks, units.count),
+        *_dates(periods, frame, x),
+        charts.area(points, frame.floor, "violet"),
+        charts.polyline(points, kind="line violet"),
+    ]
+    if capacity:
+        parts += charts.reference_line(frame, y(capacity), "capacity", below=True)
+    for period in periods:
+        words = f"{units.moment(period.ends_at)}: {units.count(period.corpus_tokens)} tokens"
+        parts.append(charts.hover_strip(frame, x(period.begins_at), x(period.ends_at), words))
+    label = f"Tokens remembered over time, now {units.count(periods[-1].corpus_tokens)}"
+    return charts.chart(frame, label, parts)
+
+
+def time_ticks(begin: float, end: float, at_most: int) -> list[tuple[float, str]]:
+    """Return round moments between two, in seconds since 1970, with their labels."""
+    step = next((step for step in TIME_STEPS_S if (end - begin) / step <= at_most), None)
+    if step is None:
+        step = TIME_STEPS_S[-1] * math.ceil((end - begin) / at_most / TIME_STEPS_S[-1])
+    first = math.ceil(begin / step)
+    moments = [step * number for number in range(first, int(end // step) + 1)]
+    return [(moment, units.moment(moment, "%b %-d" if moment % DAY_S == 0 else "%H:%M")) for moment in moments]
+
+
+def _dates(periods: Sequence[Period], frame: Frame, x: Scale) -> list[str]:
+    at_most = 8 if frame.width > 600 else 4
+    return charts.x_axis(frame, x, time_ticks(periods[0].begins_at, periods[-1].ends_at, at_most))
+
+
+def _runs(periods: Iterable[Period]) -> list[list[Period]]:
+    """Consecutive periods for which tokens per step are known."""
+    grouped = groupby(periods, lambda period: period.tokens_per_step is not None)
+    return [list(run) for is_known, run in grouped if is_known]
+
+
+def _curve(run: Sequence[Period], name: str, x: Scale, y: Scale) -> list[charts.Point]:
+    """Points of a field over consecutive periods; a horizontal line for a single period."""
+    if len(run) == 1:
+        height = y(getattr(run[0], name) or 0.0)
+        return [(x(run[0].begins_at), height), (x(run[0].ends_at), height)]
+    values = [(period, getattr(period, name)) for period in run]
+    return [(x(_middle(period)), y(value)) for period, value in values if value is not None]
+
+
+def _spot(period: Period, frame: Frame, x: Scale, y: float) -> str:
+    """The marks and the tooltip that appear under the pointer."""
+    seconds = period.ends_at - period.begins_at
+    words = (
+        f"{units.moment(period.begins_at)}, {units.duration(seconds)}: "
+        f"{units.ratio(period.tokens_per_step)} tokens per step, hit rate {units.share(period.hit_rate)}, "
+        f"acceptance {units.share(period.acceptance)}, {units.rate(period.committed / seconds)} tokens/s"
+    )
+    middle = x(_middle(period))
+    mark = "" if period.tokens_per_step is None else charts.circle(middle, y, 4.5)
+    guide = charts.line(middle, frame.top, middle, frame.floor)
+    strip = charts.hover_strip(frame, x(period.begins_at), x(period.ends_at), words)
+    return charts.element("g", guide + mark + strip, kind="spot")
+
+
+def _middle(period: Period) -> float:
+    return (period.begins_at + period.ends_at) / 2
+
+
+# --- Tables as bars
 
 
 class Bar(NamedTuple):
-    """A share, and how many it is a share of."""
+    """A share of a volume."""
 
     label: str
-    """What is written below."""
+    """Written below the bar."""
     name: str
-    """What a pointer over it is told."""
+    """Written in the tooltip."""
     share: float | None
     volume: int
 
 
 def shares(bars: Sequence[Bar], label: str, labels: int) -> str:
-    """Shares as bars from 0 to 100 %, and below them how many draft tokens they are of; about `labels` are labelled."""
-    floor = HEIGHT - BOTTOM - VOLUME_HEIGHT - GAP
-    y = svg.linear(0, 1, floor, TOP)
-    below = HEIGHT - BOTTOM
-    volume_y = svg.linear(0, max(1, *(bar.volume for bar in bars), 1), below, below - VOLUME_HEIGHT)
-    slot = (WIDTH - LEFT - RIGHT) / len(bars)
+    """Chart shares from 0 to 100 % as bars, with their volumes below; about `labels` bars are labeled."""
+    frame = FRAME
+    upper = frame._replace(bottom=frame.bottom + VOLUME_HEIGHT + VOLUME_GAP)
+    lower = frame._replace(top=frame.floor - VOLUME_HEIGHT)
+    y, volume_y = upper.y_scale(0, 1), lower.y_scale(0, max(1, *(bar.volume for bar in bars), 1))
+    slot = (frame.right_edge - frame.left) / len(bars)
     gap = min(4.0, slot * 0.2)
-    parts = svg.rules(((y(mark), units.share(mark)) for mark in (0.0, 0.25, 0.5, 0.75, 1.0)), LEFT, WIDTH - RIGHT)
-    parts.append(svg.line(LEFT, below, WIDTH - RIGHT, below, kind="grid"))
-    parts.append(svg.text("draft tokens", LEFT, below - VOLUME_HEIGHT - 5))
+    parts = charts.y_axis(upper, y, QUARTERS, units.share)
+    parts.append(charts.line(frame.left, frame.floor, frame.right_edge, frame.floor, kind="grid"))
+    parts.append(charts.text("draft tokens", frame.left, lower.top - 5))
     every = max(1, math.ceil(len(bars) / labels))
     for index, bar in enumerate(bars):
-        left, width = LEFT + index * slot + gap / 2, slot - gap
+        left, width = frame.left + index * slot + gap / 2, slot - gap
         top, volume_top = y(bar.share or 0.0), volume_y(bar.volume)
-        kind = "share" if bar.volume >= FEW_TOKENS else "share few"
-        parts.append(svg.rect(left, top, width, floor - top, kind=kind))
-        parts.append(svg.rect(left, volume_top, width, below - volume_top, kind="volume"))
+        kind = "bar green" if bar.volume >= FEW_TOKENS else "bar green pale"
+        parts.append(charts.rect(left, top, width, upper.floor - top, kind=kind))
+        parts.append(charts.rect(left, volume_top, width, frame.floor - volume_top, kind="volume violet"))
         words = f"{bar.name}: {units.share(bar.share)} of {units.count(bar.volume)} accepted"
-        parts.append(svg.rect(left - gap / 2, TOP, slot, below - TOP, words, kind="strip"))
+        parts.append(charts.hover_strip(frame, left - gap / 2, left - gap / 2 + slot, words))
         if index % every == 0:
-            parts.append(svg.text(bar.label, left + width / 2, HEIGHT - 8, text_anchor="middle"))
-    return svg.drawing(WIDTH, HEIGHT, label, parts)
+            parts.append(charts.text(bar.label, left + width / 2, frame.height - 8, text_anchor="middle"))
+    return charts.chart(frame, label, parts)
 
 
 def calibration(known: Calibration) -> str:
-    """Odds promised against odds kept; what is right lies on the diagonal."""
-    x, y = svg.linear(0, 1, LEFT, WIDTH - RIGHT), svg.linear(0, 1, HEIGHT - BOTTOM, TOP)
-    parts = svg.rules(((y(mark), units.share(mark)) for mark in (0.0, 0.25, 0.5, 0.75, 1.0)), LEFT, WIDTH - RIGHT)
+    """Chart predicted probabilities against the shares that were accepted; perfect predictions are on the diagonal."""
+    frame = FRAME
+    x, y = frame.x_scale(0, 1), frame.y_scale(0, 1)
+    parts = charts.y_axis(frame, y, QUARTERS, units.share)
     for mark, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        parts.append(svg.text(units.share(mark), x(mark), HEIGHT - 8, text_anchor=anchor))
-    parts.append(svg.line(x(0), y(0), x(1), y(1), kind="plain"))
+        parts.append(charts.text(units.share(mark), x(mark), frame.height - 8, text_anchor=anchor))
+    parts.append(charts.line(x(0), y(0), x(1), y(1), kind="dashed"))
     placed = [
-        (one, x(one.promised), y(one.kept)) for one in known.bins if one.promised is not None and one.kept is not None
+        (one, x(one.predicted), y(one.acceptance))
+        for one in known.bins
+        if one.predicted is not None and one.acceptance is not None
     ]
-    parts.append(svg.polyline([(left, top) for _, left, top in placed], kind="line thin with"))
+    parts.append(charts.polyline([(left, top) for _, left, top in placed], kind="line thin green"))
     most = max((one.drafted for one, _, _ in placed), default=1)
     for one, left, top in placed:
         words = (
-            f"promised {units.share(one.promised)}, kept {units.share(one.kept)}, "
+            f"predicted {units.share(one.predicted)}, accepted {units.share(one.acceptance)} "
             f"of {units.count(one.drafted)} draft tokens"
         )
-        radius = max(3.0, MOST_RADIUS * math.sqrt(one.drafted / most))
-        parts.append(svg.circle(left, top, radius, words, kind="dot"))
-    label = f"Odds promised and kept, {units.share(known.error)} apart on average; the diagonal is perfect"
-    return svg.drawing(WIDTH, HEIGHT, label, parts)
+        radius = max(3.0, MAX_RADIUS * math.sqrt(one.drafted / most))
+        parts.append(charts.circle(left, top, radius, words, kind="dot green"))
+    label = f"Predicted and actual acceptance, mean difference {units.share(known.error)}; the diagonal is perfect"
+    return charts.chart(frame, label, parts)
 
 
 def sources(tallies: Sequence[SourceTally]) -> str:
-    """How draft tokens, and those accepted, divide over the sources."""
-    height, parts = 132, []
+    """Chart how drafted and accepted tokens divide over the sources, as two stacked bars."""
+    frame, parts = Frame(height=132), []
     drafted = sum(tally.drafted for tally in tallies)
     accepted = sum(tally.accepted for tally in tallies)
     for row, (name, whole) in enumerate((("drafted", drafted), ("accepted", accepted))):
         top, left = 28 + row * 56, 0.0
-        parts.append(svg.text(f"{units.count(whole)} {name}", 0, top - 8))
+        parts.append(charts.text(f"{units.count(whole)} {name}", 0, top - 8))
         for tally in tallies:
             number = getattr(tally, name)
             part = number / whole if whole else 0.0
             words = f"{tally.source}: {units.count(number)} {name}, {units.share(part)}"
-            parts.append(
-                svg.rect(left, top, max(0.0, WIDTH * part - 2), 26, words, kind=f"source {tally.source}", rx=4)
-            )
+            kind, width = f"bar {SOURCE_COLORS[tally.source]}", max(0.0, frame.width * part - 2)
+            parts.append(charts.rect(left, top, width, 26, words, kind=kind, rx=4))
             if part > 0.12:
-                parts.append(svg.text(units.share(part), left + 8, top + 18, kind="on"))
-            left += WIDTH * part
+                parts.append(charts.text(units.share(part), left + 8, top + 18, kind="on-bar"))
+            left += frame.width * part
     known = ", ".join(f"{tally.source} {units.share(tally.acceptance)} accepted" for tally in tallies)
-    return svg.drawing(WIDTH, height, f"Draft tokens by source: {known}", parts)
+    return charts.chart(frame, f"Draft tokens by source: {known}", parts)
 
 
-def durations(known: LatencyReport, what: str) -> str:
-    """How often something took how long, the bins on a logarithmic scale, with its median and 99th percentile."""
-    floor = HEIGHT - BOTTOM
-    most = max([1, *(one.count for one in known.bins)])
-    marks = svg.ticks(most, least_step=1)
-    y = svg.linear(0, marks[-1], floor, TOP + LABELS_HEIGHT)
-    slot = (WIDTH - LEFT - RIGHT) / max(LEAST_BINS, len(known.bins))
-    parts = svg.rules(((y(mark), units.count(mark)) for mark in marks), LEFT, WIDTH - RIGHT)
-    every = max(1, math.ceil(max(LEAST_BINS, len(known.bins)) / 5))
+# --- Durations
+
+
+def durations(known: LatencyReport, title: str) -> str:
+    """Chart a histogram of durations over a logarithmic axis, with median and 99th percentile."""
+    frame = FRAME
+    marks = charts.ticks(max([1, *(one.count for one in known.bins)]), min_step=1)
+    y = frame._replace(top=frame.top + QUANTILE_LABELS_HEIGHT).y_scale(0, marks[-1])
+    slots = max(MIN_BINS, len(known.bins))
+    slot, every = (frame.right_edge - frame.left) / slots, max(1, math.ceil(slots / 5))
+    parts = charts.y_axis(frame, y, marks, units.count)
     for index, one in enumerate(known.bins):
-        left, top = LEFT + index * slot, y(one.count)
-        upper = "longer" if one.most_s is None else f"to {units.duration(one.most_s)}"
+        left, top = frame.left + index * slot, y(one.count)
+        upper = "and more" if one.most_s is None else f"to {units.duration(one.most_s)}"
         words = f"{units.duration(one.least_s)} {upper}: {units.count(one.count)}"
-        parts.append(svg.rect(left + 0.5, top, slot - 1, floor - top, kind="time"))
-        parts.append(svg.rect(left, TOP, slot, floor - TOP, words, kind="strip"))
+        parts.append(charts.rect(left + 0.5, top, slot - 1, frame.floor - top, kind="bar blue"))
+        parts.append(charts.hover_strip(frame, left, left + slot, words))
         if index % every == 0:
-            parts.append(
-                svg.text(units.duration(one.least_s), left, HEIGHT - 8, text_anchor="middle" if index else "start")
-            )
-    for name, quantile in (("p50", known.p50_s), ("p99", known.p99_s)):
-        place = _place(known, quantile, slot)
-        parts.append(svg.line(place, TOP + 4, place, floor, kind="plain"))
-        is_right = place > (LEFT + WIDTH) / 2
-        words = f"{name} {units.duration(quantile)}"
-        y_text = TOP + 4 if name == "p50" else TOP + 20
-        parts.append(
-            svg.text(
-                words,
-                place + (-5 if is_right else 5),
-                y_text + 4,
-                text_anchor="end" if is_right else "start",
-                kind="halo",
-            )
-        )
-    label = f"{what}: half within {units.duration(known.p50_s)}, 99% within {units.duration(known.p99_s)}"
-    return svg.drawing(WIDTH, HEIGHT, label, parts)
+            anchor = "middle" if index else "start"
+            parts.append(charts.text(units.duration(one.least_s), left, frame.height - 8, text_anchor=anchor))
+    parts += _quantile(frame, known, "p50", known.p50_s, slot, frame.top + 8)
+    parts += _quantile(frame, known, "p99", known.p99_s, slot, frame.top + 24)
+    label = f"{title}: half within {units.duration(known.p50_s)}, 99% within {units.duration(known.p99_s)}"
+    return charts.chart(frame, label, parts)
 
 
-def _place(known: LatencyReport, seconds: float | None, slot: float) -> float:
-    """Where a quantile lies: it is the upper bound of its bin, or the longest of all."""
+def _quantile(frame: Frame, known: LatencyReport, name: str, value: float | None, slot: float, y: float) -> list[str]:
+    """A vertical line at a quantile, with its label at the height `y`."""
+    x = _quantile_x(frame, known, value, slot)
+    is_right = x > (frame.left + frame.width) / 2
+    shift, anchor = (-5, "end") if is_right else (5, "start")
+    return [
+        charts.line(x, frame.top + 4, x, frame.floor, kind="dashed"),
+        charts.text(f"{name} {units.duration(value)}", x + shift, y, text_anchor=anchor, kind="halo"),
+    ]
+
+
+def _quantile_x(frame: Frame, known: LatencyReport, seconds: float | None, slot: float) -> float:
+    """Right edge of the bin of a quantile: a quantile is the upper bound of its bin, or the longest duration."""
     for index, one in enumerate(known.bins):
         if one.most_s is None or (seconds or 0.0) <= one.most_s * (1 + 1e-9):
-            return LEFT + (index + 1) * slot
-    return WIDTH - RIGHT
+            return frame.left + (index + 1) * slot
+    return frame.right_edge

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[FiniteFloat, Field(ge=0)]
@@ -138,22 +138,24 @@ class Age(_Part):
     )
 
 
-class OddsBin(_Part):
-    """Draft tokens to which about the same odds were given."""
+class PathProbBin(_Part):
+    """Draft tokens with about the same path probability: the product of `accept_prob` from the root to the token."""
 
-    least_odds: Share = Field(description="Least odds of the path up to the token.")
-    most_odds: Share = Field(description="Greatest odds, themselves in the next bin.")
+    least_path_prob: Share = Field(description="Lower bound of the path probability.")
+    most_path_prob: Share = Field(description="Upper bound of the path probability, exclusive.")
     drafted: Count = Field(description="Draft tokens that the target verified.")
-    promised: Share | None = Field(description="Mean of their odds.")
-    kept: Share | None = Field(description="Part of them that was accepted.")
+    predicted: Share | None = Field(description="Mean path probability.")
+    acceptance: Share | None = Field(description="Share of them that was accepted.")
 
 
 class Calibration(_Part):
-    """Whether odds hold what they promise."""
+    """How well path probabilities predict acceptance."""
 
-    error: Share | None = Field(description="Mean of |promised - kept| over all draft tokens, 0 at best.")
-    bins: list[OddsBin] = Field(
-        description="In 20 equal bins of path odds, lowest first; those without a draft token are left out."
+    error: Share | None = Field(
+        description="Mean of |predicted - acceptance| over all draft tokens; 0 is a perfect prediction."
+    )
+    bins: list[PathProbBin] = Field(
+        description="20 equal bins of path probability, lowest first, without those that have no draft token."
     )
 
 
@@ -209,7 +211,6 @@ class Clients(_Part):
     dropped: Count = Field(description="Answers that came too late and were dropped.")
     resyncs: Count = Field(description="Sequences that were told again because the service had lost them.")
     reconnects: Count = Field(description="Connections that were made again.")
-    ahead: Count = Field(description="Drafts that were at hand without asking.")
 
 
 class PassageReport(_Part):
@@ -299,7 +300,7 @@ class ServiceReport(_Part):
 class Report(_Part):
     """What drafting was worth so far."""
 
-    schema_version: Literal[1] = Field(description="Version of this schema.")
+    schema_version: Literal[2] = Field(description="Version of this schema.")
     taken_at: Moment = Field(description="Seconds since 1970; of a snapshot, when the file was written.")
     service: ServiceReport | None = Field(description="Null: the report was made from a snapshot.")
     total: Drafting = Field(description="Over all namespaces of this report.")

@@ -13,7 +13,7 @@ from drafter_service.observability.report.schema import (
     Calibration,
     Drafting,
     LengthTally,
-    OddsBin,
+    PathProbBin,
     PositionTally,
     SourceTally,
     Tables,
@@ -82,12 +82,12 @@ def _age(counters: Counters) -> Age:
 def _calibration(counters: Counters) -> Calibration:
     rows = counters.calibration.tolist()
     bins = [
-        OddsBin(
-            least_odds=index / ODDS_BINS,
-            most_odds=(index + 1) / ODDS_BINS,
+        PathProbBin(
+            least_path_prob=index / ODDS_BINS,
+            most_path_prob=(index + 1) / ODDS_BINS,
             drafted=int(row[COUNT]),
-            promised=share(row[PROMISED], row[COUNT]),
-            kept=share(row[KEPT_COUNT], row[COUNT]),
+            predicted=share(row[PROMISED], row[COUNT]),
+            acceptance=share(row[KEPT_COUNT], row[COUNT]),
         )
         for index, row in enumerate(rows)
         if row[COUNT]

@@ -237,7 +237,6 @@ def _engines(namespace: NamespaceReport, clients: Clients) -> Table:
             ("late answers dropped", clients.dropped),
             ("sequences told again", clients.resyncs),
             ("reconnects", clients.reconnects),
-            ("drafts ahead", clients.ahead),
             ("texts offered again", namespace.duplicates),
         ],
     )

@@ -41,9 +41,7 @@ def connect(socket_address):
     clients = []
 
     def connected(**options):
-        clients.append(
-            DrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, "ahead": 0, "rng": Random(0), **options})
-        )
+        clients.append(DrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, "rng": Random(0), **options}))
         return clients[-1]
 
     yield connected
@@ -318,18 +316,6 @@ def test_lies_cost_drafts_and_nothing_else(fake, connect):
     fake.server.distort = lambda response: response
     assert_eventually(lambda: draft_of(client, []) == [6])
     assert len({request.hello.client_id for request in fake.service.requests if request.HasField("hello")}) > 1
-
-
-def test_drafts_at_hand_need_no_service(fake, connect):
-    client = connect(ahead=9)
-    client.start(1, array([5]))
-    assert draft_of(client, [], limit=4) == [6, 7, 8, 9]
-    fake.pause()
-    assert draft_of(client, [6, 7, 8, 9, 10], limit=4, verified=4, accepted=4) == [11, 12, 13, 14]
-    assert (client.counters.ahead, client.timeouts) == (1, 0)
-    fake.resume()
-    assert draft_of(client, [11, 12, 0], limit=4, verified=4, accepted=2) == [1, 2, 3, 4]
-    assert (fake.service.drafted, fake.service.accepted, fake.service.steps) == (8, 6, 2)
 
 
 class Failing:

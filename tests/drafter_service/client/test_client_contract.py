@@ -33,7 +33,7 @@ USELESS = {
 
 @pytest.mark.parametrize("drafts", USELESS.values(), ids=USELESS.keys())
 def test_a_draft_that_is_none_is_dropped_and_the_others_are_used(drafts):
-    wire = connected(ahead=2, model=pb.Model(vocabulary_size=100))
+    wire = connected(model=pb.Model(vocabulary_size=100))
     start(wire.core, 1, [5])
     start(wire.core, 2, [6])
     wire.settle()

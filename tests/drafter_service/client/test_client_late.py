@@ -52,7 +52,7 @@ def test_silence_is_measured_from_the_oldest_message_without_an_answer():
 
 
 def test_counters_travel_now_and_then():
-    wire = connected(counting, ahead=9)
+    wire = connected(counting)
     start(wire.core, 1, [5])
     wire.draft(progress_of({1: []}, limit=8), in_time=False)
     wire.settle()

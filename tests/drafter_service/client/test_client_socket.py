@@ -226,7 +226,7 @@ from drafter_service.client import DrafterClient
 from ssd.errors import UserError
 from tests.replay import progress_of
 from tests.strategies import array
-client = DrafterClient(sys.argv[1], deadline_s=30, ahead=0)
+client = DrafterClient(sys.argv[1], deadline_s=30)
 assert client.transport == "socket"
 client.start(1, array([5]))
 client.draft(progress_of({1: []}, limit=1))

@@ -127,7 +127,6 @@ def test_everything_else_that_is_known_of_a_namespace_and_the_service():
         "client_dropped_answers_total": 2,
         "client_resyncs_total": 3,
         "client_reconnects_total": 4,
-        "client_ahead_drafts_total": 5,
     }
     of_service = {
         "namespaces": 1,

@@ -210,18 +210,11 @@ def test_the_steps_of_sequences_count(namespace, session):
     assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
 
 
-def test_drafts_ahead_are_longer_but_never_longer_than_the_longest(session):
+def test_drafts_are_no_longer_than_asked_for_and_never_longer_than_the_longest(session):
     ask(session, starts=[start(1, [*range(100), *range(50)])])
-
-    def size(limit, ahead):
-        request = batch({1: ()}, limit, cost=1e-30)
-        request.ahead = ahead
-        return len(drafted(ask(session, batch=request)))
-
-    assert size(4, 0) == 4
-    assert size(4, 6) == 10
-    assert size(0, 6) == 0
-    assert size(4, 1000) == size(1000, 0) == size(0xFFFF_FFFF, 0xFFFF_FFFF) == CONFIG.max_draft == session.max_draft
+    sizes = [len(drafted(ask(session, batch=batch({1: ()}, limit, cost=1e-30)))) for limit in (0, 4, 1000, 0xFFFF_FFFF)]
+    assert sizes == [0, 4, CONFIG.max_draft, CONFIG.max_draft]
+    assert session.max_draft == CONFIG.max_draft
 
 
 def test_streams_share_what_was_learned_and_nothing_else(namespace):
@@ -289,15 +282,15 @@ def test_clients_counters_are_summed(namespace):
         ask(session, counters=pb.ClientCounters(**totals))
 
     first, second = (Session(namespace, Limits()) for _ in range(2))
-    tell(first, timeouts=3, ahead=5)
-    tell(first, timeouts=4, ahead=5)
+    tell(first, timeouts=3, dropped=5)
+    tell(first, timeouts=4, dropped=5)
     tell(second, timeouts=10)
-    assert (namespace.clients.timeouts, namespace.clients.ahead) == (14, 5)
+    assert (namespace.clients.timeouts, namespace.clients.dropped) == (14, 5)
     # One that has come back to a service that does not know it any more has told most of it before.
     again = Session(namespace, Limits())
-    tell(again, timeouts=4, ahead=5, reconnects=2)
-    tell(again, timeouts=6, ahead=5, reconnects=2)
-    assert (namespace.clients.timeouts, namespace.clients.ahead, namespace.clients.reconnects) == (16, 5, 1)
+    tell(again, timeouts=4, dropped=5, reconnects=2)
+    tell(again, timeouts=6, dropped=5, reconnects=2)
+    assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (16, 5, 1)
 
 
 def run(test):

@@ -132,6 +132,6 @@ def test_shapes_are_measured(monkeypatch):
     monkeypatch.setattr("engine.speculation.step_cost.perf_counter", lambda: timed.now)
     monkeypatch.setattr("engine.speculation.step_cost.MEASURING_S", 1000)
     state = DeviceState.empty(1, 1, 1, 0, torch.device("cpu"))
-    cost = GridCost.measured(StepGrid(timed.make, state, max_sequences=4, max_draft=8))
+    cost = StepGrid(timed.make, state, max_sequences=4, max_draft=8).measure()
     assert cost.seconds(3, 1) == pytest.approx(0.05)
     assert cost.seconds(21, 4) == pytest.approx(0.36)

@@ -78,9 +78,7 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
         "sequences": 212,
         "draft_latency": latency_of(steps // 40, 3.2e-4, 0.5),
         "merge_latency": latency_of(steps // 90, 4.1e-3, 0.7),
-        "clients": ClientTotals(
-            timeouts=steps // 3000, dropped=steps // 3200, resyncs=4, reconnects=2, ahead=steps // 9
-        ),
+        "clients": ClientTotals(timeouts=steps // 3000, dropped=steps // 3200, resyncs=4, reconnects=2),
         "duplicates": 31,
     }
     return new_namespace(name, **{**facts, **changes})

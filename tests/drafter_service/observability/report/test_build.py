@@ -101,8 +101,14 @@ def test_tables_are_those_of_the_counters():
     # Of 7 accepted, the 4th is 8 to 15 tokens old.
     assert known.age.median_tokens == 15
     low, high = known.calibration.bins
-    assert (low.least_odds, low.most_odds, low.drafted, low.promised, low.kept) == (0.0, 0.05, 4, 0.025, 0.25)
-    assert (high.least_odds, high.kept) == (0.95, 1.0)
+    assert (low.least_path_prob, low.most_path_prob, low.drafted, low.predicted, low.acceptance) == (
+        0.0,
+        0.05,
+        4,
+        0.025,
+        0.25,
+    )
+    assert (high.least_path_prob, high.acceptance) == (0.95, 1.0)
     assert known.calibration.error == pytest.approx((0.9 + 0.1) / 10)
     assert known.calibration.error == pytest.approx(stats.calibration_error())
 

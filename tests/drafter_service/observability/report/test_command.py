@@ -68,8 +68,8 @@ def test_a_newer_service_may_say_more(socket_address):
 @pytest.mark.parametrize(
     ("reporter", "reason"),
     [
-        (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 1"),
-        (Reporter('{"schema_version": 1}'), "is no report"),
+        (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 2"),
+        (Reporter('{"schema_version": 2}'), "is no report"),
         (Reporter("hello"), "is no report"),
         (Reporter("[1]"), "is no report"),
         (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refuses the report: not\ufffdyours"),

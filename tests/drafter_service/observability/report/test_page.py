@@ -1,4 +1,4 @@
-"""The page: it stands alone, escapes what it is told, and in a real browser shows the report's own figures."""
+"""The page loads nothing, escapes all text, and shows the report's own numbers in a real browser."""
 
 import json
 import re
@@ -36,7 +36,7 @@ SERVICES = {
 
 
 def report_of(name):
-    """The report; its passages, if it has any, with text that wants to be markup."""
+    """The report; the text of its passages contains markup."""
     report = build_report(SERVICES[name]())
     namespaces = [
         namespace.model_copy(
@@ -53,16 +53,14 @@ REPORTS = {name: report_of(name) for name in SERVICES}
 
 
 class Checker(HTMLParser):
-    """Tags are closed as they were opened; nothing refers to anywhere."""
+    """Checks that tags are balanced and collects references."""
 
     def __init__(self):
         super().__init__()
         self.open, self.links = [], []
 
     def handle_starttag(self, tag, attributes):
-        self.links += [
-            value for name, value in attributes if name in ("src", "href", "style") and "--tone" not in value
-        ]
+        self.links += [value for name, value in attributes if name in ("src", "href", "style")]
         assert not [name for name, _ in attributes if name.startswith("on")]
         if tag not in ("meta", "link"):
             self.open.append(tag)
@@ -72,7 +70,7 @@ class Checker(HTMLParser):
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_the_page_stands_alone(name):
+def test_page_is_balanced_and_refers_to_nothing(name):
     page = render_page(REPORTS[name])
     checker = Checker()
     checker.feed(page)
@@ -82,7 +80,7 @@ def test_the_page_stands_alone(name):
     assert not re.search(r"https?://|@import|url\(|<script|<b>x|NaN|\binf\b", page)
 
 
-def test_a_snapshot_has_a_page_without_what_it_does_not_know():
+def test_page_of_a_snapshot_leaves_out_what_is_not_known():
     known = REPORTS["one"].namespaces[0]
     unknown = dict.fromkeys(("recent", "over_time", "draft_latency", "merge_latency", "clients", "model"))
     page = render_page(
@@ -112,7 +110,7 @@ def page_of(tmp_path_factory):
         return path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_module, "MOST_IN_FULL", 3)  # One that is open, and enough that are not.
+        patch.setattr(page_module, "MAX_IN_FULL", 3)  # One open, the others closed.
         yield write
 
 
@@ -147,7 +145,7 @@ const found = new Set();
 for (const one of document.querySelectorAll('h1, h2, h3, p, b, td, th, dt, dd, summary, span, em, footer, svg text')) {
   if (!one.getBoundingClientRect().width) continue;
   const style = getComputedStyle(one), inside = one.tagName === 'text';
-  const rect = one.classList.contains('on') ? getComputedStyle(one.previousElementSibling).fill : ground(one);
+  const rect = one.classList.contains('on-bar') ? getComputedStyle(one.previousElementSibling).fill : ground(one);
   const pair = [light(inside ? style.fill : style.color), light(rect)].sort((a, b) => b - a);
   if ((pair[0] + 0.05) / (pair[1] + 0.05) < 4.5) found.add(one.tagName + ' ' + one.className + ' ' + one.textContent);
 }
@@ -156,7 +154,7 @@ return [...found];
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_browser_shows_it_whole_and_asks_for_nothing(tab, page_of, name):
+def test_page_fits_the_screen_and_requests_nothing(tab, page_of, name):
     page = page_of(name)
     for width, dark in ((400, True), (1400, False)):
         said, asked = tab.show(page, width, dark=dark)
@@ -169,7 +167,7 @@ def test_a_browser_shows_it_whole_and_asks_for_nothing(tab, page_of, name):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_all_words_stand_out_from_their_ground(tab, page_of, dark):
+def test_text_has_contrast(tab, page_of, dark):
     tab.show(page_of("few"), 1400, dark=dark)
     assert tab.run(FAINT) == []
 
@@ -193,7 +191,7 @@ return Object.fromEntries([...document.querySelectorAll('.card')].map(
 """
 
 
-def test_the_figures_in_the_browser_are_those_of_the_json(tab, page_of):
+def test_values_on_the_page_are_those_of_the_json(tab, page_of):
     tab.show(page_of("one"), 1400)
     document = json.loads(REPORTS["one"].model_dump_json())
     known = document["namespaces"][0]
@@ -208,7 +206,7 @@ def test_the_figures_in_the_browser_are_those_of_the_json(tab, page_of):
     tables = tab.run(TABLES)
 
     def columns(rows, *names):
-        # A dash stands where the document has null.
+        # Null is shown as a dash.
         return [[units.UNKNOWN if row[name] is None else row[name] for name in names] for row in rows]
 
     def shown(title, first=1):
@@ -219,11 +217,11 @@ def test_the_figures_in_the_browser_are_those_of_the_json(tab, page_of):
     assert shown("By match length") == columns(known["by_match_length"], *tally)
     assert shown("By source", 0) == columns(known["by_source"], "source", *tally)
     assert shown("By age of the text") == columns(known["age"]["bins"], *tally)
-    assert shown("Calibration") == columns(known["calibration"]["bins"], "promised", "kept", "drafted")
+    assert shown("Calibration") == columns(known["calibration"]["bins"], "predicted", "acceptance", "drafted")
     over_time = ("tokens_per_step", "hit_rate", "acceptance", "committed", "timeouts")
     assert shown("Over time") == columns(known["over_time"], *over_time)
     assert shown("Occupancy") == columns(known["over_time"], "corpus_tokens", "learned_tokens", "memory_bytes")
-    assert shown("What that is worth") == columns(drafting["estimates"], "speedup")
+    assert shown("Estimated speed-up") == columns(drafting["estimates"], "speedup")
     for title, field in (("Draft latency", "draft_latency"), ("Merge latency", "merge_latency")):
         latency = known[field]
         names = ("p50_s", "p90_s", "p99_s", "longest_s", "mean_s", "count")
@@ -234,17 +232,17 @@ def test_the_figures_in_the_browser_are_those_of_the_json(tab, page_of):
     assert lists["capacity, tokens"] == known["corpus"]["capacity_tokens"]
     assert lists["memory"] == known["memory_bytes"]
     assert lists["steps without drafts: too late"] == known["clients"]["timeouts"]
-    assert lists["texts offered again"] == known["duplicates"]
+    assert lists["duplicate texts"] == known["duplicates"]
     assert lists["shared log: tokens written"] == document["service"]["log"]["published_tokens"]
 
 
-def test_the_plots_are_those_of_the_json(tab, page_of):
+def test_charts_are_those_of_the_json(tab, page_of):
     tab.show(page_of("one"), 1400)
     known = REPORTS["one"].namespaces[0]
     heights = """
     const title = one => one.querySelector('h3').textContent;
     const panel = [...document.querySelectorAll('figure')].find(one => title(one) === arguments[0]);
-    return [...panel.querySelectorAll('.share')].map(one => one.height.baseVal.value);
+    return [...panel.querySelectorAll('.bar')].map(one => one.height.baseVal.value);
     """
     for title, tallies in (("By position in the draft", known.by_position), ("By age of the text", known.age.bins)):
         bars = tab.run(heights.replace("arguments[0]", json.dumps(title)))
@@ -256,9 +254,9 @@ def test_the_plots_are_those_of_the_json(tab, page_of):
         "return [...document.querySelectorAll('.dot')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
     )
     diagonal = tab.run(
-        "const line = document.querySelector('.dot').parentElement.querySelector('.plain');"
+        "const line = document.querySelector('.dot').parentElement.querySelector('.dashed');"
         "return [line.x1, line.y1, line.x2, line.y2].map(at => at.baseVal.value)"
     )
     for (x, y), one in zip(dots, known.calibration.bins, strict=True):
-        assert (x - diagonal[0]) / (diagonal[2] - diagonal[0]) == pytest.approx(one.promised, abs=0.002)
-        assert (y - diagonal[1]) / (diagonal[3] - diagonal[1]) == pytest.approx(one.kept, abs=0.002)
+        assert (x - diagonal[0]) / (diagonal[2] - diagonal[0]) == pytest.approx(one.predicted, abs=0.002)
+        assert (y - diagonal[1]) / (diagonal[3] - diagonal[1]) == pytest.approx(one.acceptance, abs=0.002)

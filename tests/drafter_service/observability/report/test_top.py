@@ -148,7 +148,7 @@ def test_watching_nothing_is_an_error():
         watch(fetch, Console(file=io.StringIO()), lambda _: True, 1.0)
 
 
-TOP = "from drafter_service.report.command import top; top()"
+TOP = "from drafter_service.observability.report.command import top; top()"
 
 
 @pytest.mark.parametrize("leave", ["q", "interrupt"])

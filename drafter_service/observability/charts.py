@@ -1,0 +1,299 @@
+"""HTML pages with SVG charts: small functions from numbers and text to markup. They know nothing about drafting.
+
+A page loads nothing and runs no script. Colors are classes (`green`, `blue`, `amber`, `violet`, `gray`) of the style
+sheet `charts.css`, for light and dark screens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import NamedTuple
+
+Scale = Callable[[float], float]
+"""From a value to a position in pixels."""
+Point = tuple[float, float]
+
+MAX_TICKS = 5
+LABEL_GAP = 8
+"""Pixels between an axis and its labels."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Content security policy: nothing is loaded and no script runs, whatever a name or text on the page contains."""
+
+
+class Value(NamedTuple):
+    """A number and the function that formats it for people. None: not known."""
+
+    number: float | None
+    format: Callable[[float | None], str]
+
+
+class Markup(NamedTuple):
+    """The content of a table cell that is markup already."""
+
+    html: str
+
+
+Cell = str | Value | Markup
+
+
+class Frame(NamedTuple):
+    """Size and margins of a chart in pixels."""
+
+    width: float = 400
+    height: float = 250
+    left: float = 46
+    right: float = 12
+    top: float = 14
+    bottom: float = 26
+
+    @property
+    def right_edge(self) -> float:
+        """Right end of the plotting area."""
+        return self.width - self.right
+
+    @property
+    def floor(self) -> float:
+        """Lower end of the plotting area."""
+        return self.height - self.bottom
+
+    def x_scale(self, first: float, last: float) -> Scale:
+        """Scale from `first` at the left end of the plotting area to `last` at its right end."""
+        return linear(first, last, self.left, self.right_edge)
+
+    def y_scale(self, first: float, last: float) -> Scale:
+        """Scale from `first` at the lower end of the plotting area to `last` at its upper end."""
+        return linear(first, last, self.floor, self.top)
+
+
+# --- Scales and ticks
+
+
+def linear(first: float, last: float, begin: float, end: float) -> Scale:
+    """Return a scale from the values `first` to `last` to the positions `begin` to `end`; it clips values outside."""
+    extent = last - first
+
+    def position(value: float) -> float:
+        part = (min(max(value, first), last) - first) / extent if extent > 0 else 0.0
+        return begin + part * (end - begin)
+
+    return position
+
+
+def ticks(largest: float, min_step: float = 0.0) -> list[float]:
+    """Return round numbers from 0 to `largest` or slightly more, in steps of 1, 2 or 5 times a power of ten."""
+    if largest <= 0:
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(largest / MAX_TICKS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * MAX_TICKS >= largest * (1 - 1e-9))
+    step = max(step, min_step)
+    return [step * index for index in range(math.ceil(largest / step - 1e-9) + 1)]
+
+
+# --- SVG elements
+
+
+def element(name: str, content: str = "", /, **attributes: str | float) -> str:
+    """Return an element; `content` is markup. In attribute names `_` becomes `-`, and `kind` becomes `class`."""
+    return f"<{name}{_attributes(attributes)}>{content}</{name}>"
+
+
+def text(words: str, x: float, y: float, **attributes: str | float) -> str:
+    """Return text at a position."""
+    return element("text", escape(words), x=x, y=y, **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, **attributes: str | float) -> str:
+    """Return a straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+
+def rect(x: float, y: float, width: float, height: float, title: str = "", **attributes: str | float) -> str:
+    """Return a rectangle with a tooltip."""
+    size = {"x": x, "y": y, "width": max(0.0, width), "height": max(0.0, height)}
+    return element("rect", _tooltip(title), **size, **attributes)
+
+
+def circle(x: float, y: float, radius: float, title: str = "", **attributes: str | float) -> str:
+    """Return a circle with a tooltip."""
+    return element("circle", _tooltip(title), cx=x, cy=y, r=radius, **attributes)
+
+
+def polyline(points: Iterable[Point], **attributes: str | float) -> str:
+    """Return a line through points."""
+    return element("polyline", points=_points(points), **attributes)
+
+
+def polygon(points: Iterable[Point], **attributes: str | float) -> str:
+    """Return a filled outline."""
+    return element("polygon", points=_points(points), **attributes)
+
+
+def _tooltip(words: str) -> str:
+    return element("title", escape(words)) if words else ""
+
+
+def _points(points: Iterable[Point]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _attributes(attributes: dict[str, str | float]) -> str:
+    return "".join(
+        f" {'class' if name == 'kind' else name.replace('_', '-')}="
+        f'"{escape(value) if isinstance(value, str) else f"{value:.1f}"}"'
+        for name, value in attributes.items()
+    )
+
+
+# --- Charts
+
+
+def chart(frame: Frame, label: str, parts: Iterable[str], kind: str = "") -> str:
+    """Return a whole chart; screen readers read `label`."""
+    size = f"0 0 {frame.width:g} {frame.height:g}"
+    return (
+        f'<svg viewBox="{size}" class="{escape(kind)}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    )
+
+
+def y_axis(frame: Frame, y: Scale, marks: Iterable[float], written: Callable[[float], str]) -> list[str]:
+    """Return horizontal grid lines with labels on the left."""
+    parts = []
+    for mark in marks:
+        parts.append(line(frame.left, y(mark), frame.right_edge, y(mark), kind="grid"))
+        parts.append(text(written(mark), frame.left - LABEL_GAP, y(mark) + 4, text_anchor="end"))
+    return parts
+
+
+def x_axis(frame: Frame, x: Scale, marks: Iterable[tuple[float, str]], y: float | None = None) -> list[str]:
+    """Return labels below the plotting area, or at the height `y`, shifted where they would leave the chart."""
+    height = frame.height - LABEL_GAP if y is None else y
+    least, most = frame.left + 10, frame.right_edge - 18
+    return [text(words, min(max(x(mark), least), most), height, text_anchor="middle") for mark, words in marks]
+
+
+def y_title(frame: Frame, words: str, x: float = 16) -> str:
+    """Return the vertical title of the left axis."""
+    place = f"translate({x:g} {(frame.top + frame.floor) / 2:.1f}) rotate(-90)"
+    return element("text", escape(words), transform=place, text_anchor="middle")
+
+
+def reference_line(frame: Frame, y: float, words: str, below: bool = False) -> list[str]:
+    """Return a dashed horizontal line with a label at its right end."""
+    label_y = y + 14 if below else y - 6
+    return [
+        line(frame.left, y, frame.right_edge, y, kind="dashed"),
+        text(words, frame.right_edge, label_y, text_anchor="end", kind="halo"),
+    ]
+
+
+def area(points: Sequence[Point], base: float, kind: str) -> str:
+    """Return the area between a curve and the horizontal line at the height `base`."""
+    return polygon([(points[0][0], base), *points, (points[-1][0], base)], kind=f"area {kind}")
+
+
+def hover_strip(frame: Frame, left: float, right: float, words: str) -> str:
+    """Return an invisible full-height strip with a tooltip; it is shaded under the pointer."""
+    return rect(left, frame.top, right - left, frame.floor - frame.top, words, kind="strip")
+
+
+def sparkline(values: Sequence[float | None], label: str) -> str:
+    """Return a small curve without axes, for a table row; empty where fewer than two values are known."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    x, y = linear(0, len(values) - 1, 1, 99), linear(min(known), max(known), 21, 3)
+    points = [(x(index), y(value)) for index, value in enumerate(values) if value is not None]
+    return chart(Frame(100, 24), label, [polyline(points, kind="line green")], "spark")
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return the meaning of colors, from pairs of color class and name; a name without a color is a remark."""
+    spans = (
+        f'<span><i class="{color}"></i>{escape(name)}</span>' if color else f"<span>{escape(name)}</span>"
+        for color, name in entries
+    )
+    return f'<div class="legend">{"".join(spans)}</div>'
+
+
+# --- Tables, panels, the page
+
+
+def cell_markup(cell: Cell) -> str:
+    """Return the markup of a cell; a number keeps its exact value beside the formatted one."""
+    if isinstance(cell, Markup):
+        return cell.html
+    if isinstance(cell, str):
+        return escape(cell)
+    if cell.number is None:
+        return escape(cell.format(None))
+    return f'<data value="{cell.number!r}">{escape(cell.format(cell.number))}</data>'
+
+
+def table(heads: Sequence[str], *groups: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
+    """Return a table that scrolls where it is too wide; groups of rows are separated by a line.
+
+    kinds: a class for each column: `minor` columns are hidden on small screens, `name` columns wrap. Default: none.
+    """
+    kinds = kinds or [""] * len(heads)
+    top = f"<thead>{_row('th', heads, kinds)}</thead>" if any(heads) else ""
+    bodies = "".join(f"<tbody>{''.join(_row('td', row, kinds) for row in rows)}</tbody>" for rows in groups)
+    return f'<div class="scroll"><table>{top}{bodies}</table></div>'
+
+
+def _row(tag: str, cells: Sequence[Cell], kinds: Sequence[str]) -> str:
+    parts = (
+        f'<{tag} class="{kind}">{cell_markup(cell)}</{tag}>' if kind else f"<{tag}>{cell_markup(cell)}</{tag}>"
+        for cell, kind in zip(cells, kinds, strict=True)
+    )
+    return f"<tr>{''.join(parts)}</tr>"
+
+
+def description_list(rows: Iterable[tuple[str, Value]]) -> str:
+    """Return values with their names."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{cell_markup(value)}</dd>' for name, value in rows)}</dl>"
+
+
+def card(name: str, value: Cell, hint: str = "", more: str = "", kind: str = "") -> str:
+    """Return a large value with its name above and a hint below; `more` is markup that follows."""
+    below = f"<p>{escape(hint)}</p>" if hint else ""
+    return f'<div class="card {kind}"><span>{escape(name)}</span><b>{cell_markup(value)}</b>{below}{more}</div>'
+
+
+def cards(parts: Iterable[str]) -> str:
+    """Return cards in a row that wraps."""
+    return f'<div class="cards">{"".join(parts)}</div>'
+
+
+def panel(title: str, note: str, content: str, data: str = "", kind: str = "") -> str:
+    """Return a heading, a sentence and content. `data` is the same as a table, collapsed.
+
+    kind: `across` takes the whole width.
+    """
+    folded = f"<details><summary>as a table</summary>{data}</details>" if data else ""
+    caption = f"<figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p></figcaption>"
+    return f'<figure class="{kind}">{caption}{content}{folded}</figure>'
+
+
+@cache
+def style_sheet() -> str:
+    """Return the style sheet that all pages share."""
+    return files(__package__).joinpath("charts.css").read_text(encoding="utf-8")
+
+
+def page(title: str, header: str, main: str, footer: str) -> str:
+    """Return a whole document; `header`, `main` and `footer` are markup."""
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">
+<title>{escape(title)}</title><style>{style_sheet()}</style></head>
+<body>
+<header>{header}</header>
+<main>{main}</main>
+<footer>{footer}</footer>
+</body></html>
+"""
