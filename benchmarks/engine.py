@@ -82,7 +82,7 @@ class Contest:
         attention: str = "auto",
         in_flight: int | None = None,
     ) -> None:
-        """`folder`: the model's, if it has one. `attention`: as in `build_engine`. `in_flight`: as in `EngineConfig`."""
+        """`folder`: of the model. `attention`: as in `build_engine`. `in_flight`: as in `EngineConfig`."""
         self._model = model
         self._items = items
         self._peers = peers
