@@ -82,7 +82,7 @@ class TokenBudget:
         usable: int64 [B], largest number of tokens of each draft.
         """
         sequences = len(drafts.offsets) - 1
-        likely = path_prob(drafts.odds, drafts.parents, drafts.offsets)
+        likely = path_prob(drafts.accept_prob, drafts.parents, drafts.offsets)
         starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
         places = np.arange(len(likely)) - starts.repeat(sizes)
         likely[places >= usable.repeat(sizes)] = 0

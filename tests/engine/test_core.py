@@ -58,7 +58,7 @@ class ScriptedDrafter(NoDrafter):
             if self.obeys:
                 tokens = tokens[: int(progress.max_draft[index])]
             paths.append(Path(tokens, np.ones(len(tokens), np.float32)))
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
 
 @pytest.fixture(scope="module")

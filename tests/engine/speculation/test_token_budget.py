@@ -100,7 +100,7 @@ def record(budget, tokens, accepted, seconds, *, sequences=1, drafting_s=None, i
 
 
 def drafts_of(*paths):
-    return DraftBatch.of_paths([Path(np.arange(len(path), dtype=np.uint32), np.array(path)) for path in paths])
+    return DraftBatch.from_paths([Path(np.arange(len(path), dtype=np.uint32), np.array(path)) for path in paths])
 
 
 CHEAP = StepCost([1, 100], [1.0, 1.5])
