@@ -190,7 +190,7 @@ def test_too_few_descriptors_are_no_reason_to_take_another_way(socket_address, m
     def refuse(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("drafter_service.auth.client.socket.socket", refuse)
+    monkeypatch.setattr("drafter_service.auth.connector.socket.socket", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         connector.connect_steps(TIMEOUT_S)
 
