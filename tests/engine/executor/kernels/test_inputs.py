@@ -17,6 +17,7 @@ from tests.engine.executor.kernels.device_steps import (
     give_drafts,
     new_sequence,
     padded_drafts,
+    planned,
     state_of,
 )
 from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
@@ -44,7 +45,7 @@ def random_step(seed, device):
 
 def matches(sequences, inputs):
     """Whether inputs are those of `build_batch`, and padding elsewhere."""
-    batch = build_batch(sequences, PAGE_SIZE)
+    batch = build_batch(planned(sequences), PAGE_SIZE)
     tokens, positions, cache_slots, request_slots, starts = (
         getattr(inputs, name).tolist() for name in StepInputs._fields[:5]
     )

@@ -20,7 +20,7 @@ from engine.sampling.sampler import choose
 from engine.sampling.truncation import WORKSPACE, Limits, Truncation, truncate
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
-from tests.engine.executor.kernels.device_steps import PAGE_SIZE, give_drafts, padded_drafts, state_of
+from tests.engine.executor.kernels.device_steps import PAGE_SIZE, give_drafts, padded_drafts, planned, state_of
 from tests.engine.executor.kernels.implementations import INTERPRETED, on, planted, require_interpreter
 
 CASES = 40
@@ -265,17 +265,18 @@ def random_step(seed, device):
         sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
         sequences[-1].pages = list(range(8))
     give_drafts(sequences, rng, 4)
-    batch = build_batch(sequences, PAGE_SIZE)
+    entries = planned(sequences)
+    batch = build_batch(entries, PAGE_SIZE)
     state, slots = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
     drafts = padded_drafts(sequences, 4, device, rng=rng)
     starts = torch.nn.functional.pad((scheduled + 4).cumsum(0, dtype=torch.int32), (1, 0))
     inputs = build_inputs(state, slots, scheduled, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
-    return sequences, batch, state, inputs, rng
+    return entries, batch, state, inputs, rng
 
 
 def step_agrees(module, seed, device="cpu"):
-    sequences, batch, state, inputs, rng = random_step(seed, device)
+    entries, batch, state, inputs, rng = random_step(seed, device)
     logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
     sampled = module.sampled_tokens(state, inputs, logits, draws=True, most=VOCAB)
     tokens = module.replayed(state, inputs, sampled)
@@ -284,7 +285,7 @@ def step_agrees(module, seed, device="cpu"):
     counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
     if not counted.any():
         return True
-    return tokens[counted].tolist() == choose(batch, logits[counted], sequences).tokens.tolist()
+    return tokens[counted].tolist() == choose(batch, logits[counted], entries).tokens.tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
