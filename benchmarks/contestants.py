@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.traces import Request, Trace
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
+from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.drafter import make_drafter
-from ssd.config import DrafterConfig
 from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")

@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.shared_log import SharedLog
-from ssd.corpus.corpus import Corpus
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.redis import running_redis

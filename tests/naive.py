@@ -91,9 +91,7 @@ def transitions(texts: Iterable[Sequence[int]]) -> Mapping[int, set[int]]:
     return following
 
 
-def classic_draft(
-    text: Sequence[int], context: Sequence[int], limit: int, longest: int = 10
-) -> tuple[list[int], int]:
+def classic_draft(text: Sequence[int], context: Sequence[int], limit: int, longest: int = 10) -> tuple[list[int], int]:
     """Return the baseline's draft, counting all matches, and the length of its match."""
     for length in range(min(longest, len(context)), 0, -1):
         pattern = list(context[len(context) - length :])

@@ -22,10 +22,10 @@ from drafter_service.observability.facts import (
 )
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
+from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
-from ssd.base import CorpusDrafter
 from ssd.drafter import make_drafter
 from ssd.stats import Stats
 

@@ -37,7 +37,12 @@ SAMPLES = {
     "reports.tracing": True,
 }
 """Values unlike the defaults; for numbers one is made."""
-NUMBERS = {"drafting.capacity": 5000, "drafting.max_draft": 9, "drafting.match_depth": 16, "drafting.classic_context": 5}
+NUMBERS = {
+    "drafting.capacity": 5000,
+    "drafting.max_draft": 9,
+    "drafting.match_depth": 16,
+    "drafting.classic_context": 5,
+}
 
 
 def loaded(file=None, flags=None, environment=None):
