@@ -29,9 +29,9 @@ class Recorder:
         self.calls.append(("draft", progress.sequence_ids.tolist(), progress.tokens.tolist(),
                            progress.verified.tolist(), progress.max_draft.tolist(), steps))  # fmt: skip
         path = Path(np.array([1], np.uint32), np.array([0.5], np.float32))
-        return DraftBatch.of_paths([path] * len(progress.sequence_ids))
+        return DraftBatch.from_paths([path] * len(progress.sequence_ids))
 
-    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
         self.calls.append(("finish", sequence_id, tokens.tolist(), verified, learn))
 
     def close(self):
@@ -43,7 +43,7 @@ def new_sequence(sequence_id=0):
 
 
 def plan_of(*sequences, room=4):
-    return StepPlan([SequencePlan(sequence, 1, produces=True, draft_room=room) for sequence in sequences])
+    return StepPlan([SequencePlan(each, each.computed, 1, produces=True, draft_room=room) for each in sequences])
 
 
 def run_step(drafter, plan, tokens, drafted=0, kept=0):
