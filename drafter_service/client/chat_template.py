@@ -70,7 +70,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         sources = _sources(folder, config)
         return ChatTemplate(sources, tokens) if DEFAULT in sources else None
     except ImportError:
-        raise UserError("chat templates need jinja2: run `pip install jinja2`") from None
+        raise UserError("chat templates need jinja2; run: pip install 'ssd-drafter[text]'") from None
     except Exception as problem:  # Whatever a foreign template may do.
         reason = " ".join(str(problem).split())
         raise UserError(f"the chat template of {folder} is refused ({reason}); mend it or download it again") from None

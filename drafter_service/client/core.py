@@ -92,19 +92,19 @@ class Core:
     # What the engine does.
 
     def start(
-        self, sequence_id: int, prompt: np.ndarray, *, session: str | None, request: str | None, learn: bool
+        self, sequence_id: int, prompt: np.ndarray, *, session_id: str | None, request_id: str | None, learn: bool
     ) -> None:
         """Begin a sequence. Raises ValueError for an id in use, a token out of range, and a name that is too long."""
         if sequence_id in self._running.row_of:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         check_tokens(prompt)
-        for what, name in (("session", session), ("request", request)):
+        for what, name in (("session_id", session_id), ("request_id", request_id)):
             if name is not None and len(name.encode()) > MOST_NAME_BYTES:
-                raise ValueError(f"the name of a {what} has at most {MOST_NAME_BYTES} bytes")
+                raise ValueError(f"{what} has at most {MOST_NAME_BYTES} bytes")
         self._started += 1
         # Told again, it has the name that it was told under before, and is learned once.
-        name = request or f"{self._name}-{self._started}"
-        row = self._running.add(sequence_id, About(np.array(prompt, np.uint32), session or "", name, learn))
+        name = request_id or f"{self._name}-{self._started}"
+        row = self._running.add(sequence_id, About(np.array(prompt, np.uint32), session_id or "", name, learn))
         self._introductions.introduce(row)
 
     def draft(self, progress: Progress) -> Turn:

@@ -40,20 +40,20 @@ class DrafterClient(Client):
         sequence_id: int,
         prompt: np.ndarray,
         *,
-        session: str | None = None,
-        request: str | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
         learn: bool = True,
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
-        session: turns of a conversation have the same one. request: a name to forget what it produces by. learn:
+        session_id: turns of a conversation have the same one. request_id: a name to forget what it produces by. learn:
         whether anything of it may be learned, or drafted to others while it runs. Raises ValueError for an id in use, a
         token out of range and a name that is too long.
         """
         self._check_process()
         self._check_is_answered()
         with self._lock:
-            self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
+            self._core.start(sequence_id, prompt, session_id=session_id, request_id=request_id, learn=learn)
             self._send()
             self._watch()
 

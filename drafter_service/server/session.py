@@ -159,8 +159,8 @@ class Session:
         opening = self._drafter.open(
             begin.prompt,
             committed=begin.committed,
-            session=begin.session,
-            request=begin.request,
+            session_id=begin.session,
+            request_id=begin.request,
             learn=begin.learn and self._may_learn,
         )
         sequence_id = begin.sequence_id
@@ -206,7 +206,7 @@ class Session:
         if len(committed):
             self.namespace.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
-            self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request)
+            self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request_id)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
         """Drafts, and which sequences are not known."""

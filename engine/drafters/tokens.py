@@ -129,4 +129,4 @@ def _spread(batch: DraftBatch, entries: SequenceOf[SequencePlan], known: dict[in
     """Drafts of the known sequences as drafts of all entries: the others get none."""
     lengths = np.zeros(len(entries), np.uint32)
     lengths[[entry.sequence.sequence_id in known for entry in entries]] = np.diff(batch.offsets)
-    return DraftBatch(batch.tokens, batch.parents, batch.odds, batch.source, offsets_of(lengths))
+    return DraftBatch(batch.tokens, batch.parents, batch.accept_prob, batch.source, offsets_of(lengths))
