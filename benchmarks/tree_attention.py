@@ -21,6 +21,7 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kernels import Kernels
 from engine.executor.batch import Batch, build_batch
 from engine.models.config import ModelConfig
+from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence as Running
 from engine.speculation.draft_tree import DraftTree, straight_length
@@ -50,10 +51,8 @@ def draft_batch(context: int, parents: np.ndarray, sequences: int = 1, page_size
     for index in range(sequences):
         sequence = Running(index, Request(np.zeros(context + 1, np.uint32)), context + 1 + nodes)
         sequence.pages = list(range(index * count, (index + 1) * count))
-        sequence.computed, sequence.scheduled = context, 1
-        sequence.draft = np.zeros(nodes, np.uint32)
-        sequence.tree = None if straight_length(parents) == nodes else DraftTree(parents)
-        running.append(sequence)
+        tree = None if straight_length(parents) == nodes else DraftTree(parents)
+        running.append(SequencePlan(sequence, context, 1, produces=True, draft=np.zeros(nodes, np.uint32), tree=tree))
     return build_batch(running, page_size)
 
 

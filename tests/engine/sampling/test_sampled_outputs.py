@@ -13,8 +13,8 @@ from engine.drafters.none import NoDrafter
 from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
 from engine.sampling.penalties import TokenCounts
+from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
-from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
@@ -206,7 +206,7 @@ def penalties_by_rows(monkeypatch):
 
 
 def minimum_by_rows(monkeypatch):
-    monkeypatch.setattr(Sequence, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
+    monkeypatch.setattr(SequencePlan, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
 
 
 def positions_by_rows(monkeypatch):

@@ -7,8 +7,9 @@ import torch
 
 from engine.executor.device_state import NOT_RECORDED, DeviceState
 from engine.executor.kernels.drafted import Drafts
+from engine.scheduling.plan import NO_TOKENS
 from engine.scheduling.request import Request, SamplingParams
-from engine.scheduling.sequence import NO_TOKENS, Sequence
+from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree
 
 VOCAB = 3
@@ -35,7 +36,8 @@ def give_drafts(sequences, rng, most, *, trees):
         left = len(sequence) - sequence.computed
         sequence.scheduled = left if rng.random() < 0.7 else int(rng.integers(1, left + 1))
         sequence.draft, sequence.tree = NO_TOKENS, None
-        if sequence.completes_prompt:
+        sequence.produces = sequence.computed + sequence.scheduled == len(sequence)
+        if sequence.produces:
             size = int(rng.integers(0, min(most, sequence.room - 1) + 1))
             sequence.draft = rng.integers(0, VOCAB, size).astype(np.uint32)
             if size and trees:
@@ -60,7 +62,7 @@ def padded_drafts(sequences, most, device, *, trees, rng):
         size = len(sequence.draft)
         tokens[index, :size] = sequence.draft
         parents[index, :size] = np.arange(-1, size - 1) if sequence.tree is None else sequence.tree.parents
-        is_cut = not sequence.completes_prompt or size == sequence.room - 1
+        is_cut = not sequence.produces or size == sequence.room - 1
         lengths[index] = most if is_cut else size
     drafts = Drafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths, parents)))
     return drafts if trees else drafts._replace(parents=None)
@@ -68,7 +70,7 @@ def padded_drafts(sequences, most, device, *, trees, rng):
 
 def history_of(sequence):
     """What its seat is to know of its text."""
-    known = [*sequence.tokens.tolist(), *sequence.to_come.tolist()]
+    known = [*sequence.tokens.tolist(), *sequence.recorded_rest.tolist()]
     return known + [NOT_RECORDED] * (LONGEST - len(known))
 
 
