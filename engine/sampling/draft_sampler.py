@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.noise import Stream, gumbel_noise, stream_seeds
 from engine.executor.transfer import on_device
+from engine.sampling.noise import Stream, gumbel_noise, stream_seeds
 from engine.sampling.processors import NOT_NEEDED, Rows, process_logits
 from engine.sampling.sampler import RowSettings, row_settings, scores
 from engine.scheduling.request import SamplingParams

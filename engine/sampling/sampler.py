@@ -53,8 +53,8 @@ def sample(logits: Tensor, settings: RowSettings) -> Tensor:
         return sample_tokens(logits, temperatures, seeds, positions, truncation)
     # The kernel that CUDA graphs use: another implementation's logarithms may differ in the last bit.
     limits = None if truncation is None else truncation.on(logits)
-    columns = (on_device(array, logits.device) for array in (temperatures, seeds, positions))
-    return draw_tokens(logits, *columns, limits)
+    t, s, p = (on_device(array, logits.device) for array in (temperatures, seeds, positions))
+    return draw_tokens(logits, t, s, p, limits)
 
 
 def scores(logits: Tensor, settings: RowSettings) -> Tensor:

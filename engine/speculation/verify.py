@@ -36,11 +36,11 @@ def verify_drafts(plan: StepPlan, batch: Batch, logits: Tensor) -> list[Sequence
     by_rejection = [index for index, entry in enumerate(entries) if uses_rejection(entry)]
     exactly = [index for index, entry in enumerate(entries) if entry.produces and index not in by_rejection]
     if exactly:
-        part = _part(exactly, plan, batch, logits)
-        for index, tokens in zip(exactly, np.split(_sampled(part), part.bounds[1:-1]), strict=True):
+        part = select_part(exactly, plan, batch, logits)
+        for index, tokens in zip(exactly, target_tokens(part), strict=True):
             results[index] = _verify_exactly(entries[index], tokens)
     if by_rejection:
-        part = _part(by_rejection, plan, batch, logits)
+        part = select_part(by_rejection, plan, batch, logits)
         for index, verdict in zip(by_rejection, _rejected(part, plan.q), strict=True):
             tokens = np.append(entries[index].draft[verdict.kept], np.uint32(verdict.token))
             results[index] = SequenceResult(entries[index], tokens, verdict.kept)
@@ -93,7 +93,8 @@ class Part(NamedTuple):
     """int64 [entries + 1], into those rows."""
 
 
-def _part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: Tensor) -> Part:
+def select_part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: Tensor) -> Part:
+    """Return the rows of some entries that produce, with their logits processed."""
     entries = [plan.entries[index] for index in indices]
     rows = [np.arange(batch.logit_offsets[index], batch.logit_offsets[index + 1]) for index in indices]
     bounds = np.cumsum([0, *map(len, rows)])
@@ -108,16 +109,18 @@ def _part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: Tensor
     return Part(entries, process_logits(logits, own), settings, bounds)
 
 
-def _sampled(part: Part) -> np.ndarray:
-    """Return the target's token after each row, uint32 [m]."""
+def target_tokens(part: Part) -> list[np.ndarray]:
+    """Return for each entry the target's token after each of its rows, uint32; recorded tokens take precedence."""
     is_greedy = all(entry.sequence.request.sampling.is_plain_greedy for entry in part.entries)
     tokens = greedy_tokens(part.logits) if is_greedy else sample(part.logits, part.settings)
-    return tokens.cpu().numpy().astype(np.uint32)
+    own = np.split(tokens.cpu().numpy().astype(np.uint32), part.bounds[1:-1])
+    for entry, rows in zip(part.entries, own, strict=True):
+        _replay(entry, rows)
+    return own
 
 
 def _verify_exactly(entry: SequencePlan, tokens: np.ndarray) -> SequenceResult:
     """Keep the draft tokens that equal the target's, `tokens`, uint32 [k + 1]."""
-    _replay(entry, tokens)
     if entry.tree is None:
         kept = np.arange(accepted_length(entry.draft, tokens))
     else:

@@ -24,4 +24,4 @@ def draw_tokens(
         from engine.executor.kernels import draw_triton
 
         return draw_triton.draw_tokens(logits, temperatures, seeds, positions, limits)
-    return sampling.draw_tokens(logits, temperatures, seeds, positions, limits)
+    return sampling.sample_tokens_on_device(logits, temperatures, seeds, positions, limits)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.executor.kernels.noise_triton import gumbel, gumbel_bound, key
-from engine.sampling.truncation import Limits, floors_of
+from engine.sampling.truncation import Limits, lowest_scores
 from engine.scheduling.request import GREEDY_BELOW
 
 BLOCK = 1024
@@ -29,7 +29,7 @@ def draw_tokens(
     scores = torch.empty(rows, parts, device=logits.device)
     tokens = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     # Without limits the kernel reads no floors, whatever stands there.
-    floors = scores if limits is None else floors_of(logits, temperatures, limits)
+    floors = scores if limits is None else lowest_scores(logits, temperatures, limits)
     _draw[(rows, parts)](
         logits, logits.stride(0), temperatures, seeds, positions, floors, scores, tokens,
         vocab, size, GREEDY_BELOW, limits is not None, block, num_warps=4,

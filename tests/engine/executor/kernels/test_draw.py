@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_iter
 from engine.executor.kernels import draw
 from engine.sampling import noise as sampling
 from engine.sampling import truncation
-from engine.sampling.noise import choose_tokens, greedy_tokens, gumbel_noise
-from engine.sampling.truncation import WORKSPACE, Limits, Truncation, truncate
+from engine.sampling.noise import greedy_tokens, gumbel_noise, sample_tokens
+from engine.sampling.truncation import WORKSPACE_BYTES, Limits, Truncation, truncate
 from engine.scheduling.request import GREEDY_BELOW
 from tests.engine.executor.kernels.backends import planted
 
@@ -56,7 +56,7 @@ def agrees(draw_tokens, seed, device="cpu"):
 
 
 def test_parts_of_rows_draw_what_all_draw_together(monkeypatch):
-    monkeypatch.setattr(truncation, "WORKSPACE", 2 * 64 * 70)
+    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", 2 * 64 * 70)
     assert all(agrees(draw.draw_tokens, seed) for seed in range(CASES))
 
 
@@ -67,9 +67,9 @@ def test_parts_of_rows_choose_what_all_choose_together(vocab, monkeypatch):
     temperatures = rng.choice([0.0, 0.7, 2.0], 50)
     settings = temperatures, rng.integers(0, 1 << 40, 50), rng.integers(0, 1000, 50)
     limits = Truncation(rng.choice([0, 4], 50), rng.choice([1.0, 0.6], 50), rng.choice([0.0, 0.2], 50))
-    whole = [choose_tokens(logits, *settings, truncated) for truncated in (None, limits)]
-    monkeypatch.setattr(truncation, "WORKSPACE", 3 * 64 * 70)
-    assert [choose_tokens(logits, *settings, truncated).tolist() for truncated in (None, limits)] == [
+    whole = [sample_tokens(logits, *settings, truncated) for truncated in (None, limits)]
+    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", 3 * 64 * 70)
+    assert [sample_tokens(logits, *settings, truncated).tolist() for truncated in (None, limits)] == [
         tokens.tolist() for tokens in whole
     ]
 
@@ -108,24 +108,24 @@ def memory_of(function, most):
 
 
 def drawn_without_limits(logits, temperatures, seeds, _):
-    return sampling.draw_tokens(logits, temperatures, seeds, seeds)
+    return sampling.sample_tokens_on_device(logits, temperatures, seeds, seeds)
 
 
 def drawn_of_few(logits, temperatures, seeds, limits):
-    return sampling.draw_tokens(logits, temperatures, seeds, seeds, limits)
+    return sampling.sample_tokens_on_device(logits, temperatures, seeds, seeds, limits)
 
 
 def ranked(logits, temperatures, _, limits):
-    return truncation.floors_of(logits, temperatures, limits)
+    return truncation.lowest_scores(logits, temperatures, limits)
 
 
 @pytest.mark.parametrize(
     ("function", "most"), [(drawn_without_limits, 0), (drawn_of_few, 64), (ranked, 128_256)], ids=["all", "few", "rank"]
 )
 def test_memory_is_bounded(function, most, monkeypatch):
-    assert WORKSPACE / 4 < memory_of(function, most) < WORKSPACE
-    monkeypatch.setattr(truncation, "WORKSPACE", WORKSPACE << 10)
-    assert memory_of(function, most) > 10 * WORKSPACE
+    assert WORKSPACE_BYTES / 4 < memory_of(function, most) < WORKSPACE_BYTES
+    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", WORKSPACE_BYTES << 10)
+    assert memory_of(function, most) > 10 * WORKSPACE_BYTES
 
 
 def kernel():
@@ -205,7 +205,7 @@ def test_the_kernel_on_a_gpu_draws_from_a_large_vocabulary():
         logits = torch.randn(rows, 128_256, device="cuda") * 3
         warmth = torch.rand(rows, dtype=torch.float64, device="cuda") + 0.2
         seeds, positions = (torch.randint(0, 1 << 40, (rows,), device="cuda") for _ in range(2))
-        expected = sampling.draw_tokens(logits, warmth, seeds, positions)
+        expected = sampling.sample_tokens_on_device(logits, warmth, seeds, positions)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         tokens = draw.draw_tokens(logits, warmth, seeds, positions)

@@ -10,11 +10,12 @@ from engine.executor.batch import build_batch
 from engine.executor.kernels import sample
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import sampled_tokens
-from engine.sampling.noise import choose_tokens, draw_tokens, gumbel_noise, mix64, uniforms
-from engine.sampling.sampler import choose
+from engine.sampling.noise import gumbel_noise, mix64, sample_tokens, sample_tokens_on_device, uniforms
 from engine.sampling.truncation import Truncation
+from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from engine.speculation.verify import select_part, target_tokens
 from tests.engine.executor.kernels.backends import planted, triton_module
 from tests.engine.executor.kernels.hosted import PAGE_SIZE, give_drafts, padded_drafts, state_of
 
@@ -45,10 +46,10 @@ def test_rows_are_drawn_as_by_the_settings_of_the_host(device, rows, truncates, 
     temperatures, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
     truncation = Truncation(top_k, top_p, min_p) if truncates else None
     seeds, positions = (rng.integers(-(1 << 40), 1 << 40, len(rows)) for _ in range(2))
-    expected = choose_tokens(logits, temperatures, seeds, positions, truncation)
+    expected = sample_tokens(logits, temperatures, seeds, positions, truncation)
     limits = truncation.on(logits) if truncation else None
     settings_there = (torch.from_numpy(array).to(device) for array in (temperatures, seeds, positions))
-    assert torch.equal(draw_tokens(logits, *settings_there, limits), expected)
+    assert torch.equal(sample_tokens_on_device(logits, *settings_there, limits), expected)
 
 
 def random_step(seed, device):
@@ -68,17 +69,23 @@ def random_step(seed, device):
         sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
         sequences[-1].pages = list(range(8))
     give_drafts(sequences, rng, 4, trees=True)
-    batch = build_batch(sequences, PAGE_SIZE)
+    plan = StepPlan(
+        [
+            SequencePlan(each, each.computed, each.scheduled, each.produces, draft=each.draft, tree=each.tree)
+            for each in sequences
+        ]
+    )
+    batch = build_batch(plan.entries, PAGE_SIZE)
     seats_state, seats = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
     drafts = padded_drafts(sequences, 4, device, trees=True, rng=rng)
     starts = torch.nn.functional.pad((scheduled + 4).cumsum(0, dtype=torch.int32), (1, 0))
     inputs = build_inputs(seats_state, seats, scheduled, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
-    return sequences, batch, seats_state, inputs, rng
+    return plan, batch, seats_state, inputs, rng
 
 
 def agrees(module, seed, device="cpu"):
-    sequences, batch, seats_state, inputs, rng = random_step(seed, device)
+    plan, batch, seats_state, inputs, rng = random_step(seed, device)
     logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
     sampled = module.sampled_tokens(seats_state, inputs, logits, draws=True, most=VOCAB)
     tokens = module.replayed(seats_state, inputs, sampled)
@@ -87,7 +94,9 @@ def agrees(module, seed, device="cpu"):
     counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
     if not counted.any():
         return True
-    return tokens[counted].tolist() == choose(batch, logits[counted], sequences).tokens.tolist()
+    producing = [index for index, entry in enumerate(plan.entries) if entry.produces]
+    expected = target_tokens(select_part(producing, plan, batch, logits[counted]))
+    return tokens[counted].tolist() == np.concatenate(expected).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.eager import kept_rows
 from engine.executor.kernels import verify_torch
 from engine.executor.kernels.drafted import Drafted
 from engine.executor.kernels.inputs import build_inputs
-from engine.sampling.sampler import Chosen
 from engine.scheduling.plan import SequencePlan, SequenceResult
+from engine.speculation.verify import accepted_path
 from tests import naive
 from tests.engine.executor.kernels.backends import Backend, planted, triton_module
 from tests.engine.executor.kernels.hosted import (
@@ -35,16 +34,18 @@ def commit_on_host(sequences, chosen):
     ]
     batch = build_batch(entries, PAGE_SIZE)
     produced = []
-    for index, (entry, rows) in enumerate(zip(entries, kept_rows(batch, Chosen(chosen, {}), entries), strict=True)):
+    for index, entry in enumerate(entries):
         sequence = entry.sequence
         sequence.computed += sequence.scheduled - sequence.produces
-        if len(rows) == 0:
+        if not sequence.produces:
             produced.append(([], []))
             continue
-        start = batch.logit_offsets[index]
-        tokens = chosen[start + rows]
-        sequence.commit(SequenceResult(entry, tokens, rows[1:] - 1))
-        produced.append((tokens.tolist(), rows.tolist()))
+        target = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+        parents = np.arange(-1, len(entry.draft) - 1) if entry.tree is None else entry.tree.parents
+        kept = accepted_path(entry.draft, parents, target)
+        rows = np.append(0, 1 + kept)
+        sequence.commit(SequenceResult(entry, target[rows], kept))
+        produced.append((target[rows].tolist(), rows.tolist()))
     return produced
 
 
