@@ -96,14 +96,12 @@ class DrafterClient(Client):
         if self._is_waiting:
             raise ValueError("take the result of what was asked before the next call")
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
         self._check_process()
         self._check_is_answered()
         with self._lock:
-            self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
+            self._core.finish(sequence_id, tokens, verified=verified, learn=learn)
             self._send()
             self._watch()
 

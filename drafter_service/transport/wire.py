@@ -52,7 +52,6 @@ def batch_message(progress: Progress) -> pb.Batch:
         tokens=pack(progress.tokens, "u4"),
         offsets=pack(progress.offsets, "u4"),
         verified=pack(progress.verified, "u4"),
-        accepted=pack(progress.accepted, "u4"),
         max_draft=pack(progress.max_draft, "u4"),
         cost=progress.cost,
     )
@@ -68,7 +67,7 @@ def read_batch(message: pb.Batch) -> Progress:
     offsets = _read_offsets(message.offsets, sequences, len(tokens), "batch")
     counts = {
         name: _of_length(unpack(getattr(message, name), "u4", f"batch.{name}"), sequences, f"batch.{name}")
-        for name in ("verified", "accepted", "max_draft")
+        for name in ("verified", "max_draft")
     }
     cost = message.cost if message.HasField("cost") else None
     if cost is not None and not 0 < cost <= 1:

@@ -89,4 +89,4 @@ def counting(text: list[int], limit: int) -> list[int]:
 
 
 def finish(core: Core, sequence_id: int, tokens: list[int], **outcome) -> None:
-    core.finish(sequence_id, array(tokens), **{"verified": 0, "accepted": 0, "learn": True, **outcome})
+    core.finish(sequence_id, array(tokens), **{"verified": 0, "learn": True, **outcome})

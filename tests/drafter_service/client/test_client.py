@@ -84,7 +84,7 @@ def test_drafts_can_be_asked_for_without_waiting(fake, connect):
         with pytest.raises(ValueError, match="take the result of what was asked before the next call"):
             call()
     assert answer.result().tokens.tolist() == [6, 7, 8]
-    assert draft_of(client, [6, 9], limit=2, verified=3, accepted=1) == [10, 11]
+    assert draft_of(client, [6, 9], limit=2, verified=3) == [10, 11]
 
 
 def test_steps_that_are_told_together_are_counted_as_such(fake, connect):

@@ -111,7 +111,6 @@ class Telling(RuleBasedStateMachine):
         assert sorted(self.service.texts()) == sorted(running)
         assert sorted(self.service.learned.values()) == sorted(self.to_learn.values())
         assert self.service.drafted <= self.engine.drafted
-        assert self.service.accepted <= self.engine.accepted
         assert self.service.steps <= self.engine.steps
 
     def ask_for_all(self):
@@ -173,19 +172,17 @@ def test_batches_that_cannot_be_are_refused_without_effect():
         (twice, "twice"),
         (progress_of({1: [], 3: []}, limit=1), "sequence 3 was not started"),
         (progress_of({1: []}, limit=1, verified=3), "it cannot have verified 3"),
-        (progress_of({1: []}, limit=1, verified=1, accepted=2), "verified 1 and accepted 2"),
         (progress_of({1: [0xFFFF_FFFF]}, limit=1), "4,294,967,294"),
         (progress_of({1: []}, limit=1, cost=0.0), "above 0 to 1"),
     ):
         with pytest.raises(ValueError, match=reason):
             wire.core.draft(wrong)
-    for wrong in ({"verified": 3}, {"verified": 1, "accepted": 2}):
-        with pytest.raises(ValueError, match="was offered 2 tokens"):
-            finish(wire.core, 1, [], **wrong)
+    with pytest.raises(ValueError, match="was offered 2 tokens"):
+        finish(wire.core, 1, [], verified=3)
     with pytest.raises(ValueError, match="sequence 3 was not started"):
         finish(wire.core, 3, [])
     with pytest.raises(ValueError, match="sequence 1 was started before"):
         start(wire.core, 1, [5])
     wire.settle()
     assert len(wire.service.requests) == before
-    assert wire.draft(progress_of({1: [6], 2: [7]}, limit=1, verified=1, accepted=1)).tokens.tolist() == [7, 8]
+    assert wire.draft(progress_of({1: [6], 2: [7]}, limit=1, verified=1)).tokens.tolist() == [7, 8]

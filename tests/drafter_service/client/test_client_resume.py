@@ -248,13 +248,13 @@ def test_what_was_handed_out_before_is_not_counted_afterwards(is_lost):
         wire.service.lose(1)
         start(wire.core, 2, [9])
         wire.draft(progress_of({2: []}, limit=1))
-        wire.draft(progress_of({1: [6]}, limit=2, verified=2, accepted=1))
+        wire.draft(progress_of({1: [6]}, limit=2, verified=2))
         wire.draft(progress_of({1: [7]}, limit=2))
     else:
         wire.cut()
         wire.connect()
         wire.settle()
-        assert len(wire.draft(progress_of({1: [6]}, limit=2, verified=2, accepted=1)).tokens) == 2
+        assert len(wire.draft(progress_of({1: [6]}, limit=2, verified=2)).tokens) == 2
     assert (wire.service.drafted, wire.service.accepted) == (0, 0)
 
 

@@ -109,7 +109,8 @@ class MixedDrafter(NoDrafter):
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             right = self.texts[sequence_id][self.lengths[sequence_id] :][: self.rng.integers(0, 7)]
-            draft = array([*right, *self.rng.integers(0, VOCAB, self.rng.integers(0, 3))])[: progress.max_draft[index]]
+            draft = array([*right, *self.rng.integers(0, VOCAB, self.rng.integers(0, 3))])
+            draft = draft[: int(progress.max_draft[index])]
             paths.append(Path(draft, np.ones(len(draft), np.float32)))
         return DraftBatch.from_paths(paths)
 
