@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor.kernels.draw import draw_tokens
+from engine.executor.kernels import sample as kernel
 from engine.executor.transfer import on_device
 from engine.sampling.noise import sample_tokens
 from engine.sampling.truncation import Truncation, divisors, truncate
@@ -54,7 +54,7 @@ def sample(logits: Tensor, settings: RowSettings) -> Tensor:
     # The kernel that CUDA graphs use: another implementation's logarithms may differ in the last bit.
     limits = None if truncation is None else truncation.on(logits)
     t, s, p = (on_device(array, logits.device) for array in (temperatures, seeds, positions))
-    return draw_tokens(logits, t, s, p, limits)
+    return kernel.sample_tokens(logits, t, s, p, limits)
 
 
 def scores(logits: Tensor, settings: RowSettings) -> Tensor:
