@@ -106,7 +106,7 @@ class Log:
     """redis://HOST:PORT/DB or rediss://; without it the service runs alone."""
     prefix: str = "default"
     """Sidecars with the same one share their logs."""
-    most_tokens: Positive = 32_000_000
+    max_tokens: Positive = 32_000_000
     """Tokens kept in the log of a namespace; a new replica cannot catch up with more than these."""
     queue_tokens: Positive = 4_000_000
     """Tokens that wait for the log while it is away; the oldest are dropped beyond that."""
@@ -144,8 +144,6 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict one another."""
-        if self.drafting.policy != "suffix":
-            raise ValueError("drafting.policy must be 'suffix': the article's scheme is a baseline for benchmarks")
         if self.drafting.options:
             raise ValueError("drafting.options is for third-party drafters; the service has none")
         for key, capacity in (("drafting.capacity", self.drafting.capacity), *_keyed(self.namespaces.capacities)):
