@@ -82,8 +82,7 @@ def serve(
     **engine: Any,
 ) -> None:
     """Serve a model with OpenAI's API, and a page that shows what goes on."""
-    from engine.api.command import run_server
-    from engine.api.settings import ServerConfig
+    from engine.api.server import ServerConfig, run_server
 
     config = ServerConfig(
         host=host,
@@ -93,7 +92,7 @@ def serve(
         drain_s=drain,
         cached_responses=cached_responses,
     )
-    run_server(model, name, config, **engine)
+    run_server(model, name, config, click.echo, **engine)
 
 
 @cli.command()
