@@ -43,8 +43,6 @@ class Progress:
     """uint32 [B + 1]: sequence i committed `tokens[offsets[i]:offsets[i + 1]]`."""
     verified: np.ndarray
     """uint32 [B]: how many tokens of the last draft the target verified."""
-    accepted: np.ndarray
-    """uint32 [B]: how many of those it accepted."""
     max_draft: np.ndarray
     """uint32 [B]: how many draft tokens the caller can use now."""
     cost: float | None = None
@@ -58,7 +56,7 @@ class Progress:
 
         Each draft begins with it: 0.8 us for one sequence, 1.3 us for 64.
         """
-        counts = [self.verified, self.accepted, self.max_draft]
+        counts = [self.verified, self.max_draft]
         if self.steps is not None:
             counts.append(self.steps)
         for array in (self.tokens, self.offsets, *counts):
@@ -88,10 +86,8 @@ class Progress:
         sequence_ids = self.sequence_ids.tolist()
         if len(set(sequence_ids)) != len(sequence_ids):
             raise ValueError("a sequence stands in a batch twice")
-        for sequence_id, verified, accepted in zip(
-            sequence_ids, self.verified.tolist(), self.accepted.tolist(), strict=True
-        ):
-            check_outcome(sequence_id, verified, accepted, offered)
+        for sequence_id, verified in zip(sequence_ids, self.verified.tolist(), strict=True):
+            check_verified(sequence_id, verified, offered)
 
     def _name_of(self, array: np.ndarray) -> str:
         return next(name for name, own in vars(self).items() if own is array)
@@ -105,7 +101,7 @@ class DraftBatch:
     """uint32 [T]."""
     parents: np.ndarray
     """int32 [T]: index of the parent within the sequence's own draft, `ROOT` for a child of the context."""
-    odds: np.ndarray
+    accept_prob: np.ndarray
     """float32 [T]: estimated probability of acceptance, given that the parent is accepted."""
     source: np.ndarray
     """uint8 [T]: a `Source` each."""
@@ -134,32 +130,32 @@ class DraftBatch:
         return cls(
             tokens=np.empty(0, np.uint32),
             parents=np.empty(0, np.int32),
-            odds=np.empty(0, np.float32),
+            accept_prob=np.empty(0, np.float32),
             source=np.empty(0, np.uint8),
             offsets=np.zeros(sequences + 1, np.uint32),
         )
 
     @classmethod
-    def joined(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
+    def concatenate(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
         """The sequences of several batches in a row."""
         lengths = [batch.offsets[1:] - batch.offsets[:-1] for batch in batches]
         return cls(
             tokens=np.concatenate([batch.tokens for batch in batches]),
             parents=np.concatenate([batch.parents for batch in batches]),
-            odds=np.concatenate([batch.odds for batch in batches]),
+            accept_prob=np.concatenate([batch.accept_prob for batch in batches]),
             source=np.concatenate([batch.source for batch in batches]),
             offsets=offsets_of(np.concatenate(lengths)),
         )
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Path]) -> DraftBatch:
+    def from_paths(cls, paths: Sequence[Path]) -> DraftBatch:
         """One path a sequence, as a batch."""
         lengths = np.array([len(path.tokens) for path in paths], np.uint32)
         parents = [np.arange(ROOT, len(path.tokens) + ROOT, dtype=np.int32) for path in paths]
         return cls(
             tokens=_joined([path.tokens for path in paths], np.uint32),
             parents=_joined(parents, np.int32),
-            odds=_joined([path.odds for path in paths], np.float32),
+            accept_prob=_joined([path.accept_prob for path in paths], np.float32),
             source=np.repeat(np.array([path.source for path in paths], np.uint8), lengths),
             offsets=offsets_of(lengths),
         )
@@ -171,7 +167,7 @@ class Path:
 
     tokens: np.ndarray
     """uint32 [n]."""
-    odds: np.ndarray
+    accept_prob: np.ndarray
     """float32 [n]: each given the one before it."""
     source: Source = Source.CORPUS
     match_length: int = 0
@@ -199,13 +195,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence. `tokens`, uint32 [n]: what was committed since its last draft.
 
-        `verified` and `accepted` tell what became of that draft, as in `Progress`. What the sequence produced becomes
-        draftable for others if `learn` is set. Raises ValueError as `draft` does.
+        verified: as in `Progress`. Other sequences may be offered what this one produced if `learn` is set. Raises
+        ValueError as `draft` does.
         """
         ...
 
@@ -214,14 +208,13 @@ class Drafter(Protocol):
         ...
 
 
-def check_outcome(sequence_id: int, verified: int, accepted: int, offered: Mapping[int, int]) -> None:
-    """Raises ValueError for a sequence that is not running, or counts that its last draft cannot have."""
+def check_verified(sequence_id: int, verified: int, offered: Mapping[int, int]) -> None:
+    """Raise ValueError for a sequence that is not running, or that verified more than its last draft had."""
     if sequence_id not in offered:
         raise ValueError(f"sequence {sequence_id} was not started")
-    if not 0 <= accepted <= verified <= offered[sequence_id]:
+    if not 0 <= verified <= offered[sequence_id]:
         raise ValueError(
-            f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified} "
-            f"and accepted {accepted}"
+            f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified}"
         )
 
 

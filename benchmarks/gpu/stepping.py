@@ -59,14 +59,12 @@ class FixedDrafter:
         return DraftBatch(
             tokens=said(places + away, self._vocab_size),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
-            odds=np.full(tokens, self._odds, np.float32),
+            accept_prob=np.full(tokens, self._odds, np.float32),
             source=np.full(tokens, Source.CORPUS, np.uint8),
             offsets=offsets,
         )
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """Nothing to note."""
 
     def close(self) -> None:

@@ -59,13 +59,13 @@ def _sift(drafts: DraftBatch, limits: np.ndarray, vocabulary_size: int) -> tuple
     offsets = drafts.offsets.astype(np.int64)
     sizes = offsets[1:] - offsets[:-1]
     place = spread(np.zeros(len(sizes), np.int64), offsets)
-    is_fit = (drafts.odds >= 0) & (drafts.odds <= 1) & (drafts.parents >= ROOT) & (drafts.parents < place)
+    is_fit = (drafts.accept_prob >= 0) & (drafts.accept_prob <= 1) & (drafts.parents >= ROOT) & (drafts.parents < place)
     if vocabulary_size:
         is_fit &= drafts.tokens < vocabulary_size
     is_good = _all_of(is_fit, offsets) & (sizes <= limits)
     keep, sizes = is_good.repeat(sizes), sizes * is_good
     good = DraftBatch(
-        drafts.tokens[keep], drafts.parents[keep], drafts.odds[keep], drafts.source[keep], offsets_of(sizes)
+        drafts.tokens[keep], drafts.parents[keep], drafts.accept_prob[keep], drafts.source[keep], offsets_of(sizes)
     )
     return good, len(sizes) - int(np.count_nonzero(is_good))
 

@@ -26,7 +26,7 @@ from drafter_service.client.running import News, Running
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, unpack
 from ssd.corpus.ring import check_tokens
-from ssd.types import DraftBatch, Progress, check_outcome, offsets_of
+from ssd.types import DraftBatch, Progress, check_verified, offsets_of
 
 CLIENT_ID_BYTES = 16
 
@@ -92,19 +92,19 @@ class Core:
     # What the engine does.
 
     def start(
-        self, sequence_id: int, prompt: np.ndarray, *, session: str | None, request: str | None, learn: bool
+        self, sequence_id: int, prompt: np.ndarray, *, session_id: str | None, request_id: str | None, learn: bool
     ) -> None:
         """Begin a sequence. Raises ValueError for an id in use, a token out of range, and a name that is too long."""
         if sequence_id in self._running.row_of:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         check_tokens(prompt)
-        for what, name in (("session", session), ("request", request)):
+        for what, name in (("session_id", session_id), ("request_id", request_id)):
             if name is not None and len(name.encode()) > MOST_NAME_BYTES:
-                raise ValueError(f"the name of a {what} has at most {MOST_NAME_BYTES} bytes")
+                raise ValueError(f"{what} has at most {MOST_NAME_BYTES} bytes")
         self._started += 1
         # Told again, it has the name that it was told under before, and is learned once.
-        name = request or f"{self._name}-{self._started}"
-        row = self._running.add(sequence_id, About(np.array(prompt, np.uint32), session or "", name, learn))
+        name = request_id or f"{self._name}-{self._started}"
+        row = self._running.add(sequence_id, About(np.array(prompt, np.uint32), session_id or "", name, learn))
         self._introductions.introduce(row)
 
     def draft(self, progress: Progress) -> Turn:
@@ -147,13 +147,13 @@ class Core:
         self._running.hand_over(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
         return drafts
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, accepted: int, learn: bool) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, learn: bool) -> None:
         """End a sequence. Raises ValueError as `Drafter.finish`."""
         running = self._running
         check_tokens(tokens)
         rows = np.array([running.row_of[sequence_id]]) if sequence_id in running.row_of else NO_ROWS
-        check_outcome(sequence_id, verified, accepted, dict(zip([sequence_id], running.offered(rows), strict=False)))
-        running.commit(rows, _last_progress(sequence_id, tokens, verified, accepted))
+        check_verified(sequence_id, verified, dict(zip([sequence_id], running.offered(rows), strict=False)))
+        running.commit(rows, _last_progress(sequence_id, tokens, verified))
         self._ended.add(running.end(sequence_id, learn))
         self._tell_ended()
 
@@ -252,13 +252,12 @@ class Core:
         return replace(drafts, offsets=offsets_of(sizes))
 
 
-def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int, accepted: int) -> Progress:
+def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int) -> Progress:
     """A sequence's end as the progress of a batch."""
     return Progress(
         np.array([sequence_id], np.uint64),
         tokens,
         offsets_of(np.array([len(tokens)])),
         np.array([verified], np.uint32),
-        np.array([accepted], np.uint32),
         NO_LIMIT,
     )

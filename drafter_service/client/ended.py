@@ -28,7 +28,6 @@ class Ended:
     """How many tokens of `committed` it has."""
     learn: bool
     verified: int
-    accepted: int
     steps: int
 
     @property
@@ -49,7 +48,7 @@ class Ended:
     def lose(self) -> None:
         """The service does not have it any more."""
         self.is_known = False
-        self.told = self.verified = self.accepted = 0
+        self.told = self.verified = 0
 
 
 class EndedSequences:

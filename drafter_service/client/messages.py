@@ -29,7 +29,6 @@ def batch_message(news: News, max_draft: np.ndarray, cost: float | None) -> pb.B
         tokens=pack(news.tokens, "u4"),
         offsets=pack(news.offsets, "u4"),
         verified=pack(news.verified, "u4"),
-        accepted=pack(news.accepted, "u4"),
         max_draft=pack(max_draft, "u4"),
         cost=cost,
         steps=pack(news.steps, "u4") if news.steps is not None and np.count_nonzero(news.steps > 1) else b"",
@@ -50,7 +49,6 @@ def endings(lot: Iterable[Ended], wire_ids: Iterator[int]) -> Outgoing:
                 ended.committed[ended.told :],
                 ended.learn,
                 ended.verified,
-                ended.accepted,
                 ended.steps,
             )
         )

@@ -29,7 +29,6 @@ class Ending(NamedTuple):
     """uint32 [n]; they do not change any more."""
     learn: bool
     verified: int
-    accepted: int
     steps: int
 
 
@@ -66,7 +65,6 @@ class Outgoing:
                 tokens=pack(finish.tokens, "u4"),
                 learn=finish.learn,
                 verified=finish.verified,
-                accepted=finish.accepted,
                 steps=finish.steps,
             )
         return self.request

@@ -43,7 +43,6 @@ class News:
     offsets: np.ndarray
     """uint32 [B + 1]."""
     verified: np.ndarray
-    accepted: np.ndarray
     """Whole numbers [B]."""
     steps: np.ndarray | None = None
     """int64 [B]; None: one each."""
@@ -77,8 +76,6 @@ class Running:
         rows = self._last_rows
         if np.count_nonzero(progress.verified > self._table[OFFERED, rows]):
             self._refuse(progress)
-        if np.count_nonzero(progress.accepted > progress.verified):
-            self._refuse(progress)
         check_tokens(progress.tokens)
         if progress.cost is not None:
             check_cost(progress.cost)
@@ -101,7 +98,7 @@ class Running:
         """A sequence is over; what has to be told of it."""
         row = self.row_of.pop(sequence_id)
         self._last_named = None
-        untold, _, verified, accepted, steps, wire_id, _, is_known, *_ = self._table[:, row].tolist()
+        untold, _, verified, _, steps, wire_id, _, is_known, *_ = self._table[:, row].tolist()
         about, committed = self.about(row), self._texts.text(row)
         ended = Ended(
             about,
@@ -111,7 +108,6 @@ class Running:
             told=len(committed) - untold,
             learn=learn and about.learn,
             verified=verified,
-            accepted=accepted,
             steps=steps,
         )
         self._about[row] = None
@@ -164,7 +160,7 @@ class Running:
         """What `commit` and `tell` do for sequences that are plain."""
         self._texts.append(rows, progress.tokens, progress.offsets)
         wire_ids = self._table[WIRE_ID, rows]
-        return News(wire_ids, progress.tokens, progress.offsets, progress.verified, progress.accepted, progress.steps)
+        return News(wire_ids, progress.tokens, progress.offsets, progress.verified, progress.steps)
 
     def commit(self, rows: np.ndarray, progress: Progress) -> None:
         """Take note of what was committed and of what became of what the engine was handed."""
@@ -173,7 +169,6 @@ class Running:
         table = self._table[:, rows]
         # Steps after the first one have no draft of the service, so nothing of it was verified in them.
         table[VERIFIED] += progress.verified * table[IS_COUNTED]
-        table[ACCEPTED] += progress.accepted * table[IS_COUNTED]
         table[STEPS] += (counts > 0) * (1 if progress.steps is None else np.maximum(progress.steps, 1))
         table[UNTOLD] += counts
         table[IS_PLAIN] = 0
@@ -182,11 +177,11 @@ class Running:
 
     def tell(self, rows: np.ndarray) -> News:
         """All that the service does not know of known sequences; from now on it does."""
-        untold, _, verified, accepted, steps, wire_ids, *_ = self._table[:, rows]
+        untold, _, verified, _, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(untold)
         tokens = self._texts.last(rows, offsets.astype(np.int64))
         self._make_plain(rows)
-        return News(wire_ids, tokens, offsets, verified, accepted, np.maximum(steps, 1))
+        return News(wire_ids, tokens, offsets, verified, np.maximum(steps, 1))
 
     def introduce(self, row: int, wire_id: int) -> np.ndarray:
         """The service is told of a sequence, all of it; returns what was committed since it began, uint32."""

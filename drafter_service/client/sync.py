@@ -40,20 +40,20 @@ class DrafterClient(Client):
         sequence_id: int,
         prompt: np.ndarray,
         *,
-        session: str | None = None,
-        request: str | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
         learn: bool = True,
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
-        session: turns of a conversation have the same one. request: a name to forget what it produces by. learn:
+        session_id: turns of a conversation have the same one. request_id: a name to forget what it produces by. learn:
         whether anything of it may be learned, or drafted to others while it runs. Raises ValueError for an id in use, a
         token out of range and a name that is too long.
         """
         self._check_process()
         self._check_is_answered()
         with self._lock:
-            self._core.start(sequence_id, prompt, session=session, request=request, learn=learn)
+            self._core.start(sequence_id, prompt, session_id=session_id, request_id=request_id, learn=learn)
             self._send()
             self._watch()
 
@@ -96,14 +96,12 @@ class DrafterClient(Client):
         if self._is_waiting:
             raise ValueError("take the result of what was asked before the next call")
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
         self._check_process()
         self._check_is_answered()
         with self._lock:
-            self._core.finish(sequence_id, tokens, verified=verified, accepted=accepted, learn=learn)
+            self._core.finish(sequence_id, tokens, verified=verified, learn=learn)
             self._send()
             self._watch()
 

@@ -150,17 +150,13 @@ class Session:
                 f"batch.verified[{index}] is {batch.verified[index]}; the sequence's last draft had "
                 f"{max(0, int(offered[index]))} tokens"
             )
-        over = batch.accepted > batch.verified
-        if over.any():
-            index = int(over.argmax())
-            raise WireError(f"batch.accepted[{index}] is {batch.accepted[index]}, of {batch.verified[index]} verified")
 
     def _begin(self, begin: Begin) -> None:
         opening = self._drafter.open(
             begin.prompt,
             committed=begin.committed,
-            session=begin.session,
-            request=begin.request,
+            session_id=begin.session,
+            request_id=begin.request,
             learn=begin.learn and self._may_learn,
         )
         sequence_id = begin.sequence_id
@@ -195,7 +191,7 @@ class Session:
             indexing.task.cancel()
             self._end_unindexed(indexing, end, learn)
             return True
-        self._drafter.finish(end.sequence_id, end.tokens, verified=end.verified, accepted=end.accepted, learn=learn)
+        self._drafter.finish(end.sequence_id, end.tokens, verified=end.verified, learn=learn)
         self.namespace.stats.counters.steps[STEPS] += end.steps - 1 if len(end.tokens) else 0
         return True
 
@@ -206,7 +202,7 @@ class Session:
         if len(committed):
             self.namespace.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
-            self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request)
+            self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request_id)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
         """Drafts, and which sequences are not known."""
@@ -258,9 +254,10 @@ class Session:
                 return
 
     def _note_passages(self, batch: Progress, passages: Passages) -> None:
-        for index, accepted in enumerate(batch.accepted.tolist()):
+        for index, verified in enumerate(batch.verified.tolist()):
             first, end = batch.offsets[index : index + 2].tolist()
-            passages.note(batch.tokens[first : min(end, first + accepted)], self.namespace.corpus)
+            # The last token is the target's own.
+            passages.note(batch.tokens[first : min(end - 1, first + verified)], self.namespace.corpus)
 
     def _note_counters(self, counters: pb.ClientCounters) -> None:
         """Add what grew since the client last said its totals."""
@@ -288,7 +285,7 @@ def _told(ids: list[int], runs: list[np.ndarray]) -> Progress:
     """A batch that tells what was committed and wants no drafts."""
     nothing = np.zeros(len(ids), np.uint32)
     offsets = offsets_of(np.array([len(run) for run in runs], np.uint32))
-    return Progress(np.array(ids, np.uint64), np.concatenate([NO_TOKENS, *runs]), offsets, nothing, nothing, nothing)
+    return Progress(np.array(ids, np.uint64), np.concatenate([NO_TOKENS, *runs]), offsets, nothing, nothing)
 
 
 def _part(batch: Progress, indices: list[int]) -> Progress:
@@ -300,7 +297,6 @@ def _part(batch: Progress, indices: list[int]) -> Progress:
         np.concatenate([NO_TOKENS, *runs]),
         offsets_of(np.array([len(run) for run in runs], np.uint32)),
         batch.verified[at],
-        batch.accepted[at],
         batch.max_draft[at],
         batch.cost,
     )

@@ -52,7 +52,6 @@ def batch_message(progress: Progress) -> pb.Batch:
         tokens=pack(progress.tokens, "u4"),
         offsets=pack(progress.offsets, "u4"),
         verified=pack(progress.verified, "u4"),
-        accepted=pack(progress.accepted, "u4"),
         max_draft=pack(progress.max_draft, "u4"),
         cost=progress.cost,
     )
@@ -68,7 +67,7 @@ def read_batch(message: pb.Batch) -> Progress:
     offsets = _read_offsets(message.offsets, sequences, len(tokens), "batch")
     counts = {
         name: _of_length(unpack(getattr(message, name), "u4", f"batch.{name}"), sequences, f"batch.{name}")
-        for name in ("verified", "accepted", "max_draft")
+        for name in ("verified", "max_draft")
     }
     cost = message.cost if message.HasField("cost") else None
     if cost is not None and not 0 < cost <= 1:
@@ -81,7 +80,7 @@ def drafts_message(drafts: DraftBatch) -> pb.Drafts:
     return pb.Drafts(
         tokens=pack(drafts.tokens, "u4"),
         parents=pack(drafts.parents, "i4"),
-        odds=pack(drafts.odds, "f4"),
+        odds=pack(drafts.accept_prob, "f4"),
         source=pack(drafts.source, "u1"),
         offsets=pack(drafts.offsets, "u4"),
     )
@@ -90,12 +89,12 @@ def drafts_message(drafts: DraftBatch) -> pb.Drafts:
 def read_drafts(message: pb.Drafts, sequences: int) -> DraftBatch:
     """Drafts for a batch of `sequences`. Raises WireError for arrays that do not fit together."""
     tokens = unpack_tokens(message.tokens, "drafts.tokens")
-    arrays = {
-        name: _of_length(unpack(getattr(message, name), dtype, f"drafts.{name}"), len(tokens), f"drafts.{name}")
+    parents, accept_prob, source = (
+        _of_length(unpack(getattr(message, name), dtype, f"drafts.{name}"), len(tokens), f"drafts.{name}")
         for name, dtype in (("parents", "i4"), ("odds", "f4"), ("source", "u1"))
-    }
+    )
     offsets = _read_offsets(message.offsets, sequences, len(tokens), "drafts")
-    return DraftBatch(tokens, offsets=offsets, **arrays)
+    return DraftBatch(tokens, parents, accept_prob, source, offsets)
 
 
 def _read_offsets(data: bytes, sequences: int, elements: int, owner: str) -> np.ndarray:

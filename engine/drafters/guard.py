@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.scheduling.sequence import Sequence
 
 LOG = logging.getLogger(__name__)
-DTYPES = {"tokens": np.uint32, "parents": np.int32, "odds": np.float32, "source": np.uint8, "offsets": np.uint32}
+DTYPES = {"tokens": np.uint32, "parents": np.int32, "accept_prob": np.float32, "source": np.uint8, "offsets": np.uint32}
 
 
 class DraftsError(ValueError):
@@ -122,7 +122,7 @@ def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
     places = np.arange(len(batch.tokens)) - np.repeat(offsets[:-1], lengths)
     if ((batch.parents < ROOT) | (batch.parents >= places)).any():
         raise DraftsError("a draft token does not come after its parent")
-    if not ((batch.odds >= 0) & (batch.odds <= 1)).all():
+    if not ((batch.accept_prob >= 0) & (batch.accept_prob <= 1)).all():
         raise DraftsError("accept_prob is not a probability")
     if drafts.q_rows is not None:
         _check_distributions(drafts, drafts.q_rows, vocab_size)

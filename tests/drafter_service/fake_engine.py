@@ -45,7 +45,6 @@ class FakeEngine:
             np.array([token for request in chosen for token in request.news], np.uint32),
             offsets_of(np.array([request.committed for request in chosen], np.int64)),
             np.array([request.verified for request in chosen], np.uint32),
-            np.array([request.accepted for request in chosen], np.uint32),
             np.array(limits, np.uint32),
             cost,
         )
@@ -80,7 +79,6 @@ class FakeEngine:
             sequence_id,
             np.array(request.news, np.uint32),
             verified=request.verified,
-            accepted=request.accepted,
             learn=learn,
         )
         return request.text[: request.done]

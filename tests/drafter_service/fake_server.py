@@ -96,7 +96,7 @@ class FakeService:
             if (one := known.pop(finish.sequence_id, None)) is None:
                 lost.append(finish.sequence_id)
                 continue
-            self._commit(one, unpacked(finish.tokens), finish.verified, finish.accepted, finish.steps)
+            self._commit(one, unpacked(finish.tokens), finish.verified, finish.steps)
             if finish.learn and not one.is_private:
                 self.learned.setdefault(one.request, one.text)
         if request.HasField("counters"):
@@ -125,9 +125,9 @@ class FakeService:
 
     def _draft(self, known: dict[int, Known], batch: pb.Batch, lost: list[int]) -> DraftBatch:
         ids, offsets, limits = unpacked(batch.sequence_ids, "<u8"), unpacked(batch.offsets), unpacked(batch.max_draft)
-        tokens, verified, accepted = unpacked(batch.tokens), unpacked(batch.verified), unpacked(batch.accepted)
+        tokens, verified = unpacked(batch.tokens), unpacked(batch.verified)
         steps = unpacked(batch.steps) or [1] * len(ids)
-        assert len(ids) == len(set(ids)) == len(limits) == len(verified) == len(accepted) == len(steps)
+        assert len(ids) == len(set(ids)) == len(limits) == len(verified) == len(steps)
         paths = []
         for index, wire_id in enumerate(ids):
             one = known.get(wire_id)
@@ -137,20 +137,18 @@ class FakeService:
                 continue
             one.heard = len(self.requests)
             committed = tokens[offsets[index] : offsets[index + 1]]
-            self._commit(one, committed, verified[index], accepted[index], steps[index])
+            self._commit(one, committed, verified[index], steps[index])
             one.drafted = self.guess(one.text, min(limits[index], self.most_draft))
             paths.append(one.drafted)
-        return DraftBatch.of_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
+        return DraftBatch.from_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
 
-    def _commit(self, one: Known, tokens: list[int], verified: int, accepted: int, steps: int) -> None:
-        assert accepted <= verified <= len(one.drafted), "more was verified than was drafted"
+    def _commit(self, one: Known, tokens: list[int], verified: int, steps: int) -> None:
+        assert verified <= len(one.drafted), "more was verified than was drafted"
         on_path = 0
         while on_path < min(verified, len(tokens)) and one.drafted[on_path] == tokens[on_path]:
             on_path += 1
-        confirmed = on_path - accepted  # by the target itself, between two pieces
-        assert 0 <= confirmed < max(1, steps), "counts that cannot be"
-        self.drafted += verified - confirmed
-        self.accepted += accepted
+        self.drafted += verified
+        self.accepted += on_path
         self.steps += max(1, steps) if tokens else 0
         one.text += tokens
 

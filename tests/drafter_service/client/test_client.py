@@ -84,7 +84,7 @@ def test_drafts_can_be_asked_for_without_waiting(fake, connect):
         with pytest.raises(ValueError, match="take the result of what was asked before the next call"):
             call()
     assert answer.result().tokens.tolist() == [6, 7, 8]
-    assert draft_of(client, [6, 9], limit=2, verified=3, accepted=1) == [10, 11]
+    assert draft_of(client, [6, 9], limit=2, verified=3) == [10, 11]
 
 
 def test_steps_that_are_told_together_are_counted_as_such(fake, connect):
@@ -113,7 +113,7 @@ def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):
 
 def test_what_start_says_travels(fake, connect):
     client = connect()
-    client.start(1, array([5]), session="chat", request="req-1", learn=False)
+    client.start(1, array([5]), session_id="chat", request_id="req-1", learn=False)
     client.start(2, array([6]))
     client.draft(progress_of({1: [], 2: []}, limit=1))
     first, second = (request.starts[0] for request in fake.service.requests[1:3])

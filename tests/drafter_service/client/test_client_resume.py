@@ -44,7 +44,7 @@ def test_what_a_service_has_lost_is_told_again_when_it_is_needed():
 def test_one_lost_sequence_is_told_again_before_the_next_batch():
     wire = connected(counting)
     for number in (1, 2):
-        start(wire.core, number, [10 * number], session="s", request=f"r{number}", learn=number == 1)
+        start(wire.core, number, [10 * number], session_id="s", request_id=f"r{number}", learn=number == 1)
     wire.settle()
     wire.service.lose(wire.service.requests[-1].starts[0].sequence_id)
     drafts = wire.draft(progress_of({1: [11], 2: [21]}, limit=1))
@@ -248,13 +248,13 @@ def test_what_was_handed_out_before_is_not_counted_afterwards(is_lost):
         wire.service.lose(1)
         start(wire.core, 2, [9])
         wire.draft(progress_of({2: []}, limit=1))
-        wire.draft(progress_of({1: [6]}, limit=2, verified=2, accepted=1))
+        wire.draft(progress_of({1: [6]}, limit=2, verified=2))
         wire.draft(progress_of({1: [7]}, limit=2))
     else:
         wire.cut()
         wire.connect()
         wire.settle()
-        assert len(wire.draft(progress_of({1: [6]}, limit=2, verified=2, accepted=1)).tokens) == 2
+        assert len(wire.draft(progress_of({1: [6]}, limit=2, verified=2)).tokens) == 2
     assert (wire.service.drafted, wire.service.accepted) == (0, 0)
 
 
