@@ -87,8 +87,8 @@ def test_figures_are_shown_and_updated(server, tab):
     eventually(lambda: text_of(tab, "model") == MODEL)
     complete(server, "def before(")
     before = eventually(lambda: text_of(tab, "per-step").strip("\N{EN DASH}"))
-    complete(server, "def before(")  # drafted now, so that steps accept more tokens
-    eventually(lambda: float(text_of(tab, "per-step")) > float(before))
+    # Once the corpus is refreshed, the same request is drafted and steps accept more tokens.
+    eventually(lambda: complete(server, "def before(") and float(text_of(tab, "per-step")) > float(before))
     eventually(lambda: tab.run("return document.querySelectorAll('#bars rect').length") > 0)
     eventually(lambda: tab.run("return document.querySelector('#curve polyline')") is not None)
 
