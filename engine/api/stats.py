@@ -14,7 +14,8 @@ from engine.scheduling.request import Completion, FinishReason, Request
 from ssd.types import Source
 
 if TYPE_CHECKING:
-    from engine.engine import Engine, Outcome, StepReport
+    from engine.engine import Engine, StepReport
+    from engine.scheduling.plan import SequenceResult
     from engine.scheduling.sequence import Sequence
 
 SOURCES = tuple(source.name.lower() for source in Source)
@@ -45,13 +46,13 @@ class EngineTotals:
         """Count one engine step."""
         self._steps += 1
         step_tokens = 0
-        drafts: list[Outcome] = []
-        for outcome in report.outcomes:
+        drafts: list[SequenceResult] = []
+        for result in report.results:
             self._sequence_steps += 1
-            step_tokens += len(outcome.tokens) + self._pending_prompts.pop(outcome.sequence_id, 0)
-            self._generated += len(outcome.tokens)
-            if outcome.drafted:
-                drafts.append(outcome)
+            step_tokens += len(result.tokens) + self._pending_prompts.pop(result.sequence_id, 0)
+            self._generated += len(result.tokens)
+            if result.drafted:
+                drafts.append(result)
         if step_tokens:
             self._steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, step_tokens)] += 1
             self._step_tokens_sum += step_tokens
@@ -88,19 +89,19 @@ class EngineTotals:
             accepted_by_source=dict(zip(SOURCES, self._accepted_by_source.tolist(), strict=True)),
             learned_tokens=self._learned,
             corpus=self._corpus_size(),
-            kv_usage=1 - scheduler.pages.free / scheduler.pages.count,
+            kv_usage=1 - scheduler.pages.free_count / scheduler.pages.count,
             pages=scheduler.pages.count,
         )
 
-    def _count_drafts(self, drafts: list[Outcome]) -> None:
+    def _count_drafts(self, drafts: list[SequenceResult]) -> None:
         self._drafts += len(drafts)
-        for outcome in drafts:
-            self._drafted += outcome.drafted
-            self._accepted += outcome.accepted
-            self._drafted_per_position[: outcome.depth] += 1
-            self._accepted_per_position[: outcome.accepted] += 1
-        self._drafted_by_source += _count_by_source([outcome.sources for outcome in drafts])
-        self._accepted_by_source += _count_by_source([outcome.sources[outcome.kept] for outcome in drafts])
+        for result in drafts:
+            self._drafted += result.drafted
+            self._accepted += result.accepted
+            self._drafted_per_position[: result.max_accepted] += 1
+            self._accepted_per_position[: result.accepted] += 1
+        self._drafted_by_source += _count_by_source([result.sources for result in drafts])
+        self._accepted_by_source += _count_by_source([result.sources[result.kept] for result in drafts])
 
     def _corpus_size(self) -> CorpusSize | None:
         # Only the embedded drafter has a corpus in this process.
@@ -130,10 +131,10 @@ class RequestTimer:
         if self._submitted:
             for sequence in running:
                 self._note_scheduled(sequence.sequence_id, began)
-        for outcome in report.outcomes:
-            if outcome.sequence_id not in self._first_token:
-                self._note_scheduled(outcome.sequence_id, began)
-                self._first_token[outcome.sequence_id] = self._last_step
+        for result in report.results:
+            if result.sequence_id not in self._first_token:
+                self._note_scheduled(result.sequence_id, began)
+                self._first_token[result.sequence_id] = self._last_step
 
     def request_ended(self, sequence_id: int) -> RequestTimes:
         """Return the times of a request that ended with the last step, and forget it."""

@@ -122,11 +122,11 @@ class Worker:
         self._totals.step_finished(report)
         self._timer.step_finished(began, self._engine.scheduler.running, report)
         events: list[Event] = []
-        for outcome in report.outcomes:
-            ended = report.finished.get(outcome.sequence_id)
+        for result in report.results:
+            ended = report.finished.get(result.sequence_id)
             hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)
-            request_id, visible = self._requests[outcome.sequence_id].request_id, len(outcome.tokens) - hidden
-            events.append(TokensProduced(request_id, outcome.tokens, outcome.accepted, visible, outcome.logprobs))
+            request_id, visible = self._requests[result.sequence_id].request_id, len(result.tokens) - hidden
+            events.append(TokensProduced(request_id, result.tokens, result.accepted, visible, result.logprobs))
         for sequence_id, completion in report.finished.items():
             submitted = self._requests.pop(sequence_id)
             self._totals.request_ended(sequence_id, submitted.request, completion)

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from drafter_service.client import DrafterClient
-from engine.build import build_engine
 from engine.commands.demo.measure import Measurement, Part, Summary, measure, summarize
 from engine.commands.demo.outputs import find_lengths
 from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, prepare_report, write_report
@@ -21,6 +20,7 @@ from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests, read_prompts
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model

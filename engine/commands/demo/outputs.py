@@ -64,12 +64,12 @@ def find_lengths(
     running = set(outputs)
     while running:
         report = engine.step()
-        for outcome in report.outcomes:
-            output = outputs[outcome.sequence_id]
-            output.extend(outcome.tokens)
-            if output.has_ended and outcome.sequence_id not in report.finished:
-                engine.cancel(outcome.sequence_id)
-                running.discard(outcome.sequence_id)
+        for result in report.results:
+            output = outputs[result.sequence_id]
+            output.extend(result.tokens)
+            if output.has_ended and result.sequence_id not in report.finished:
+                engine.cancel(result.sequence_id)
+                running.discard(result.sequence_id)
         running -= set(report.finished)
     return [output.length for output in outputs.values()]
 

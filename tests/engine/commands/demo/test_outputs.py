@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.build import build_engine
 from engine.commands.demo.outputs import (
     LOOP_PERIOD,
     LOOP_TOKENS,
@@ -16,6 +15,7 @@ from engine.commands.demo.outputs import (
 )
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 
