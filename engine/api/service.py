@@ -122,7 +122,7 @@ class Service:
 
     def runner(self, body: SamplingFields, requests: Sequence[Request]) -> Run:
         """Return the function that runs the requests of a body. Deterministic requests may use the response cache."""
-        is_deterministic = body.seed is not None or not any(request.sampling.is_drawn for request in requests)
+        is_deterministic = body.seed is not None or not any(request.sampling.is_sampled for request in requests)
         run = partial(self._cache.run, self.engine) if self._cache is not None and is_deterministic else self.engine.run
         return prompt_only(run) if body.max_tokens == 0 else run
 
