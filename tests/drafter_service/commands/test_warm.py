@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.client.identity import model_identity
-from drafter_service.ingest import offline, pipeline
-from drafter_service.ingest.command import warm
+from drafter_service.commands.warm import warm
+from drafter_service.ingest import pipeline, sinks
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.offline import OfflineSink
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.resume import Resume
+from drafter_service.ingest.sinks import OfflineSink
 from drafter_service.server.identity import default_namespace
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
@@ -39,13 +39,13 @@ def text_of(path):
     return [part[:-1].tolist() for part in np.split(text, np.flatnonzero(text == 0xFFFF_FFFF) + 1)[:-1]]
 
 
-def test_a_snapshot_is_made_and_added_to(tmp_path):
+def test_snapshot_is_created_and_extended(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1, 2]}, {"no": 1}])
     write_jsonl(tmp_path / "b.jsonl", [{"text": "import os\n"}])
     target = tmp_path / "c.ssd"
     printed = invoke("--from", tmp_path / "a.jsonl", "--snapshot", target, "--capacity", "1M")
     assert text_of(target) == [[1, 2]]
-    assert "no output in any known form" in printed
+    assert "no output in any known field" in printed
     assert f"{tmp_path}/a.jsonl:2" in printed
     both = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     printed = invoke("--from", *both, "--snapshot", target, "--tokenizer", MODEL, "--capacity", "1M")
@@ -53,7 +53,7 @@ def test_a_snapshot_is_made_and_added_to(tmp_path):
     assert "1 documents" in printed
 
 
-def test_a_snapshot_keeps_what_else_it_held(tmp_path):
+def test_snapshot_keeps_its_other_contents(tmp_path):
     corpus, stats = Corpus(1 << 20, 16), Stats()
     corpus.append(np.array([5, 6, 7], np.uint32), "old")
     corpus.odds.arrays[0][0] = 0.25
@@ -67,7 +67,7 @@ def test_a_snapshot_keeps_what_else_it_held(tmp_path):
     assert (loaded.stats.counters.steps == 11).all()
 
 
-def test_a_snapshot_larger_than_the_default_is_not_cut_unless_asked_for(tmp_path, monkeypatch):
+def test_larger_snapshot_keeps_its_size_by_default(tmp_path, monkeypatch):
     corpus = Corpus(1 << 20, 32)
     for index in range(200):
         corpus.append(np.full(999, index, np.uint32))
@@ -78,12 +78,12 @@ def test_a_snapshot_larger_than_the_default_is_not_cut_unless_asked_for(tmp_path
     assert OfflineSink(tmp_path / "new.ssd").window == 5000
 
 
-def test_only_the_newest_text_waits_to_be_sorted(tmp_path, monkeypatch):
+def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
     """What would be overwritten before the corpus is saved is let go at once."""
     rows = [{"tokens": [index] * 99} for index in range(400)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     appended = []
-    monkeypatch.setattr(offline.Corpus, "append", lambda _, tokens, name: appended.append(tokens[0]))
+    monkeypatch.setattr(sinks.Corpus, "append", lambda _, tokens, name: appended.append(tokens[0]))
     sink, held = OfflineSink(tmp_path / "c.ssd", 5000), []
     accept = sink.accept
 
@@ -99,27 +99,27 @@ def test_only_the_newest_text_waits_to_be_sorted(tmp_path, monkeypatch):
     assert len(appended) < 100
 
 
-def test_a_service_is_a_sink_like_any_other(tmp_path, monkeypatch):
+def test_learning_into_a_service(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     sink, called = Collected(), []
-    monkeypatch.setattr("drafter_service.ingest.remote.RemoteSink", lambda *where: called.append(where) or sink)
+    monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or sink)
     invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--namespace", "n", "--tokenizer", MODEL)
     ((_, namespace, model, _),) = called
     assert (namespace, model.tokenizer) == ("n", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest())
     assert [tokens for _, tokens in sink.pairs] == [[1]]
 
 
-def test_without_a_namespace_it_is_that_of_engines_with_the_model(tmp_path, monkeypatch):
+def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     called = []
-    monkeypatch.setattr("drafter_service.ingest.remote.RemoteSink", lambda *where: called.append(where) or Collected())
+    monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or Collected())
     invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--tokenizer", MODEL)
     ((_, namespace, model, _),) = called
     assert model == model_identity(MODEL)
     assert namespace == default_namespace(model)
 
 
-def test_a_load_that_learns_nothing_fails(tmp_path):
+def test_loads_that_learn_nothing_fail(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"strange": 1}, {"stranger": 2}])
     with pytest.raises(UserError, match="nothing could be learned"):
         invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
@@ -128,18 +128,18 @@ def test_a_load_that_learns_nothing_fails(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--from", "{}/a.jsonl"], "say where to: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER"),
+        (["--from", "{}/a.jsonl"], "give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--namespace", "n"], "not both"),
         (["--from", "{}/missing", "--snapshot", "{}/c"], "no such file"),
-        (["--from", "{}/a.jsonl", "--snapshot", "{}/missing/c"], "make it first"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/missing/c"], "create it first"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--capacity", "5"], "--capacity: a corpus holds"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/a.jsonl"], "is not a snapshot"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--tokenizer", "{}"], "has no tokenizer.json"),
         (["--from", "{}/text", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
-        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--resume", "{}/a.jsonl"], "does not say how far a load came"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--resume", "{}/a.jsonl"], "is not a progress file"),
     ],
 )
-def test_what_users_can_mend_is_said_in_one_line(tmp_path, arguments, message):
+def test_user_errors_are_one_line(tmp_path, arguments, message):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     (tmp_path / "text").write_text("text\n")
     with pytest.raises(UserError, match=message) as problem:
@@ -148,31 +148,31 @@ def test_what_users_can_mend_is_said_in_one_line(tmp_path, arguments, message):
     assert not (tmp_path / "c").exists()
 
 
-def test_a_resume_file_whose_snapshot_is_gone(tmp_path):
+def test_progress_without_its_snapshot_is_refused(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--resume", tmp_path / "r")
     invoke(*arguments, "--capacity", "1M")
     (tmp_path / "c").unlink()
-    with pytest.raises(UserError, match="which is gone"):
+    with pytest.raises(UserError, match="which does not exist"):
         invoke(*arguments)
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+def test_missing_pyarrow_is_reported(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"ssd-drafter\[parquet\]"):
         invoke("--from", tmp_path, "--snapshot", tmp_path / "c")
 
 
-def test_an_interruption_says_whether_it_can_go_on(tmp_path, monkeypatch):
+def test_interruption_says_whether_the_load_can_continue(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(offline.OfflineSink, "accept", interrupted)
+    monkeypatch.setattr(sinks.OfflineSink, "accept", interrupted)
     arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--capacity", "1M")
     with pytest.raises(UserError, match="with --resume FILE"):
         invoke(*arguments)
-    with pytest.raises(UserError, match="goes on from what was saved last"):
+    with pytest.raises(UserError, match="continues from the last commit"):
         invoke(*arguments, "--resume", tmp_path / "r")

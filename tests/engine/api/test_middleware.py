@@ -1,4 +1,4 @@
-"""What every request passes first, over a small application of its own."""
+"""Request checks in front of a small application."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from engine.api.gate import Gate
+from engine.api.middleware import RequestChecks
 
 pytestmark = pytest.mark.anyio
 
@@ -16,7 +16,7 @@ def anyio_backend():
     return "asyncio"
 
 
-def client(keys=(), most=100):
+def client(keys=(), max_body_bytes=100):
     app = FastAPI()
 
     @app.post("/v1/echo")
@@ -27,11 +27,11 @@ def client(keys=(), most=100):
     async def health():
         return "ok"
 
-    app.add_middleware(Gate, keys=keys, max_body_bytes=most)
+    app.add_middleware(RequestChecks, keys=keys, max_body_bytes=max_body_bytes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
-async def test_routes_of_the_model_need_a_key():
+async def test_model_routes_need_a_key():
     async with client(["secret", "other"]) as http:
         for headers in (
             {},
@@ -46,8 +46,8 @@ async def test_routes_of_the_model_need_a_key():
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_bodies_have_a_bound_whether_they_say_their_length_or_not():
-    async with client(most=10) as http:
+async def test_body_size_is_limited_with_and_without_content_length():
+    async with client(max_body_bytes=10) as http:
         assert (await http.post("/v1/echo", content=b"x" * 10)).json() == 10
         answer = await http.post("/v1/echo", content=b"x" * 11)
         assert answer.status_code == 413
@@ -60,17 +60,17 @@ async def test_bodies_have_a_bound_whether_they_say_their_length_or_not():
         assert (await http.post("/v1/echo", content=unannounced())).status_code == 413
 
 
-async def test_requests_have_ids():
+async def test_responses_have_request_ids():
     async with client(["key"]) as http:
         given = await http.get("/health", headers={"X-Request-Id": "mine-1"})
         assert given.headers["x-request-id"] == "mine-1"
         first, second = [(await http.post("/v1/echo")).headers["x-request-id"] for _ in range(2)]
         assert first != second
-        strange = await http.get("/health", headers={"X-Request-Id": "a b\tc"})
-        assert strange.headers["x-request-id"] != "a b\tc"
+        invalid = await http.get("/health", headers={"X-Request-Id": "a b\tc"})
+        assert invalid.headers["x-request-id"] != "a b\tc"
 
 
-async def test_a_client_that_takes_nothing_is_given_up():
+async def test_a_client_that_reads_nothing_is_given_up():
     ended = []
 
     async def endless(scope, receive, send):
@@ -81,13 +81,13 @@ async def test_a_client_that_takes_nothing_is_given_up():
         finally:
             ended.append(True)
 
-    taken = []
+    received = []
 
     async def send(message):
-        taken.append(message)
-        if len(taken) > 3:
+        received.append(message)
+        if len(received) > 3:
             await asyncio.Event().wait()
 
     scope = {"type": "http", "path": "/", "headers": []}
-    await asyncio.wait_for(Gate(endless, (), 10, stall_s=0.05)(scope, None, send), 30)
-    assert (ended, len(taken)) == ([True], 4)
+    await asyncio.wait_for(RequestChecks(endless, (), 10, stall_timeout_s=0.05)(scope, None, send), 30)
+    assert (ended, len(received)) == ([True], 4)

@@ -1,17 +1,17 @@
-"""Text in pieces, against the whole text cut where an engine would cut it."""
+"""Text in pieces, compared with the whole text cut where the engine would cut it."""
 
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api.text import OutputText
+from engine.api.outputs import OutputText
 
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 STEPS = st.lists(st.tuples(st.text("abc\n", min_size=1, max_size=5), st.integers(0, 5)), max_size=12)
 
 
 class Letters:
-    """A token a character; every other one is held back until the next, as half a UTF-8 sequence is."""
+    """One character per token; every other one is held back until the next, like half of a UTF-8 sequence."""
 
     def __init__(self):
         self._half = ""
@@ -25,7 +25,7 @@ class Letters:
 
 
 def engine_of(steps, stops, min_tokens):
-    """What of each step is output, and the text before the stop string that ended it, if one did."""
+    """Return each step's part of the output, and the text before the stop string that ended it, if any."""
     taken, text = [], ""
     for step, accepted in steps:
         kept = ""
@@ -42,7 +42,7 @@ def engine_of(steps, stops, min_tokens):
 @example([("ab", 0), ("ab", 0), ("b", 1)], ["abb"], 0)
 @example([("abb", 2)], ["abb", "b"], 0)
 @example([("ab", 0), ("cc", 0)], ["ab"], 2)
-def test_pieces_are_the_text_up_to_where_it_ends(steps, stops, min_tokens):
+def test_pieces_add_up_to_the_text(steps, stops, min_tokens):
     taken, cut = engine_of(steps, stops, min_tokens)
     text = "".join(letters for letters, _ in taken) if cut is None else cut
 
@@ -54,7 +54,7 @@ def test_pieces_are_the_text_up_to_where_it_ends(steps, stops, min_tokens):
     for letters, accepted in taken:
         tokens = np.array([ord(letter) for letter in letters], np.uint32)
         pieces += output.feed(tokens, min(accepted, len(tokens)))
-        # What was handed out is never taken back.
+        # Released text is never changed later.
         assert text.startswith("".join(piece.text for piece in pieces))
     pieces += output.finish(cut)
     assert "".join(piece.text for piece in pieces) == text
@@ -62,18 +62,18 @@ def test_pieces_are_the_text_up_to_where_it_ends(steps, stops, min_tokens):
 
 
 @given(STEPS)
-def test_without_stops_nothing_waits_that_is_whole(steps):
+def test_without_stop_strings_complete_characters_are_released_at_once(steps):
     output = OutputText(Letters())
-    fed = handed = 0
+    fed = released = 0
     for text, accepted in steps:
         tokens = np.array([ord(letter) for letter in text], np.uint32)
         fed += len(text)
-        handed += sum(len(piece.text) for piece in output.feed(tokens, min(accepted, len(tokens))))
-        assert handed == fed // 2 * 2
+        released += sum(len(piece.text) for piece in output.feed(tokens, min(accepted, len(tokens))))
+        assert released == fed // 2 * 2
     assert len("".join(piece.text for piece in output.finish(None))) == fed % 2
 
 
-def test_pieces_say_what_was_drafted():
+def test_pieces_are_marked_as_drafted_or_not():
     class Whole(Letters):
         def feed(self, token):
             return chr(token)

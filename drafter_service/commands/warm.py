@@ -1,4 +1,4 @@
-"""`ssd-drafter warm`: a load behind a progress bar. What it needs is imported when it runs."""
+"""`ssd-drafter warm`: learn from logs and text, with a progress bar."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from drafter_service.settings.quantity import Quantity
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
+    from drafter_service.ingest.documents import Sink
     from drafter_service.ingest.files import File
     from drafter_service.ingest.pipeline import Summary
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.resume import Resume
-    from drafter_service.ingest.sink import Sink
 
 
 @click.command()
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     "trees, token arrays (.npy, .npz, .bin), snapshots; .gz, .zst, .bz2 and .xz too.",
 )
 @click.argument("more_sources", nargs=-1, metavar="")
-@click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot.")
-@click.option("--capacity", type=Quantity(), help="Tokens that the snapshot remembers.  [default: 16M]")
+@click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot file.")
+@click.option("--capacity", type=Quantity(), help="Capacity of the snapshot in tokens.  [default: 16M]")
 @click.option(
     "--namespace",
     metavar="NAME",
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of the model whose tokens are drafted; needed for text.",
+    help="Folder of the target model; needed for text.",
 )
 @click.option(
     "--field",
     "fields",
     multiple=True,
     metavar="NAME",
-    help="Field or column to learn, such as answer or meta.answer; given several times, the last is the output and "
-    "those before it its prompt.  [default: the usual ones]",
+    help="Field or column to learn, such as answer or meta.answer; if repeated, the last one is the output and "
+    "the others are its prompt.  [default: the usual ones]",
 )
-@click.option("--whole-prompts", is_flag=True, help="Learn prompts whole, and not only the end of each.")
+@click.option("--whole-prompts", is_flag=True, help="Learn whole prompts instead of their ends.")
 @click.option(
     "--resume",
     "resume_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Keep in this file how far the load came; the same command goes on from there.",
+    help="Store the progress in this file; the same command continues from there.",
 )
 @connection_options
 def warm(
@@ -70,7 +70,7 @@ def warm(
     resume_path: Path | None,
     link: Link,
 ) -> None:
-    """Learn from logs and text, so that the first requests are drafted for already."""
+    """Learn from logs and text, so that the first requests already get drafts."""
     from drafter_service.ingest.files import check_codecs, list_files
     from drafter_service.ingest.parquet import check_parquet
     from drafter_service.ingest.reading import Reading
@@ -85,33 +85,33 @@ def warm(
     if snapshot is not None and namespace is not None:
         raise UserError("give --snapshot FILE or --namespace NAME of a running service, not both")
     if snapshot is None and namespace is None and tokenizer is None:
-        raise UserError("say where to: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER of the engines' model")
+        raise UserError("give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER of the target")
     if snapshot is not None:
         sink, resume = _into_snapshot(snapshot, capacity, resume_path)
     elif capacity is not None:
-        raise UserError("--capacity is for --snapshot; the service has its own")
+        raise UserError("--capacity applies to --snapshot; a service has its own setting")
     else:
         sink, resume = _into_service(link, namespace, tokenizer, resume_path)
     try:
         summary = _load(files, reading, sink, resume)
     except KeyboardInterrupt:
         raise UserError(
-            "interrupted; the same command goes on from what was saved last"
+            "interrupted; the same command continues from the last commit"
             if resume.is_kept
-            else "interrupted; with --resume FILE a load can go on where it stopped"
+            else "interrupted; with --resume FILE a load can be continued"
         ) from None
-    _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missed else None)
+    _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
     if summary.faults.by_reason and not summary.learned.documents and not summary.learned.duplicates:
-        raise UserError("nothing could be learned: the table says why; accepted forms are in docs/operations.md")
+        raise UserError("nothing could be learned, see the table; docs/operations.md lists the accepted formats")
 
 
 def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | None) -> tuple[Sink, Resume]:
-    from drafter_service.ingest.offline import OfflineSink
     from drafter_service.ingest.resume import Resume
+    from drafter_service.ingest.sinks import OfflineSink
 
     resume = Resume(resume_path, str(snapshot.absolute()))
     if not resume.is_new and not snapshot.exists():
-        raise UserError(f"--resume: {resume_path} goes on with {snapshot}, which is gone; remove it to begin anew")
+        raise UserError(f"--resume: {resume_path} continues {snapshot}, which does not exist; remove it to start again")
     return OfflineSink(snapshot, capacity), resume
 
 
@@ -119,13 +119,13 @@ def _into_service(
     link: Link, namespace: str | None, tokenizer: Path | None, resume_path: Path | None
 ) -> tuple[Sink, Resume]:
     from drafter_service.client.identity import model_identity
-    from drafter_service.ingest.remote import RemoteSink
     from drafter_service.ingest.resume import Resume
+    from drafter_service.ingest.sinks import RemoteSink
     from drafter_service.observability.facts import ModelIdentity
     from drafter_service.server.identity import default_namespace, fingerprint
 
     if namespace is None:
-        # Where an engine with this model drafts from, unless it says otherwise.
+        # The namespace that an engine with this model uses by default.
         model = model_identity(Path(str(tokenizer)))
         namespace = default_namespace(model)
     else:
@@ -166,14 +166,14 @@ def _show(summary: Summary, note: str | None) -> None:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary.kinds.most_common())
     learned = summary.learned
     table = Table("learned", "", show_lines=False)
-    table.add_row("files", kinds or "none that was not read before")
+    table.add_row("files", kinds or "no new ones")
     table.add_row("documents", f"{learned.documents:,}")
     table.add_row("tokens", f"{learned.tokens:,}")
-    table.add_row("known already", f"{learned.duplicates:,} documents")
+    table.add_row("already known", f"{learned.duplicates:,} documents")
     table.add_row("time", f"{summary.seconds:.1f} s, {learned.tokens / summary.seconds:,.0f} tokens/s")
     console.print(table)
     if summary.faults.by_reason:
-        left_out = Table("left out", "how often", Column("first at", overflow="fold"))
+        skipped = Table("skipped", "count", Column("first at", overflow="fold"))
         for reason, fault in summary.faults.by_reason.items():
-            left_out.add_row(reason, f"{fault.count:,}", escape("\n".join(fault.places)))
-        console.print(left_out)
+            skipped.add_row(reason, f"{fault.count:,}", escape("\n".join(fault.places)))
+        console.print(skipped)
