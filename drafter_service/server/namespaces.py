@@ -61,11 +61,11 @@ class Namespaces:
     ) -> None:
         """`on_loaded` and `on_leaving` are told when a namespace comes into memory, and before it leaves it.
 
-        Raises UserError if the snapshot folder cannot be used, or the budget does not suffice for one namespace.
+        Raises UserError if the snapshot folder cannot be used, or the memory limit is too low for one namespace.
         """
-        if most_bytes(config.drafting.capacity) > config.namespaces.budget:
+        if most_bytes(config.drafting.capacity) > config.namespaces.memory_limit:
             raise UserError(
-                f"namespaces.budget: {config.namespaces.budget:,} bytes are too few for a namespace of "
+                f"namespaces.memory_limit: {config.namespaces.memory_limit:,} bytes are too few for a namespace of "
                 f"{config.drafting.capacity:,} tokens, which needs {most_bytes(config.drafting.capacity):,}"
             )
         self._config = config
@@ -169,7 +169,8 @@ class Namespaces:
     def drafting(self, name: str) -> DrafterConfig:
         """How a namespace drafts."""
         capacity = self._config.namespaces.capacities.get(name, self._config.drafting.capacity)
-        return replace(self._config.drafting, capacity=capacity)
+        policy = self._config.namespaces.policies.get(name, self._config.drafting.policy)
+        return replace(self._config.drafting, capacity=capacity, policy=policy)
 
     async def _load(self, name: str, model: ModelIdentity) -> Namespace:
         is_known = name in self._config.namespaces.capacities or (self.store is not None and self.store.has(name))
@@ -214,13 +215,13 @@ class Namespaces:
 
     async def _reserve(self, name: str, size: int) -> None:
         """Make room in the budget, by letting idle namespaces go, the longest idle first. Raises BudgetError."""
-        budget = self._config.namespaces.budget
-        while sum(self._reserved.values()) + size > budget:
+        limit = self._config.namespaces.memory_limit
+        while sum(self._reserved.values()) + size > limit:
             idle = [namespace for namespace in self.loaded.values() if namespace.is_idle]
-            if not idle or self.store is None or size > budget:
+            if not idle or self.store is None or size > limit:
                 raise BudgetError(
                     f"namespace {name!r} needs up to {size:,} bytes; {sum(self._reserved.values()):,} of the "
-                    f"budget of {budget:,} are in use: raise --budget, or lower --capacity"
+                    f"limit of {limit:,} are in use: raise --memory-limit, or lower --capacity"
                 )
             try:
                 await self._let_go(min(idle, key=lambda namespace: namespace.last_used))

@@ -31,10 +31,10 @@ LLAMA = ModelIdentity("llama", "tokenizer-a", "", 100)
 
 def config_of(folder=None, *, fit=10, **changes):
     """`fit`: how many namespaces fit into the budget."""
-    budget = fit * most_bytes(DRAFTING.capacity)
+    limit = fit * most_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
-        namespaces=NamespaceSettings(budget=budget, **changes),
+        namespaces=NamespaceSettings(memory_limit=limit, **changes),
         snapshots=Snapshots(folder=folder),
     )
 
@@ -190,7 +190,7 @@ async def test_nobody_makes_room_for_another_while_in_use(tmp_path):
         # One by a call, one by a stream that may come back.
         first = await stack.enter_async_context(namespaces.use("a", NOBODY))
         session = Session(await learned(namespaces, "b"), Limits())
-        with pytest.raises(BudgetError, match="namespace 'c' needs up to 25,075,000 bytes; 50,150,000 of the budget"):
+        with pytest.raises(BudgetError, match="namespace 'c' needs up to 25,075,000 bytes; 50,150,000 of the limit"):
             await learned(namespaces, "c")
         assert sorted(namespaces.loaded) == ["a", "b"]
         assert first is namespaces.loaded["a"]
@@ -211,8 +211,10 @@ async def test_without_a_folder_nobody_makes_room():
 
 
 def test_a_budget_that_no_namespace_fits_into_is_refused_at_once():
-    with pytest.raises(UserError, match=r"namespaces.budget: 12,537,500 bytes are too few .* which needs 25,075,000"):
-        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(budget=12_537_500)))
+    with pytest.raises(
+        UserError, match=r"namespaces.memory_limit: 12,537,500 bytes are too few .* which needs 25,075,000"
+    ):
+        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(memory_limit=12_537_500)))
 
 
 def blocked_writes(monkeypatch):
@@ -529,3 +531,9 @@ def test_a_namespace_that_is_used_is_not_idle(namespace):
     assert not namespace.is_idle
     session.close()
     assert namespace.is_idle
+
+
+def test_policies_of_namespaces_differ_from_the_default():
+    settings = NamespaceSettings(policies={"team-a": "classic"})
+    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=settings))
+    assert [namespaces.drafting(name).policy for name in ("team-a", "other")] == ["classic", "suffix"]
