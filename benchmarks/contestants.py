@@ -170,7 +170,7 @@ class Remembering(Embedded):
         """Begin a request."""
         if self._sessions:
             session = sequence.request.session
-            self._own.start(sequence.index, sequence.request.prompt, session=session)
+            self._own.start(sequence.index, sequence.request.prompt, session_id=session)
         else:
             super().start(sequence)
 
@@ -198,7 +198,7 @@ def progress_of(running: Sequence[Running], k: int) -> Progress:
 
 def drafts_of(batch: DraftBatch, has_odds: bool) -> list[Draft]:
     """The drafts of a batch, sequence by sequence."""
-    tokens, parents, odds = batch.tokens.tolist(), batch.parents.tolist(), batch.odds.tolist()
+    tokens, parents, odds = batch.tokens.tolist(), batch.parents.tolist(), batch.accept_prob.tolist()
     offsets = batch.offsets.tolist()
     drafts = []
     for left, right in itertools.pairwise(offsets):

@@ -134,10 +134,10 @@ class ArticleDrafter:
         self._running: dict[int, Running] = {}
 
     def start(
-        self, sequence_id: int, prompt: np.ndarray, *, session: Hashable = None, request: str | None = None
+        self, sequence_id: int, prompt: np.ndarray, *, session_id: Hashable = None, request_id: str | None = None
     ) -> None:
         """Begin a sequence, as `SuffixDrafter.start`; sessions and names mean nothing here."""
-        del session, request
+        del session_id, request_id
         if sequence_id in self._running:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         check_tokens(prompt)
@@ -156,7 +156,7 @@ class ArticleDrafter:
             self._commit(running, committed, verified[index], accepted[index], steps[index])
             paths.append(self._path(running, min(limits[index], self.config.max_draft)))
             running.offered = len(paths[-1].tokens)
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True

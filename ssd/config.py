@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_REFRESH_INTERVAL_S = 86_400
@@ -38,6 +39,8 @@ class DrafterConfig:
     """Tokens of all those sessions together; 8 to 24 bytes each. The longest idle leave first."""
     refresh_interval_s: float = 0.005
     """How long finished requests wait for others before they are merged into the index together."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Settings of a third-party drafter, by name; the drafters of this package read none of them."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting out of its range."""

@@ -35,8 +35,8 @@ class Running:
     """How many of the prompt's tokens are not remembered with the output."""
     told: int
     """How many tokens it had when others were last told of it, or when it began."""
-    session: Hashable
-    request: str | None
+    session_id: Hashable
+    request_id: str | None
     holds: frozenset[str | None]
     """The names of this request and of its session's turns before it."""
     learn: bool
@@ -111,38 +111,41 @@ class SuffixDrafter:
         prompt: np.ndarray,
         *,
         committed: np.ndarray | None = None,
-        session: Hashable = None,
-        request: str | None = None,
+        session_id: Hashable = None,
+        request_id: str | None = None,
         learn: bool = True,
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
-        committed: uint32 [n], what it has produced already elsewhere. session: turns of a conversation that have the
-        same one share an index: only the new part of a prompt costs time, and is remembered. request: a name to forget
-        what it produced by. learn: whether others may ever draft what it produces. Raises ValueError for an id in use
-        and for tokens as `Corpus.append`.
+        committed: uint32 [n], what it has produced already elsewhere. session_id: turns of a conversation that have the
+        same one share an index: only the new part of a prompt costs time, and is remembered. request_id: a name to
+        forget what it produced by. learn: whether others may ever draft what it produces. Raises ValueError for an id
+        in use and for tokens as `Corpus.append`.
         """
         self._check_is_new(sequence_id)
-        self.begin(sequence_id, self.open(prompt, committed=committed, session=session, request=request, learn=learn))
+        self.begin(
+            sequence_id,
+            self.open(prompt, committed=committed, session_id=session_id, request_id=request_id, learn=learn),
+        )
 
     def open(
         self,
         prompt: np.ndarray,
         *,
         committed: np.ndarray | None = None,
-        session: Hashable = None,
-        request: str | None = None,
+        session_id: Hashable = None,
+        request_id: str | None = None,
         learn: bool = True,
     ) -> Opening:
         """What `start` takes, checked; for `Opening.index` in another thread if it is long, then `begin`."""
         text = prompt if committed is None else np.concatenate([prompt, committed])
         check_tokens(text)
-        idle = self._idle.take(session) if session is not None else None
+        idle = self._idle.take(session_id) if session_id is not None else None
         local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
         holds = idle.holds if idle is not None else frozenset()
         # What earlier turns held was remembered under their names, and must be forgotten with them.
         lead = max(0, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
-        running = Running(lead, len(text), session, request, holds | {request}, learn)
+        running = Running(lead, len(text), session_id, request_id, holds | {request_id}, learn)
         self._opened.add(running)
         return Opening(text, local, running)
 
@@ -169,8 +172,8 @@ class SuffixDrafter:
         rows = self._rows_of(progress.sequence_ids.tolist())
         drafts, size = self._step(rows, progress)
         self._tell(rows, progress)
-        tokens, parents, odds, source, offsets = drafts
-        return DraftBatch(tokens[:size], parents[:size], odds[:size], source[:size], offsets)
+        tokens, parents, accept_prob, source, offsets = drafts
+        return DraftBatch(tokens[:size], parents[:size], accept_prob[:size], source[:size], offsets)
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
@@ -192,33 +195,33 @@ class SuffixDrafter:
         self.corpus.end(self._owner_of(running))
         local = self._sequences.remove(running.row)
         if learn and running.learn:
-            self._remember(local.tokens[running.lead :], running.request)
-        if running.session is not None and running.is_kept:
-            self._idle.keep(running.session, Idle(local, running.holds, self.corpus.clock()))
+            self._remember(local.tokens[running.lead :], running.request_id)
+        if running.session_id is not None and running.is_kept:
+            self._idle.keep(running.session_id, Idle(local, running.holds, self.corpus.clock()))
 
-    def forget(self, request: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Forget what was produced under a name, see `Corpus.forget`, and what this drafter has of it itself.
 
         Tell other drafters that share the corpus: `forget_own`.
         """
-        self.corpus.forget(request)
-        self.forget_own(request)
+        self.corpus.forget(request_id)
+        self.forget_own(request_id)
 
     def forget_older_than(self, age_s: float) -> None:
         """Forget what finished more than `age_s` seconds ago; sessions that are idle for longer end."""
         self.corpus.forget_older_than(age_s)
         self.end_sessions_before(self.corpus.clock() - age_s)
 
-    def forget_own(self, request: str) -> None:
+    def forget_own(self, request_id: str) -> None:
         """Forget what was produced under a name and is not in the corpus.
 
         What runs under it runs on, but after the next refresh nobody is shown what it produces, and it is not learned.
         Idle sessions with a turn of that name end.
         """
-        self._idle.end(lambda idle: request in idle.holds)
+        self._idle.end(lambda idle: request_id in idle.holds)
         for running in self._opened:
-            running.is_kept &= request not in running.holds
-            if running.request == request:
+            running.is_kept &= request_id not in running.holds
+            if running.request_id == request_id:
                 running.learn = False
                 if running.row >= 0:
                     self.corpus.hide(self._owner_of(running))

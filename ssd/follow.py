@@ -32,13 +32,15 @@ def follow(drafts: DraftBatch, picks: np.ndarray, tokens: np.ndarray, offsets: n
     left = DraftBatch(
         tokens=np.empty(room, np.uint32),
         parents=np.empty(room, np.int32),
-        odds=np.empty(room, np.float32),
+        accept_prob=np.empty(room, np.float32),
         source=np.empty(room, np.uint8),
         offsets=np.empty(len(picks) + 1, np.uint32),
     )
     arrays, results = _arrays_of(drafts), _arrays_of(left)
     size = _follow(arrays, picks, tokens, offsets, results, np.empty(int(drafts.offsets[-1]), np.int64))
-    return DraftBatch(left.tokens[:size], left.parents[:size], left.odds[:size], left.source[:size], left.offsets)
+    return DraftBatch(
+        left.tokens[:size], left.parents[:size], left.accept_prob[:size], left.source[:size], left.offsets
+    )
 
 
 def count_shared(drafts: DraftBatch, picks: np.ndarray, others: DraftBatch, other_picks: np.ndarray) -> np.ndarray:
@@ -52,7 +54,7 @@ def count_shared(drafts: DraftBatch, picks: np.ndarray, others: DraftBatch, othe
 
 
 def _arrays_of(drafts: DraftBatch) -> tuple[np.ndarray, ...]:
-    return drafts.tokens, drafts.parents, drafts.odds, drafts.source, drafts.offsets
+    return drafts.tokens, drafts.parents, drafts.accept_prob, drafts.source, drafts.offsets
 
 
 _Drafts = types.Tuple([Tokens, Parents, Odds, Sources, Tokens])

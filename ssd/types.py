@@ -105,7 +105,7 @@ class DraftBatch:
     """uint32 [T]."""
     parents: np.ndarray
     """int32 [T]: index of the parent within the sequence's own draft, `ROOT` for a child of the context."""
-    odds: np.ndarray
+    accept_prob: np.ndarray
     """float32 [T]: estimated probability of acceptance, given that the parent is accepted."""
     source: np.ndarray
     """uint8 [T]: a `Source` each."""
@@ -134,32 +134,32 @@ class DraftBatch:
         return cls(
             tokens=np.empty(0, np.uint32),
             parents=np.empty(0, np.int32),
-            odds=np.empty(0, np.float32),
+            accept_prob=np.empty(0, np.float32),
             source=np.empty(0, np.uint8),
             offsets=np.zeros(sequences + 1, np.uint32),
         )
 
     @classmethod
-    def joined(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
+    def concatenate(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
         """The sequences of several batches in a row."""
         lengths = [batch.offsets[1:] - batch.offsets[:-1] for batch in batches]
         return cls(
             tokens=np.concatenate([batch.tokens for batch in batches]),
             parents=np.concatenate([batch.parents for batch in batches]),
-            odds=np.concatenate([batch.odds for batch in batches]),
+            accept_prob=np.concatenate([batch.accept_prob for batch in batches]),
             source=np.concatenate([batch.source for batch in batches]),
             offsets=offsets_of(np.concatenate(lengths)),
         )
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Path]) -> DraftBatch:
+    def from_paths(cls, paths: Sequence[Path]) -> DraftBatch:
         """One path a sequence, as a batch."""
         lengths = np.array([len(path.tokens) for path in paths], np.uint32)
         parents = [np.arange(ROOT, len(path.tokens) + ROOT, dtype=np.int32) for path in paths]
         return cls(
             tokens=_joined([path.tokens for path in paths], np.uint32),
             parents=_joined(parents, np.int32),
-            odds=_joined([path.odds for path in paths], np.float32),
+            accept_prob=_joined([path.accept_prob for path in paths], np.float32),
             source=np.repeat(np.array([path.source for path in paths], np.uint8), lengths),
             offsets=offsets_of(lengths),
         )
@@ -171,7 +171,7 @@ class Path:
 
     tokens: np.ndarray
     """uint32 [n]."""
-    odds: np.ndarray
+    accept_prob: np.ndarray
     """float32 [n]: each given the one before it."""
     source: Source = Source.CORPUS
     match_length: int = 0

@@ -59,7 +59,7 @@ class FixedDrafter:
         return DraftBatch(
             tokens=said(places + away, self._vocab_size),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
-            odds=np.full(tokens, self._odds, np.float32),
+            accept_prob=np.full(tokens, self._odds, np.float32),
             source=np.full(tokens, Source.CORPUS, np.uint8),
             offsets=offsets,
         )

@@ -36,7 +36,7 @@ class NgramDrafter:
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
             self._texts[sequence_id] = np.concatenate((self._texts[sequence_id], committed))
             paths.append(look_up(self._texts[sequence_id], limit))
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True

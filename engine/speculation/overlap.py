@@ -167,7 +167,7 @@ class OverlappedDrafting(Drafting):
         """From now on these draw on these drafts, which follow all that the drafter was told of."""
         for place, (sequence, count) in enumerate(zip(sequences, shared, strict=True), len(self._drafts)):
             self._offers[sequence.sequence_id] = Offer(place, sequence.told, count)
-        self._drafts = DraftBatch.joined([self._drafts, drafts])
+        self._drafts = DraftBatch.concatenate([self._drafts, drafts])
 
     def _restrict(self, sequence: Sequence) -> None:
         """What became of a draft is told as far as it was the drafter's last one."""

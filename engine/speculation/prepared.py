@@ -126,7 +126,7 @@ class PreparedDrafting(Drafting):
             sequence.last_accepted = min(sequence.last_accepted, shared)
 
     def _paths(self, sequences: SequenceOf[Sequence], drafts: DraftBatch) -> list[PreparedPath]:
-        tokens, odds, sources = drafts.tokens, drafts.odds, drafts.source
+        tokens, odds, sources = drafts.tokens, drafts.accept_prob, drafts.source
         starts = drafts.offsets.tolist()
         paths = []
         for index, (sequence, size) in enumerate(zip(sequences, self._usable_sizes(drafts), strict=True)):

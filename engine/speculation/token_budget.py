@@ -174,7 +174,7 @@ class Budget:
         usable: int64 [B], how many of each may be.
         """
         sequences = len(drafts.offsets) - 1
-        odds = path_odds(drafts.odds, drafts.parents, drafts.offsets)
+        odds = path_odds(drafts.accept_prob, drafts.parents, drafts.offsets)
         starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
         places = np.arange(len(odds)) - starts.repeat(sizes)
         odds[places >= usable.repeat(sizes)] = 0

@@ -98,7 +98,7 @@ class Corpus:
         """What the maintainer has done so far."""
         return self._index.times
 
-    def append(self, tokens: np.ndarray, request: str | None = None, *, time: float | None = None) -> None:
+    def append(self, tokens: np.ndarray, request_id: str | None = None, *, time: float | None = None) -> None:
         """Remember a copy of one request, uint32 [N], under a name; what the maintainer shows from now on holds it.
 
         time: when it finished, by the clock, if that is not now. Raises ValueError for another dtype or shape, or if an
@@ -108,14 +108,14 @@ class Corpus:
         if len(tokens):
             with self._counting:
                 self._appended += len(tokens)
-            self._put(Text(tokens.copy(), hash_of(request), self.clock() if time is None else time))
+            self._put(Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time))
 
-    def forget(self, request: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Forget what was appended under a name so far; after the next `refresh` no draft or snapshot holds it.
 
         Snapshots that were saved before keep it: save again. What still runs is for its drafter to forget.
         """
-        self._put(Forget(name=hash_of(request)))
+        self._put(Forget(name=hash_of(request_id)))
 
     def forget_older_than(self, age_s: float) -> None:
         """Forget what was appended more than `age_s` seconds ago, as `forget`."""

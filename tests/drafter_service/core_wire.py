@@ -80,7 +80,7 @@ def connected(guess=lambda _text, _limit: [], **options) -> Wire:
 
 
 def start(core: Core, sequence_id: int, prompt: list[int], **options) -> None:
-    core.start(sequence_id, array(prompt), **{"session": None, "request": None, "learn": True, **options})
+    core.start(sequence_id, array(prompt), **{"session_id": None, "request_id": None, "learn": True, **options})
 
 
 def counting(text: list[int], limit: int) -> list[int]:

@@ -140,7 +140,7 @@ class FakeService:
             self._commit(one, committed, verified[index], accepted[index], steps[index])
             one.drafted = self.guess(one.text, min(limits[index], self.most_draft))
             paths.append(one.drafted)
-        return DraftBatch.of_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
+        return DraftBatch.from_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
 
     def _commit(self, one: Known, tokens: list[int], verified: int, accepted: int, steps: int) -> None:
         assert accepted <= verified <= len(one.drafted), "more was verified than was drafted"

@@ -54,7 +54,7 @@ class ScriptedDrafter(NoDrafter):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             tokens = np.array(self.script(sequence_id, self.lengths[sequence_id]), np.uint32)
             paths.append(Path(tokens, np.ones(len(tokens), np.float32)))
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ class StrictDrafter:
             draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
             self.offered[sequence_id], self.paths[sequence_id] = len(draft), draft
             drafts.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
-        return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.of_paths(drafts)
+        return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.from_paths(drafts)
 
     def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
         self.note(sequence_id, tokens, verified, accepted)

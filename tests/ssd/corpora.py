@@ -73,6 +73,8 @@ def drafts_of(drafter: Drafter, requests: list[np.ndarray], prompt: int = 20, li
         drafter.start(number, request[:prompt])
         for at in range(prompt, len(request), 4):
             batch = drafter.draft(progress_of({number: request[at - 4 : at] if at > prompt else []}, limit))
-            drafts.append([batch.tokens.tolist(), batch.odds.tolist(), batch.source.tolist(), batch.parents.tolist()])
+            drafts.append(
+                [batch.tokens.tolist(), batch.accept_prob.tolist(), batch.source.tolist(), batch.parents.tolist()]
+            )
         drafter.finish(number, np.empty(0, np.uint32), learn=False)
     return drafts

@@ -95,7 +95,7 @@ def test_samples_bound_what_is_counted():
     drafter = article_drafter([[1, 2]] * (3 * SAMPLES))
     drafter.start(1, array([1]))
     drafts = drafter.draft(progress_of({1: []}, limit=3))
-    assert (drafts.tokens.tolist(), drafts.odds.tolist()) == ([2], [1.0])
+    assert (drafts.tokens.tolist(), drafts.accept_prob.tolist()) == ([2], [1.0])
 
 
 def test_a_repeated_request_takes_far_fewer_steps():

@@ -44,7 +44,7 @@ def test_the_running_request_drafts_from_itself(drafter):
     assert drafts.tokens.tolist() == [4, 5, 1]
     assert drafts.parents.tolist() == [ROOT, 0, 1]
     assert set(drafts.source.tolist()) == {Source.LOCAL}
-    assert ((drafts.odds > 0) & (drafts.odds <= 1)).all()
+    assert ((drafts.accept_prob > 0) & (drafts.accept_prob <= 1)).all()
 
 
 def test_the_longer_match_wins(drafter):
@@ -175,33 +175,33 @@ def test_a_cost_may_be_said_with_each_step(drafter):
 
 
 def test_the_next_turn_of_a_session_drafts_as_if_it_were_new(drafter):
-    drafter.start(1, TEXT[:100], session="chat")
+    drafter.start(1, TEXT[:100], session_id="chat")
     drafter.draft(progress_of({1: TEXT[100:120]}, limit=4))
     drafter.finish(1, TEXT[120:130], learn=False)
     # The turn repeats all of that, then the text begins anew.
     prompt = np.concatenate((TEXT[:130], TEXT[:20]))
-    drafter.start(2, prompt, session="chat")
+    drafter.start(2, prompt, session_id="chat")
     drafter.start(3, prompt)
     assert draft(drafter, 2, limit=5) == draft(drafter, 3, limit=5) == TEXT[20:25].tolist()
 
 
 def test_a_turn_that_changes_the_past_drafts_nothing_of_it(drafter):
-    drafter.start(1, array([1, 2, 3, 4, 5, 6]), session="chat")
+    drafter.start(1, array([1, 2, 3, 4, 5, 6]), session_id="chat")
     drafter.finish(1, array([7, 8]), learn=False)
-    drafter.start(2, array([1, 2, 9, 4]), session="chat")
+    drafter.start(2, array([1, 2, 9, 4]), session_id="chat")
     assert draft(drafter, 2) == []
     assert draft(drafter, 2, [2], limit=5) == [9, 4, 2, 9, 4]
 
 
 def test_sessions_share_nothing_with_others_and_nothing_while_they_run(drafter):
-    drafter.start(1, array([1, 2, 3]), session="one")
-    drafter.start(2, array([1, 2]), session="one")
-    drafter.start(3, array([1, 2]), session="two")
+    drafter.start(1, array([1, 2, 3]), session_id="one")
+    drafter.start(2, array([1, 2]), session_id="one")
+    drafter.start(3, array([1, 2]), session_id="two")
     drafter.start(4, array([1, 2]))
     assert [draft(drafter, number) for number in (2, 3, 4)] == [[], [], []]
     for number in (1, 2, 3, 4):
         drafter.finish(number, array([]), learn=False)
-    drafter.start(5, array([1]), session="two")
+    drafter.start(5, array([1]), session_id="two")
     assert draft(drafter, 5) == []
 
 
@@ -210,13 +210,13 @@ def test_as_many_idle_sessions_are_kept_as_configured():
         without = drafter.memory_bytes()
         held = []
         for session in range(4):
-            drafter.start(session, TEXT, session=session)
+            drafter.start(session, TEXT, session_id=session)
             drafter.finish(session, array([]), learn=False)
             held.append(drafter.memory_bytes() - without)
         assert 0 < held[0] < held[1] == held[2] == held[3]
     with drafter_of(idle_sessions=0) as drafter:
         without = drafter.memory_bytes()
-        drafter.start(1, TEXT, session="chat")
+        drafter.start(1, TEXT, session_id="chat")
         drafter.finish(1, array([]), learn=False)
         assert drafter.memory_bytes() == without
 
@@ -226,26 +226,26 @@ def test_idle_sessions_are_bounded_by_their_tokens_too():
         without = drafter.memory_bytes()
         held = []
         for session in range(4):
-            drafter.start(session, TEXT, session=session)
+            drafter.start(session, TEXT, session_id=session)
             drafter.finish(session, array([]), learn=False)
             held.append(drafter.memory_bytes() - without)
         assert 0 < held[0] < held[1] == held[2] == held[3]
     with drafter_of(idle_tokens=len(TEXT) - 1) as drafter:
         without = drafter.memory_bytes()
-        drafter.start(1, TEXT, session="chat")
+        drafter.start(1, TEXT, session_id="chat")
         drafter.finish(1, array([]), learn=False)
         assert drafter.memory_bytes() == without
 
 
 def test_a_session_that_was_cut_gives_its_memory_back(drafter):
     without = drafter.memory_bytes()
-    drafter.start(1, np.arange(100_000, dtype=np.uint32), session="chat")
+    drafter.start(1, np.arange(100_000, dtype=np.uint32), session_id="chat")
     drafter.finish(1, array([1]), learn=False)
     assert drafter.memory_bytes() - without > 800_000
-    drafter.start(2, array([0, 1, 2, 3, 0, 1]), session="chat")
+    drafter.start(2, array([0, 1, 2, 3, 0, 1]), session_id="chat")
     drafter.finish(2, array([2]), learn=False)
     assert drafter.memory_bytes() - without < 20_000
-    drafter.start(3, array([0, 1, 2, 3, 0, 1, 2]), session="chat")
+    drafter.start(3, array([0, 1, 2, 3, 0, 1, 2]), session_id="chat")
     assert draft(drafter, 3, limit=2) == [3, 0]
 
 

@@ -70,7 +70,7 @@ def test_what_is_left_is_what_stood_behind_the_tokens(data, drafts):
         }
         span = slice(left.offsets[index], left.offsets[index + 1])
         nodes = list(zip(left.tokens_of(index).tolist(), left.parents_of(index).tolist(), strict=True))
-        assert [int(odds) for odds in left.odds[span]] == sorted(expected)
+        assert [int(odds) for odds in left.accept_prob[span]] == sorted(expected)
         assert left.source[span].tolist() == [node % 2 for node in sorted(expected)]
         for place, node in enumerate(sorted(expected)):
             assert nodes[place][1] < place
@@ -106,7 +106,7 @@ def test_shared_tokens_are_counted_up_to_the_first_that_differs(data, rows, othe
 
 @given(st.lists(st.lists(trees(), max_size=3), min_size=1, max_size=3))
 def test_batches_are_joined_in_a_row(lists):
-    joined = DraftBatch.joined([batch_of(drafts) for drafts in lists])
+    joined = DraftBatch.concatenate([batch_of(drafts) for drafts in lists])
 
     drafts = [draft for drafts in lists for draft in drafts]
     assert len(joined) == len(drafts)

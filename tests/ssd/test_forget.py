@@ -157,7 +157,7 @@ def test_a_running_copy_stops_when_its_source_is_forgotten():
 
 
 def run_turn(drafter, number, prompt, output, request):
-    drafter.start(number, prompt, session="chat", request=request)
+    drafter.start(number, prompt, session_id="chat", request_id=request)
     drafter.finish(number, output, learn=False)
 
 
@@ -172,7 +172,7 @@ def test_idle_sessions_with_a_turn_of_that_name_end():
     drafter.forget("first")
     assert drafter.memory_bytes() < held
     # A turn that runs meanwhile ends as ever, but its index is not kept.
-    drafter.start(3, SECRET[:10], session="chat", request="fourth")
+    drafter.start(3, SECRET[:10], session_id="chat", request_id="fourth")
     running = drafter.memory_bytes()
     drafter.forget("fourth")
     drafter.finish(3, SECRET[10:20], learn=False)
@@ -182,7 +182,7 @@ def test_idle_sessions_with_a_turn_of_that_name_end():
 
 def two_that_run(drafter):
     """One that another drafts from, while both run."""
-    drafter.start(1, SECRET[:5], request="mine")
+    drafter.start(1, SECRET[:5], request_id="mine")
     drafter.start(2, SECRET[:5] + np.uint32(500))
     drafter.draft(progress_of({1: SECRET[5:30]}, 0))
     drafter.corpus.refresh()
@@ -218,7 +218,7 @@ def test_a_running_request_is_forgotten_too(from_another):
     assert corpus.tokens == 0
     assert_forgotten(corpus)
     # What is said under the name from now on is another matter.
-    drafter.start(1, SECRET[:5], request="mine")
+    drafter.start(1, SECRET[:5], request_id="mine")
     drafter.finish(1, SECRET[5:])
     corpus.refresh()
     assert draft_after(corpus, SECRET[:20])
@@ -237,7 +237,7 @@ def test_others_that_run_are_not_forgotten():
 
 def test_a_request_whose_prompt_is_still_being_indexed_is_forgotten_too():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    opening = drafter.open(SECRET[:20], request="mine", session="chat")
+    opening = drafter.open(SECRET[:20], request_id="mine", session_id="chat")
     drafter.forget("mine")
     drafter.begin(1, opening)
     drafter.start(2, SECRET[:5] + np.uint32(500))
@@ -252,13 +252,13 @@ def test_a_request_whose_prompt_is_still_being_indexed_is_forgotten_too():
 
 def test_a_name_that_was_forgotten_hides_nobody_who_has_taken_its_place():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    ended = drafter.open(SECRET[:5], request="earlier")
+    ended = drafter.open(SECRET[:5], request_id="earlier")
     drafter.begin(3, ended)
     drafter.finish(3, SECRET[5:7], learn=False)
     two_that_run(drafter)
     drafter.forget_own("earlier")
     drafter.corpus.refresh()
-    assert ended.running.request == "earlier"
+    assert ended.running.request_id == "earlier"
     assert drafts_of_it(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
 
 
@@ -267,11 +267,11 @@ def test_nothing_of_a_turn_is_remembered_under_the_name_of_the_next(learned_prom
     config = DrafterConfig(capacity=100_000, match_depth=DEPTH, learned_prompt_tokens=learned_prompt_tokens)
     drafter = SuffixDrafter(config, corpus=Corpus(100_000, DEPTH))
     asked, said = np.arange(5000, 5020, dtype=np.uint32), SECRET[:30]
-    drafter.start(1, asked, session="chat", request="first")
+    drafter.start(1, asked, session_id="chat", request_id="first")
     drafter.draft(progress_of({1: said[:10]}, 0))
     drafter.finish(1, said[10:])
     asked_next, said_next = asked + np.uint32(100), said + np.uint32(200)
-    drafter.start(2, np.concatenate([asked, said, asked_next]), session="chat", request="second")
+    drafter.start(2, np.concatenate([asked, said, asked_next]), session_id="chat", request_id="second")
     drafter.finish(2, said_next)
     drafter.corpus.refresh()
     assert draft_after(drafter.corpus, said[:10])
@@ -287,9 +287,9 @@ def test_nothing_of_a_turn_is_remembered_under_the_name_of_the_next(learned_prom
 
 def test_what_a_sequence_had_produced_elsewhere_is_remembered():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    drafter.start(1, SECRET[:10], session="chat", committed=SECRET[10:30])
+    drafter.start(1, SECRET[:10], session_id="chat", committed=SECRET[10:30])
     drafter.finish(1, SECRET[30:31], learn=False)
-    drafter.start(2, SECRET[:10], session="chat", committed=SECRET[10:31])
+    drafter.start(2, SECRET[:10], session_id="chat", committed=SECRET[10:31])
     drafter.finish(2, SECRET[31:])
     drafter.corpus.refresh()
     assert holds(drafter.corpus, SECRET[10:])

@@ -64,7 +64,7 @@ def test_each_token_is_counted_by_where_it_was_found():
         assert counters.by_position[:4].tolist() == [[1, 1], [1, 1], [1, 0], [0, 0]]
         # Of 30 tokens, separators included, each lies 3 to 10 behind the newest: 2 to 4 bits.
         assert counters.by_age[2:5].sum(axis=0).tolist() == [3, 2]
-        assert counters.calibration[:, PROMISED].sum() == pytest.approx(np.cumprod(drafts.odds).sum(), rel=1e-4)
+        assert counters.calibration[:, PROMISED].sum() == pytest.approx(np.cumprod(drafts.accept_prob).sum(), rel=1e-4)
 
 
 def test_what_the_target_did_not_verify_is_not_counted():

@@ -113,7 +113,7 @@ def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):
 
 def test_what_start_says_travels(fake, connect):
     client = connect()
-    client.start(1, array([5]), session="chat", request="req-1", learn=False)
+    client.start(1, array([5]), session_id="chat", request_id="req-1", learn=False)
     client.start(2, array([6]))
     client.draft(progress_of({1: [], 2: []}, limit=1))
     first, second = (request.starts[0] for request in fake.service.requests[1:3])

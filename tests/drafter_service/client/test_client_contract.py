@@ -15,7 +15,7 @@ from tests.strategies import array
 
 def answer_of(*drafts: tuple[list[int], list[int]], odds: float = 0.5) -> DraftBatch:
     """Drafts of (tokens, parents) each."""
-    batch = DraftBatch.of_paths([Path(array(tokens), np.full(len(tokens), odds, np.float32)) for tokens, _ in drafts])
+    batch = DraftBatch.from_paths([Path(array(tokens), np.full(len(tokens), odds, np.float32)) for tokens, _ in drafts])
     batch.parents[:] = [parent for _, parents in drafts for parent in parents]
     return batch
 

@@ -129,16 +129,16 @@ TestTelling.settings = examples(80)
 
 def test_names_that_are_too_long_are_refused():
     wire = connected()
-    for name in ("session", "request"):
-        with pytest.raises(ValueError, match=f"the name of a {name} has at most 512 bytes"):
+    for name in ("session_id", "request_id"):
+        with pytest.raises(ValueError, match=f"{name} has at most 512 bytes"):
             start(wire.core, 1, [5], **{name: "ä" * 257})
-    start(wire.core, 1, [5], session="ä" * 256)
+    start(wire.core, 1, [5], session_id="ä" * 256)
 
 
 def test_a_prompt_that_changes_afterwards_is_told_as_it_was():
     wire = Wire(FakeService())
     prompt = array([5, 6])
-    wire.core.start(1, prompt, session=None, request=None, learn=True)
+    wire.core.start(1, prompt, session_id=None, request_id=None, learn=True)
     prompt[:] = 9
     wire.connect()
     wire.settle()

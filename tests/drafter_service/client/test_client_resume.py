@@ -44,7 +44,7 @@ def test_what_a_service_has_lost_is_told_again_when_it_is_needed():
 def test_one_lost_sequence_is_told_again_before_the_next_batch():
     wire = connected(counting)
     for number in (1, 2):
-        start(wire.core, number, [10 * number], session="s", request=f"r{number}", learn=number == 1)
+        start(wire.core, number, [10 * number], session_id="s", request_id=f"r{number}", learn=number == 1)
     wire.settle()
     wire.service.lose(wire.service.requests[-1].starts[0].sequence_id)
     drafts = wire.draft(progress_of({1: [11], 2: [21]}, limit=1))

@@ -45,12 +45,12 @@ def loaded(file=None, flags=None, environment=None):
 
 
 def leaves(section=ServiceConfig, path=""):
-    """The dotted keys of all settings but capacities, with their types."""
+    """The dotted keys of all settings but capacities and options, with their types."""
     hints = get_type_hints(section)
     for field in fields(section):
         if is_dataclass(hints[field.name]):
             yield from leaves(hints[field.name], f"{path}{field.name}.")
-        elif field.name != "capacities":
+        elif field.name not in ("capacities", "options"):
             yield f"{path}{field.name}", hints[field.name]
 
 

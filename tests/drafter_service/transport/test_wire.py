@@ -44,7 +44,7 @@ def test_drafts_survive_the_wire(drafted):
     paths = [
         Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL, len(run)) for run in drafted
     ]
-    sent = DraftBatch.of_paths(paths)
+    sent = DraftBatch.from_paths(paths)
     message = pb.Drafts.FromString(drafts_message(sent).SerializeToString())
     assert_equal(sent, read_drafts(message, len(drafted)))
 

@@ -255,7 +255,7 @@ class Misleading(Silent):
     def draft(self, progress):
         super().draft(progress)
         path = Path(np.zeros(9, np.uint32), np.full(9, 0.9, np.float32))
-        return DraftBatch.of_paths([path] * len(progress.sequence_ids))
+        return DraftBatch.from_paths([path] * len(progress.sequence_ids))
 
 
 @pytest.mark.parametrize("drafter", [Silent, Misleading])

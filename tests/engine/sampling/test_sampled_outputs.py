@@ -112,7 +112,7 @@ class MixedDrafter(NoDrafter):
             right = self.texts[sequence_id][self.lengths[sequence_id] :][: self.rng.integers(0, 7)]
             draft = array([*right, *self.rng.integers(0, VOCAB, self.rng.integers(0, 3))])
             paths.append(Path(draft, np.ones(len(draft), np.float32)))
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
 
 class MixedTreeDrafter(MixedDrafter):

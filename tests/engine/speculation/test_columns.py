@@ -16,7 +16,7 @@ def gains(known, odds, room):
     """What each place is to gain, for one sequence."""
     drafts = known.drafts([np.array(odds, np.float32)], [room])
     assert len(drafts) == 1
-    return path_odds(drafts.odds, drafts.parents, drafts.offsets)
+    return path_odds(drafts.accept_prob, drafts.parents, drafts.offsets)
 
 
 def test_at_first_prepared_drafts_fit_and_what_is_looked_up_is_as_on_recorded_traffic():

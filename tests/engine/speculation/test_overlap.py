@@ -74,7 +74,7 @@ class Journal:
         tokens = [token if place < self.right else (token + 1) % VOCAB for place, token in enumerate(tokens)]
         self.offered = len(tokens)
         path = Path(np.array(tokens, np.uint32), np.ones(len(tokens), np.float32))
-        return JournalAnswer(self, DraftBatch.of_paths([path]))
+        return JournalAnswer(self, DraftBatch.from_paths([path]))
 
     def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
         self.events.append("finish")

@@ -154,7 +154,7 @@ def test_measuring_ends_when_it_has_taken_long(monkeypatch):
 
 
 def drafts_of(*paths):
-    return DraftBatch.of_paths([Path(np.arange(len(path), dtype=np.uint32), np.array(path)) for path in paths])
+    return DraftBatch.from_paths([Path(np.arange(len(path), dtype=np.uint32), np.array(path)) for path in paths])
 
 
 CHEAP = StepCost([1, 100], [1.0, 1.5])

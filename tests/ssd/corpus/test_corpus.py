@@ -168,9 +168,9 @@ def test_what_was_appended_is_its_own():
 def test_what_was_finished_is_remembered_as_it_was_then():
     """The session's next turn goes on in the same memory."""
     with SuffixDrafter(CONFIG, corpus=new_corpus()) as drafter:
-        drafter.start(1, array([1, 2]), session="chat")
+        drafter.start(1, array([1, 2]), session_id="chat")
         drafter.finish(1, array([3, 4]))
-        drafter.start(2, array([1, 9, 9, 9]), session="chat")
+        drafter.start(2, array([1, 9, 9, 9]), session_id="chat")
         drafter.corpus.refresh()
         assert draft_after(drafter.corpus, [1, 2]) == [3, 4]
 

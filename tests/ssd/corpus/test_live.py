@@ -333,7 +333,7 @@ def test_a_request_is_no_evidence_for_itself_in_the_live_tier(output, shape):
             if is_refreshed:
                 drafter.corpus.refresh()
             drafts = drafter.draft(progress_of({1: []}, limit=16, cost=0.001))
-            return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.odds.tolist()]
+            return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.accept_prob.tolist()]
 
     assert drafts(is_refreshed=True) == drafts(is_refreshed=False)
 

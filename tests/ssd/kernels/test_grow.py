@@ -46,7 +46,7 @@ def shapes():
 def path_odds_of(drafts):
     """The odds of each node's whole path."""
     odds = []
-    for parent, own in zip(drafts.parents.tolist(), drafts.odds.tolist(), strict=True):
+    for parent, own in zip(drafts.parents.tolist(), drafts.accept_prob.tolist(), strict=True):
         odds.append(own * (odds[parent] if parent != ROOT else 1.0))
     return odds
 
@@ -58,8 +58,8 @@ def assert_is_a_tree(drafts):
         assert ROOT <= parent < node
     for parent in {*drafts.parents.tolist()}:
         # Of the tokens that may follow, one does.
-        assert drafts.odds[drafts.parents == parent].sum() <= 1 + 1e-4
-    assert ((drafts.odds > 0) & (drafts.odds <= 1)).all()
+        assert drafts.accept_prob[drafts.parents == parent].sum() <= 1 + 1e-4
+    assert ((drafts.accept_prob > 0) & (drafts.accept_prob <= 1)).all()
     assert naive.SEPARATOR not in drafts.tokens.tolist()
     assert {*drafts.source.tolist()} <= {*Source}
 
@@ -81,7 +81,7 @@ def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
 
 
 def nodes_of(drafts):
-    return list(zip(drafts.tokens.tolist(), drafts.parents.tolist(), drafts.odds.tolist(), strict=True))
+    return list(zip(drafts.tokens.tolist(), drafts.parents.tolist(), drafts.accept_prob.tolist(), strict=True))
 
 
 @given(worlds(), shapes(), COSTS, st.integers(1, MAX_DRAFT))
@@ -200,7 +200,7 @@ def test_the_more_frequent_of_two_continuations_has_better_odds():
         drafter.start(1, array([1, 2]))
         drafts = drafter.draft(progress_of({1: []}, limit=2, cost=0.001))
         assert drafts.tokens.tolist() == [6, 5]
-        assert drafts.odds[0] > 2 * drafts.odds[1]
+        assert drafts.accept_prob[0] > 2 * drafts.accept_prob[1]
 
 
 def test_a_copy_with_a_word_changed_is_found_again_before_any_match_is():

@@ -148,7 +148,7 @@ def requests_of_which_some_are_repeated(steps, bug=None):
             drafter.start(step, array([100 + context]))
             drafts = drafter.draft(progress_of({step: []}, limit=1))
             assert drafts.tokens.tolist() == [200 + context]
-            rows.append((context, drafts.odds[0], came))
+            rows.append((context, drafts.accept_prob[0], came))
             committed = array([200 + context if came else 300])
             taught_with(
                 drafter,
@@ -208,7 +208,7 @@ def a_request_that_chooses(steps, bug=None):
             context = int(rng.integers(len(CHANCES)))
             drafts = drafter.draft(progress_of({1: [100 + context]}, limit=8))
             children = drafts.parents == -1
-            odds = dict(zip(drafts.tokens[children].tolist(), drafts.odds[children].tolist(), strict=True))
+            odds = dict(zip(drafts.tokens[children].tolist(), drafts.accept_prob[children].tolist(), strict=True))
             came = bool(rng.random() < CHANCES[context])
             rows.append((context, odds.get(200 + context, 0.0), odds.get(300 + context, 0.0), came))
             outcome = [200 + context if came else 300 + context]

@@ -28,7 +28,7 @@ def contents(drafts):
     """Each sequence's draft."""
     bounds = list(zip(drafts.offsets.tolist(), drafts.offsets.tolist()[1:], strict=False))
     return [
-        tuple(array[begin:end].tolist() for array in (drafts.tokens, drafts.parents, drafts.odds, drafts.source))
+        tuple(array[begin:end].tolist() for array in (drafts.tokens, drafts.parents, drafts.accept_prob, drafts.source))
         for begin, end in bounds
     ]
 

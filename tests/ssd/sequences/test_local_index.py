@@ -146,7 +146,7 @@ def test_tokens_that_come_step_by_step_are_indexed_like_a_prompt(seed, kinds, pr
     text = np.random.default_rng(seed).integers(0, kinds, prompt_size + sum(steps)).astype(np.uint32)
     config = DrafterConfig(match_depth=depth)
     with SuffixDrafter(config, corpus=Corpus(config.capacity, depth)) as drafter:
-        drafter.start(1, text[:prompt_size], session="s")
+        drafter.start(1, text[:prompt_size], session_id="s")
         at = prompt_size
         for size in steps:
             drafter.draft(progress_of({1: text[at : at + size]}, limit=size % 3))
@@ -154,5 +154,5 @@ def test_tokens_that_come_step_by_step_are_indexed_like_a_prompt(seed, kinds, pr
             assert_indexes(index_in(drafter, 1), text[:at].tolist(), depth)
         drafter.finish(1, text[at:])
         # The next turn goes on from there.
-        drafter.start(2, np.append(text, array([1, 2])), session="s")
+        drafter.start(2, np.append(text, array([1, 2])), session_id="s")
         assert_indexes(index_in(drafter, 2), [*text.tolist(), 1, 2], depth)

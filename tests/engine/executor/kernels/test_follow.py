@@ -32,7 +32,7 @@ def random_case(seed):
 
 
 def expected(texts, lengths, paths, most, width):
-    drafts = DraftBatch.of_paths([Path(path, np.ones(len(path), np.float32)) for path in paths])
+    drafts = DraftBatch.from_paths([Path(path, np.ones(len(path), np.float32)) for path in paths])
     produced = [text[length:] for text, length in zip(texts, lengths, strict=True)]
     bounds = offsets_of(np.array([len(tokens) for tokens in produced]))
     left = follow_on_host(drafts, np.arange(len(texts)), np.concatenate(produced), bounds)
