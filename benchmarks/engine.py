@@ -53,7 +53,8 @@ from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.launch import find_device, find_dtype
 from engine.commands.options import ATTENTIONS, DTYPES, LOOPS
 from engine.config import EngineConfig, Loop
-from engine.drafters.build import DRAFTER_NAMES, build_drafter
+from engine.drafters.base import TargetInfo
+from engine.drafters.registry import KINDS, build_drafter, single_kind
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model
@@ -121,7 +122,8 @@ class Contest:
         longest = config.max_draft if self._loop == "plain" else min(furthest(config.max_draft), MAX_DRAFT)
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
-            drafts = build_drafter(drafter, DrafterConfig(max_draft=longest), address, _warn, model=self._folder)
+            target = TargetInfo.from_model(self._model, config, self._folder)
+            drafts = build_drafter(drafter, DrafterConfig(max_draft=longest), target, address=address, warn=_warn)
             engine = build_engine(
                 self._model,
                 config,
@@ -262,9 +264,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="auto", help="float32 on a CPU, bfloat16 on a GPU")
     add("--attention", choices=ATTENTIONS, default="auto", help="FlashInfer's on a GPU where it is installed")
     add("--replay", type=Path, metavar="TRACE", help="recorded traffic, .npz, in place of what the model says")
-    add(
-        "--drafter", type=list_of(drafter_name), default=["none", "ssd"], help=f"none,ssd; of {','.join(DRAFTER_NAMES)}"
-    )
+    add("--drafter", type=list_of(drafter_name), default=["none", "ssd"], help=f"none,ssd; of {','.join(KINDS)}")
     add("--concurrency", type=list_of(positive), default=[1, 4, 16, 64], help="requests that run at once (1,4,16,64)")
     add("--requests", type=positive, default=64, metavar="N", help="64")
     add("--repeats", action=argparse.BooleanOptionalAction, default=True, help="the demo's repeats, or all prompts new")
@@ -281,9 +281,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def drafter_name(text: str) -> str:
     """The name of a drafter."""
-    if text not in DRAFTER_NAMES:
-        raise argparse.ArgumentTypeError(f"drafters are {', '.join(DRAFTER_NAMES)}, not {text!r}")
-    return text
+    try:
+        return single_kind(text)
+    except UserError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
 
 
 def _warn(text: str) -> None:

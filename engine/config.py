@@ -8,6 +8,7 @@ from typing import Literal
 DraftShape = Literal["path", "tree"]
 Loop = Literal["plain", "overlapped", "pipelined"]
 KvDtype = Literal["auto", "fp8"]
+Verification = Literal["exact", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class EngineConfig:
     """Most draft tokens verified for a sequence in one step."""
     draft_shape: DraftShape = "path"
     """`path`: of a draft tree only its beginning is verified, up to the first branch. `tree`: all of it."""
+    verification: Verification = "exact"
+    """How drafts are accepted when sampling, unless a request says otherwise. `exact`: a draft token is accepted if it
+    is the one that decoding without drafts produces. `rejection`: speculative sampling; outputs have the same
+    distribution."""
     loop: Loop = "plain"
     """`plain`: drafting, then the forward, for what has come. `overlapped`: the drafter drafts beside the forward for
     what may come next. `pipelined`: a step is begun before the one before it has ended."""
@@ -45,6 +50,8 @@ class EngineConfig:
             raise ValueError(f"kv_dtype must be 'auto' or 'fp8', not {self.kv_dtype!r}")
         if self.draft_shape not in ("path", "tree"):
             raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
+        if self.verification not in ("exact", "rejection"):
+            raise ValueError(f"verification must be 'exact' or 'rejection', not {self.verification!r}")
         if self.loop not in ("plain", "overlapped", "pipelined"):
             raise ValueError(f"loop must be 'plain', 'overlapped' or 'pipelined', not {self.loop!r}")
         if self.loop == "pipelined" and self.draft_shape == "tree":

@@ -381,25 +381,10 @@ def test_the_image_serves_with_flags_that_there_are():
     assert instructions("USER") == ["10001:10001"]
 
 
-def test_the_image_has_what_the_sidecar_imports_and_not_the_engines_libraries(tmp_path):
-    (run,) = [line for line in instructions("RUN") if "pyproject" in line]
-    done = subprocess.run(
-        [sys.executable, *shlex.split(run.partition(" > ")[0])[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    needs = {re.split(r"[\[<>=~! ]", line)[0] for line in done.stdout.splitlines()}
-    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert needs >= {re.split(r"[\[<>=~! ]", need)[0] for need in given} - {"torch", "safetensors"}
-    assert not needs & {"torch", "safetensors"}
-    program = (
-        "import sys; sys.modules.update(torch=None, safetensors=None);"
-        "import drafter_service.server, drafter_service.cli, drafter_service.metrics.endpoint"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_the_image_installs_extras_that_exist_and_not_the_engine():
+    (extras,) = re.findall(r"pip install '\.\[(.*)\]'", CONTAINERFILE.read_text())
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= known.keys() - {"dev", "engine", "gpu"}
 
 
 def test_what_is_copied_into_the_image_exists():

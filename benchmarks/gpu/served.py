@@ -16,8 +16,8 @@ from benchmarks.gpu.traffic import Traffic, shortened, teach, traffic
 from benchmarks.requests import Item
 from benchmarks.serving import Run, serve
 from engine.commands.demo.sidecar import running_sidecar
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
 from engine.engine import Engine
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
@@ -109,7 +109,10 @@ def taught_drafter(stack: ExitStack, bench: Bench, name: str, asked: Traffic) ->
     """A drafter by its name; a sidecar runs until `stack` is closed."""
     address = stack.enter_context(running_sidecar()) if name == "ssd-remote" else ""
     drafter = build_drafter(
-        name, DrafterConfig(max_draft=bench.longest_draft), address, lambda text: print(text, flush=True)
+        name,
+        DrafterConfig(max_draft=bench.longest_draft),
+        address=address,
+        warn=lambda text: print(text, flush=True),
     )
     if name != "none":
         teach(drafter, asked.learned)

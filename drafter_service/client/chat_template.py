@@ -73,7 +73,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         raise UserError("chat templates need jinja2: run `pip install jinja2`") from None
     except Exception as problem:  # A template may raise anything.
         reason = " ".join(str(problem).split())
-        raise UserError(f"the chat template of {folder} is refused ({reason}); correct it or download it again") from None
+        raise UserError(f"the chat template of {folder} is refused ({reason}); correct it or copy it again") from None
 
 
 def _config(folder: Path) -> dict[str, Any]:

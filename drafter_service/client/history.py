@@ -39,7 +39,7 @@ class TokenHistory:
         self._older[row] = []
 
     def append(self, rows: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
-        """Append `tokens[offsets[i]:offsets[i + 1]]`, uint32, to `rows[i]`. Keeps a reference to `rows`, copies the rest."""
+        """Append `tokens[offsets[i]:offsets[i + 1]]`, uint32, to `rows[i]`. Keeps `rows`, copies the other arrays."""
         self._unfolded.append((rows, tokens.copy(), offsets.astype(np.int64)))
 
     def fold_if_due(self) -> None:

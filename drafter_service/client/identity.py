@@ -15,8 +15,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 def model_identity(folder: Path, *, adapter: Path | None = None, name: str = "") -> ModelIdentity:
     """Return the identity of the model in a Hugging Face folder, with a LoRA adapter's folder if there is one.
 
-    name: by default the name of the folder, or of the hub's repository for a folder in the hub's cache. Raises UserError
-    if a file that is needed cannot be read.
+    name: by default the name of the folder, or of the hub's repository for a folder in the hub's cache. Raises
+    UserError if a file that is needed cannot be read.
     """
     return ModelIdentity(
         name=name or _name(folder.resolve()),

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # It imports numba.
 
 PROTOCOL = 3
 
+U1, U4, I4, F4 = (DTYPES[name] for name in ("u1", "u4", "i4", "f4"))
+
 ONE_AS_BITS = np.float32(1.0).view(np.uint32)
 """As integers, floats from 0 to 1 are at most this; negative ones, greater ones and NaN are more."""
 
@@ -162,9 +164,9 @@ def read_draft_response(message: pb.Drafts, limits: np.ndarray, vocabulary_size:
 def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> DraftBatch | None:
     """Return the drafts if all are well-formed paths, as nearly always; takes a third of the general check's time."""
     try:
-        tokens, accept_prob = np.frombuffer(message.tokens, DTYPES["u4"]), np.frombuffer(message.accept_prob, DTYPES["f4"])
-        parents, source = np.frombuffer(message.parents, DTYPES["i4"]), np.frombuffer(message.source, DTYPES["u1"])
-        offsets = np.frombuffer(message.offsets, DTYPES["u4"])
+        tokens, accept_prob = np.frombuffer(message.tokens, U4), np.frombuffer(message.accept_prob, F4)
+        parents, source = np.frombuffer(message.parents, I4), np.frombuffer(message.source, U1)
+        offsets = np.frombuffer(message.offsets, U4)
     except ValueError:
         return None
     count = len(tokens)
@@ -188,7 +190,8 @@ def _remove_malformed(drafts: DraftBatch, limits: np.ndarray, vocabulary_size: i
     offsets = drafts.offsets.astype(np.int64)
     sizes = offsets[1:] - offsets[:-1]
     index = indices_of_runs(np.zeros(len(sizes), np.int64), offsets)
-    is_valid = (drafts.accept_prob >= 0) & (drafts.accept_prob <= 1) & (drafts.parents >= ROOT) & (drafts.parents < index)
+    is_valid = (drafts.parents >= ROOT) & (drafts.parents < index)
+    is_valid &= (drafts.accept_prob >= 0) & (drafts.accept_prob <= 1)
     if vocabulary_size:
         is_valid &= drafts.tokens < vocabulary_size
     invalid_before = np.concatenate(([0], np.cumsum(~is_valid)))

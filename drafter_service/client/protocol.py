@@ -134,7 +134,7 @@ class Protocol:
         check_tokens(tokens)
         row = running.row_of.get(sequence_id)
         rows = np.array([] if row is None else [row], np.int64)
-        check_outcome(sequence_id, verified, dict(zip([sequence_id], running.offered(rows), strict=False)))
+        check_outcome(sequence_id, verified, 0, dict(zip([sequence_id], running.offered(rows), strict=False)))
         running.commit(rows, _last_progress(sequence_id, tokens, verified))
         self._registration.finish(running.remove(sequence_id, learn))
 
@@ -223,5 +223,6 @@ def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int) -> Progr
         tokens=tokens,
         offsets=offsets_of(np.array([len(tokens)])),
         verified=np.array([verified], np.uint32),
+        accepted=np.zeros(1, np.uint32),
         max_draft=NO_LIMIT,
     )

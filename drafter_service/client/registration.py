@@ -1,9 +1,9 @@
 """Sends the service the sequences that it does not have, and the ends of finished ones.
 
-A new sequence is sent at once. Sequences that were lost, as after a restart of the service, are sent in parts, each when
-the part before it is answered, so that steps do not wait behind all of them. A service that has too many tokens drops
-sequences; sending those again would only drop others. So a sequence for which there is no room waits, without drafts,
-until others have ended.
+A new sequence is sent at once. Sequences that were lost, as after a restart of the service, are sent in parts, each
+when the part before it is answered, so that steps do not wait behind all of them. A service that has too many tokens
+drops sequences; sending those again would only drop others. So a sequence for which there is no room waits, without
+drafts, until others have ended.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The running sequences of a client: their tokens, and how much of each the service was sent.
 
-A sequence is *registered* when the service was sent its prompt and everything that was committed before. It is *current*
-when, in addition, no later token is unsent and the engine's last draft is the service's last draft; nearly always all
-sequences of a batch are, and what the engine reports is forwarded as it is.
+A sequence is *registered* when the service was sent its prompt and the tokens that were committed until then. It is
+*current* when, in addition, no later token is unsent and the engine's last draft is the service's last draft; nearly
+always all sequences of a batch are, and what the engine reports is forwarded as it is.
 
 Several engine steps may pass before a sequence is current again, for example while the service is late. They are then
-sent together: `steps` is their number, and `verified` what the first of them verified of the service's last draft, since
-the later ones had no draft. Drafts from an earlier connection count as not verified.
+sent together: `steps` is their number, and `verified` what the first of them verified of the service's last draft,
+since the later ones had no draft. Drafts from an earlier connection count as not verified.
 """
 
 from __future__ import annotations

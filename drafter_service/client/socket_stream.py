@@ -1,7 +1,7 @@
 """The stream over the step socket. The thread that waits for drafts reads the socket itself.
 
-A small request is written by the thread that sends it, since waking another thread would take longer. Long requests, and
-requests behind them, are left to the thread that runs `pump`, which makes their bytes and writes a slice at a time.
+A small request is written by the thread that sends it, since waking another thread would take longer. Long requests,
+and requests behind them, are left to the thread that runs `pump`, which makes their bytes and writes a slice at a time.
 """
 
 from __future__ import annotations

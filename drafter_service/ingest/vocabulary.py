@@ -20,8 +20,11 @@ class Vocabulary:
     """How one model reads text. Any thread may use it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if `folder` has no usable tokenizer.json."""
-        from tokenizers import Tokenizer
+        """Raises UserError if `folder` has no usable tokenizer.json, or the tokenizers library is missing."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
 
         path = folder / TOKENIZER_FILE
         if not path.exists():

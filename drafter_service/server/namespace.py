@@ -11,9 +11,15 @@ from itertools import islice
 
 import numpy as np
 
-from drafter_service.observability.facts import ClientTotals, CorpusFacts, ModelIdentity, NamespaceFacts
-from drafter_service.observability.history import History, Sample
-from drafter_service.observability.latency import Latency
+from drafter_service.observability.facts import (
+    ClientTotals,
+    CorpusFacts,
+    History,
+    Latency,
+    ModelIdentity,
+    NamespaceFacts,
+    Sample,
+)
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from ssd.config import DrafterConfig

@@ -12,8 +12,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity
-from drafter_service.observability.history import History
+from drafter_service.observability.facts import ClientTotals, History, ModelIdentity
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Dropped
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace

@@ -227,8 +227,9 @@ class Session:
         if self.namespace.passages is not None:
             self._note_passages(ids, batch, self.namespace.passages)
         are_known = self._update_sizes(ids, batch)
+        lost: list[int] = []
         if are_known and not self._indexing:
-            drafts, lost = self._drafter.draft(batch), []
+            drafts = self._drafter.draft(batch)
         else:
             drafts, lost = self._draft_some(batch, ids)
         if self.namespace.passages is not None:
@@ -339,8 +340,8 @@ def _count_accepted(tokens: list[int], parents: list[int], committed: list[int])
     node = ROOT
     for count, token in enumerate(committed):
         # Children come after their parents.
-        children = (child for child in range(node + 1, len(tokens)) if parents[child] == node and tokens[child] == token)
-        node = next(children, len(tokens))
+        later = range(node + 1, len(tokens))
+        node = next((child for child in later if parents[child] == node and tokens[child] == token), len(tokens))
         if node == len(tokens):
             return count
     return len(committed)
@@ -359,6 +360,7 @@ def _committed_alone(sequence_id: int, runs: list[np.ndarray]) -> Progress:
         tokens=tokens,
         offsets=np.array([0, len(tokens)], np.uint32),
         verified=nothing,
+        accepted=nothing,
         max_draft=nothing,
         steps=np.array([max(1, len(runs))], np.uint32),
     )
@@ -373,6 +375,7 @@ def _part(batch: Progress, indices: list[int]) -> Progress:
         tokens=np.concatenate([NO_TOKENS, *runs]),
         offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
         verified=batch.verified[at],
+        accepted=batch.accepted[at],
         max_draft=batch.max_draft[at],
         cost=batch.cost,
         steps=None if batch.steps is None else batch.steps[at],

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity
-from drafter_service.observability.history import Sample
+from drafter_service.observability.facts import ClientTotals, ModelIdentity, Sample
 from ssd.errors import UserError
 
 CORPUS = "corpus.ssd"

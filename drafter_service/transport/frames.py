@@ -46,7 +46,7 @@ class Frames:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
-        """Return the frames that are complete now, each with whether it is the last. Raises WireError for one too long."""
+        """Return the frames that are complete now, each with whether it is the last. Raises as `read_header`."""
         self._data += data
         frames, begin = [], 0
         while len(self._data) >= begin + HEADER.size:

@@ -164,7 +164,7 @@ async def _read_authorization(reader: asyncio.StreamReader) -> SocketContext:
     try:
         async with asyncio.timeout(AUTHORIZATION_TIMEOUT_S):
             if await reader.readexactly(len(MAGIC)) != MAGIC:
-                raise StreamEndedError(grpc.StatusCode.UNIMPLEMENTED, "this socket serves frames of ssd.drafter.v1 only")
+                raise StreamEndedError(grpc.StatusCode.UNIMPLEMENTED, "this socket serves only ssd.drafter.v1 frames")
             size, _ = read_header(await reader.readexactly(HEADER.size))
             if size > MAX_AUTHORIZATION_BYTES:
                 raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")

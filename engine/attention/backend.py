@@ -64,14 +64,16 @@ def make_attention(
     dtype: torch.dtype,
     device: str,
     kv_dtype: torch.dtype | None = None,
+    kv_layers: int = 0,
 ) -> Attention:
-    """An attention with an empty cache. kv_dtype: as `choose_kv_dtype` gives it, otherwise `dtype`.
+    """Return an attention with an empty cache.
 
-    Raises UserError.
+    kv_dtype: as `choose_kv_dtype` gives it, otherwise `dtype`. kv_layers: number of layers of a drafter in the same
+    pages, with indices from `config.num_layers`. Raises UserError.
     """
     if backend == "flashinfer":
-        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype)
-    return PlainAttention(config, pages, page_size, dtype, device)
+        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype, kv_layers=kv_layers)
+    return PlainAttention(config, pages, page_size, dtype, device, kv_layers=kv_layers)
 
 
 def make_ops(backend: Backend) -> Ops:

@@ -26,8 +26,18 @@ class PagedCache:
     Of a page, keys come first, then values. A slot is page * page_size + offset.
     """
 
-    def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: str) -> None:
-        shape = (config.num_layers, pages, 2, page_size, config.num_kv_heads, config.head_dim)
+    def __init__(
+        self,
+        config: ModelConfig,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        kv_layers: int = 0,
+    ) -> None:
+        """kv_layers: number of layers beyond the model's, for a drafter; their indices follow the model's."""
+        shape = (config.num_layers + kv_layers, pages, 2, page_size, config.num_kv_heads, config.head_dim)
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 

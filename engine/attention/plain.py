@@ -61,13 +61,22 @@ class Group:
 class PlainAttention(Attention):
     """Gathers each sequence's keys and values and calls PyTorch's scaled dot-product attention."""
 
-    def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: str) -> None:
-        """Raises ValueError for a page size that does not divide a block of keys."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        kv_layers: int = 0,
+    ) -> None:
+        """kv_layers: see `PagedCache`. Raises ValueError for a page size that does not divide a block of keys."""
         if KEY_BLOCK % page_size:
             raise ValueError(f"the page size must divide {KEY_BLOCK}, not be {page_size}")
         # The last block of the last page's sequence may reach beyond that page.
         pages += KEY_BLOCK // page_size
-        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers + kv_layers, pages, page_size, config.num_kv_heads, config.head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._scratch = [self._keys.new_empty(0, 0) for _ in range(2)]

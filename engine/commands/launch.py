@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,8 @@ from engine.attention.backend import check_machine
 from engine.build import USUAL, build_engine
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
+from engine.drafters.base import TargetInfo
+from engine.drafters.registry import build_drafter, configure
 from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
@@ -78,6 +80,7 @@ def launch(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
         draft_shape=options.draft_shape,
+        verification=options.verification,
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
         kv_dtype=options.kv_dtype,
@@ -86,7 +89,13 @@ def launch(
     )
     longest = options.max_draft if options.loop == "plain" else furthest(options.max_draft)
     drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, longest), MAX_DRAFT))
-    drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
+    drafter: Any = build_drafter(
+        options.drafter,
+        configure(options.drafter, drafter_config, options.drafter_options),
+        TargetInfo.from_model(model, config, options.model),
+        address=options.address,
+        warn=warn,
+    )
     may_draft = options.drafter != "none" and options.max_draft > 0
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from engine.config import DraftShape, KvDtype, Loop
+from engine.config import DraftShape, KvDtype, Loop, Verification
+from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
 from engine.models.hub import find_model
 from engine.models.shipped import SHIPPED_MODEL
+from ssd.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "plain", "flashinfer")
-DRAFTERS = ("none", "ngram", "ssd", "ssd-remote")
 SHAPES = ("path", "tree")
 KV_DTYPES = ("auto", "fp8")
 LOOPS = ("plain", "overlapped", "pipelined")
-DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
+VERIFICATIONS = ("exact", "rejection")
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,14 @@ class EngineOptions:
     attention: str
     """As in `engine.attention.backend.choose_backend`."""
     drafter: str
+    """A name of `engine.drafters.registry.KINDS`, or `package.module:Class`."""
+    drafter_options: Mapping[str, str]
+    """Settings of the drafter, see `engine.drafters.registry.configure`."""
     address: str
-    """Of a sidecar."""
+    """Address of a sidecar."""
     max_draft: int
     draft_shape: DraftShape
+    verification: Verification
     max_sequences: int
     kv_memory: int
     """MiB."""
@@ -51,6 +56,22 @@ class EngineOptions:
     def of(cls, model: str | None, **given: Any) -> EngineOptions:
         """From a command's options; `model`: a folder or a hub's name, None for the shipped one. Raises UserError."""
         return cls(find_model(model) if model else SHIPPED_MODEL, **given)
+
+
+def _drafter(_context: click.Context, _option: click.Parameter, text: str) -> str:
+    """Check the name of a drafter before anything is loaded. Raises UserError."""
+    return single_kind(text)
+
+
+def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Split each `KEY=VALUE`. Raises UserError."""
+    pairs = {}
+    for text in given:
+        key, separator, value = text.partition("=")
+        if not key or not separator:
+            raise UserError(f"{option.opts[0]} must be KEY=VALUE, not {text!r}")
+        pairs[key] = value
+    return pairs
 
 
 def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -72,14 +93,35 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             default="auto",
             help="Whose kernels run it; auto: FlashInfer's on a GPU where they can run.",
         ),
-        click.option("--drafter", type=click.Choice(DRAFTERS), default="ssd", help="Who proposes tokens."),
-        click.option("--address", default=DEFAULT_ADDRESS, help="Where the sidecar listens, for --drafter ssd-remote."),
+        click.option(
+            "--drafter",
+            callback=_drafter,
+            metavar="KIND",
+            default="ssd",
+            help=f"What proposes tokens. {describe_kinds()}; package.module:Class: a drafter of your own.",
+        ),
+        click.option(
+            "--drafter-option",
+            "drafter_options",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=_pairs,
+            help="Setting of the drafter; may be given again.",
+        ),
+        click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
         click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step."),
         click.option(
             "--draft-shape",
             type=click.Choice(SHAPES),
             default="path",
             help="Of drafts: without branches or with them; not with --loop pipelined.",
+        ),
+        click.option(
+            "--verification",
+            type=click.Choice(VERIFICATIONS),
+            default="exact",
+            help="How drafts are accepted when sampling. exact: outputs equal those without drafts, token by token; "
+            "rejection: they have the same distribution, and more drafts are accepted of a drafter that samples.",
         ),
         click.option(
             "--max-sequences", type=click.IntRange(min=1), default=max_sequences, help="Most requests running at once."

@@ -7,6 +7,7 @@ apart (biases, normalised queries and keys, the scaling of positions) is in its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -46,12 +47,28 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN) -> Tensor:
         """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
+        return self.hidden_states(tokens, positions, attend, ops)[0]
+
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Run the model as `forward` does and also return the hidden states after some layers.
+
+        layers: L numbers from 0, the embeddings, to num_layers, the last layer's output before the final norm.
+        Returns the normalised states [N, hidden_size] and those of `layers`, in their order, [N, L, hidden_size].
+        Raises ValueError for a layer that the model does not have.
+        """
+        if not all(0 <= layer <= len(self.layers) for layer in layers):
+            raise ValueError(f"hidden states exist after layers 0 to {len(self.layers)}, not after {list(layers)}")
         residual, change = self.embedding(tokens), None
         cos, sin = self.config.rope.turns(positions, self.frequencies)
         turn = ops.turning(cos, sin, residual.dtype)
-        for layer in self.layers:
+        states = residual.new_empty(len(residual), len(layers), residual.shape[1])
+        _store(states, layers, 0, residual, change)
+        for done, layer in enumerate(self.layers, 1):
             residual, change = layer(residual, change, ops, turn, attend)
-        return self.norm.of_sum(residual, change, ops)[1]
+            _store(states, layers, done, residual, change)
+        return self.norm.of_sum(residual, change, ops)[1], states
 
     def tie(self) -> None:
         """Let the output projection share the embedding's weight, where the model does."""
@@ -61,6 +78,13 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [M, hidden_size] -> logits [M, vocab_size]."""
         return self.lm_head(hidden)
+
+
+def _store(states: Tensor, layers: Sequence[int], layer: int, residual: Tensor, change: Tensor | None) -> None:
+    """Copy residual + change to the rows of `states` for `layer`; later operations may overwrite both inputs."""
+    for index, wanted in enumerate(layers):
+        if wanted == layer:
+            states[:, index] = residual if change is None else residual + change
 
 
 class Layer(nn.Module):

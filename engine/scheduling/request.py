@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class SamplingParams:
     max_tokens: int = 128
     temperature: float = 0.0
     """0 is greedy."""
+    verification: Literal["exact", "rejection"] | None = None
+    """How drafts are accepted, as in `EngineConfig`; None: as the engine is configured."""
     seed: int = 0
     """The same seed, prompt and settings give the same output, with any drafter and in any batch."""
     top_k: int = 0
@@ -92,6 +94,8 @@ class SamplingParams:
             _within(f"logit_bias of token {token}", bias, -100, 100)
         if isinstance(self.stop, str) or "" in self.stop:
             raise UserError("stop must be a list of strings, none of them empty")
+        if self.verification not in (None, "exact", "rejection"):
+            raise UserError(f"verification must be exact or rejection, not {self.verification}")
         _at_least("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}")

@@ -15,7 +15,7 @@ from benchmarks.transformers_peer import TransformersPeer, same_model
 from engine.build import build_engine
 from engine.commands.options import LOOPS
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
+from engine.drafters.registry import build_drafter
 from engine.models.loader import checkpoint_views
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.times import StageTimes
@@ -58,12 +58,12 @@ def test_every_drafter_gives_the_outputs_of_plain_decoding_and_so_does_transform
 def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
     named = []
 
-    def build(name, *rest, model):
-        named.append((name, model))
-        return build_drafter(name, *rest, model=model)
+    def build(name, config, target, **sidecar):
+        named.append((name, target.folder))
+        return build_drafter(name, config, target, **sidecar)
 
     monkeypatch.setattr("benchmarks.engine.build_drafter", build)
-    monkeypatch.setattr("engine.drafters.build.DEADLINE_S", 10.0)
+    monkeypatch.setattr("engine.drafters.registry.REMOTE_DEADLINE_S", 10.0)
     main(
         [
             *SMALL[2:],
@@ -89,7 +89,7 @@ def test_a_replay_gives_the_recorded_output_whoever_drafts(items, loop):
     model = random_model(TINY, torch.float32)
     for drafter in ("none", "ngram", "ssd"):
         for concurrency in (1, 2):
-            drafts = build_drafter(drafter, DrafterConfig(max_draft=33), "", print)
+            drafts = build_drafter(drafter, DrafterConfig(max_draft=33), warn=print)
             config = EngineConfig(max_sequences=concurrency, loop=loop)
             with closing(build_engine(model, config, drafts)) as engine:
                 run = serve(engine, items, concurrency, lambda: None)
@@ -124,7 +124,7 @@ def test_tokens_are_renumbered_only_for_models_with_fewer_of_them(trace, items):
 
 
 def test_no_two_requests_of_a_session_run_at_once(items):
-    model, drafter = random_model(TINY, torch.float32), build_drafter("none", DrafterConfig(), "", print)
+    model, drafter = random_model(TINY, torch.float32), build_drafter("none", DrafterConfig(), warn=print)
     run = serve(build_engine(model, EngineConfig(max_sequences=6), drafter), items, 6, lambda: None)
     assert max(sequences for _, sequences in run.steps) == 2
 

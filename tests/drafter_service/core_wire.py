@@ -3,6 +3,7 @@
 from collections import deque
 
 from drafter_service.client.core import Core
+
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.types import DraftBatch
 from tests.drafter_service.fake_server import FakeService

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from drafter_service.client.core import Core
+
 from ssd.types import DraftBatch, Progress, offsets_of
 
 

@@ -8,8 +8,8 @@ import torch
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
 from engine.engine import Engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.config import DrafterConfig
@@ -82,7 +82,7 @@ def test_greedy_output_is_that_of_transformers(tmp_path):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "ssd"])
 def test_every_drafter_in_a_batch_gives_the_plain_output(model, plain, drafter, temperature):
-    engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), "", warn=pytest.fail))
+    engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))
     asked = requests(12, temperature=temperature)
     assert outputs(engine, asked) == plain[temperature]
     assert outputs(engine, asked) == plain[temperature]  # now with a corpus that knows the answers

@@ -21,8 +21,8 @@ from engine.attention.plain import PlainAttention
 from engine.build import build_engine
 from engine.commands.options import LOOPS
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
 from engine.executor import graph as graphs
 from engine.executor.batch import build_batch
 from engine.executor.eager import Runner
@@ -47,7 +47,7 @@ DRAFTERS = ("none", "ngram", "ssd")
 
 def drafter_of(name):
     # Beyond what a step verifies, so that drafts reach beyond the step before.
-    return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), "", warn=pytest.fail)
+    return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), warn=pytest.fail)
 
 
 def twice(model, config, drafter, attention, asked):

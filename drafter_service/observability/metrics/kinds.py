@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafter_service.observability.facts import NamespaceFacts
-from drafter_service.observability.latency import BOUNDS_S, Latency
+from drafter_service.observability.facts import BOUNDS_S, Latency, NamespaceFacts
 
 LABELS = ("namespace",)
 VLLM_LABELS = ("engine", "model_name", "namespace")

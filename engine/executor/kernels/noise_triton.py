@@ -19,12 +19,6 @@ def mix64(x):
 
 
 @triton.jit
-def stream_seed(seed, stream):
-    """Seed for another purpose, uint64."""
-    return mix64(mix64(seed) + stream.to(tl.uint64) * MIX_2)
-
-
-@triton.jit
 def key(seed, position):
     """What the numbers of a position have in common, uint64."""
     return mix64(mix64(seed) + position.to(tl.uint64) * GOLDEN)

@@ -24,16 +24,6 @@ def verify(state: DeviceState, drafted: Drafted, chosen: Tensor, width: int) -> 
     return _on(chosen).verify(state, drafted, chosen, width)
 
 
-def reject(state: DeviceState, drafted: Drafted, p: Tensor, q: Tensor, q_starts: Tensor, width: int) -> Verified:
-    """The same against a drafter's own distribution, see `engine.speculation.rejection`, with the state's seeds.
-
-    p: float [R, V], the target's distribution behind each row. q: float [T, V], of the same dtype, the drafter's;
-    row `q_starts[b] + i`, int32 [B], is the one behind the i-th row of sequence b, needed where that row has children:
-    so drafts that are paths bring one row for each draft token. Both may be overwritten.
-    """
-    return _on(p).reject(state, drafted, p, q, q_starts, width)
-
-
 def _on(tensor: Tensor) -> ModuleType:
     """The implementation for where the tensor is."""
     if tensor.is_cuda and has_triton():

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.drafted import Drafted, Verified
-from engine.speculation.rejection import PADDING, verify_path, verify_tree
 
 
 class Rows(NamedTuple):
@@ -33,24 +32,6 @@ def verify(state: DeviceState, drafted: Drafted, chosen: Tensor, width: int) -> 
     kept = _accepted(agrees, rows.parents) & rows.exist
     last = torch.where(kept, torch.arange(width, device=kept.device), 0).amax(dim=1)
     return _commit(state, drafted, rows.tokens, kept, own.gather(1, last[:, None]))
-
-
-def reject(state: DeviceState, drafted: Drafted, p: Tensor, q: Tensor, q_starts: Tensor, width: int) -> Verified:
-    """See `engine.executor.kernels.verify.reject`."""
-    rows = _grid(drafted, width)
-    q_at = (q_starts[:, None] + torch.arange(width, device=q.device)).clamp(max=max(len(q) - 1, 0))
-    q_rows = q[q_at] if len(q) else p.new_zeros(*q_at.shape, p.shape[1])
-    draft = rows.tokens[:, 1:]
-    seats = drafted.seats
-    seeds, positions = state.seeds[seats], state.lengths[seats].long()
-    if drafted.parents is None:
-        lengths = (drafted.counts - 1).clamp(min=0)
-        verdict = verify_path(draft, lengths, p[rows.at], q_rows[:, :-1], seeds, positions)
-    else:
-        parents = torch.where(rows.exist, rows.parents - 1, PADDING)[:, 1:]
-        verdict = verify_tree(draft, parents, p[rows.at], q_rows, seeds, positions)
-    kept = torch.cat([rows.exist[:, :1], verdict.kept & rows.exist[:, 1:]], dim=1)
-    return _commit(state, drafted, rows.tokens, kept, verdict.tokens[:, None])
 
 
 def _grid(drafted: Drafted, width: int) -> Rows:

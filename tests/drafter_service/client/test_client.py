@@ -11,10 +11,10 @@ from random import Random
 
 import grpc
 import pytest
+from drafter_service.client.link import FIRST_BACKOFF_S, GOOD_ANSWERS, LONGEST_BACKOFF_S, Link, Parting
 from structlog.testing import capture_logs
 
 from drafter_service.client import DrafterClient
-from drafter_service.client.link import FIRST_BACKOFF_S, GOOD_ANSWERS, LONGEST_BACKOFF_S, Link, Parting
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.frames import MAGIC, Frames, framed

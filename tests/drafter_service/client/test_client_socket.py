@@ -9,15 +9,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from drafter_service.client.about import About
+from drafter_service.client.outgoing import Beginning, Outgoing
+from drafter_service.client.socket_writer import AT_ONCE_BYTES, SLICE_BYTES, SocketWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.auth.client import ClientAccess, Connector
 from drafter_service.client import DrafterClient
-from drafter_service.client.about import About
-from drafter_service.client.outgoing import Beginning, Outgoing
 from drafter_service.client.socket_stream import SocketStream
-from drafter_service.client.socket_writer import AT_ONCE_BYTES, SLICE_BYTES, SocketWriter
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.frames import Frames, framed

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
+from drafter_service.client.texts import Texts, spread
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.client import texts
-from drafter_service.client.texts import Texts, spread
 from ssd.types import offsets_of
 from tests.strategies import array, examples
 

@@ -251,7 +251,7 @@ def test_a_thread_that_dies_is_logged(logs):
 
 
 def test_the_end_of_a_process_is_logged_to_stderr():
-    program = f"from drafter_service.logs import configure_logs; configure_logs('json'); raise ValueError({SECRET!r})"
+    program = f"from drafter_service.observability.logs import configure_logs; configure_logs('json'); raise ValueError({SECRET!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout, json.loads(line)["raised"]) == (1, "", "ValueError")

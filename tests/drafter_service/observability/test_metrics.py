@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import drafter_service.observability.metrics.endpoint as endpoint_module
-from drafter_service.observability.latency import BOUNDS_S
+from drafter_service.observability.facts import BOUNDS_S
 from drafter_service.observability.metrics.catalogue import COUNTERS
 from drafter_service.observability.metrics.collector import DrafterCollector
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, asked_of

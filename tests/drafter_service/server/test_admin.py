@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
+from drafter_service.server.identity import default_namespace
 
 from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.config import AccessConfig
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import Admin
-from drafter_service.server.identity import default_namespace
 from drafter_service.server.learning import AT_ONCE, Learned, Learning
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces

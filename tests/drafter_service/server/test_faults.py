@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from drafter_service.observability.history import History, Sample
+from drafter_service.observability.facts import History, Sample
 from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.settings.tree import Reports, ServiceConfig, Snapshots
 from drafter_service.stubs import drafter_pb2 as pb

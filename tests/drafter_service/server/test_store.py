@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity
-from drafter_service.observability.history import Sample
+from drafter_service.observability.facts import ClientTotals, ModelIdentity, Sample
 from drafter_service.server.store import DESCRIPTION, NAME, Store, describe
 from ssd.errors import UserError
 

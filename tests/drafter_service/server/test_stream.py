@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
+from drafter_service.server.identity import default_namespace
+from drafter_service.server.sessions import Orphans
 
 from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.config import AccessConfig
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.identity import default_namespace
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.session import LONG_PROMPT, Session
-from drafter_service.server.sessions import Orphans
 from drafter_service.server.stream import Drafting
 from drafter_service.settings.tree import Limits, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.plain import KEY_BLOCK, cut_into_pieces
+from engine.attention.plain import KEY_BLOCK, PlainAttention, cut_into_pieces
 from engine.executor.batch import build_batch
 from engine.models.loader import load_model
 from engine.models.packed import pack
@@ -94,3 +95,27 @@ def test_rounding_does_not_depend_on_the_step(model_folder):
         computed = 0 if length == 250 else length - 1
         alone = runner.forward(build_batch([sequence_of(TEXT[:length], range(32), computed=computed)], PAGE_SIZE))
         assert torch.equal(alone[0], within_draft[length - 250])
+
+
+def test_a_drafters_layers_are_kept_in_the_same_pages(model):
+    """A layer beyond the model's attends to what its own earlier steps stored, and moves with the others."""
+    config = model.config
+    attention = PlainAttention(config, 4, PAGE_SIZE, torch.float32, "cpu", kv_layers=1)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(20, heads, config.head_dim, generator=generator) for heads in (4, 2, 2))
+    pages, own = [2, 0], config.num_layers
+    steps = (sequence_of(TEXT[:12], pages), sequence_of(TEXT[:20], pages, computed=12))
+    attended = []
+    for sequence, rows in zip(steps, (slice(0, 12), slice(12, 20)), strict=True):
+        attend = attention.begin(build_batch([sequence], PAGE_SIZE))
+        for layer in range(config.num_layers):
+            attend(layer, query[rows], torch.zeros_like(key[rows]), torch.zeros_like(value[rows]))
+        attended.append(attend(own, query[rows], key[rows], value[rows]).clone())
+    heads = (part.transpose(0, 1) for part in (query, key, value))
+    expected = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
+    torch.testing.assert_close(torch.cat(attended), expected)
+    slots = attention._keys.flatten(1, 2)
+    before = slots[:, 2 * PAGE_SIZE + 3].clone()
+    attention.move(np.array([2 * PAGE_SIZE + 3]), np.array([5]))
+    assert before[own].any()
+    assert torch.equal(slots[:, 5], before)

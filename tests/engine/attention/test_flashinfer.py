@@ -97,12 +97,12 @@ def compare(place, kernels, seed, *, sharing=(4, 2), kinds=("prompt", "single", 
     generator = torch.Generator().manual_seed(seed)
     config = config_of(*sharing)
     tested = FlashInferAttention(
-        config, PAGES, PAGE_SIZE, place.dtype, place.device, kernels=kernels, kv_dtype=kv_dtype
+        config, PAGES, PAGE_SIZE, place.dtype, place.device, kernels=kernels, kv_dtype=kv_dtype, kv_layers=1
     )
-    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device)
+    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device, kv_layers=1)
     for batch, (sources, targets) in random_batches(rng, kinds):
         attends = tested.begin(batch), plain.begin(batch)
-        for layer in range(config.num_layers):
+        for layer in range(config.num_layers + 1):
             heads = torch.randn(len(batch.tokens), sharing[0] + 2 * sharing[1], 64, generator=generator)
             heads = heads.to(place.device, place.dtype)
             # As from a model: views of one tensor.

@@ -16,7 +16,7 @@ from drafter_service.client import DrafterClient
 from engine.commands import main as cli
 from engine.commands.options import DRAFTERS
 from engine.commands.output import CompletionWriter
-from engine.drafters.build import DRAFTER_NAMES
+from engine.drafters.registry import KINDS
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from tests.servers import served
@@ -75,7 +75,7 @@ def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tm
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address, temperature):
     outputs = {}
-    for drafter in DRAFTER_NAMES:
+    for drafter in KINDS:
         options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature, "--max-tokens", 40)
         path = tmp_path / drafter
         code, _, err = run("generate", "--model", model_folder, *options, "--output", path, PROMPT, PROMPT, "class")

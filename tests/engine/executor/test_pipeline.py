@@ -7,8 +7,8 @@ import pytest
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.drafters.build import DRAFTER_NAMES, build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import KINDS, build_drafter
 from engine.executor.graph import Result
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
@@ -25,11 +25,11 @@ PIPELINED = replace(CONFIG, loop="pipelined")
 
 def drafter_of(name, address):
     # Beyond what a step verifies, so that drafts reach beyond the step before.
-    return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), address, warn=pytest.fail)
+    return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), address=address, warn=pytest.fail)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+@pytest.mark.parametrize("drafter", KINDS)
 @pytest.mark.parametrize("has_budget", [False, True], ids=["all", "budget"])
 def test_the_tokens_are_those_of_the_plain_loop(model, server, socket_address, drafter, temperature, has_budget):
     asked = requests(12, temperature=temperature)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from engine.build import build_engine
 from engine.commands.demo.workload import read_prompts
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
@@ -72,7 +72,7 @@ def test_drafts_change_nothing_but_the_steps(shipped, tokenizer, drafter, temper
     requests = [Request(tokenizer.encode(prompt), sampling) for _, prompt in PROMPTS[:6]]
     config = EngineConfig(max_sequences=4)
     plain = build_engine(shipped, config, NoDrafter()).generate(requests)
-    engine = build_engine(shipped, config, build_drafter(drafter, DrafterConfig(capacity=10_000), "", warn=pytest.fail))
+    engine = build_engine(shipped, config, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))
     for _ in range(2):
         drafted = engine.generate(requests)
         assert [c.tokens.tolist() for c in drafted] == [c.tokens.tolist() for c in plain]

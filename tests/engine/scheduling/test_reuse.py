@@ -6,8 +6,8 @@ import torch
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
@@ -38,7 +38,7 @@ def requests(temperature):
 def engine_on(model, *, prefix_cache, pages=PAGES):
     """An engine with an n-gram drafter and `pages` pages."""
     config = EngineConfig(**{**vars(CONFIG), "prefix_cache": prefix_cache})
-    engine = build_engine(model, config, build_drafter("ngram", DrafterConfig(), "", warn=pytest.fail))
+    engine = build_engine(model, config, build_drafter("ngram", DrafterConfig(), warn=pytest.fail))
     pool = engine.scheduler.pages
     pool.take(pool.count - pages)
     return engine

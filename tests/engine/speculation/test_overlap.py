@@ -7,8 +7,8 @@ import pytest
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.drafters.build import DRAFTER_NAMES, build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import KINDS, build_drafter
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.types import DraftBatch, Path
@@ -32,14 +32,16 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+@pytest.mark.parametrize("drafter", KINDS)
 def test_the_overlapped_loop_gives_the_tokens_of_the_plain_one(
     model, server, socket_address, drafter, temperature, shape
 ):
     asked = requests(12, temperature=temperature)
     plain = outputs(build_engine(model, CONFIG, NoDrafter()), asked)
     config = replace(CONFIG, loop="overlapped", draft_shape=shape)
-    drafts = build_drafter(drafter, DrafterConfig(capacity=10_000, shape=shape), socket_address, warn=pytest.fail)
+    drafts = build_drafter(
+        drafter, DrafterConfig(capacity=10_000, shape=shape), address=socket_address, warn=pytest.fail
+    )
     engine = build_engine(model, config, drafts)
     completions = [engine.generate(asked) for _ in range(2)]
     engine.close()

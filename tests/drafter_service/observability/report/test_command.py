@@ -3,7 +3,6 @@
 import json
 
 import grpc
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer
@@ -11,13 +10,18 @@ from tokenizers.models import WordLevel
 
 from drafter_service.commands.connection import Link
 from drafter_service.observability.report.build import build_report
-from drafter_service.observability.report.command import report, top
-from drafter_service.observability.report.remote import fetch_report
+from drafter_service.observability.report.command import fetch_report, report, top
 from drafter_service.observability.report.schema import Report
 from ssd.corpus.snapshot import save
 from ssd.errors import UserError
-from tests.drafter_service.observability.report.samples import NOW, busy_namespace, passages, service
-from tests.drafter_service.observability.report.servers import Reporter, reporting
+from tests.drafter_service.observability.report.samples import (
+    NOW,
+    Reporter,
+    busy_namespace,
+    passages,
+    reporting,
+    service,
+)
 from tests.replay import drafter_of
 
 MADE = build_report(service(busy_namespace(passages=passages())))
@@ -25,25 +29,24 @@ DOCUMENT = MADE.model_dump_json()
 
 
 def link_to(address, token=None):
-    """A way to a service without TLS."""
     return Link(address, None, None, None, token)
 
 
 def run(command, *arguments):
-    """Runs a command; what the user can mend is raised."""
+    """Run a command. Raises its UserError."""
     result = CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False, color=False)
     assert result.exit_code == 0, result.output
     return result
 
 
-def test_a_report_is_fetched_as_it_is(socket_address):
+def test_fetched_report_is_the_one_sent(socket_address):
     reporter = Reporter(DOCUMENT)
     with reporting(socket_address, reporter):
         assert fetch_report(link_to(socket_address), "team", passages=True) == MADE
     assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("team", True)
 
 
-def test_the_callers_token_travels_with_the_request(socket_address, tmp_path):
+def test_request_carries_the_bearer_token(socket_address, tmp_path):
     (tmp_path / "token").write_text("secret-of-mine\n")
     (tmp_path / "token").chmod(0o600)
     reporter = Reporter(DOCUMENT)
@@ -52,15 +55,15 @@ def test_the_callers_token_travels_with_the_request(socket_address, tmp_path):
     assert ("authorization", "Bearer secret-of-mine") in reporter.metadata
 
 
-def test_without_passages_none_are_asked_for(socket_address):
+def test_passages_are_requested_only_on_demand(socket_address):
     reporter = Reporter(DOCUMENT)
     with reporting(socket_address, reporter):
         run(report, "--server", socket_address)
     assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("", False)
 
 
-def test_a_newer_service_may_say_more(socket_address):
-    more = {**json.loads(DOCUMENT), "mood": "good"}
+def test_unknown_fields_are_ignored(socket_address):
+    more = {**json.loads(DOCUMENT), "unknown": "field"}
     with reporting(socket_address, Reporter(json.dumps(more))):
         assert fetch_report(link_to(socket_address)) == MADE
 
@@ -69,18 +72,21 @@ def test_a_newer_service_may_say_more(socket_address):
     ("reporter", "reason"),
     [
         (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 2"),
-        (Reporter('{"schema_version": 2}'), "is no report"),
-        (Reporter("hello"), "is no report"),
-        (Reporter("[1]"), "is no report"),
+        (Reporter('{"schema_version": 2}'), "is not a report"),
+        (Reporter("hello"), "is not a report"),
+        (Reporter("[1]"), "is not a report"),
         (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refuses the report: not\ufffdyours"),
         (Reporter(refusal=(grpc.StatusCode.UNAUTHENTICATED, "")), "refuses the report: a report needs the right"),
-        (Reporter(refusal=(grpc.StatusCode.NOT_FOUND, "no namespace 'x'")), "makes no report: no namespace 'x'"),
+        (
+            Reporter(refusal=(grpc.StatusCode.NOT_FOUND, "no namespace 'x'")),
+            "failed to make a report: no namespace 'x'",
+        ),
         (Reporter(refusal=(grpc.StatusCode.DEADLINE_EXCEEDED, "")), "has not answered within 10 s"),
-        (Reporter(refusal=(grpc.StatusCode.INTERNAL, "")), "makes no report: INTERNAL"),
+        (Reporter(refusal=(grpc.StatusCode.INTERNAL, "")), "failed to make a report: INTERNAL"),
         (Reporter(refusal=(grpc.StatusCode.UNIMPLEMENTED, "")), "makes no reports; update it"),
     ],
 )
-def test_every_failure_has_its_reason(socket_address, reporter, reason):
+def test_failures_are_explained_in_one_line(socket_address, reporter, reason):
     with reporting(socket_address, reporter), pytest.raises(UserError) as raised:
         fetch_report(link_to(socket_address))
     assert reason in str(raised.value)
@@ -88,12 +94,12 @@ def test_every_failure_has_its_reason(socket_address, reporter, reason):
     assert "\n" not in str(raised.value)
 
 
-def test_nobody_there_is_said_with_what_to_do(socket_address):
+def test_missing_service_is_reported_with_the_command_that_starts_one(socket_address):
     with pytest.raises(UserError, match=r"no drafter answers at .*; start one with: ssd-drafter serve --listen"):
         fetch_report(link_to(socket_address))
 
 
-def test_tables_json_and_page(socket_address, tmp_path):
+def test_output_as_tables_json_and_page(socket_address, tmp_path):
     with reporting(socket_address, Reporter(DOCUMENT)):
         tables = run(report, "--server", socket_address)
         printed = run(report, "--server", socket_address, "--json", "--html", tmp_path / "out.html")
@@ -105,7 +111,7 @@ def test_tables_json_and_page(socket_address, tmp_path):
     assert quiet.stdout == ""
 
 
-def test_passages_are_text_where_a_tokenizer_is_given(socket_address, tmp_path):
+def test_tokenizer_decodes_passages(socket_address, tmp_path):
     Tokenizer(WordLevel({f"w{index}": index for index in range(50)}, "w0")).save(str(tmp_path / "tokenizer.json"))
     with reporting(socket_address, Reporter(DOCUMENT)):
         printed = run(report, "--server", socket_address, "--json", "--passages", "--tokenizer", tmp_path)
@@ -118,7 +124,7 @@ def test_passages_are_text_where_a_tokenizer_is_given(socket_address, tmp_path):
             run(report, "--server", socket_address, "--passages", "--tokenizer", tmp_path)
 
 
-def test_a_snapshot_is_reported_offline(tmp_path):
+def test_report_of_a_snapshot(tmp_path):
     path = tmp_path / "team.snapshot"
     with drafter_of([[1, 2, 3, 4]]) as drafter:
         save(drafter.corpus, path, drafter.stats)
@@ -138,31 +144,26 @@ def test_a_snapshot_is_reported_offline(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--snapshot", "y", "--passages"], "leave --passages"),
-        (["--snapshot", "y", "--namespace", "z"], "leave --passages and --namespace out"),
-        (["--server", "unix:/x", "--tokenizer", "y"], "say --passages too"),
+        (["--snapshot", "y", "--passages"], "remove --passages"),
+        (["--snapshot", "y", "--namespace", "z"], "remove --passages and --namespace"),
+        (["--server", "unix:/x", "--tokenizer", "y"], "add --passages"),
         (["--server", "nonsense"], "is no address"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, reason):
+def test_contradictory_options_are_refused(arguments, reason):
     with pytest.raises(UserError, match=reason):
         run(report, *arguments)
 
 
-def test_a_page_that_cannot_be_written(socket_address, tmp_path):
+def test_unwritable_page_is_an_error(socket_address, tmp_path):
     with reporting(socket_address, Reporter(DOCUMENT)), pytest.raises(UserError, match="cannot write"):
         run(report, "--server", socket_address, "--html", tmp_path / "no" / "out.html")
 
 
-def test_top_prints_one_frame_where_there_is_no_terminal(socket_address):
+def test_top_prints_one_frame_without_a_terminal(socket_address):
     later = build_report(service(busy_namespace(steps=2_000_400), now=NOW + 4)).model_dump_json()
     with reporting(socket_address, Reporter(DOCUMENT, later)):
         frame = run(top, "--server", socket_address, "--interval", "0.1").stdout
     row = next(line.split() for line in frame.split("\n") if line.startswith("default"))
     # 400 steps in 4 seconds, by the service's clock.
     assert row[2] == "100"
-
-
-def test_ids_of_passages_are_lists_of_numbers():
-    tokens = json.loads(DOCUMENT)["namespaces"][0]["passages"][1]["tokens"]
-    assert tokens == np.array([5, 6, 7]).tolist()

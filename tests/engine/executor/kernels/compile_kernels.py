@@ -31,8 +31,6 @@ for is_tree in (False, True):
     shape = {"IS_TREE": is_tree, "BLOCK": 32}
     common = {**DRAFTED, **STATE, **OUT}
     compile_kernel(verify_triton._verify, {"chosen": "*i64", **common}, shape, 1)
-    odds = {"p": "*fp32", "q": "*fp32", "q_starts": "*i32", "seeds": "*i64", "vocab": "i32"}
-    compile_kernel(verify_triton._reject, {**odds, **common}, {**shape, "VOCAB_BLOCK": 4096}, 8)
 
 texts = {"seats": "*i64", "lengths": "*i32", "history": "*i32", "history_stride": "i32"}
 drafts = {"out_tokens": "*i32", "out_counts": "*i32", "width": "i32"}

@@ -1,31 +1,30 @@
-"""What reports are made of over time: samples of totals, and durations."""
+"""Histories of samples, and histograms of durations."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.history import MOST_SAMPLES, History, Sample
-from drafter_service.observability.latency import BOUNDS_S, Latency
+from drafter_service.observability.facts import BOUNDS_S, MAX_SAMPLES, History, Latency, Sample
 
 
 def sample(time):
     return Sample(time, *[0] * 9)
 
 
-def test_a_history_is_bounded_and_keeps_its_first_and_newest_samples():
+def test_history_is_bounded_and_keeps_the_first_and_the_newest_samples():
     history = History()
     for time in range(20_000):
         history.note(sample(float(time)))
-        assert len(history.samples) <= MOST_SAMPLES
+        assert len(history.samples) <= MAX_SAMPLES
     times = [one.time for one in history.samples]
     assert times == sorted(set(times))
     assert times[0] == 0
-    assert times[-MOST_SAMPLES // 4 :] == [float(time) for time in range(20_000 - MOST_SAMPLES // 4, 20_000)]
-    # Older samples lie farther apart.
+    assert times[-MAX_SAMPLES // 4 :] == [float(time) for time in range(20_000 - MAX_SAMPLES // 4, 20_000)]
+    # The intervals between older samples are larger.
     assert np.diff(times)[: len(times) // 8].mean() > 10 * np.diff(times)[len(times) // 2 :].mean()
 
 
-def test_a_clock_that_is_set_back_does_not_stop_the_history():
+def test_history_continues_when_the_clock_is_set_back():
     history = History()
     for time in (10.0, 20.0, 4e9, 4e9 + 10):
         history.note(sample(time))
@@ -34,7 +33,7 @@ def test_a_clock_that_is_set_back_does_not_stop_the_history():
 
 
 @given(st.lists(st.floats(1e-7, 100), min_size=1, max_size=50), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
-def test_quantiles_are_right_to_a_bin(durations, share):
+def test_quantiles_are_exact_to_a_bin(durations, share):
     latency = Latency()
     for duration in durations:
         latency.note(duration)
@@ -44,5 +43,5 @@ def test_quantiles_are_right_to_a_bin(durations, share):
     assert latency.count == len(durations)
 
 
-def test_nothing_took_no_time():
+def test_quantile_without_data_is_zero():
     assert Latency().quantile(0.5) == 0.0
