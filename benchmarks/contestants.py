@@ -49,8 +49,6 @@ class Running:
     """uint32 [n]: what was committed since its last draft."""
     verified: int = 0
     """Tokens of its last draft."""
-    accepted: int = 0
-    """How many of those were accepted."""
 
     def __post_init__(self) -> None:
         self.output: list[int] = self.request.output.tolist()
@@ -69,7 +67,7 @@ class Running:
         """Commit what was accepted of a draft, and the target's own next token if the output has one."""
         committed = self.request.output[self.done : self.done + accepted + 1]
         self.done += len(committed)
-        self.last, self.verified, self.accepted = committed, verified, accepted
+        self.last, self.verified = committed, verified
 
 
 class Contestant(Protocol):
@@ -131,9 +129,7 @@ class Embedded:
 
     def finish(self, sequence: Running) -> None:
         """End a request."""
-        self._drafter.finish(
-            sequence.index, sequence.last, verified=sequence.verified, accepted=sequence.accepted, learn=True
-        )
+        self._drafter.finish(sequence.index, sequence.last, verified=sequence.verified, learn=True)
 
     def refresh(self) -> None:
         """Nothing to make draftable."""
@@ -191,7 +187,6 @@ def progress_of(running: Sequence[Running], k: int) -> Progress:
         tokens=np.concatenate(runs),
         offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
         verified=np.array([sequence.verified for sequence in running], np.uint32),
-        accepted=np.array([sequence.accepted for sequence in running], np.uint32),
         max_draft=np.full(len(running), k, np.uint32),
     )
 

@@ -76,7 +76,6 @@ class Replayed:
         self._done = [PROMPT] * len(requests)
         self._last = [np.empty(0, np.uint32)] * len(requests)
         self._verified = np.zeros(len(requests), np.uint32)
-        self._accepted = np.zeros(len(requests), np.uint32)
         self.drafted, self.committed = 0, 0
         for sequence_id, request in enumerate(requests):
             drafter.start(sequence_id, request[:PROMPT])
@@ -98,7 +97,7 @@ class Replayed:
         self._drafter.draft(progress)
         seconds = time.perf_counter() - began
         self._last = [np.empty(0, np.uint32)] * len(self._ids)
-        self._verified[:] = self._accepted[:] = 0
+        self._verified[:] = 0
         return seconds
 
     @property
@@ -113,7 +112,6 @@ class Replayed:
                 sequence_id,
                 last,
                 verified=int(self._verified[sequence_id]),
-                accepted=int(self._accepted[sequence_id]),
                 learn=False,
             )
 
@@ -123,7 +121,6 @@ class Replayed:
             np.concatenate(self._last),
             offsets_of(np.array([len(last) for last in self._last])),
             self._verified.copy(),
-            self._accepted.copy(),
             np.full(len(self._ids), limit, np.uint32),
         )
 
@@ -137,7 +134,7 @@ class Replayed:
                 node, accepted = position, accepted + 1
         self._last[index] = self._requests[index][self._done[index] : self._done[index] + accepted + 1]
         self._done[index] += accepted + 1
-        self._verified[index], self._accepted[index] = end - first, accepted
+        self._verified[index] = end - first
         self.drafted += end - first
         self.committed += accepted + 1
 

@@ -31,7 +31,6 @@ class SimulatedEngine:
         self._done = first.tolist()
         self._committed = [0] * batch
         self._verified = np.zeros(batch, np.uint32)
-        self._accepted = np.zeros(batch, np.uint32)
         self.steps, self.tokens, self.drafted, self.calls = 0, 0, 0, 0
         for index in range(batch):
             drafter.start(index, self._texts[index][: self._done[index]])
@@ -62,7 +61,6 @@ class SimulatedEngine:
             np.concatenate(runs),
             offsets_of(np.array(self._committed, np.uint32)),
             self._verified.copy(),
-            self._accepted.copy(),
             self._limits,
             self._cost,
         )
@@ -78,7 +76,7 @@ class SimulatedEngine:
             )
             self._committed[index] = accepted + 1
             self._done[index] = done + accepted + 1
-            self._verified[index], self._accepted[index] = len(draft), accepted
+            self._verified[index] = len(draft)
             self.drafted += len(draft)
             self.tokens += accepted + 1
         self.steps += self._batch
@@ -94,14 +92,14 @@ class SimulatedEngine:
                 self._finish(index, learn=self._learn)
                 self._ids[index] += self._batch
                 self._texts[index], self._done[index], self._committed[index] = next(self._requests), PROMPT, 0
-                self._verified[index] = self._accepted[index] = 0
+                self._verified[index] = 0
                 self._drafter.start(int(self._ids[index]), self._texts[index][:PROMPT])
                 new.append(index)
         if new:
             none = np.zeros(len(new), np.uint32)
             nothing = np.zeros(len(new) + 1, np.uint32)
             self.calls += 1
-            self._drafter.draft(Progress(self._ids[new], none[:0], nothing, none, none, none + 1, self._cost))
+            self._drafter.draft(Progress(self._ids[new], none[:0], nothing, none, none + 1, self._cost))
 
     def _finish(self, index: int, *, learn: bool) -> None:
         done, count = self._done[index], self._committed[index]
@@ -109,6 +107,5 @@ class SimulatedEngine:
             int(self._ids[index]),
             self._texts[index][done - count : done],
             verified=int(self._verified[index]),
-            accepted=int(self._accepted[index]),
             learn=learn,
         )

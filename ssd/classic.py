@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numba import types
@@ -21,7 +21,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus.ring import SEPARATOR, check_capacity, check_tokens
 from ssd.kernels.jit import Int, Tokens, TokensOut, inline, kernel
 from ssd.stats import Stats
-from ssd.types import NO_PATH, DraftBatch, Path, Progress, check_outcome
+from ssd.types import NO_PATH, DraftBatch, Path, Progress, check_verified
 
 LONGEST_PATTERN = 10
 """Tokens looked for first, as in the article."""
@@ -107,7 +107,8 @@ class Running:
     text: np.ndarray
     size: int
     prompt_length: int
-    offered: int = 0
+    draft: np.ndarray = field(default_factory=lambda: NO_PATH.tokens)
+    """uint32: the tokens of its last draft."""
 
     def extend(self, tokens: np.ndarray) -> None:
         """Append tokens, uint32 [n]."""
@@ -147,32 +148,30 @@ class ArticleDrafter:
         """Take note of what was committed and draft what may follow. Raises ValueError as `Progress.check` does."""
         progress.check(self.offered())
         offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
-        verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
+        verified = progress.verified.tolist()
         steps = [1] * len(limits) if progress.steps is None else progress.steps.tolist()
         paths = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             running = self._running[sequence_id]
             committed = progress.tokens[offsets[index] : offsets[index + 1]]
-            self._commit(running, committed, verified[index], accepted[index], steps[index])
+            self._commit(running, committed, verified[index], steps[index])
             paths.append(self._path(running, min(limits[index], self.config.max_draft)))
-            running.offered = len(paths[-1].tokens)
+            running.draft = paths[-1].tokens
         return DraftBatch.from_paths(paths)
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence, as `SuffixDrafter.finish`."""
         check_tokens(tokens)
-        check_outcome(sequence_id, verified, accepted, self.offered())
+        check_verified(sequence_id, verified, self.offered())
         running = self._running.pop(sequence_id)
-        self._commit(running, tokens, verified, accepted)
+        self._commit(running, tokens, verified)
         if learn and running.size:
             lead = max(0, running.prompt_length - self.config.learned_prompt_tokens)
             self.corpus.append(running.text[lead : running.size].copy())
 
     def offered(self) -> dict[int, int]:
         """The running sequences, each with the tokens of its last draft."""
-        return {sequence_id: running.offered for sequence_id, running in self._running.items()}
+        return {sequence_id: len(running.draft) for sequence_id, running in self._running.items()}
 
     def memory_bytes(self) -> int:
         """Memory of the corpus."""
@@ -184,8 +183,11 @@ class ArticleDrafter:
         if self._owns_corpus:
             self.corpus.close()
 
-    def _commit(self, running: Running, tokens: np.ndarray, verified: int, accepted: int, steps: int = 1) -> None:
+    def _commit(self, running: Running, tokens: np.ndarray, verified: int, steps: int = 1) -> None:
         if len(tokens):
+            compared = min(verified, len(tokens))
+            differs = np.flatnonzero(running.draft[:compared] != tokens[:compared])
+            accepted = int(differs[0]) if len(differs) else compared
             self.stats.record_path(len(tokens), verified, accepted, max(1, steps))
         running.extend(tokens)
 

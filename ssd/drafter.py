@@ -175,9 +175,7 @@ class SuffixDrafter:
         tokens, parents, accept_prob, source, offsets = drafts
         return DraftBatch(tokens[:size], parents[:size], accept_prob[:size], source[:size], offsets)
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
         rows = self._rows_of([sequence_id])
         progress = Progress(
@@ -185,7 +183,6 @@ class SuffixDrafter:
             tokens,
             offsets_of(np.array([len(tokens)], np.uint32)),
             np.array([verified], np.uint32),
-            np.array([accepted], np.uint32),
             NO_LIMIT,
         )
         progress.check_arrays()
@@ -341,7 +338,6 @@ class SuffixDrafter:
             progress.tokens,
             progress.offsets,
             progress.verified,
-            progress.accepted,
             progress.max_draft,
             ONE_EACH if progress.steps is None else progress.steps,
         )
@@ -373,6 +369,6 @@ class SuffixDrafter:
     def _refuse_outcome(self, progress: Progress, index: int) -> None:
         sequence_id = int(progress.sequence_ids[index])
         raise ValueError(
-            f"sequence {sequence_id} was offered {self.offered()[sequence_id]} tokens; it cannot have verified "
-            f"{progress.verified[index]} and accepted {progress.accepted[index]}"
+            f"sequence {sequence_id} was offered {self.offered()[sequence_id]} tokens; "
+            f"it cannot have verified {progress.verified[index]}"
         )

@@ -43,8 +43,6 @@ class Progress:
     """uint32 [B + 1]: sequence i committed `tokens[offsets[i]:offsets[i + 1]]`."""
     verified: np.ndarray
     """uint32 [B]: how many tokens of the last draft the target verified."""
-    accepted: np.ndarray
-    """uint32 [B]: how many of those it accepted."""
     max_draft: np.ndarray
     """uint32 [B]: how many draft tokens the caller can use now."""
     cost: float | None = None
@@ -58,7 +56,7 @@ class Progress:
 
         Each draft begins with it: 0.8 us for one sequence, 1.3 us for 64.
         """
-        counts = [self.verified, self.accepted, self.max_draft]
+        counts = [self.verified, self.max_draft]
         if self.steps is not None:
             counts.append(self.steps)
         for array in (self.tokens, self.offsets, *counts):
@@ -88,10 +86,8 @@ class Progress:
         sequence_ids = self.sequence_ids.tolist()
         if len(set(sequence_ids)) != len(sequence_ids):
             raise ValueError("a sequence stands in a batch twice")
-        for sequence_id, verified, accepted in zip(
-            sequence_ids, self.verified.tolist(), self.accepted.tolist(), strict=True
-        ):
-            check_outcome(sequence_id, verified, accepted, offered)
+        for sequence_id, verified in zip(sequence_ids, self.verified.tolist(), strict=True):
+            check_verified(sequence_id, verified, offered)
 
     def _name_of(self, array: np.ndarray) -> str:
         return next(name for name, own in vars(self).items() if own is array)
@@ -217,13 +213,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence. `tokens`, uint32 [n]: what was committed since its last draft.
 
-        `verified` and `accepted` tell what became of that draft, as in `Progress`. What the sequence produced becomes
-        draftable for others if `learn` is set. Raises ValueError as `draft` does.
+        verified: as in `Progress`. Other sequences may be offered what this one produced if `learn` is set. Raises
+        ValueError as `draft` does.
         """
         ...
 
@@ -232,14 +226,13 @@ class Drafter(Protocol):
         ...
 
 
-def check_outcome(sequence_id: int, verified: int, accepted: int, offered: Mapping[int, int]) -> None:
-    """Raises ValueError for a sequence that is not running, or counts that its last draft cannot have."""
+def check_verified(sequence_id: int, verified: int, offered: Mapping[int, int]) -> None:
+    """Raise ValueError for a sequence that is not running, or that verified more than its last draft had."""
     if sequence_id not in offered:
         raise ValueError(f"sequence {sequence_id} was not started")
-    if not 0 <= accepted <= verified <= offered[sequence_id]:
+    if not 0 <= verified <= offered[sequence_id]:
         raise ValueError(
-            f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified} "
-            f"and accepted {accepted}"
+            f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified}"
         )
 
 

@@ -25,7 +25,6 @@ def progress_of(
     committed: Mapping[int, Sequence[int]],
     limit: int,
     verified: int = 0,
-    accepted: int = 0,
     cost: float | None = None,
 ) -> Progress:
     """A step's progress: tokens committed by sequence id, the same counts and limit for each."""
@@ -35,7 +34,6 @@ def progress_of(
         tokens=np.concatenate([*runs, np.empty(0, np.uint32)]).astype(np.uint32),
         offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
         verified=np.full(len(runs), verified, np.uint32),
-        accepted=np.full(len(runs), accepted, np.uint32),
         max_draft=np.full(len(runs), limit, np.uint32),
         cost=cost,
     )
@@ -70,14 +68,14 @@ def replay_one(
 ) -> int:
     """Run one request whose greedy output is known; returns the steps that it took."""
     drafter.start(sequence_id, prompt)
-    done, steps, verified, accepted = 0, 0, 0, 0
+    done, steps, verified = 0, 0, 0
     last = np.empty(0, np.uint32)
     while done < len(output):
-        drafts = drafter.draft(progress_of({sequence_id: last}, min(limit, len(output) - done - 1), verified, accepted))
+        drafts = drafter.draft(progress_of({sequence_id: last}, min(limit, len(output) - done - 1), verified))
         verified = len(drafts.tokens)
         accepted = len(accepted_path(drafts, 0, output[done:]))
         last = output[done : done + accepted + 1]
         done += len(last)
         steps += 1
-    drafter.finish(sequence_id, last, verified=verified, accepted=accepted, learn=learn)
+    drafter.finish(sequence_id, last, verified=verified, learn=learn)
     return steps

@@ -178,13 +178,26 @@ CASES = {
         ]
         for within in (9000, 9990)
     ),
-    "SsdDrafterOddsOff": tuple(
+    "SsdDrafterMiscalibrated": tuple(
         [
-            series("ssd_drafter_promised_tokens_by_odds_total", f"0+500x{MINUTES}", namespace="main", odds="0.4-0.6"),
             series(
-                "ssd_drafter_accepted_tokens_by_odds_total", f"0+{kept}x{MINUTES}", namespace="main", odds="0.4-0.6"
+                "ssd_drafter_predicted_tokens_by_path_prob_total",
+                f"0+500x{MINUTES}",
+                namespace="main",
+                path_prob="0.4-0.6",
             ),
-            series("ssd_drafter_verified_tokens_by_odds_total", f"0+1000x{MINUTES}", namespace="main", odds="0.4-0.6"),
+            series(
+                "ssd_drafter_accepted_tokens_by_path_prob_total",
+                f"0+{kept}x{MINUTES}",
+                namespace="main",
+                path_prob="0.4-0.6",
+            ),
+            series(
+                "ssd_drafter_verified_tokens_by_path_prob_total",
+                f"0+1000x{MINUTES}",
+                namespace="main",
+                path_prob="0.4-0.6",
+            ),
         ]
         for kept in (300, 480)
     ),

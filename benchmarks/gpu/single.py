@@ -13,12 +13,13 @@ import torch
 from benchmarks.gpu.bench import CEILING_TRIES, DRAFT, Bench
 from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
 from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
-from benchmarks.gpu.stepping import FixedDrafter, path, ratios, time_steps
+from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
 from benchmarks.gpu.timeline import LEAST_GAP_US, Interval, by_name, idle_share, span
 from engine.drafters.none import NoDrafter
 from engine.executor.pipeline import PipelinedEngine
 
 RECORDED_STEPS = 20
+TREE_NODES = 32
 SHORT = 256
 """Tokens of a sequence where none runs."""
 CAPTURE_S = 60.0
@@ -93,6 +94,17 @@ def verify(bench: Bench) -> Iterator[Figure]:
     details["accepted"] = max(outcome.accepted for outcome in outcomes)
     details["steps_a_round"] = bench.scale.steps
     yield Figure("verify of 16 draft tokens, by a plain step", ratio, "x", bench.scale.rounds, at_most(1.10), details)
+
+
+def trees(bench: Bench) -> Iterator[Figure]:
+    """Steps that verify a draft tree, by steps that verify a path of as many tokens, in turns; no token fits."""
+    shapes = {"path": path(TREE_NODES), "tree": binary_tree(TREE_NODES)}
+    drafters = {name: FixedDrafter(parents, bench.config.vocab_size) for name, parents in shapes.items()}
+    timed = time_steps(bench, drafters, 1, bench.scale.long_context, max_draft=TREE_NODES, shape="tree")
+    ratio = median(ratios(timed["tree"], timed["path"]))
+    details = {f"{name}_ms": round(1e3 * median(own.medians), 3) for name, own in timed.items()}
+    name = f"a tree of {TREE_NODES} nodes at {bench.scale.long_context} tokens, by a path of {TREE_NODES}"
+    yield Figure(name, ratio, "x", bench.scale.rounds, at_most(1.05), details)
 
 
 def streams(bench: Bench) -> Iterator[Figure]:

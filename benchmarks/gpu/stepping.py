@@ -64,9 +64,7 @@ class FixedDrafter:
             offsets=offsets,
         )
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """Nothing to note."""
 
     def close(self) -> None:

@@ -166,15 +166,7 @@ class DrafterClient:
             self._send()
             return Answer(self, turn, self._stream)
 
-    def finish(
-        self,
-        sequence_id: int,
-        tokens: np.ndarray,
-        *,
-        verified: int = 0,
-        accepted: int = 0,  # noqa: ARG002
-        learn: bool = True,
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
         self._check_may_call()
         with self._lock:

@@ -27,7 +27,7 @@ from drafter_service.client.sequences import RunningSequences, SequenceInfo, Upd
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_NAME_BYTES, WireError, unpack
 from ssd.corpus.ring import check_tokens
-from ssd.types import DraftBatch, Progress, check_outcome, offsets_of
+from ssd.types import DraftBatch, Progress, check_verified, offsets_of
 
 COUNTERS_EVERY = 64
 """Batches between two messages with counters."""
@@ -134,7 +134,7 @@ class Protocol:
         check_tokens(tokens)
         row = running.row_of.get(sequence_id)
         rows = np.array([] if row is None else [row], np.int64)
-        check_outcome(sequence_id, verified, 0, dict(zip([sequence_id], running.offered(rows), strict=False)))
+        check_verified(sequence_id, verified, dict(zip([sequence_id], running.offered(rows), strict=False)))
         running.commit(rows, _last_progress(sequence_id, tokens, verified))
         self._registration.finish(running.remove(sequence_id, learn))
 
@@ -223,6 +223,5 @@ def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int) -> Progr
         tokens=tokens,
         offsets=offsets_of(np.array([len(tokens)])),
         verified=np.array([verified], np.uint32),
-        accepted=np.zeros(1, np.uint32),
         max_draft=NO_LIMIT,
     )

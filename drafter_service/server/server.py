@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import check_exposure, listen
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
-from drafter_service.observability.metrics.endpoint import MetricsEndpoint, asked_of
+from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
 from drafter_service.observability.process import allow_files, resident_bytes
 from drafter_service.observability.tracing import interceptors
 from drafter_service.replication.replicas import Replication
@@ -122,7 +122,7 @@ class DrafterServer:
         await self._step_socket.start()
         await server.start()
         if self._config.reports.metrics is not None:
-            facts = asked_of(asyncio.get_running_loop(), self.facts)
+            facts = facts_from_loop(asyncio.get_running_loop(), self.facts)
             self._metrics = MetricsEndpoint(facts, self._config.reports.metrics)
             self._metrics.start()
         for service in (SERVICE, ""):

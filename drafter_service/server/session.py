@@ -24,7 +24,7 @@ from drafter_service.transport.messages import (
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes
 from ssd.drafter import Opening
 from ssd.stats import STEPS
-from ssd.types import ROOT, DraftBatch, Outcomes, Progress, offsets_of
+from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 LONG_PROMPT = 8192
 """Tokens from which a prompt is indexed in another thread: this many take about 2 ms."""
@@ -55,8 +55,6 @@ class Session:
         """Tokens of each sequence, prompt included; the sequence that was inactive for longest is first."""
         self._tokens = 0
         """Their sum."""
-        self._last_drafts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        """Tokens and parents of the last draft of each sequence, kept for the passages report."""
         self._reported: ClientTotals | None = None
         """The totals that the client sent last."""
 
@@ -225,17 +223,11 @@ class Session:
         """Return drafts, and the sequences that are unknown."""
         ids = batch.sequence_ids.tolist()
         if self.namespace.passages is not None:
-            self._note_passages(ids, batch, self.namespace.passages)
+            self._note_passages(batch, self.namespace.passages)
         are_known = self._update_sizes(ids, batch)
-        lost: list[int] = []
         if are_known and not self._indexing:
-            drafts = self._drafter.draft(batch)
-        else:
-            drafts, lost = self._draft_some(batch, ids)
-        if self.namespace.passages is not None:
-            for index, sequence_id in enumerate(ids):
-                self._last_drafts[sequence_id] = drafts.tokens_of(index), drafts.parents_of(index)
-        return drafts, lost
+            return self._drafter.draft(batch), []
+        return self._draft_some(batch, ids)
 
     def _update_sizes(self, ids: list[int], batch: Progress) -> bool:
         """Record that sequences are active and have more tokens; returns whether all of them are known."""
@@ -287,7 +279,6 @@ class Session:
 
     def _remove(self, sequence_id: int) -> None:
         self._tokens -= self._sizes.pop(sequence_id)
-        self._last_drafts.pop(sequence_id, None)
 
     def _make_room(self) -> None:
         """Drop the sequences that were inactive for longest, until the others are within the limits."""
@@ -300,15 +291,11 @@ class Session:
             if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
                 return
 
-    def _note_passages(self, ids: list[int], batch: Progress, passages: Passages) -> None:
-        for index, sequence_id in enumerate(ids):
-            if sequence_id not in self._last_drafts:
-                continue
-            tokens, parents = self._last_drafts[sequence_id]
-            verified = int(batch.verified[index])
-            committed = batch.tokens[batch.offsets[index] : batch.offsets[index + 1]]
-            accepted = _count_accepted(tokens[:verified].tolist(), parents[:verified].tolist(), committed.tolist())
-            passages.note(committed[:accepted], self.namespace.corpus)
+    def _note_passages(self, batch: Progress, passages: Passages) -> None:
+        for index, verified in enumerate(batch.verified.tolist()):
+            first, end = batch.offsets[index : index + 2].tolist()
+            # The last token is the target's own.
+            passages.note(batch.tokens[first : min(end - 1, first + verified)], self.namespace.corpus)
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
         """Add what grew since the client sent its totals last."""
@@ -335,18 +322,6 @@ def _check_count(sequence_ids: bytes, owner: str) -> None:
         raise WireError(f"{owner}.sequence_ids has {count} elements; at most {MAX_FIELDS} are possible")
 
 
-def _count_accepted(tokens: list[int], parents: list[int], committed: list[int]) -> int:
-    """Number of leading committed tokens that are on a path from the root of a draft."""
-    node = ROOT
-    for count, token in enumerate(committed):
-        # Children come after their parents.
-        later = range(node + 1, len(tokens))
-        node = next((child for child in later if parents[child] == node and tokens[child] == token), len(tokens))
-        if node == len(tokens):
-            return count
-    return len(committed)
-
-
 def _packed_ids(ids: list[int]) -> bytes:
     return pack(np.array(ids, np.uint64), "u8") if ids else b""
 
@@ -360,7 +335,6 @@ def _committed_alone(sequence_id: int, runs: list[np.ndarray]) -> Progress:
         tokens=tokens,
         offsets=np.array([0, len(tokens)], np.uint32),
         verified=nothing,
-        accepted=nothing,
         max_draft=nothing,
         steps=np.array([max(1, len(runs))], np.uint32),
     )
@@ -375,7 +349,6 @@ def _part(batch: Progress, indices: list[int]) -> Progress:
         tokens=np.concatenate([NO_TOKENS, *runs]),
         offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
         verified=batch.verified[at],
-        accepted=batch.accepted[at],
         max_draft=batch.max_draft[at],
         cost=batch.cost,
         steps=None if batch.steps is None else batch.steps[at],

@@ -74,7 +74,6 @@ def read_batch(message: pb.Batch) -> Progress:
         tokens=tokens,
         offsets=read_offsets(message.offsets, sequences, len(tokens), "batch.offsets"),
         verified=_read_array(message.verified, "u4", sequences, "batch.verified"),
-        accepted=np.zeros(sequences, np.uint32),
         max_draft=_read_array(message.max_draft, "u4", sequences, "batch.max_draft"),
         cost=_read_cost(message, "batch"),
         steps=_read_steps(message.steps, sequences),

@@ -5,27 +5,24 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention import layout
-from engine.attention.kernels import Kind, wants_tensor_cores
 from engine.attention.layout import Piece
-from engine.attention.merge import Partial, among_drafts, merge, padded
 from engine.attention.planned import Planned
 from engine.executor.transfer import on_device
 
+Kind = Literal["prefill", "decode", "merge"]
+"""FA2 for pieces of any lengths, a kernel for single tokens, and one for trees."""
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for the parts of split keys. Plans of ragged steps split only until they fill the device,
 so they need less, whatever the batch; for those of fixed shapes see `chunks.workspaces`."""
-XQA_WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -60,22 +57,15 @@ class Call(ABC):
 class Prefill(Call):
     """FA2 over paged keys, with pieces of any lengths."""
 
-    def __init__(self, library: Any, shape: Shape, workspace: Tensor, *, masks: bool = False) -> None:
-        """masks: give it one over all keys, as trees need; otherwise it is causal."""
+    def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
         self._wrapper = Planned(
             library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), shape.device
         )
         self._shape = shape
-        self._masks = masks
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """See `Call.prepare`."""
-        lengths = [piece.keys for piece in pieces]
-        if self._masks:
-            mask = on_device(layout.flat_mask(pieces, with_context=True), torch.device(self._shape.device))
-            plan_paged(self._wrapper, self._shape, pieces, lengths, custom_mask=mask)
-        else:
-            plan_paged(self._wrapper, self._shape, pieces, lengths, causal=True)
+        plan_paged(self._wrapper, self._shape, pieces, [piece.keys for piece in pieces], causal=True)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
         """See `Call.run`."""
@@ -137,7 +127,7 @@ class Merge(Call):
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
-            custom_mask=on_device(layout.flat_mask(pieces, with_context=False), torch.device(shape.device)),
+            custom_mask=on_device(layout.flat_mask(pieces), torch.device(shape.device)),
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
             disable_split_kv=True,  # a part of the keys might hold nothing that some token sees
@@ -149,68 +139,6 @@ class Merge(Call):
         drafts = self._drafts.run(query, key, value, return_lse=True)
         attended: Tensor = self._merge(*context, *drafts)[0]
         return attended
-
-
-class Padded(Call):
-    """Trees: the same with the draft's part and the merge in PyTorch, many small kernels."""
-
-    def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
-        paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self._context = Planned(paged, shape.device)
-        self._shape = shape
-
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """See `Call.prepare`."""
-        plan_paged(self._context, self._shape, pieces, [piece.context for piece in pieces])
-        self._trees = padded(pieces, self._shape.device)
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """See `Call.run`."""
-        context = Partial(*self._context.run(query, cache, return_lse=True))
-        return merge(context, among_drafts(query, key, value, self._trees)).attended
-
-
-class Xqa(Call):
-    """XQA: tables and lengths are read on the device, so there is no plan."""
-
-    def __init__(self, library: Any, shape: Shape) -> None:
-        self._attend = library.decode.xqa_batch_decode_with_kv_cache
-        self._shape = shape
-        # Its first part holds semaphores that have to be 0 at first, so it is shared with no other kernel.
-        self._workspace = torch.zeros(XQA_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
-
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """See `Call.prepare`."""
-        tables, lengths = [piece.pages for piece in pieces], [piece.keys for piece in pieces]
-        self._tables = self._on_device(layout.block_tables(tables, lengths, self._shape.page_size))
-        self._lengths = self._on_device(np.array(lengths, np.int32))
-        self._most_keys = max(lengths)
-        # Each has a module of its own to be compiled, so there are few.
-        most = int(max(piece.length for piece in pieces))
-        self._settings: dict[str, Any] = {"q_len_per_req": 1 << (most - 1).bit_length()}
-        if self._settings["q_len_per_req"] > 1:
-            self._settings["mask"] = self._on_device(layout.packed_rows(pieces))
-            self._settings["q_cu_seq_lens"] = self._on_device(layout.indptr([piece.length for piece in pieces]))
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
-        """See `Call.run`."""
-        scale = 1 / math.sqrt(self._shape.head_dim)
-        query = query.contiguous()
-        attended: Tensor = self._attend(
-            query,
-            cache,
-            self._workspace,
-            self._tables,
-            self._lengths,
-            self._most_keys,
-            bmm1_scale=scale,
-            bmm2_scale=1.0,
-            **self._settings,
-        )
-        return attended.view_as(query)
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return on_device(array, torch.device(self._shape.device))
 
 
 def plan_paged(wrapper: Planned, shape: Shape, pieces: Sequence[Piece], lengths: Sequence[int], **how: Any) -> None:
@@ -234,12 +162,24 @@ def plan_paged(wrapper: Planned, shape: Shape, pieces: Sequence[Piece], lengths:
 
 def make_call(kind: Kind, library: Any, shape: Shape, workspace: Tensor) -> Call:
     """The call of a kind. Those of a device's stream run one after another, so they share a workspace."""
-    if kind == "xqa":
-        return Xqa(library, shape)
-    if kind == "decode":
-        return Decode(library, shape, workspace)
-    if kind == "merge":
-        return Merge(library, shape, workspace)
-    if kind == "padded":
-        return Padded(library, shape, workspace)
-    return Prefill(library, shape, workspace, masks=kind == "mask")
+    calls: dict[Kind, Callable[[Any, Shape, Tensor], Call]] = {"prefill": Prefill, "decode": Decode, "merge": Merge}
+    return calls[kind](library, shape, workspace)
+
+
+def assign(pieces: Sequence[Piece]) -> dict[Kind, list[Piece]]:
+    """The pieces of each call of a step, in the batch's order."""
+    paths = [piece for piece in pieces if piece.sees is None]
+    calls: dict[Kind, list[Piece]] = {
+        "decode" if all(piece.length == 1 for piece in paths) else "prefill": paths,
+        "merge": [piece for piece in pieces if piece.sees is not None],
+    }
+    return {kind: members for kind, members in calls.items() if members}
+
+
+def wants_tensor_cores(sharing: int) -> bool:
+    """Whether decoding runs on tensor cores, for so many query heads to a key head.
+
+    Below 4 the plain kernel reads keys as fast as memory gives them; from 4 on its arithmetic is in the way
+    (FlashInfer's and SGLang's rule). The plain kernel exists only for some group sizes, 1 and 2 among them.
+    """
+    return sharing > 2

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from engine.attention.base import Attention
 from engine.attention.cache import PagedCache, as_stored
-from engine.attention.calls import WORKSPACE_BYTES, Call, Shape, make_call
+from engine.attention.calls import WORKSPACE_BYTES, Call, Kind, Shape, assign, make_call
 from engine.attention.chunks import workspaces
 from engine.attention.fixed import StepShape
 from engine.attention.flashinfer_fixed import Append, FlashInferFixed, requests_of
-from engine.attention.kernels import Kernels, Kind, assign
 from engine.attention.layout import cut, rows_of
 from engine.executor.batch import Batch
 from engine.executor.optional import flashinfer
@@ -22,7 +21,7 @@ from engine.models.decoder import Attend
 
 
 class FlashInferAttention(Attention):
-    """Paged keys and values, and the calls that attend to them; see `kernels.py` for which."""
+    """Paged keys and values, and the calls that attend to them; see `calls.py`."""
 
     def __init__(
         self,
@@ -32,7 +31,6 @@ class FlashInferAttention(Attention):
         dtype: torch.dtype,
         device: str,
         *,
-        kernels: Kernels | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_layers: int = 0,
     ) -> None:
@@ -47,7 +45,6 @@ class FlashInferAttention(Attention):
         self._shape = Shape(
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
         )
-        self._kernels = Kernels() if kernels is None else kernels
         self._workspace = self._bytes(WORKSPACE_BYTES)
         self._calls: dict[Kind, Call] = {}
         self._append = Append(self._library, self._cache)
@@ -57,7 +54,7 @@ class FlashInferAttention(Attention):
         device = torch.device(self._shape.device)
         store = self._append.at(on_device(batch.slots.astype(np.int32), device))
         prepared: list[tuple[slice | Tensor, Call]] = []
-        for kind, pieces in assign(cut(batch), self._kernels).items():
+        for kind, pieces in assign(cut(batch)).items():
             call = self._call(kind)
             call.prepare(pieces)
             rows = rows_of(pieces)

@@ -91,40 +91,14 @@ def last_page_lengths(
     return (np.asarray(lengths) - (np.asarray(counts) - 1) * page_size).astype(np.int32)
 
 
-def block_tables(tables: Sequence[list[int]], lengths: Sequence[int], page_size: int) -> np.ndarray:
-    """The pages of the first `lengths` keys as the rows of one table, int32 [B, most pages], filled up with page 0."""
-    counts = [-(-length // page_size) for length in lengths]
-    rows = np.zeros((len(tables), max(counts)), np.int32)
-    for row, table, count in zip(rows, tables, counts, strict=True):
-        row[:count] = table[:count]
-    return rows
-
-
 def among_themselves(piece: Piece) -> np.ndarray:
     """Which of a piece's tokens each of them sees, bool [length, length]."""
     return np.tri(piece.length, dtype=bool) if piece.sees is None else piece.sees
 
 
-def flat_mask(pieces: Sequence[Piece], *, with_context: bool) -> np.ndarray:
-    """What each token sees of its piece, or of its whole sequence up to the piece's end; bool, rows end to end."""
-    masks = []
-    for piece in pieces:
-        mask = among_themselves(piece)
-        if with_context:
-            mask = np.concatenate((np.ones((piece.length, piece.context), bool), mask), axis=1)
-        masks.append(mask.ravel())
-    return np.concatenate(masks)
-
-
-def packed_rows(pieces: Sequence[Piece]) -> np.ndarray:
-    """What each token sees of its piece as bits, uint16 [N, 2 * words], words of 32 bits, lowest bit first."""
-    words = -(-max(piece.length for piece in pieces) // 32)
-    rows = np.zeros((sum(piece.length for piece in pieces), 32 * words), bool)
-    at = 0
-    for piece in pieces:
-        rows[at : at + piece.length, : piece.length] = among_themselves(piece)
-        at += piece.length
-    return np.packbits(rows, axis=1, bitorder="little").view(np.uint16)
+def flat_mask(pieces: Sequence[Piece]) -> np.ndarray:
+    """What each token sees of its piece; bool, rows end to end."""
+    return np.concatenate([among_themselves(piece).ravel() for piece in pieces])
 
 
 def rows_of(pieces: Sequence[Piece]) -> slice | np.ndarray:

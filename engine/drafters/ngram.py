@@ -38,9 +38,7 @@ class NgramDrafter:
             paths.append(look_up(self._texts[sequence_id], limit))
         return DraftBatch.from_paths(paths)
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence. Raises ValueError if it was not started."""
         self._check(sequence_id)
         del self._texts[sequence_id]

@@ -17,9 +17,7 @@ class NoDrafter:
         """Return no draft for any sequence."""
         return DraftBatch.empty(len(progress.sequence_ids))
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """Do nothing."""
 
     def close(self) -> None:

@@ -33,8 +33,6 @@ class Told:
     """Steps that have produced tokens since then."""
     verified: int = 0
     """Draft tokens that the first of those steps verified."""
-    accepted: int = 0
-    """Draft tokens that it accepted."""
 
 
 class TokenDrafter:
@@ -69,7 +67,7 @@ class TokenDrafter:
             if told is None or not len(each.tokens):
                 continue
             if told.steps == 0:
-                told.verified, told.accepted = each.drafted, each.accepted
+                told.verified = each.drafted
             told.steps += 1
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
@@ -84,7 +82,6 @@ class TokenDrafter:
             sequence.sequence_id,
             sequence.tokens[told.tokens :],
             verified=told.verified,
-            accepted=told.accepted,
             learn=learn,
         )
 
@@ -102,7 +99,6 @@ class TokenDrafter:
             tokens=np.concatenate(untold),
             offsets=offsets_of(np.array([len(tokens) for tokens in untold])),
             verified=np.array([each.verified for each in told], np.uint32),
-            accepted=np.array([each.accepted for each in told], np.uint32),
             max_draft=np.array(limits, np.uint32),
             cost=cost,
             steps=steps if np.count_nonzero(steps > 1) else None,

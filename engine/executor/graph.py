@@ -173,7 +173,7 @@ class FixedStep:
         given, width = self._given, self._shape.width - 1
         if self._shape.rows == self._shape.sequences:
             none = torch.zeros_like(given[:, 0])
-            return Drafts(none[:, None].expand(-1, width), none, None), none
+            return Drafts(none[:, None].expand(-1, width), none), none
         prepared = Prepared(given[:, GIVEN:], given[:, 1], given[:, 2], given[:, 3])
         drafts = followed(self._state, seats, prepared, width)
         return completed(self._state, seats, drafts, given[:, 4])

@@ -90,7 +90,6 @@ class Drafting:
             sequence.sequence_id,
             sequence.untold,
             verified=sequence.last_verified,
-            accepted=sequence.last_accepted,
             learn=learn,
         )
 
@@ -103,7 +102,6 @@ class Drafting:
             tokens=np.concatenate(untold),
             offsets=offsets_of(np.array([len(tokens) for tokens in untold])),
             verified=np.array([sequence.last_verified for sequence in sequences], np.uint32),
-            accepted=np.array([sequence.last_accepted for sequence in sequences], np.uint32),
             max_draft=np.array(limits, np.uint32),
             cost=cost,
             steps=steps if np.count_nonzero(steps > 1) else None,

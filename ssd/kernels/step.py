@@ -54,14 +54,14 @@ DONE, LACKS_ROOM, BAD_OUTCOME, BAD_TOKEN = range(4)
 
 
 @inline
-def check(state, rows, tokens, offsets, verified, accepted, limits, max_draft):  # type: ignore[no-untyped-def]
+def check(state, rows, tokens, offsets, verified, limits, max_draft):  # type: ignore[no-untyped-def]
     """What is wrong with a step, and with which sequence of it."""
     for token in tokens:
         if token == SEPARATOR:
             return BAD_TOKEN, 0
     for index in range(len(rows)):
         sequence = state[rows[index]]
-        if accepted[index] > verified[index] or verified[index] > max(0, sequence[NODES] - 1):
+        if verified[index] > max(0, sequence[NODES] - 1):
             return BAD_OUTCOME, index
         committed = np.int64(offsets[index + 1]) - np.int64(offsets[index])
         if sequence[SIZE] + committed + min(np.int64(limits[index]), max_draft) + 2 > sequence[ROOM]:
@@ -179,7 +179,7 @@ def hand_over(nodes, odds, count, at, drafted_tokens, parents, drafted_odds, sou
     return at
 
 
-_Batch = types.Tuple([Longs, *[Tokens] * 6])
+_Batch = types.Tuple([Longs, *[Tokens] * 5])
 _Drafts = types.Tuple(
     [TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut]
 )
@@ -189,17 +189,17 @@ _Drafts = types.Tuple(
 def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: ignore[no-untyped-def]
     """Take note of what each sequence of a batch committed, and draft for it.
 
-    frame: of `ssd.kernels.frame`. view: of a `View`. batch: rows of the sequences; tokens, offsets, verified, accepted,
+    frame: of `ssd.kernels.frame`. view: of a `View`. batch: rows of the sequences; tokens, offsets, verified,
     max_draft and steps as in `Progress`, steps empty if they are one each. drafts: tokens, parents, odds, source and
     offsets as in `DraftBatch`, written. cost: of one more verified token, as a part of a step. depth: most tokens
     matched; max_draft: most tokens drafted.
     Returns what came of it, and the index of the sequence that it is about; if DONE, how many tokens were drafted.
     """
-    rows, tokens, offsets, verified, accepted, limits, steps = batch
+    rows, tokens, offsets, verified, limits, steps = batch
     drafted_tokens, parents, drafted_odds, sources, drafted_offsets = drafts
     tables = open_tables(frame)
     state = tables.state
-    problem, at = check(state, rows, tokens, offsets, verified, accepted, limits, max_draft)
+    problem, at = check(state, rows, tokens, offsets, verified, limits, max_draft)
     if problem != DONE:
         return problem, at
     model = open_model(frame)

@@ -44,7 +44,6 @@ class FakeEngine:
             tokens=np.array([token for request in chosen for token in request.unreported], np.uint32),
             offsets=offsets_of(np.array([request.committed for request in chosen], np.int64)),
             verified=verified,
-            accepted=np.zeros_like(verified),
             max_draft=np.array(limits, np.uint32),
             cost=cost,
         )

@@ -47,7 +47,7 @@ class StrictDrafter:
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
             steps = 1 if progress.steps is None else int(progress.steps[index])
-            self.note(sequence_id, committed, progress.verified[index], progress.accepted[index], steps)
+            self.note(sequence_id, committed, progress.verified[index], steps)
             text, limit = self.texts[sequence_id], int(progress.max_draft[index])
             if self.shape == "tree":
                 drafts.append(random_tree(self.rng, self.answers[sequence_id][len(text) :], limit, VOCAB))
@@ -59,18 +59,14 @@ class StrictDrafter:
             drafts.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
         return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.from_paths(drafts)
 
-    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
-        self.note(sequence_id, tokens, verified, accepted)
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
+        self.note(sequence_id, tokens, verified)
         whole = self.texts.pop(sequence_id) == self.answers[sequence_id]
         assert whole or not learn  # what was cut short is not remembered
 
-    def note(self, sequence_id, committed, verified, accepted, steps=1):
-        assert accepted <= verified <= self.offered[sequence_id]
+    def note(self, sequence_id, committed, verified, steps=1):
+        assert verified <= self.offered[sequence_id]
         self.steps[sequence_id] += steps if len(committed) else 0
-        if self.shape == "path":
-            draft, tokens = self.paths[sequence_id], committed.tolist()
-            assert draft[:accepted] == tokens[:accepted]
-            assert draft[accepted : min(verified, accepted + 1)] != tokens[accepted : accepted + 1] or not tokens
         assert verified == self.offered[sequence_id] or not self.is_told_all
         text = self.texts[sequence_id]
         text += committed.tolist()

@@ -79,7 +79,7 @@ def test_a_batch_of_many_sequences_drafts_for_each_its_own(drafter):
     assert [drafts.tokens_of(number).tolist() for number in many] == [prompts[number][:4] for number in many]
     # What was offered before the tables grew was taken note of.
     assert before == [prompts[number][:4] for number in range(LEAST_ROWS)]
-    progress = progress_of({number: prompts[number][:3] for number in many}, limit=2, verified=4, accepted=3)
+    progress = progress_of({number: prompts[number][:3] for number in many}, limit=2, verified=4)
     drafts = drafter.draft(progress)
     assert [drafts.tokens_of(number).tolist() for number in many] == [
         [prompts[number][1], prompts[number][0]] for number in many
@@ -98,7 +98,7 @@ def test_what_was_offered_is_known_after_the_tables_grew(drafter):
     for number in range(1, 3 * LEAST_ROWS):
         drafter.start(number, array([5]))
     assert drafter.offered()[0] == 3
-    draft(drafter, 0, [1, 2, 3], verified=3, accepted=2)
+    draft(drafter, 0, [1, 2, 3], verified=3)
     assert (drafter.stats.verified, drafter.stats.accepted) == (3, 2)
 
 
@@ -269,9 +269,9 @@ def broken(**arrays):
         ("offsets", array([])),
         ("tokens", array([7, 8])),
         ("tokens", array([7, 8, 9, 10])),
-        *((name, array([0])) for name in ("verified", "accepted", "max_draft")),
-        *((name, array([0, 0, 0])) for name in ("verified", "accepted", "max_draft")),
-        *((name, np.zeros(2, np.int64)) for name in ("verified", "accepted", "max_draft")),
+        *((name, array([0])) for name in ("verified", "max_draft")),
+        *((name, array([0, 0, 0])) for name in ("verified", "max_draft")),
+        *((name, np.zeros(2, np.int64)) for name in ("verified", "max_draft")),
         ("max_draft", np.zeros(4, np.uint32)[::2]),
         ("max_draft", np.zeros((2, 1), np.uint32)),
         ("tokens", np.array([7, 8, 9], np.int32)),
@@ -354,10 +354,10 @@ def test_reserved_tokens_are_refused_wherever_they_come(drafter):
 def test_a_finish_that_cannot_be_ends_nothing(drafter):
     drafter.start(1, array([5, 6, 5]))
     assert draft(drafter, 1, limit=2) == [6, 5]
-    with pytest.raises(ValueError, match="was offered 2 tokens; it cannot have verified 1 and accepted 2"):
-        drafter.finish(1, array([6, 5, 1]), verified=1, accepted=2)
+    with pytest.raises(ValueError, match="was offered 2 tokens; it cannot have verified 3"):
+        drafter.finish(1, array([6, 5, 1]), verified=3)
     assert drafter.stats.steps == 0
-    drafter.finish(1, array([6, 5, 1]), verified=2, accepted=2)
+    drafter.finish(1, array([6, 5, 1]), verified=2)
     assert (drafter.stats.steps, drafter.stats.accepted) == (1, 2)
 
 
@@ -365,7 +365,7 @@ def test_a_finish_that_cannot_be_ends_nothing(drafter):
 def test_the_last_step_of_a_sequence_counts(drafter, learn):
     drafter.start(1, array([5, 6, 5]))
     assert draft(drafter, 1, limit=2) == [6, 5]
-    drafter.finish(1, array([6, 5, 8]), verified=2, accepted=2, learn=learn)
+    drafter.finish(1, array([6, 5, 8]), verified=2, learn=learn)
     stats = drafter.stats
     assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (1, 3, 2, 2)
 

@@ -57,7 +57,7 @@ def test_each_token_is_counted_by_where_it_was_found():
         drafts = drafter.draft(progress_of({1: []}, limit=3))
         assert drafts.tokens.tolist() == [5, 6, 7]
         # The target takes two of the three.
-        drafter.draft(progress_of({1: [5, 6, 0]}, limit=0, verified=3, accepted=2))
+        drafter.draft(progress_of({1: [5, 6, 0]}, limit=0, verified=3))
         counters = drafter.stats.counters
         assert counters.by_source[Source.CORPUS].tolist() == [3, 2]
         assert counters.by_length[4:7].tolist() == [[1, 1], [1, 1], [1, 0]]
@@ -71,9 +71,9 @@ def test_what_the_target_did_not_verify_is_not_counted():
     with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
         drafter.start(1, array([1, 2]))
         assert len(drafter.draft(progress_of({1: []}, limit=3)).tokens) == 3
-        drafter.draft(progress_of({1: [3]}, limit=3, verified=1, accepted=1))
+        drafter.draft(progress_of({1: [3]}, limit=3, verified=1))
         assert (drafter.stats.verified, drafter.stats.accepted) == (1, 1)
-        drafter.draft(progress_of({1: [4, 5]}, limit=3, verified=0, accepted=0))
+        drafter.draft(progress_of({1: [4, 5]}, limit=3, verified=0))
         assert (drafter.stats.steps, drafter.stats.hits, drafter.stats.verified) == (2, 1, 1)
         # Nothing committed is no step.
         drafter.draft(progress_of({1: []}, limit=3))
@@ -87,8 +87,7 @@ def test_tokens_of_several_steps_are_counted_as_such():
         drafter.draft(progress_of({1: [], 2: []}, limit=3))
         before = drafter.stats.steps, drafter.stats.committed
         progress = progress_of({1: [3, 4, 9, 9], 2: [8]}, limit=3)
-        told = replace(progress, steps=np.array([3, 1], np.uint32), verified=np.array([2, 0], np.uint32))
-        drafter.draft(replace(told, accepted=np.array([2, 0], np.uint32)))
+        drafter.draft(replace(progress, steps=np.array([3, 1], np.uint32), verified=np.array([2, 0], np.uint32)))
         assert (drafter.stats.steps - before[0], drafter.stats.committed - before[1]) == (4, 5)
         assert (drafter.stats.hits, drafter.stats.verified, drafter.stats.accepted) == (1, 2, 2)
         with pytest.raises(ValueError, match="steps has 1 elements"):

@@ -27,8 +27,6 @@ class Drafts(NamedTuple):
     """int32 [B, K]."""
     lengths: Tensor
     """int32 [B]: draft tokens that count; those beyond a sequence's room do not, whatever this says."""
-    parents: Tensor | None
-    """int32 [B, K], indices within the draft, -1 for a child of the context; None if all are paths."""
 
 
 class Drafted(NamedTuple):
@@ -38,9 +36,6 @@ class Drafted(NamedTuple):
 
     tokens: Tensor
     """int64 [R]."""
-    parents: Tensor | None
-    """int32 [R]: of each draft token within its draft, -1 for a child of the context; parents stand before their
-    children, and rows of committed tokens hold anything. None if all drafts are paths."""
     starts: Tensor
     """int32 [B]: each sequence's first row."""
     counts: Tensor
@@ -79,7 +74,5 @@ class Verified(NamedTuple):
 
     tokens: Tensor
     """int32 [B, W]: the first `counts` of each row: accepted draft tokens and the target's own; 0 behind them."""
-    rows: Tensor
-    """int32 [B, W]: whose logits those tokens came from, counted from the sequence's first row; 0 behind them."""
     counts: Tensor
     """int32 [B]: accepted draft tokens + 1; 0 for a sequence that was not to produce."""

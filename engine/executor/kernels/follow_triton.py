@@ -23,7 +23,7 @@ def followed(state: DeviceState, seats: Tensor, prepared: Prepared, width: int) 
         sizes, sizes.stride(0), lengths, lengths.stride(0), most, most.stride(0), tokens, counts, size, width,
         triton.next_power_of_2(size), triton.next_power_of_2(max(1, width)), num_warps=1,
     )  # fmt: skip
-    return Drafts(tokens, counts, None)
+    return Drafts(tokens, counts)
 
 
 @triton.jit

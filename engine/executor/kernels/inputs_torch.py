@@ -1,4 +1,4 @@
-"""The inputs of a step in PyTorch's own operations: for trees and for CPUs, and what the kernel is held against."""
+"""The inputs of a step in PyTorch's own operations: for CPUs, and what the kernel is held against."""
 
 from __future__ import annotations
 
@@ -31,20 +31,15 @@ def build_inputs(
     node = within - pad(runs, (0, 1))[owner]
     places = torch.where(counts_in, state.computed[seat] + within, 0)
     tokens = _at(state.history, seat, torch.where(node < 0, places, 0))
-    positions = places
-    parents = _path(drafts) if drafts.parents is None else drafts.parents
     if size:
         drafting, node_at = owner.clamp(max=len(seats) - 1), node.clamp(0, size - 1)
         tokens = torch.where(node < 0, tokens, drafts.tokens[drafting, node_at])
-        ahead = depths(parents)[drafting, node_at]
-        positions = torch.where(node < 0, places, state.lengths[seat] - 1 + ahead)
-        parents = parents[drafting, node_at]
     pages = _at(state.page_tables, seat, places // page_size)
     slots = torch.where(counts_in, pages * page_size + places % page_size, state.scratch_page * page_size)
     tokens = torch.where(counts_in, tokens, 0).long()
     return StepInputs(
         tokens=tokens,
-        positions=torch.where(counts_in, positions, 0).long(),
+        positions=places.long(),
         slots=slots.long(),
         seats=seat,
         starts=starts,
@@ -52,32 +47,12 @@ def build_inputs(
         lengths=total,
         drafted=Drafted(
             tokens=tokens,
-            parents=None if drafts.parents is None or not size else parents,
             starts=starts[:-1] + scheduled - 1,
             counts=torch.where(produces, drafted + 1, 0).int(),
             scheduled=runs,
             seats=seats,
         ),
     )
-
-
-def depths(parents: Tensor) -> Tensor:
-    """How far behind the context each draft token stands, from 1, int64 [B, K]. parents: int32 [B, K], as in `Drafts`.
-
-    Doubles the distance looked up in each round, so there are as many rounds as K has bits.
-    """
-    up = pad((parents + 1).long().clamp(0, parents.shape[1]), (1, 0))
-    depth = torch.ones_like(up)
-    depth[:, 0] = 0
-    for _ in range(parents.shape[1].bit_length()):
-        depth = depth + depth.gather(1, up)
-        up = up.gather(1, up)
-    return depth[:, 1:]
-
-
-def _path(drafts: Drafts) -> Tensor:
-    size = drafts.tokens.shape[1]
-    return torch.arange(-1, size - 1, device=drafts.tokens.device).expand(drafts.tokens.shape)
 
 
 def _at(table: Tensor, seats: Tensor, places: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ BLOCK = 32
 def build_inputs(
     state: DeviceState, seats: Tensor, scheduled: Tensor, drafts: Drafts, starts: Tensor, rows: int, page_size: int
 ) -> StepInputs:
-    """See `engine.executor.kernels.inputs.build_inputs`; without parents."""
+    """See `engine.executor.kernels.inputs.build_inputs`."""
     batch, device = len(seats), seats.device
     of_rows = [torch.empty(rows, dtype=torch.int64, device=device) for _ in range(4)]
     of_sequences = [torch.empty(batch, dtype=torch.int32, device=device) for _ in range(5)]
@@ -29,7 +29,7 @@ def build_inputs(
     )  # fmt: skip
     tokens, positions, slots, row_seats = of_rows
     contexts, lengths, firsts, counts, runs = of_sequences
-    drafted = Drafted(tokens, None, firsts, counts, runs, seats)
+    drafted = Drafted(tokens, firsts, counts, runs, seats)
     return StepInputs(tokens, positions, slots, row_seats, starts, contexts, lengths, drafted)
 
 

@@ -20,7 +20,7 @@ def completed(state: DeviceState, seats: Tensor, drafts: Drafts, spare: Tensor) 
     lengths = torch.where(is_found, counts, drafts.lengths)
     tokens = torch.where(is_found[:, None], found, drafts.tokens)
     column = torch.arange(tokens.shape[1], device=tokens.device)
-    return Drafts(torch.where(column < lengths[:, None], tokens, 0), lengths, None), is_found.int()
+    return Drafts(torch.where(column < lengths[:, None], tokens, 0), lengths), is_found.int()
 
 
 def looked_up(state: DeviceState, seats: Tensor, width: int) -> tuple[Tensor, Tensor]:

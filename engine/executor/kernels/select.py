@@ -47,7 +47,7 @@ def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeT
     path_size = table.tokens.shape[2]
     paths = table.tokens.gather(1, row[:, :, None].expand(-1, -1, path_size))[:, 0]
     tokens = paths.gather(1, columns.clamp(max=path_size - 1).expand(len(paths), -1))
-    return Drafts(torch.where(columns < sizes[:, None], tokens, 0), sizes, None)
+    return Drafts(torch.where(columns < sizes[:, None], tokens, 0), sizes)
 
 
 def _select_kernel(state: DeviceState, request_slots: Tensor, table: OutcomeTable, width: int) -> Drafts:
@@ -63,7 +63,7 @@ def _select_kernel(state: DeviceState, request_slots: Tensor, table: OutcomeTabl
         tokens, sizes, rows, width,
         next_power_of_2(rows), next_power_of_2(max(1, width)), num_warps=1,
     )  # fmt: skip
-    return Drafts(tokens, sizes, None)
+    return Drafts(tokens, sizes)
 
 
 @kernel()

@@ -90,14 +90,11 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     assert refused(ask(session, batch=claims), "batch.verified[0] is 1; the sequence's last draft had 0 tokens")
     claims.verified = pack(array([0xFFFF_FFFF]), "u4")
     assert refused(ask(session, batch=claims), "batch.verified[0] is 4294967295")
-    claims.verified, claims.accepted = pack(array([0]), "u4"), pack(array([1]), "u4")
-    assert refused(ask(session, batch=claims), "batch.accepted[0] is 1, of 0 verified")
     new = batch({2: ()}, verified=1)
     assert refused(ask(session, starts=[start(2, [1])], batch=new), "the sequence's last draft had 0 tokens")
     no_draft = "finishes[0].verified is 1; the sequence's last draft had 0 tokens"
     assert refused(ask(session, finishes=[finish(1, verified=1)]), no_draft)
     assert refused(ask(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
-    assert refused(ask(session, finishes=[finish(1, accepted=1)]), "finishes[0].accepted is 1, of 0 verified")
     for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
         assert refused(ask(session, batch=batch({1: ()}, cost=cost)), f"batch.cost is {cost}")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
@@ -149,7 +146,7 @@ def test_a_damaged_request_is_refused_or_answered_and_the_session_lives_on(share
     whole = pb.DraftRequest(
         step=3,
         starts=[start(2, [1, 2], session="s", request="r")],
-        finishes=[finish(3, [2], verified=1, accepted=1, steps=1)],
+        finishes=[finish(3, [2], verified=1, steps=1)],
         batch=batch({1: [6], 2: ()}, verified=0),
         counters=pb.ClientCounters(timeouts=3, reconnects=1),
     )
@@ -200,7 +197,7 @@ def test_what_the_service_has_is_what_it_was_told(shared, actions):
 
 def test_the_steps_of_sequences_count(namespace, session):
     ask(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
-    ask(session, finishes=[finish(1, [6, 5, 8], verified=2, accepted=2)])
+    ask(session, finishes=[finish(1, [6, 5, 8], verified=2)])
     assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
     several = batch({2: [1, 1]})
     several.steps = pack(array([2]), "u4")

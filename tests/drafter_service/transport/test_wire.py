@@ -18,7 +18,6 @@ def progress(committed, cost=None):
         tokens=np.array([token for run in committed for token in run], np.uint32),
         offsets=offsets_of(np.array([len(run) for run in committed], np.uint32)),
         verified=verified,
-        accepted=verified // 2,
         max_draft=verified + 1,
         cost=cost,
     )
@@ -83,9 +82,7 @@ def test_malformed_batches_are_refused_by_field(message, reason):
         read_batch(message)
 
 
-@given(
-    st.binary(max_size=24), st.sampled_from(["sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft"])
-)
+@given(st.binary(max_size=24), st.sampled_from(["sequence_ids", "tokens", "offsets", "verified", "max_draft"]))
 def test_any_bytes_in_any_field_are_read_or_refused(data, field):
     try:
         read = read_batch(changed(**{field: data}))

@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.cache import PagedCache, as_stored
-from engine.attention.kernels import Kernels, assign
+from engine.attention.calls import assign
 from engine.attention.layout import (
-    block_tables,
     cut,
     flat_mask,
     indptr,
     last_page_lengths,
-    packed_rows,
     paged_keys,
     rows_of,
 )
@@ -71,12 +69,10 @@ def test_pieces_cover_a_batch_and_say_what_each_token_sees(data, page_size):
     row = 0
     for piece in pieces:
         # As a mask among a piece's tokens.
-        own = flat_mask([piece], with_context=False).reshape(piece.length, piece.length)
-        whole = flat_mask([piece], with_context=True).reshape(piece.length, piece.keys)
+        own = flat_mask([piece]).reshape(piece.length, piece.length)
         assert own.any(axis=1).all()
-        for seen, everything in zip(own, whole, strict=True):
+        for seen in own:
             assert set(range(piece.context)) | set(piece.context + np.flatnonzero(seen)) == sees[row]
-            assert set(np.flatnonzero(everything)) == sees[row]
             assert piece.pages is span_at(batch, row).pages
             row += 1
 
@@ -89,7 +85,6 @@ def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
     for lengths in ([piece.keys for piece in pieces], [piece.context for piece in pieces]):
         keys = paged_keys(tables, lengths, page_size)
         assert all(array.dtype == np.int32 for array in keys)
-        table = block_tables(tables, lengths, page_size)
         for index, length in enumerate(lengths):
             begin, end = keys.indptr[index : index + 2]
             assert end > begin
@@ -97,7 +92,6 @@ def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
             assert (end - begin - 1) * page_size + keys.last_page_len[index] == length
             expected = slots_of(tables[index], range(length), page_size)
             assert slots_of(keys.indices[begin:end].tolist(), range(length), page_size) == expected
-            assert slots_of(table[index].tolist(), range(length), page_size) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 40)), min_size=1), PAGE_SIZES)
@@ -115,38 +109,21 @@ def test_true_lengths_fit_into_the_plan_of_their_upper_bounds(lengths, page_size
 
 
 @given(st.data())
-def test_packed_rows_hold_a_bit_for_each_token_of_the_draft(data):
+def test_every_piece_is_in_one_call_that_can_do_it(data):
     batch, _ = data.draw(batches(16))
     pieces = cut(batch)
-    packed = packed_rows(pieces)
-    longest = max(piece.length for piece in pieces)
-    assert packed.shape == (len(batch.tokens), -(-longest // 32) * 2)
-    row = 0
-    for piece in pieces:
-        for mask in flat_mask([piece], with_context=False).reshape(piece.length, -1):
-            number = sum(int(word) << (16 * index) for index, word in enumerate(packed[row]))
-            assert number == sum(1 << int(seen) for seen in np.flatnonzero(mask))
-            row += 1
-
-
-@given(st.data(), st.sampled_from(["prefill", "xqa"]), st.sampled_from(["merge", "mask"]), st.booleans())
-def test_every_piece_is_in_one_call_that_can_do_it(data, paths, trees, singles_apart):
-    batch, _ = data.draw(batches(16))
-    pieces = cut(batch)
-    calls = assign(pieces, Kernels(paths, trees, singles_apart))
+    calls = assign(pieces)
     assert sorted(piece.start for members in calls.values() for piece in members) == [piece.start for piece in pieces]
     for kind, members in calls.items():
         assert [piece.start for piece in members] == sorted(piece.start for piece in members)
         for piece in members:
-            assert (piece.sees is not None) == (kind == trees)
+            assert (piece.sees is not None) == (kind == "merge")
             assert kind != "decode" or piece.length == 1
-            assert kind != "xqa" or piece.length <= 64
         rows = np.arange(len(batch.tokens))[rows_of(members)]
         assert rows.tolist() == [row for piece in members for row in range(piece.start, piece.start + piece.length)]
-    if all(piece.length == 1 for piece in pieces) and paths == "prefill":
-        assert calls.keys() == {"decode"}
-    if paths == "prefill" and not singles_apart:
-        assert {"prefill", "decode"} - calls.keys()
+    if all(piece.length == 1 for piece in pieces):
+        assert "prefill" not in calls
+    assert {"prefill", "decode"} - calls.keys()
 
 
 def test_indptr_begins_with_0():

@@ -31,7 +31,7 @@ class Recorder:
         path = Path(np.array([1], np.uint32), np.array([0.5], np.float32))
         return DraftBatch.from_paths([path] * len(progress.sequence_ids))
 
-    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
         self.calls.append(("finish", sequence_id, tokens.tolist(), verified, learn))
 
     def close(self):

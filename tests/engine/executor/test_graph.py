@@ -105,7 +105,7 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
     for row, sequence in zip(tokens, sequences, strict=False):
         row[: len(sequence.draft)] = sequence.draft
     lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32, device=device)
-    drafts = Drafts(torch.from_numpy(tokens).to(device), lengths, None)
+    drafts = Drafts(torch.from_numpy(tokens).to(device), lengths)
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
     ones = torch.ones(batch, dtype=torch.int32, device=device)
     inputs = build_inputs(state, seats, ones, drafts, starts, shape.rows, PAGE_SIZE)

@@ -39,7 +39,7 @@ class SlowDrafter(NoDrafter):
         self._clock[0] += 2
         return super().draft(progress)
 
-    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
         self._clock[0] += 4
 
 

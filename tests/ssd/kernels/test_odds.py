@@ -153,7 +153,7 @@ def requests_of_which_some_are_repeated(steps, bug=None):
             taught_with(
                 drafter,
                 lambda step=step, committed=committed, came=came: drafter.finish(
-                    step, committed, verified=1, accepted=int(came), learn=False
+                    step, committed, verified=1, learn=False
                 ),
                 bug,
             )
@@ -242,7 +242,7 @@ def test_the_pace_follows_what_steps_yield_and_cost():
         drafter.start(1, array([1, 2, 3] * 20))
         assert len(drafter.draft(progress_of({1: []}, limit=2)).tokens) == 2
         for _ in range(5000):
-            drafts = drafter.draft(progress_of({1: [1, 2, 3]}, limit=2, verified=2, accepted=2))
+            drafts = drafter.draft(progress_of({1: [1, 2, 3]}, limit=2, verified=2))
             assert drafts.tokens.tolist() == [1, 2]
         assert drafter.corpus.odds.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
 

@@ -11,14 +11,12 @@ LONG = {"seats", "out_tokens", "out_positions", "out_slots", "out_seats"}
 HOPPER = GPUTarget("cuda", 90, 32)
 DRAFTED = {
     "tokens": "*i64",
-    "parents": "*i32",
     "starts": "*i32",
     "counts": "*i32",
     "scheduled": "*i32",
     "seats": "*i64",
 }
 STATE = {"lengths": "*i32", "computed": "*i32", "last_tokens": "*i32", "history": "*i32", "history_stride": "i32"}
-OUT = {"out_tokens": "*i32", "out_rows": "*i32", "out_counts": "*i32", "width": "i32"}
 
 
 def compile_kernel(kernel, signature, constants, warps):
@@ -27,10 +25,8 @@ def compile_kernel(kernel, signature, constants, warps):
     triton.compile(source, target=HOPPER, options={"num_warps": warps})
 
 
-for is_tree in (False, True):
-    shape = {"IS_TREE": is_tree, "BLOCK": 32}
-    common = {**DRAFTED, **STATE, **OUT}
-    compile_kernel(verify_triton._verify, {"chosen": "*i64", **common}, shape, 1)
+shape = {"chosen": "*i64", **DRAFTED, **STATE, "out_tokens": "*i32", "out_counts": "*i32", "width": "i32"}
+compile_kernel(verify_triton._verify, shape, {"BLOCK": 32}, 1)
 
 texts = {"seats": "*i64", "lengths": "*i32", "history": "*i32", "history_stride": "i32"}
 drafts = {"out_tokens": "*i32", "out_counts": "*i32", "width": "i32"}

@@ -9,7 +9,6 @@ from engine.executor.device_state import NOT_RECORDED, DeviceState
 from engine.executor.kernels.drafted import Drafts
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import NO_TOKENS, Sequence
-from engine.speculation.draft_tree import DraftTree
 
 VOCAB = 3
 """Few tokens, so that drafts are often right."""
@@ -29,7 +28,7 @@ def new_sequence(rng):
     return sequence
 
 
-def give_drafts(sequences, rng, most, *, trees):
+def give_drafts(sequences, rng, most):
     """Schedule all or some of what is to run, with any draft behind it that fits."""
     for sequence in sequences:
         left = len(sequence) - sequence.computed
@@ -38,8 +37,6 @@ def give_drafts(sequences, rng, most, *, trees):
         if sequence.completes_prompt:
             size = int(rng.integers(0, min(most, sequence.room - 1) + 1))
             sequence.draft = rng.integers(0, VOCAB, size).astype(np.uint32)
-            if size and trees:
-                sequence.tree = DraftTree(np.array([rng.integers(-1, node) for node in range(size)], np.int32))
 
 
 def state_of(sequences, device):
@@ -51,19 +48,16 @@ def state_of(sequences, device):
     return state, torch.tensor(places, dtype=torch.int64, device=device)
 
 
-def padded_drafts(sequences, most, device, *, trees, rng):
+def padded_drafts(sequences, most, device, *, rng):
     """With anything where there is no draft, and drafts for sequences that have no room for them."""
     tokens = rng.integers(0, VOCAB, (len(sequences), most)).astype(np.int32)
-    parents = rng.integers(-1, most, (len(sequences), most)).astype(np.int32)
     lengths = np.zeros(len(sequences), np.int32)
     for index, sequence in enumerate(sequences):
         size = len(sequence.draft)
         tokens[index, :size] = sequence.draft
-        parents[index, :size] = np.arange(-1, size - 1) if sequence.tree is None else sequence.tree.parents
         is_cut = not sequence.completes_prompt or size == sequence.room - 1
         lengths[index] = most if is_cut else size
-    drafts = Drafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths, parents)))
-    return drafts if trees else drafts._replace(parents=None)
+    return Drafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths)))
 
 
 def history_of(sequence):

@@ -8,10 +8,8 @@ from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import inputs_torch as made
 from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.inputs_torch import depths
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
-from engine.speculation.draft_tree import DraftTree
 from tests.engine.executor.kernels.backends import interpreted_kernels, planted
 from tests.engine.executor.kernels.hosted import (
     PAGE_SIZE,
@@ -33,19 +31,19 @@ def on(device):
     return device
 
 
-def random_step(seed, device, trees):
+def random_step(seed, device):
     """Sequences with drafts and pages, their state, and what the device is given for a step, with rows to spare."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     most = int(rng.integers(0, 7))
-    give_drafts(sequences, rng, most, trees=trees)
+    give_drafts(sequences, rng, most)
     free = iter(rng.permutation(PAGES).tolist())
     for sequence in sequences:
         held = sequence.computed + sequence.scheduled + len(sequence.draft)
         sequence.pages = [next(free) for _ in range(-(-held // PAGE_SIZE))]
     state, seats = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
-    drafts = padded_drafts(sequences, most, device, trees=trees, rng=rng)
+    drafts = padded_drafts(sequences, most, device, rng=rng)
     widths = [sequence.scheduled + len(sequence.draft) + int(rng.integers(0, 3)) for sequence in sequences]
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
     return sequences, state, (seats, scheduled, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
@@ -61,7 +59,7 @@ def matches(sequences, inputs):
     row_tokens = drafted.tokens.tolist()
     good = inputs.contexts.tolist() == [sequence.computed for sequence in sequences]
     good &= drafted.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
-    for index, (sequence, span) in enumerate(zip(sequences, batch.spans, strict=True)):
+    for index, span in enumerate(batch.spans):
         own = slice(span.start, span.start + span.length)
         rows = slice(starts[index], starts[index + 1])
         pad = starts[index + 1] - starts[index] - span.length
@@ -76,9 +74,6 @@ def matches(sequences, inputs):
         start = int(drafted.starts[index])
         good &= [start] * min(count, 1) == [row - span.start + starts[index] for row in wanted[:1].tolist()]
         good &= row_tokens[start : start + count] == batch.tokens[wanted].tolist()
-        if drafted.parents is not None and count:
-            parents = np.arange(-1, count - 2) if sequence.tree is None else sequence.tree.parents
-            good &= drafted.parents[start + 1 : start + count].tolist() == parents.tolist()
     behind = slice(starts[-1], None)
     return (
         good
@@ -89,10 +84,9 @@ def matches(sequences, inputs):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("trees", [False, True], ids=["paths", "trees"])
-def test_inputs_are_those_of_the_batch(device, trees):
+def test_inputs_are_those_of_the_batch(device):
     for seed in range(100):
-        sequences, state, step = random_step(seed, on(device), trees)
+        sequences, state, step = random_step(seed, on(device))
         inputs = build_inputs(state, *step)
         assert matches(sequences, inputs)
 
@@ -102,22 +96,20 @@ FAULTS = {
     "an empty sequence takes the next one's rows": ("right=True", "right=False"),
     "drafts beyond the room": ("torch.minimum(drafts.lengths, room - 1)", "drafts.lengths"),
     "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(runs > 0, torch.minimum"),
-    "positions of trees are places": ("state.lengths[seat] - 1 + ahead", "places"),
-    "pages by position": ("state.page_tables, seat, places", "state.page_tables, seat, positions"),
+    "pages of another token": ("state.page_tables, seat, places", "state.page_tables, seat, places + 1"),
     "rows that produce begin early": ("starts[:-1] + scheduled - 1", "starts[:-1] + scheduled - 2"),
-    "too few rounds": ("parents.shape[1].bit_length()", "(parents.shape[1].bit_length() - 1)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, tmp_path):
     module = planted(made, *FAULTS[fault], tmp_path)
-    steps = [random_step(seed, "cpu", True) for seed in range(100)]
+    steps = [random_step(seed, "cpu") for seed in range(100)]
     assert not all(matches(sequences, module.build_inputs(state, *step)) for sequences, state, step in steps)
 
 
 def kernel_agrees(module, seed):
-    sequences, state, step = random_step(seed, "cpu", False)
+    sequences, state, step = random_step(seed, "cpu")
     return matches(sequences, module.build_inputs(state, *step))
 
 
@@ -152,20 +144,12 @@ def test_seats_of_nobody_and_of_ended_sequences_do_nothing():
     state.rise(0)
     state.limits[1] = 5
     seats = torch.tensor([0, 1, state.idle, state.idle])
-    drafts = padded_drafts([sequence] * 4, 3, "cpu", trees=False, rng=np.random.default_rng(0))
+    drafts = padded_drafts([sequence] * 4, 3, "cpu", rng=np.random.default_rng(0))
     drafts, ones = drafts._replace(lengths=torch.full((4,), 3)), torch.ones(4, dtype=torch.int32)
     inputs = build_inputs(state, seats, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
     for left in (inputs.tokens, inputs.positions, inputs.lengths, inputs.drafted.counts, inputs.drafted.scheduled):
         assert not left.any()
     assert (inputs.slots == SCRATCH).all()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 17, 33])
-def test_depths_are_those_of_the_tree(size):
-    rng = np.random.default_rng(size)
-    parents = np.array([[rng.integers(max(-1, node - 2), node) for node in range(size)] for _ in range(50)], np.int32)
-    parents[0] = np.arange(-1, size - 1)
-    assert depths(torch.from_numpy(parents)).tolist() == [DraftTree(row).depths.tolist() for row in parents]
 
 
 def test_pages_are_appended_where_each_table_ends():

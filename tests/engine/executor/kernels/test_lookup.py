@@ -46,7 +46,7 @@ def state_of(texts, device="cpu"):
 def drafts_of(module, texts, width, device="cpu"):
     """What is found for some texts, and for a seat that nobody has."""
     integers = {"dtype": torch.int32, "device": device}
-    none = Drafts(torch.zeros(len(texts) + 1, width, **integers), torch.zeros(len(texts) + 1, **integers), None)
+    none = Drafts(torch.zeros(len(texts) + 1, width, **integers), torch.zeros(len(texts) + 1, **integers))
     spare = torch.full((len(texts) + 1,), width, **integers)
     drafts, found = module.completed(state_of(texts, device), torch.arange(len(texts) + 1, device=device), none, spare)
     tokens, counts = drafts.tokens, drafts.lengths
@@ -153,7 +153,7 @@ def only_where_empty(module, seed):
     count = len(texts)
     lengths, spare = rng.integers(0, 2, count) * rng.integers(0, width + 1, count), rng.integers(0, width + 1, count)
     tokens = np.where(np.arange(width) < lengths[:, None], 9, 0)
-    given = Drafts(*(torch.from_numpy(array.astype(np.int32)) for array in (tokens, lengths)), None)
+    given = Drafts(*(torch.from_numpy(array.astype(np.int32)) for array in (tokens, lengths)))
     # A column of a wider array, as the engine has it.
     column = torch.from_numpy(np.stack((spare, spare + 1), axis=1).astype(np.int32))[:, 0]
     drafts, found = module.completed(state_of(texts), torch.arange(count), given, column)
@@ -179,7 +179,7 @@ def test_no_value_is_looked_at():
     state = DeviceState.empty(3, MAX_LENGTH, 1, 0, torch.device("meta"))
     none = torch.zeros(4, dtype=torch.int32, device="meta")
     drafts, found = lookup.completed(
-        state, torch.arange(4, device="meta"), Drafts(none[:, None].expand(-1, 5), none, None), none
+        state, torch.arange(4, device="meta"), Drafts(none[:, None].expand(-1, 5), none), none
     )
     assert drafts.tokens.shape == (4, 5)
     assert found.shape == (4,)

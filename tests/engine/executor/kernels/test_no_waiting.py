@@ -23,8 +23,7 @@ def materials(device):
     state.temperatures.fill_(0.7)
     state.top_k.fill_(20)
     integers = {"dtype": torch.int32, "device": device}
-    parents = torch.full((BATCH, DRAFT), -1, **integers)
-    drafts = Drafts(torch.zeros(BATCH, DRAFT, **integers), torch.full((BATCH,), DRAFT, **integers), parents)
+    drafts = Drafts(torch.zeros(BATCH, DRAFT, **integers), torch.full((BATCH,), DRAFT, **integers))
     odds = torch.full((BATCH * (DRAFT + 1), VOCAB), 1 / VOCAB, device=device)
     seats = torch.arange(BATCH, device=device)
     starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)
@@ -32,13 +31,12 @@ def materials(device):
 
 
 def step(state, drafts, seats, scheduled, starts, odds, look=lambda tensor: tensor):
-    """A step by each kind of verification; paths and trees; truncated or not."""
-    for shape in (drafts, drafts._replace(parents=None)):
-        for most in (None, 0, 30):
-            inputs = build_inputs(state, seats, look(scheduled), shape, starts, len(odds), PAGE_SIZE)
-            chosen = sampled_tokens(state, inputs, odds.log(), draws=True, most=most)
-            chosen = replayed(state, inputs, chosen)
-            verified = verify.verify(state, inputs.drafted, chosen, DRAFT + 1)
+    """Steps, truncated or not."""
+    for most in (None, 0, 30):
+        inputs = build_inputs(state, seats, look(scheduled), drafts, starts, len(odds), PAGE_SIZE)
+        chosen = sampled_tokens(state, inputs, odds.log(), draws=True, most=most)
+        chosen = replayed(state, inputs, chosen)
+        verified = verify.verify(state, inputs.drafted, chosen, DRAFT + 1)
     return inputs, verified
 
 

@@ -67,11 +67,11 @@ def random_step(seed, device):
         recorded = rng.integers(0, VOCAB, rng.integers(0, 9)).astype(np.uint32) if rng.random() < 0.5 else None
         sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
         sequences[-1].pages = list(range(8))
-    give_drafts(sequences, rng, 4, trees=True)
+    give_drafts(sequences, rng, 4)
     batch = build_batch(sequences, PAGE_SIZE)
     seats_state, seats = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
-    drafts = padded_drafts(sequences, 4, device, trees=True, rng=rng)
+    drafts = padded_drafts(sequences, 4, device, rng=rng)
     starts = torch.nn.functional.pad((scheduled + 4).cumsum(0, dtype=torch.int32), (1, 0))
     inputs = build_inputs(seats_state, seats, scheduled, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
     return sequences, batch, seats_state, inputs, rng
