@@ -14,11 +14,12 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
+from ssd.outcomes import propose_after
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Progress, offsets_of
+from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 NO_LIMIT = np.zeros(1, np.uint32)
 ONE_EACH = np.empty(0, np.uint32)
@@ -174,6 +175,19 @@ class SuffixDrafter:
         self._tell(rows, progress)
         tokens, parents, accept_prob, source, offsets = drafts
         return DraftBatch(tokens[:size], parents[:size], accept_prob[:size], source[:size], offsets)
+
+    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
+        """Draft after each of K possible outcomes of verifying the last drafts, as if it had been committed.
+
+        Changes nothing that later drafts depend on. See `ssd.outcomes`. Raises ValueError as `draft`.
+        """
+
+        def step(rows: np.ndarray, progress: Progress) -> DraftBatch:
+            (tokens, parents, accept_prob, source, offsets), size = self._step(rows, progress)
+            return DraftBatch(tokens[:size], parents[:size], accept_prob[:size], source[:size], offsets)
+
+        rows = self._rows_of(outcomes.sequence_ids.tolist())
+        return propose_after(outcomes, rows, self._sequences, self.stats, step)
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""

@@ -1,4 +1,4 @@
-"""One suite for the embedded and the remote drafter: the same calls, the same drafts, the same refusals."""
+"""One suite for the embedded and the remote drafter: equal drafts and equal errors for equal calls."""
 
 import numpy as np
 import pytest
