@@ -48,21 +48,20 @@ from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import load_trace
 from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
 from engine.attention.backend import choose_backend
-from engine.build import build_engine
 from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.launch import find_device, find_dtype
-from engine.commands.options import ATTENTIONS, DTYPES, LOOPS
-from engine.config import EngineConfig, Loop
+from engine.commands.options import ATTENTIONS, DTYPES
+from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import KINDS, build_drafter, single_kind
+from engine.engine import build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
-from engine.speculation.overlap import furthest
-from ssd.config import MAX_DRAFT, DrafterConfig
+from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
 COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
@@ -81,15 +80,15 @@ class Contest:
         *,
         folder: Path | None = None,
         attention: str = "auto",
-        loop: Loop = "plain",
+        in_flight: int | None = None,
     ) -> None:
-        """`folder`: of the model, if it has one. `attention`: as in `build_engine`. `loop`: as in `EngineConfig`."""
+        """`folder`: of the model. `attention`: as in `build_engine`. `in_flight`: as in `EngineConfig`."""
         self._model = model
         self._items = items
         self._peers = peers
         self._folder = folder
         self._attention = attention
-        self._loop = loop
+        self._in_flight = in_flight
 
     @property
     def size(self) -> int:
@@ -118,12 +117,12 @@ class Contest:
             return self._peers[drafter].run(items, advance)
         weight = self._model.embedding.weight
         config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
-        config = replace(config, loop=self._loop)
-        longest = config.max_draft if self._loop == "plain" else min(furthest(config.max_draft), MAX_DRAFT)
+        config = replace(config, in_flight=self._in_flight)
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
             target = TargetInfo.from_model(self._model, config, self._folder)
-            drafts = build_drafter(drafter, DrafterConfig(max_draft=longest), target, address=address, warn=_warn)
+            drafter_config = DrafterConfig(max_draft=config.max_draft)
+            drafts = build_drafter(drafter, drafter_config, target, address=address, warn=_warn)
             engine = build_engine(
                 self._model,
                 config,
@@ -208,7 +207,7 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
         peer.find_best_cache(items[0])
         notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
     contestants = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
-    contest = Contest(pack(model), items, peers, folder=folder, attention=attention, loop=options.loop)
+    contest = Contest(pack(model), items, peers, folder=folder, attention=attention, in_flight=options.in_flight)
     return contest, [(name, 1) for name in names] + contestants, notes
 
 
@@ -274,7 +273,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="0, greedy")
     add("--rounds", type=positive, default=3, metavar="N", help="3")
     add("--threads", type=positive, metavar="N", help="of PyTorch, for all contestants")
-    add("--loop", choices=LOOPS, default="plain", help="plain; or draft beside the model, or begin steps ahead")
+    add(
+        "--in-flight",
+        type=int,
+        choices=(0, 1),
+        help="steps in flight while the next one is planned (decided at run time)",
+    )
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers as well")
     return parser
 

@@ -83,11 +83,11 @@ def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Call
             clocks[number].began = perf_counter()
             running[engine.add(items[number].request)] = number
         report = engine.step()
-        run.steps.append((report.times, len(report.outcomes)))
-        run.begun_early += report.has_next
-        for outcome in report.outcomes:
-            clocks[running[outcome.sequence_id]].note(len(outcome.tokens))
-        run.drafted = (run.drafted or 0) + sum(outcome.drafted for outcome in report.outcomes)
+        run.steps.append((report.times, len(report.results)))
+        run.begun_early += report.is_ahead
+        for result in report.results:
+            clocks[running[result.sequence_id]].note(len(result.tokens))
+        run.drafted = (run.drafted or 0) + sum(result.drafted for result in report.results)
         for sequence_id, completion in report.finished.items():
             run.outputs[running.pop(sequence_id)] = completion.tokens
             advance()

@@ -1,6 +1,6 @@
 """What the engine does on a GPU, in named parts, against the figures it is meant to reach.
 
-    python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--loop pipelined]
+    python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--in-flight 1]
         [--shape llama3-8b] [--trace FILE.npz]
 
 Weights are random, of a well-known shape; acceptance comes from recorded traffic, whose token ids are renumbered if
@@ -65,7 +65,9 @@ def list_parts(parts: Sequence[Part]) -> None:
 
 def run(parts: Sequence[Part], options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Run the parts one after the other; `path` holds what is known so far, should this process be stopped."""
-    settings = {name: getattr(options, name) for name in ("device", "dtype", "attention", "loop", "shape", "scale")}
+    settings = {
+        name: getattr(options, name) for name in ("device", "dtype", "attention", "in_flight", "shape", "scale")
+    }
     document: dict[str, Any] = {**describe(options.device, options.commit), "settings": settings, "parts": []}
     left = 0.0
     for part in parts:

@@ -74,5 +74,5 @@ def waiting(bench: Bench, name: str, asked: Traffic) -> Waiting:
         seconds, reports = stream.timed(STEPS)
         kernels = stream.recorded(STEPS) if bench.on_gpu else []
     idle = sum(gap for gap in gaps(kernels) if gap >= LEAST_GAP_US) / STEPS if span(kernels) else None
-    early = sum(report.has_next for report in reports) / len(reports)
+    early = sum(report.is_ahead for report in reports) / len(reports)
     return Waiting(1e6 * median(seconds), 1e6 * median(report.times.draft for report in reports), idle, early)

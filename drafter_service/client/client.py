@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import structlog
 
-from drafter_service.auth.client import ClientAccess, Connector
+from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client.connection import ConnectionState, StreamEnd
 from drafter_service.client.grpc_stream import GrpcStream, Stream
 from drafter_service.client.messages import Counters, RefusedError, hello_message
@@ -25,7 +25,7 @@ from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Progress
+from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 if TYPE_CHECKING:  # It imports numba.
     from drafter_service.observability.facts import ModelIdentity
@@ -49,6 +49,10 @@ CHANNEL_OPTIONS = (
     # Each channel connects at once: how long to wait is decided here.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+PROPOSE_ID = (1 << 64) - 1
+"""Id of the sequence that `propose` keeps; no other sequence may have it."""
+NO_TOKENS = np.empty(0, np.uint32)
 
 EXPECTED_ENDS = (grpc.RpcError, RefusedError, WireError, UserError)
 """Exceptions that end streams without a warning in the log."""
@@ -101,6 +105,8 @@ class DrafterClient:
         self._stream: Stream | None = None
         self._is_waiting = False
         """Whether the engine's thread receives the responses."""
+        self._proposed: tuple[np.ndarray, int] | None = None
+        """The context of the last `propose`, uint32 [N], and the length of its draft."""
         self._decided = threading.Event()
         """Set once the service serves this client, or finally does not."""
         self._stopping = threading.Event()
@@ -165,6 +171,48 @@ class DrafterClient:
             self._is_waiting = True
             self._send()
             return Answer(self, turn, self._stream)
+
+    def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
+        """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
+
+        context: token ids, a list or uint32 [N]. max_draft: most tokens; None: as the service is configured. The last
+        context is kept, so that a call whose context extends it sends only the new tokens. Contexts are never learned.
+        Raises ValueError for a reserved or negative token id.
+        """
+        text = np.array(context, np.uint32)
+        limit = (1 << 32) - 1 if max_draft is None else max(0, max_draft)
+        before, verified = self._proposed or (None, 0)
+        added = NO_TOKENS
+        if before is not None and len(before) <= len(text) and np.array_equal(before, text[: len(before)]):
+            added = text[len(before) :]
+        else:
+            if before is not None:
+                self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
+            self._proposed = None
+            self.start(PROPOSE_ID, text, session_id="propose", learn=False)
+        progress = Progress(
+            sequence_ids=np.array([PROPOSE_ID], np.uint64),
+            tokens=added,
+            offsets=offsets_of(np.array([len(added)])),
+            verified=np.array([verified if len(added) else 0], np.uint32),
+            max_draft=np.array([limit], np.uint32),
+        )
+        drafts = self.draft(progress)
+        self._proposed = text, len(drafts.tokens)
+        return drafts
+
+    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
+        """Wait, at most until the deadline, for drafts after each of K possible outcomes of verifying the last drafts.
+
+        Nothing is committed. There is no draft for sequences whose last draft is not the service's last one. Raises
+        ValueError for a sequence that was not started, and for a reserved token id.
+        """
+        self._check_may_call()
+        with self._lock:
+            turn = self._protocol.propose_after(outcomes)
+            self._is_waiting = True
+            self._send()
+        return self._settle(turn, self._stream)
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""

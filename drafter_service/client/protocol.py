@@ -25,9 +25,9 @@ from drafter_service.client.pending import PendingRequests, Phase
 from drafter_service.client.registration import Registration
 from drafter_service.client.sequences import RunningSequences, SequenceInfo, Update
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_NAME_BYTES, WireError, unpack
+from drafter_service.transport.wire import MAX_NAME_BYTES, WireError, outcomes_message, unpack
 from ssd.corpus.ring import check_tokens
-from ssd.types import DraftBatch, Progress, check_verified, offsets_of
+from ssd.types import DraftBatch, Outcomes, Progress, check_verified, offsets_of
 
 COUNTERS_EVERY = 64
 """Batches between two messages with counters."""
@@ -44,12 +44,12 @@ ALL, NONE = slice(None), slice(0)
 class Turn:
     """One step of the engine, from its call to the drafts that it gets."""
 
-    rows: np.ndarray
-    """int64 [B]."""
+    rows: np.ndarray | None
+    """int64 [B]: the sequences that get a draft; None for drafts after possible outcomes, which nothing is based on."""
     limits: np.ndarray
-    """uint32 [B]: how many draft tokens the engine can use."""
+    """uint32 [B] or [K]: how many draft tokens the engine can use."""
     asked: Subset = field(default_factory=lambda: NONE)
-    """The sequences of the batch for which the service was asked."""
+    """The sequences of the batch, or the outcomes, for which the service was asked."""
     step: int | None = None
     """The number of that request; None if the service was not asked."""
 
@@ -116,6 +116,29 @@ class Protocol:
         self._registration.send_running()  # Behind the batch, so that the batch does not wait for it.
         return turn
 
+    def propose_after(self, outcomes: Outcomes) -> Turn:
+        """Ask for drafts after possible outcomes, of the sequences whose last draft is the service's last one.
+
+        Raises ValueError for a sequence that was not started, and for a reserved token id.
+        """
+        check_tokens(outcomes.bonus)
+        rows = self._running.rows(outcomes.sequence_ids.tolist())
+        counts = np.diff(outcomes.offsets.astype(np.int64))
+        turn = Turn(None, outcomes.max_draft.repeat(counts))
+        is_asked = self._running.is_current(rows)
+        if self.pending.may_send and is_asked.any():
+            turn.asked = is_asked.repeat(counts).nonzero()[0]
+            asked = Outcomes(
+                sequence_ids=self._running.wire_ids(rows[is_asked]).astype(np.uint64),
+                offsets=offsets_of(counts[is_asked]),
+                accepted=outcomes.accepted[turn.asked],
+                bonus=outcomes.bonus[turn.asked],
+                max_draft=outcomes.max_draft[is_asked],
+                cost=outcomes.cost,
+            )
+            turn.step = self.pending.ask(pb.DraftRequest(outcomes=outcomes_message(asked)))
+        return turn
+
     def is_settled(self, turn: Turn) -> bool:
         """Whether the drafts have come, or cannot come any more."""
         return turn.step is None or not self.pending.is_waiting(turn.step)
@@ -124,8 +147,9 @@ class Protocol:
         """End a turn and return its drafts, as far as they have come."""
         drafts = self._take_drafts(turn)
         if drafts is None:
-            drafts = DraftBatch.empty(len(turn.rows))
-        self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
+            drafts = DraftBatch.empty(len(turn.limits))
+        if turn.rows is not None:
+            self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
         return drafts
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, learn: bool) -> None:
@@ -210,7 +234,7 @@ class Protocol:
         self._counters.malformed += malformed
         if len(limits) == len(turn.limits):
             return drafts
-        # Sequences that the service does not have get no draft.
+        # The others get no draft.
         sizes = np.zeros(len(turn.limits), np.int64)
         sizes[turn.asked] = drafts.offsets[1:] - drafts.offsets[:-1]
         return replace(drafts, offsets=offsets_of(sizes))

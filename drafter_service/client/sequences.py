@@ -131,6 +131,13 @@ class RunningSequences:
             check_cost(progress.cost)
         return rows
 
+    def rows(self, sequence_ids: list[int]) -> np.ndarray:
+        """Return the rows of sequences, int64 [B]. Raises ValueError for one that was not started."""
+        try:
+            return np.array([self.row_of[sequence_id] for sequence_id in sequence_ids], np.int64)
+        except KeyError as missing:
+            raise ValueError(f"sequence {missing.args[0]} was not started") from None
+
     def add(self, sequence_id: int, info: SequenceInfo) -> int:
         """Add a sequence, not registered yet; returns its row."""
         self._last_ids = None
@@ -200,6 +207,15 @@ class RunningSequences:
     def are_current(self, rows: np.ndarray) -> bool:
         """Whether what the engine reports now is all that the service lacks of these sequences."""
         return bool(0 < len(rows) == np.count_nonzero(self._table[IS_CURRENT, rows]))
+
+    def is_current(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the service has all of each sequence, and made its last draft, bool [B]."""
+        current: np.ndarray = self._table[IS_CURRENT, rows] != 0
+        return current
+
+    def wire_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Ids of the sequences at the service, int64 [B]."""
+        return self._table[WIRE_ID, rows]
 
     def forward(self, rows: np.ndarray, progress: Progress) -> Update:
         """Do what `commit` and `take_unsent` do, for sequences that are current."""

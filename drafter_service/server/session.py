@@ -22,7 +22,7 @@ from drafter_service.transport.messages import (
     read_start,
 )
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes
-from ssd.drafter import Opening
+from ssd.base import Opening
 from ssd.stats import STEPS
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
@@ -216,7 +216,7 @@ class Session:
         if len(committed):
             self.namespace.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
-            text = np.concatenate([indexing.opening.text[running.lead :], committed])
+            text = np.concatenate([indexing.opening.learned, committed])
             self.namespace.learn(text, running.request_id)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:

@@ -11,8 +11,8 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.control import AccessControl, Context, Visit
-from drafter_service.auth.rights import Right
+from drafter_service.auth.callers import Right
+from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
 from drafter_service.server.namespace import ClosedError, IdentityError, Stream
 from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces
 from drafter_service.server.session import Session, error_response
@@ -61,7 +61,10 @@ class DraftStreams:
         stream = Stream(cast("asyncio.Task[object]", asyncio.current_task()))
         self.streams.add(stream)
         try:
-            async with self._access.admit(context) as visit, aclosing(self._serve(requests, visit, stream)) as served:
+            async with (
+                self._access.authorize(context) as authorized,
+                aclosing(self._serve(requests, authorized, stream)) as served,
+            ):
                 async for response in served:
                     stream.is_answering = True
                     yield response
@@ -85,7 +88,7 @@ class DraftStreams:
             stream.end()
 
     async def _serve(
-        self, requests: AsyncIterator[bytes], visit: Visit, stream: Stream
+        self, requests: AsyncIterator[bytes], authorized: AuthorizedCall, stream: Stream
     ) -> AsyncGenerator[pb.DraftResponse, None]:
         first = await anext(aiter(requests), None)
         if first is None:
@@ -100,17 +103,17 @@ class DraftStreams:
             )
         model = read_model(hello.model)
         name = hello.namespace or default_namespace(model)
-        visit.require(Right.READ, name)
+        authorized.require(Right.READ, name)
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model, hello.policy))
             session = Session(namespace, self._limits)
             namespace.streams.add(stream)
             try:
-                response = self._answer(session, request, visit, is_first=True)
-                response.welcome.CopyFrom(_welcome(session, visit, self._limits))
+                response = self._answer(session, request, authorized, is_first=True)
+                response.welcome.CopyFrom(_welcome(session, authorized, self._limits))
                 yield response
                 async for data in requests:
-                    yield self._answer(session, _parsed(data), visit)
+                    yield self._answer(session, _parsed(data), authorized)
             except asyncio.CancelledError:
                 if namespace.is_closed:
                     raise ClosedError(f"namespace {name!r} was dropped") from None
@@ -120,11 +123,11 @@ class DraftStreams:
                 session.close()
 
     def _answer(
-        self, session: Session, request: pb.DraftRequest | None, visit: Visit, *, is_first: bool = False
+        self, session: Session, request: pb.DraftRequest | None, authorized: AuthorizedCall, *, is_first: bool = False
     ) -> pb.DraftResponse:
         """Return the response to a request. Raises AccessDeniedError once the caller's rights are gone."""
         name = session.namespace.name
-        visit.require(Right.READ, name)
+        authorized.require(Right.READ, name)
         if request is None:
             message = f"the message is not a DraftRequest of ssd.drafter.v1 with at most {MAX_FIELDS} sequences"
             response = error_response(0, grpc.StatusCode.INVALID_ARGUMENT, message)
@@ -132,7 +135,7 @@ class DraftStreams:
             message = "hello is only valid in the first request of a stream"
             response = error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
         else:
-            response = session.answer(request, may_learn=visit.caller.may(Right.LEARN, name))
+            response = session.answer(request, may_learn=authorized.caller.may(Right.LEARN, name))
         self.refused += response.HasField("error")
         return response
 
@@ -149,13 +152,13 @@ def _parsed(data: bytes) -> pb.DraftRequest | None:
     return request
 
 
-def _welcome(session: Session, visit: Visit, limits: Limits) -> pb.Welcome:
+def _welcome(session: Session, authorized: AuthorizedCall, limits: Limits) -> pb.Welcome:
     namespace = session.namespace
     return pb.Welcome(
         protocol=PROTOCOL,
         namespace=namespace.name,
         policy=namespace.config.policy,
-        may_learn=visit.caller.may(Right.LEARN, namespace.name),
+        may_learn=authorized.caller.may(Right.LEARN, namespace.name),
         max_draft=session.max_draft,
         max_sequences=limits.sequences,
         max_tokens=limits.stream_tokens,

@@ -12,7 +12,8 @@ from engine.scheduling.request import Completion, FinishReason, Request
 from ssd.types import Source
 
 if TYPE_CHECKING:
-    from engine.engine import Engine, Outcome, StepReport
+    from engine.engine import Engine, StepReport
+    from engine.scheduling.plan import SequenceResult
 
 SOURCES = tuple(source.name.lower() for source in Source)
 
@@ -23,7 +24,7 @@ class Tally:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._steps = self._prompt_tokens = self._cached_tokens = self._generated = self._learned = 0
-        self._outcomes = self._drafts = self._drafted = self._accepted = 0
+        self._sequence_steps = self._drafts = self._drafted = self._accepted = 0
         positions = engine.max_draft
         self._drafted_at = np.zeros(positions, np.int64)
         self._accepted_at = np.zeros(positions, np.int64)
@@ -43,13 +44,13 @@ class Tally:
         """The engine made a step."""
         self._steps += 1
         step_tokens = 0
-        drafts: list[Outcome] = []
-        for outcome in report.outcomes:
-            self._outcomes += 1
-            step_tokens += len(outcome.tokens) + self._prompts.pop(outcome.sequence_id, 0)
-            self._generated += len(outcome.tokens)
-            if outcome.drafted:
-                drafts.append(outcome)
+        drafts: list[SequenceResult] = []
+        for result in report.results:
+            self._sequence_steps += 1
+            step_tokens += len(result.tokens) + self._prompts.pop(result.sequence_id, 0)
+            self._generated += len(result.tokens)
+            if result.drafted:
+                drafts.append(result)
         if step_tokens:
             self._step_tokens[bisect_left(STEP_TOKENS, step_tokens)] += 1
             self._step_tokens_sum += step_tokens
@@ -76,7 +77,7 @@ class Tally:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated,
-            sequence_steps=self._outcomes,
+            sequence_steps=self._sequence_steps,
             drafts=self._drafts,
             drafted=self._drafted,
             accepted=self._accepted,
@@ -86,19 +87,19 @@ class Tally:
             accepted_from=dict(zip(SOURCES, self._accepted_from.tolist(), strict=True)),
             learned_tokens=self._learned,
             corpus=self._corpus(),
-            pages_used=1 - scheduler.pages.free / scheduler.pages.count,
+            pages_used=1 - scheduler.pages.free_count / scheduler.pages.count,
             pages=scheduler.pages.count,
         )
 
-    def _note_drafts(self, drafts: list[Outcome]) -> None:
+    def _note_drafts(self, drafts: list[SequenceResult]) -> None:
         self._drafts += len(drafts)
-        for outcome in drafts:
-            self._drafted += outcome.drafted
-            self._accepted += outcome.accepted
-            self._drafted_at[: outcome.depth] += 1
-            self._accepted_at[: outcome.accepted] += 1
-        self._drafted_from += _by_source([outcome.sources for outcome in drafts])
-        self._accepted_from += _by_source([outcome.sources[outcome.kept] for outcome in drafts])
+        for result in drafts:
+            self._drafted += result.drafted
+            self._accepted += result.accepted
+            self._drafted_at[: result.max_accepted] += 1
+            self._accepted_at[: result.accepted] += 1
+        self._drafted_from += _by_source([result.sources for result in drafts])
+        self._accepted_from += _by_source([result.sources[result.kept] for result in drafts])
 
     def _corpus(self) -> CorpusFigures | None:
         # The embedded drafter alone has one: of the others some remember nothing, and some elsewhere.

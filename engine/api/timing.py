@@ -35,10 +35,10 @@ class Timing:
         if self._begun:
             for sequence in running:
                 self._schedule(sequence.sequence_id, began)
-        for outcome in report.outcomes:
-            if outcome.sequence_id not in self._first:
-                self._schedule(outcome.sequence_id, began)
-                self._first[outcome.sequence_id] = self._last
+        for result in report.results:
+            if result.sequence_id not in self._first:
+                self._schedule(result.sequence_id, began)
+                self._first[result.sequence_id] = self._last
 
     def ended(self, sequence_id: int) -> RequestTimes:
         """A request ended with the last step."""

@@ -112,11 +112,11 @@ class Worker:
         self._tally.stepped(report)
         self._timing.stepped(began, self._engine.scheduler.running, report)
         events: list[Event] = []
-        for outcome in report.outcomes:
-            ended = report.finished.get(outcome.sequence_id)
+        for result in report.results:
+            ended = report.finished.get(result.sequence_id)
             hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)
-            request_id, shown = self._requests[outcome.sequence_id].request_id, len(outcome.tokens) - hidden
-            events.append(Produced(request_id, outcome.tokens, outcome.accepted, shown, outcome.logprobs))
+            request_id, shown = self._requests[result.sequence_id].request_id, len(result.tokens) - hidden
+            events.append(Produced(request_id, result.tokens, result.accepted, shown, result.logprobs))
         for sequence_id, completion in report.finished.items():
             begun = self._requests.pop(sequence_id)
             self._tally.ended(sequence_id, begun.request, completion)

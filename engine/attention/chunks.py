@@ -35,7 +35,7 @@ class Chunks:
         """
         if len(plan) != FIELDS:
             raise UserError(
-                "FlashInfer plans in a way unknown here; install flashinfer-python 0.7.2, or give --loop plain"
+                "FlashInfer plans in a way unknown here; install flashinfer-python 0.7.2, or give --attention plain"
             )
 
         def numbers(field: int, count: int) -> Tensor:

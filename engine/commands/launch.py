@@ -11,19 +11,17 @@ from typing import Any
 import torch
 
 from engine.attention.backend import check_machine
-from engine.build import USUAL, build_engine
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter, configure
-from engine.engine import Engine
+from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import SamplingParams
-from engine.speculation.overlap import furthest
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
@@ -33,8 +31,6 @@ THREADS_PER_PROCESSOR = 4
 
 def load(options: EngineOptions) -> Decoder:
     """The model, packed. Raises UserError, before it loads anything for what no model can mend."""
-    if options.loop == "pipelined" and options.draft_shape == "tree":
-        raise UserError("--loop pipelined verifies paths alone; give --draft-shape path, or another --loop")
     device = find_device(options.device)
     dtype = find_dtype(options.dtype, device)
     check_machine(options.attention, dtype, device)
@@ -85,10 +81,9 @@ def launch(
         kv_memory_mib=options.kv_memory,
         kv_dtype=options.kv_dtype,
         prefix_cache=options.prefix_cache,
-        loop=options.loop,
+        in_flight=options.in_flight,
     )
-    longest = options.max_draft if options.loop == "plain" else furthest(options.max_draft)
-    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, longest), MAX_DRAFT))
+    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, options.max_draft), MAX_DRAFT))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
@@ -99,7 +94,7 @@ def launch(
     may_draft = options.drafter != "none" and options.max_draft > 0
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
-        usual=_recommended(options.model), say=say,
+        common=_recommended(options.model), notify=say,
     )  # fmt: skip
 
 
@@ -108,4 +103,4 @@ def _recommended(folder: Path) -> SamplingParams:
     defaults = load_generation_defaults(folder)
     names = ("temperature", "top_k", "top_p", "min_p")
     given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
-    return replace(USUAL, **given)
+    return replace(COMMON_SAMPLING, **given)

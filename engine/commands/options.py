@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engine.config import DraftShape, KvDtype, Loop, Verification
+from engine.config import DraftShape, KvDtype, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
 from engine.models.hub import find_model
 from engine.models.shipped import SHIPPED_MODEL
@@ -19,7 +19,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "plain", "flashinfer")
 SHAPES = ("path", "tree")
 KV_DTYPES = ("auto", "fp8")
-LOOPS = ("plain", "overlapped", "pipelined")
 VERIFICATIONS = ("exact", "rejection")
 
 
@@ -49,7 +48,8 @@ class EngineOptions:
     """MiB."""
     kv_dtype: KvDtype
     prefix_cache: bool
-    loop: Loop
+    in_flight: int | None
+    """As in `EngineConfig`."""
     threads: int | None
 
     @classmethod
@@ -114,7 +114,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--draft-shape",
             type=click.Choice(SHAPES),
             default="path",
-            help="Of drafts: without branches or with them; not with --loop pipelined.",
+            help="Of drafts: without branches or with them.",
         ),
         click.option(
             "--verification",
@@ -141,11 +141,10 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             help="Compute what prompts have in common at their start once.",
         ),
         click.option(
-            "--loop",
-            type=click.Choice(LOOPS),
-            default="plain",
-            help="overlapped: draft beside the model's work; pays where drafting has a processor of its own. "
-            "pipelined: begin each step before the one before it is known; for GPUs; verifies no trees.",
+            "--in-flight",
+            type=click.IntRange(0, 1),
+            hidden=True,
+            help="Number of steps in flight while the next one is planned, instead of deciding at run time.",
         ),
         click.option(
             "--threads",

@@ -82,7 +82,7 @@ class DeviceState:
         self.computed[seat] = sequence.computed
         self.limits[seat] = sequence.max_length
         self.last_tokens[seat] = int(sequence.tokens[-1])
-        known = np.concatenate((sequence.tokens, sequence.to_come)).astype(np.int32)
+        known = np.concatenate((sequence.tokens, sequence.recorded_rest)).astype(np.int32)
         self.history[seat] = NOT_RECORDED
         self.history[seat, : len(known)] = on_device(known, self.history.device)
         self.page_tables[seat] = self.scratch_page

@@ -1,64 +1,89 @@
-"""The forward pass of one batch."""
+"""Steps of exactly the tokens that are planned: any request option, prompt chunks, draft paths and trees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
 from torch import Tensor
 
-from engine.attention.base import Attention
-from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
-from engine.executor.batch import Batch
-from engine.executor.kernels.drafted import StepInputs
-from engine.executor.transfer import on_device
-from engine.models.decoder import Decoder
-from engine.models.ops import PLAIN, Ops
+from engine.executor.batch import Batch, build_batch
+from engine.executor.runner import Runner
+from engine.sampling.sampler import Chosen, choose
+from engine.scheduling.plan import NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.speculation.verify import accepted_length, accepted_path
+
+FIRST_ROW = np.arange(1)
+"""The row of the last committed token, from which a sequence without a draft produces."""
 
 
-class Runner:
-    """A model and the attention over its cache."""
+class EagerExecutor:
+    """Runs a step by ordinary calls of PyTorch, and verifies drafts on the host."""
 
-    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
-        self._model = model
-        self._attention = attention
-        self._device = torch.device(device)
-        self._ops = ops
+    def __init__(self, runner: Runner, page_size: int) -> None:
+        self.runner = runner
+        self._page_size = page_size
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
-        tokens, positions, rows = (
-            on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
-        )
-        hidden = self._model(tokens, positions, self._attention.begin(batch), self._ops)
-        return self._model.logits(hidden[rows]).float()
-
-    @torch.inference_mode()
-    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy keys and values between slots of the cache, see `Attention.move`."""
-        self._attention.move(sources, targets)
-
-    def fixed(self, shape: StepShape) -> FixedForward:
-        """The forward of steps of one shape, see `Attention.fixed`."""
-        return FixedForward(self._model, self._attention.fixed(shape), self._ops)
+    def launch(self, plan: StepPlan) -> EagerStep:
+        """Run the forward pass; on a GPU this returns before it has ended."""
+        batch = build_batch(plan.entries, self._page_size)
+        return EagerStep(self.runner, plan, batch, self.runner.forward(batch))
 
 
-class FixedForward:
-    """The forward pass of steps of one shape, by tensors that the host does not look at."""
+class EagerStep:
+    """A step whose forward pass is launched."""
 
-    def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
-        self._model = model
-        self._attention = attention
-        self._ops = ops
+    is_done = True
+    """Reading the logits is a part of the step."""
 
-    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
-        """Before each step, see `FixedAttention.plan`."""
-        self._attention.plan(contexts, rows)
+    def __init__(self, runner: Runner, plan: StepPlan, batch: Batch, logits: Tensor) -> None:
+        self.plan = plan
+        self._runner = runner
+        self._batch = batch
+        self._logits = logits
 
-    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
-        """Logits of all rows, float32 [N, vocab_size]."""
-        attend = self._attention.begin(RaggedRows(inputs.slots, inputs.starts, inputs.contexts, page_tables))
-        hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
-        return self._model.logits(hidden).float()
+    def result(self) -> StepResult:
+        """Choose tokens, verify drafts, and move the keys and values of accepted tree paths together."""
+        entries = self.plan.entries
+        chosen = choose(self._batch, self._logits, entries)
+        rows = kept_rows(self._batch, chosen, entries)
+        self._compact(rows)
+        firsts = self._batch.logit_offsets[:-1].tolist()
+        results = []
+        for index, (entry, own, first) in enumerate(zip(entries, rows, firsts, strict=True)):
+            if len(own) == 0:
+                results.append(SequenceResult(entry, NO_TOKENS, own))
+                continue
+            logprobs = chosen.logprobs.get(index)
+            kept_logprobs = None if logprobs is None else logprobs.at(own)
+            results.append(SequenceResult(entry, chosen.tokens[first + own], own[1:] - 1, kept_logprobs))
+        return StepResult(self.plan, results)
+
+    def _compact(self, kept: list[np.ndarray]) -> None:
+        """Move keys and values of accepted tree paths directly after those of the committed tokens."""
+        batch, moves = self._batch, []
+        for start, span, rows in zip(batch.logit_offsets.tolist(), batch.spans, kept, strict=False):
+            if span.tree is not None and len(rows):
+                from_rows, to_rows = batch.logit_rows[start + rows], batch.logit_rows[start : start + len(rows)]
+                moved = from_rows != to_rows
+                moves.append((batch.slots[from_rows[moved]], batch.slots[to_rows[moved]]))
+        if moves:
+            sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
+            if len(sources):
+                self._runner.move(sources, targets)
+
+
+def kept_rows(batch: Batch, chosen: Chosen, entries: list[SequencePlan]) -> list[np.ndarray]:
+    """Return for each sequence the rows, int64, that yield its tokens: the last committed token's, then those of
+    accepted draft tokens; none for a sequence that does not produce.
+    """
+    kept = []
+    bounds = batch.logit_offsets.tolist()
+    for index, entry in enumerate(entries):
+        first, end = bounds[index], bounds[index + 1]
+        if end - first <= 1:
+            kept.append(FIRST_ROW[: end - first])
+        elif entry.tree is None:
+            kept.append(np.arange(accepted_length(entry.draft, chosen.tokens[first:end]) + 1))
+        else:
+            path = accepted_path(entry.draft, entry.tree.parents, chosen.tokens[first:end])
+            kept.append(np.concatenate(([0], 1 + path)))
+    return kept

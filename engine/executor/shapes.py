@@ -14,6 +14,7 @@ from engine.executor.graph import FixedStep, Kind, Orders
 from engine.executor.transfer import Arriving
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
+from engine.speculation.step_cost import PaddedCost, StepCost
 
 LEAST_DRAFT = 4
 """Rows for drafts that a step has at least, if it has any: a step of 5 tokens takes as long as one of 2."""
@@ -101,6 +102,23 @@ class StepGrid:
     def run(self, orders: Orders, kind: Kind) -> Arriving:
         """Run a step in the least shape that holds it; see `FixedStep.run`."""
         return self.step_of(*self.shape_for(len(orders.seats), sum(orders.rows))).run(orders, kind)
+
+    def padded_rows(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
+        """Return the rows of the smallest shapes that hold these tokens; `tokens` where no shape is large enough."""
+        padded = next(size for size in self.sequences if size >= sequences)
+        sizes = np.array(self.rows_of(padded))
+        # As in `shape_for`.
+        places = np.searchsorted(sizes, np.where(np.equal(tokens, sequences), tokens, np.maximum(tokens, padded + 1)))
+        return np.where(places < len(sizes), sizes[np.minimum(places, len(sizes) - 1)], tokens)
+
+    def measure(self) -> PaddedCost:
+        """Return what steps cost, measured on steps without sequences."""
+        shapes = {rows: sequences for sequences, rows in self.shapes}
+
+        def run(rows: int, _sequences: int) -> None:
+            self.step_of(shapes[rows], rows).run(Orders.nobody(), self.greedy).read()
+
+        return PaddedCost(StepCost.measured(run, sorted(shapes)), self.padded_rows)
 
     def step_of(self, sequences: int, rows: int) -> FixedStep:
         """The step of a shape."""

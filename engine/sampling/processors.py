@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from engine.sampling.penalties import Penalised, penalise
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.plan import SequencePlan
 
 
-def adjusted(logits: Tensor, offsets: np.ndarray, sequences: SequenceOf[Sequence]) -> Tensor:
+def adjusted(logits: Tensor, offsets: np.ndarray, entries: SequenceOf[SequencePlan]) -> Tensor:
     """Logits, float32 [M, V], after all but temperature and truncation; the argument itself if there is nothing to do.
 
-    offsets: int64 [sequences + 1], each sequence's rows; none for one that produces nothing in this step.
+    offsets: int64 [entries + 1], each sequence's rows; none for one that produces nothing in this step.
     """
     own = [
-        (sequence, np.arange(offsets[index], offsets[index + 1]))
-        for index, sequence in enumerate(sequences)
-        if sequence.request.sampling.adjusts and offsets[index] < offsets[index + 1]
+        (entry, np.arange(offsets[index], offsets[index + 1]))
+        for index, entry in enumerate(entries)
+        if entry.sequence.request.sampling.adjusts and offsets[index] < offsets[index + 1]
     ]
     if not own:
         return logits
-    forbidden = [_forbidden(sequence, rows) for sequence, rows in own if sequence.request.sampling.min_tokens]
-    biased = [_biased(sequence, rows) for sequence, rows in own if sequence.request.sampling.logit_bias]
-    penalised = [_penalised(sequence, rows) for sequence, rows in own if sequence.token_counts is not None]
+    forbidden = [_forbidden(entry, rows) for entry, rows in own if entry.sequence.request.sampling.min_tokens]
+    biased = [_biased(entry, rows) for entry, rows in own if entry.sequence.request.sampling.logit_bias]
+    penalised = [_penalised(entry, rows) for entry, rows in own if entry.sequence.token_counts is not None]
     logits = logits.clone()
     if forbidden:
         logits[_on(logits, *_flat(forbidden))] = float("-inf")
@@ -43,25 +43,27 @@ def adjusted(logits: Tensor, offsets: np.ndarray, sequences: SequenceOf[Sequence
     return logits
 
 
-def _forbidden(sequence: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _forbidden(entry: SequencePlan, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows and tokens of ends that come too early."""
+    sequence = entry.sequence
     lacking = sequence.request.sampling.min_tokens - len(sequence.output)
-    early = rows[np.concatenate(([0], sequence.draft_depths)) < lacking]
+    early = rows[np.concatenate(([0], entry.draft_depths)) < lacking]
     ends = sequence.stopping.end_ids
     return np.repeat(early, len(ends)), np.tile(ends, len(early))
 
 
-def _biased(sequence: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _biased(entry: SequencePlan, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, tokens and what is added to them."""
-    bias = sequence.request.sampling.logit_bias
+    bias = entry.sequence.request.sampling.logit_bias
     tokens, values = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
     return np.repeat(rows, len(tokens)), np.tile(tokens, len(rows)), np.tile(values, len(rows))
 
 
-def _penalised(sequence: Sequence, rows: np.ndarray) -> Penalised:
+def _penalised(entry: SequencePlan, rows: np.ndarray) -> Penalised:
+    sequence = entry.sequence
     assert sequence.token_counts is not None
     sampling = sequence.request.sampling
-    seen = sequence.token_counts.along(sequence.draft, sequence.tree)
+    seen = sequence.token_counts.along(entry.draft, entry.tree)
     size = seen.counts.size
     return Penalised(
         rows=np.repeat(rows, len(seen.tokens)),

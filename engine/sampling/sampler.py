@@ -15,7 +15,7 @@ from engine.sampling.logprobs import Logprobs, logprobs_of
 from engine.sampling.noise import choose_tokens, greedy_tokens
 from engine.sampling.processors import adjusted
 from engine.sampling.truncation import Truncation
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.plan import SequencePlan
 
 
 class Chosen(NamedTuple):
@@ -27,29 +27,30 @@ class Chosen(NamedTuple):
     """Of those tokens, by the index of each sequence that asked."""
 
 
-def choose(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:
+def choose(batch: Batch, logits: Tensor, entries: SequenceOf[SequencePlan]) -> Chosen:
     """Choose tokens from the logits of a batch, float32 [rows, V], or take recorded ones in their place."""
     if len(logits) > batch.logit_offsets[-1]:
-        _score_prompts(batch, logits, sequences)
+        _score_prompts(batch, logits, entries)
         logits = logits[: batch.logit_offsets[-1]]
-    tokens = _on_host(chosen_tokens(batch, logits, sequences))
-    _replay(batch, tokens, sequences)
-    return Chosen(tokens, _logprobs(batch, logits, tokens, sequences))
+    tokens = _on_host(chosen_tokens(batch, logits, entries))
+    _replay(batch, tokens, entries)
+    return Chosen(tokens, _logprobs(batch, logits, tokens, entries))
 
 
-def chosen_tokens(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+def chosen_tokens(batch: Batch, logits: Tensor, entries: SequenceOf[SequencePlan]) -> Tensor:
     """The same tokens where the logits are, int64 [M]. logits: float32 [M, V]."""
-    if all(sequence.request.sampling.is_plain_greedy for sequence in sequences):
+    if all(entry.sequence.request.sampling.is_plain_greedy for entry in entries):
         return greedy_tokens(logits)
-    return _drawn(batch, adjusted(logits, batch.logit_offsets, sequences), sequences)
+    return _drawn(batch, adjusted(logits, batch.logit_offsets, entries), entries)
 
 
-def _replay(batch: Batch, tokens: np.ndarray, sequences: SequenceOf[Sequence]) -> None:
+def _replay(batch: Batch, tokens: np.ndarray, entries: SequenceOf[SequencePlan]) -> None:
     """Put recorded tokens in their places, behind every row up to the end of the record."""
-    for index, sequence in enumerate(sequences):
+    for index, entry in enumerate(entries):
+        sequence = entry.sequence
         if sequence.request.recorded is None:
             continue
-        to_come = sequence.to_come
+        to_come = sequence.recorded_rest
         rows = slice(*batch.logit_offsets[index : index + 2].tolist())
         places = batch.positions[batch.logit_rows[rows]] + 1 - len(sequence)
         is_recorded = places < len(to_come)
@@ -61,8 +62,8 @@ def _on_host(tokens: Tensor) -> np.ndarray:
     return tokens.to("cpu").numpy().astype(np.uint32)
 
 
-def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
-    samplings = [sequence.request.sampling for sequence in sequences]
+def _drawn(batch: Batch, logits: Tensor, entries: SequenceOf[SequencePlan]) -> Tensor:
+    samplings = [entry.sequence.request.sampling for entry in entries]
     counts = np.diff(batch.logit_offsets)
     truncation = None
     if any(sampling.truncates for sampling in samplings):
@@ -84,27 +85,29 @@ def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Ten
     return draw_tokens(logits, temperatures, seeds, positions, limits)
 
 
-def _logprobs(batch: Batch, logits: Tensor, tokens: np.ndarray, sequences: SequenceOf[Sequence]) -> dict[int, Logprobs]:
+def _logprobs(
+    batch: Batch, logits: Tensor, tokens: np.ndarray, entries: SequenceOf[SequencePlan]
+) -> dict[int, Logprobs]:
     asked = {
         index: sampling.logprobs
-        for index, sequence in enumerate(sequences)
-        if (sampling := sequence.request.sampling).logprobs is not None
+        for index, entry in enumerate(entries)
+        if (sampling := entry.sequence.request.sampling).logprobs is not None
     }
     return _in_parts(logits, tokens, batch.logit_offsets, asked)
 
 
-def _score_prompts(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+def _score_prompts(batch: Batch, logits: Tensor, entries: SequenceOf[SequencePlan]) -> None:
     """Keep what the model thought of the prompts' tokens that follow the scored rows."""
     first = batch.scored_offsets[0]
-    following = [sequence.tokens[sequence.scored.start + 1 : sequence.scored.stop + 1] for sequence in sequences]
+    following = [entry.sequence.tokens[entry.scored.start + 1 : entry.scored.stop + 1] for entry in entries]
     asked = {
-        index: sequence.request.sampling.prompt_logprobs or 0
-        for index, sequence in enumerate(sequences)
-        if len(sequence.scored)
+        index: entry.sequence.request.sampling.prompt_logprobs or 0
+        for index, entry in enumerate(entries)
+        if len(entry.scored)
     }
     parts = _in_parts(logits[first:], np.concatenate(following), batch.scored_offsets - first, asked)
     for index, part in parts.items():
-        sequences[index].prompt_logprobs.append(part)
+        entries[index].sequence.prompt_logprobs.append(part)
 
 
 def _in_parts(logits: Tensor, tokens: np.ndarray, offsets: np.ndarray, asked: dict[int, int]) -> dict[int, Logprobs]:

@@ -30,8 +30,10 @@ class SequencePlan:
     """The part of a step that belongs to one sequence: committed tokens that run, and a draft after them."""
 
     sequence: Sequence
+    computed: int
+    """Number of tokens that are in the KV cache; with steps in flight, the number that is known to be."""
     scheduled: int
-    """Number of committed tokens that run, beginning with the first one that is not in the KV cache."""
+    """Number of committed tokens that run after those."""
     produces: bool
     """Whether the last committed token is among them, so that the step yields the next one."""
     draft_room: int = 0
@@ -45,6 +47,21 @@ class SequencePlan:
     q_rows: np.ndarray | None = None
     """int32 [k]: row of `StepPlan.q` that each draft token was sampled from, -1 for a deterministic candidate; None if
     all of them are deterministic."""
+
+    in_flight_draft: np.ndarray | None = None
+    """uint32 [k]: what a step in flight verifies for the sequence, so that its last tokens are not known; None if no
+    such step is in flight."""
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits are kept because the log-probabilities of the prompt's next tokens were asked for."""
+        sequence = self.sequence
+        if sequence.request.sampling.prompt_logprobs is None:
+            return range(0)
+        last = len(sequence.request.prompt) - 1
+        done = sum(len(part.tokens) for part in sequence.prompt_logprobs)
+        assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are asked for were not run"
+        return range(done, min(self.computed + self.scheduled, last))
 
     @property
     def draft_depths(self) -> np.ndarray:
@@ -107,6 +124,11 @@ class SequenceResult:
     def accepted(self) -> int:
         """Number of draft tokens that were accepted."""
         return len(self.kept)
+
+    @property
+    def sources(self) -> np.ndarray:
+        """uint8 [drafted]: where each draft token was found, an `ssd.types.Source` each."""
+        return self.plan.sources
 
     @property
     def max_accepted(self) -> int:

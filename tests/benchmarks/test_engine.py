@@ -12,10 +12,9 @@ from benchmarks.serving import Clock, Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import Request, Trace
 from benchmarks.transformers_peer import TransformersPeer, same_model
-from engine.build import build_engine
-from engine.commands.options import LOOPS
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
 from engine.models.loader import checkpoint_views
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.times import StageTimes
@@ -68,8 +67,6 @@ def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
         [
             *SMALL[2:],
             "--no-peers",
-            "--loop",
-            "overlapped",
             "--drafter",
             "none,ssd-remote",
             "--concurrency",
@@ -84,13 +81,12 @@ def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
     assert row["drafted_per_step"] > 0
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_replay_gives_the_recorded_output_whoever_drafts(items, loop):
+def test_a_replay_gives_the_recorded_output_whoever_drafts(items):
     model = random_model(TINY, torch.float32)
     for drafter in ("none", "ngram", "ssd"):
         for concurrency in (1, 2):
             drafts = build_drafter(drafter, DrafterConfig(max_draft=33), warn=print)
-            config = EngineConfig(max_sequences=concurrency, loop=loop)
+            config = EngineConfig(max_sequences=concurrency)
             with closing(build_engine(model, config, drafts)) as engine:
                 run = serve(engine, items, concurrency, lambda: None)
             assert [output.tolist() for output in run.outputs] == [item.request.recorded.tolist() for item in items]

@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from engine.engine import Engine
-from engine.executor.pipeline import PipelinedEngine, build_grid
+from engine.executor.eager import EagerExecutor
 from engine.models.config import ModelConfig
 from engine.scheduling.pages import PagePool
 
@@ -133,27 +133,7 @@ class ChainForward:
         return torch.tensor([scores(row) for row in rows], dtype=torch.float32).view(-1, VOCAB)
 
 
-class FixedPace:
-    """Decides whatever is asked, so that no test depends on how long steps take."""
-
-    def __init__(self, decide):
-        self.decide = decide
-        self.accepted = 0
-
-    @property
-    def waits(self):
-        return self.decide()
-
-    def note(self, host_s, step_s, accepted, produced):
-        assert 0 <= host_s <= step_s
-        assert 0 <= accepted <= produced
-        self.accepted += accepted
-
-
-def chain_engine(config, pages, drafter, budget=None, waits=lambda: False):
-    """An engine on this model, with that many pages; `waits`: whether the pipelined loop does."""
+def chain_engine(config, pages, drafter, budget=None):
+    """An engine on this model, with that many pages."""
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
-    if config.loop != "pipelined":
-        return Engine(MODEL, config, runner, pool, drafter, budget=budget)
-    grid = build_grid(MODEL, config, runner, pool, "cpu")
-    return PipelinedEngine(MODEL, config, runner, pool, drafter, grid, budget=budget, pace=FixedPace(waits))
+    return Engine(MODEL, config, EagerExecutor(runner, PAGE_SIZE), pool, drafter, budget=budget)

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.request import FinishReason, Request, SamplingParams
-from engine.speculation.token_budget import Spent
+from engine.speculation.token_budget import Selection
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
@@ -42,7 +42,7 @@ class StrictDrafter:
         self.paths[sequence_id] = []
 
     def draft(self, progress):
-        assert self.budget is None or not self.budget.rests or not progress.max_draft.any()
+        assert self.budget is None or not self.budget.is_backing_off or not progress.max_draft.any()
         drafts = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
@@ -73,25 +73,22 @@ class StrictDrafter:
         assert text == self.answers[sequence_id][: len(text)]
 
 
-class RestingBudget:
+class RandomBackoff:
     """Lets the drafter be asked in some steps only."""
 
-    def __init__(self, rng, is_late):
+    def __init__(self, rng):
         self.rng = rng
-        self.is_late = is_late
-        """Whether it is told of a step when the next one has begun."""
-        self.rests = False
+        self.is_backing_off = False
 
-    def price(self, tokens, sequences):
+    def cost_of_one_more(self, tokens, sequences):
         return 0.02
 
-    def spend(self, drafts, usable, tokens):
-        return Spent(usable)
+    def select(self, drafts, usable, tokens):
+        return Selection(usable)
 
-    def note(self, tokens, sequences, accepted, seconds, asking, foreign=0):
-        assert self.is_late or asking is None or not self.rests
-        assert self.is_late or not (self.rests and accepted)
-        self.rests = bool(self.rng.random() < 0.5)
+    def record(self, plan, tokens, accepted, seconds):
+        assert not (self.is_backing_off and (plan.asked or accepted))
+        self.is_backing_off = bool(self.rng.random() < 0.5)
 
 
 def random_record(rng):
@@ -109,7 +106,7 @@ def replayed(request):
 class Workload:
     """Arrivals with shared beginnings, tenants, recorded outputs, cancellations, tight memory."""
 
-    def __init__(self, seed, shape="path", loop="plain", rests=False):
+    def __init__(self, seed, shape="path", has_backoff=False):
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
         """How often what the workload is meant to meet has happened."""
@@ -121,16 +118,11 @@ class Workload:
             prefix_cache=bool(rng.random() < 0.85),
             watermark=float(rng.choice([0.0, 0.01, 0.2])),
             draft_shape=shape,
-            loop=loop,
         )
         self.config = config
-        budget = RestingBudget(np.random.default_rng(seed), is_late=loop == "pipelined") if rests else None
-        # A thread of the overlapped loop may be later than what the budget is told next.
-        asked_at_once = None if loop == "overlapped" else budget
-        self.drafter = StrictDrafter(rng, shape, is_told_all=loop == "plain", budget=asked_at_once)
-        pace = np.random.default_rng(seed)
-        waits = lambda: bool(pace.random() < 0.5)  # noqa: E731
-        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget, waits)
+        budget = RandomBackoff(np.random.default_rng(seed)) if has_backoff else None
+        self.drafter = StrictDrafter(rng, shape, is_told_all=True, budget=budget)
+        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget)
         self.records = np.random.default_rng([seed, 1])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
@@ -151,7 +143,7 @@ class Workload:
         while self.engine.scheduler.has_work:
             self.step()
         pages = self.engine.scheduler.pages
-        assert pages.free == pages.count
+        assert pages.free_count == pages.count
         assert not self.drafter.texts
         self.seen["preempted"] += self.engine.scheduler.preemptions
 
@@ -194,28 +186,16 @@ class Workload:
         scheduler = self.engine.scheduler
         alive = [*scheduler.running, *scheduler.waiting]
         before = {sequence: (sequence.computed, len(sequence), sequence.in_flight) for sequence in alive}
-        # What is begun in the pipelined loop is reported a step later.
-        is_late = self.config.loop == "pipelined"
-        decoding = [s for s in scheduler.running if s.computed == len(s) - 1 and (s.in_flight or not is_late)]
+        decoding = [s for s in scheduler.running if s.computed == len(s) - 1]
         report = self.engine.step()
         scheduler.check_integrity()
-        if self.config.loop == "pipelined":
-            self.check_under_way()
+        assert self.engine._speculation.drafter.problems == 0
         self.check_output(report)
         self.check_progress(alive, decoding, before, report)
         for sequence in alive:
             self.check_cache(sequence)
         for sequence in alive:
             self.note_computed(sequence)
-
-    def check_under_way(self):
-        """What may still come of the step that was begun is what its sequences expect."""
-        step = self.engine._under_way
-        begun = {} if step is None else dict(zip(step.sequences, step.most, strict=True))
-        for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
-            assert sequence.in_flight in (0, begun.get(sequence, 0))
-            assert sequence.in_flight or sequence not in begun or sequence.preemptions
-            self.seen["under way"] += sequence.in_flight
 
     def check_output(self, report):
         assert report.committed == sum(map(len, report.tokens.values()))
@@ -240,7 +220,7 @@ class Workload:
 
     def check_cache(self, sequence):
         """What the cache holds for a running sequence, and that it had a right to what it found there."""
-        held = self.engine._runner.held(sequence.pages, sequence.computed) if sequence.pages else []
+        held = self.engine._executor.runner.held(sequence.pages, sequence.computed) if sequence.pages else []
         assert held == self.contents[sequence.sequence_id][: len(held)]
         cached = sequence.cached_tokens
         assert cached < len(sequence.request.prompt)

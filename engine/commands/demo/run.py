@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from drafter_service.client import DrafterClient
-from engine.build import build_engine
 from engine.commands.demo.measure import Measurement, measure
 from engine.commands.demo.page import COLUMNS, render_page, rows
 from engine.commands.demo.sidecar import running_sidecar
@@ -25,6 +24,7 @@ from engine.commands.demo.summary import Part, Summary, summarise
 from engine.commands.demo.workload import WorkItem
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import SamplingParams

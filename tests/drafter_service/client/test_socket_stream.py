@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.auth.client import ClientAccess, Connector
+from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client import DrafterClient
 from drafter_service.client.messages import OutgoingRequest, Registered
 from drafter_service.client.sequences import SequenceInfo
@@ -189,7 +189,7 @@ def test_a_lack_of_descriptors_does_not_select_grpc(socket_address, monkeypatch)
     def refuse(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("drafter_service.auth.client.socket.socket", refuse)
+    monkeypatch.setattr("drafter_service.auth.connector.socket.socket", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         connector.connect_steps(TIMEOUT_S)
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.engine import Outcome, StepReport
+from engine.engine import StepReport
+from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
 from ssd.errors import UserError
 from ssd.types import Source
@@ -34,7 +35,7 @@ class FakeEngine:
 
     @property
     def scheduler(self):
-        pages = SimpleNamespace(free=PAGES - len(self.requests), count=PAGES, page_size=PAGE_SIZE)
+        pages = SimpleNamespace(free_count=PAGES - len(self.requests), count=PAGES, page_size=PAGE_SIZE)
         return SimpleNamespace(
             running=[SimpleNamespace(sequence_id=sequence_id) for sequence_id in self.requests],
             waiting=[],
@@ -64,7 +65,9 @@ class FakeEngine:
             new = list(range(len(out) + 1, min(len(out) + 2, request.sampling.max_tokens) + 1))
             out += new
             tokens = np.array(new, np.uint32)
-            report.outcomes.append(Outcome(sequence_id, tokens, 2, 2, 1, None, SOURCES, np.array([0])))
+            sequence = SimpleNamespace(sequence_id=sequence_id)
+            plan = SequencePlan(sequence, 9, 1, True, draft=np.zeros(2, np.uint32), sources=SOURCES)
+            report.results.append(SequenceResult(plan, tokens, np.array([0])))
             if len(out) == request.sampling.max_tokens:
                 whole = np.array(out, np.uint32)
                 report.finished[sequence_id] = Completion(whole, FinishReason.LENGTH, len(out) // 2, len(out), 1)

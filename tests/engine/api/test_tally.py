@@ -9,22 +9,25 @@ from hypothesis import strategies as st
 
 from engine.api.messages import STEP_TOKENS
 from engine.api.tally import Tally
-from engine.engine import Outcome, StepReport
+from engine.engine import StepReport
+from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason, Request
 from ssd.types import Source
 from tests.engine.api.fake_engine import FakeEngine
 
 
 @st.composite
-def outcomes(draw):
+def results(draw):
     # A remote drafter may say anything of its sources.
     sources = np.array(draw(st.lists(st.sampled_from([*Source, 77]), max_size=2)), np.uint8)
     kept = np.flatnonzero(draw(st.lists(st.booleans(), min_size=len(sources), max_size=len(sources))))
     tokens = np.zeros(len(kept) + draw(st.integers(0, 1)), np.uint32)
-    return Outcome(draw(st.integers(0, 3)), tokens, len(sources), len(sources), len(kept), None, sources, kept)
+    sequence = SimpleNamespace(sequence_id=draw(st.integers(0, 3)))
+    plan = SequencePlan(sequence, 9, 1, True, draft=np.zeros(len(sources), np.uint32), sources=sources)
+    return SequenceResult(plan, tokens, kept)
 
 
-@given(st.lists(st.lists(outcomes(), max_size=5, unique_by=lambda outcome: outcome.sequence_id), max_size=6))
+@given(st.lists(st.lists(results(), max_size=5, unique_by=lambda result: result.sequence_id), max_size=6))
 def test_totals(steps):
     tally = Tally(FakeEngine())
     for sequence_id in range(4):
@@ -33,11 +36,11 @@ def test_totals(steps):
     for step in steps:
         tally.stepped(StepReport(step))
         size = 0
-        for outcome in step:
-            size += len(outcome.tokens) + (10 if outcome.sequence_id not in seen else 0)
-            seen.add(outcome.sequence_id)
-            drafted.update(outcome.sources.tolist())
-            accepted.update(outcome.sources[node] for node in outcome.kept)
+        for result in step:
+            size += len(result.tokens) + (10 if result.sequence_id not in seen else 0)
+            seen.add(result.sequence_id)
+            drafted.update(result.sources.tolist())
+            accepted.update(result.sources[node] for node in result.kept)
         sizes += [size] if size else []
     figures = tally.figures()
     assert figures.drafted_from == {source.name.lower(): drafted[source] for source in Source}

@@ -13,12 +13,12 @@ import torch
 from engine.attention import layout
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.executor.batch import build_batch
-from engine.executor.eager import Runner
+from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
@@ -77,7 +77,7 @@ def moves(rng, sequences):
         end = sequence.computed + sequence.scheduled
         kept = np.flatnonzero(rng.random(len(sequence.draft)) < 0.5)
         for list_, places in ((sources, end + kept), (targets, end + np.arange(len(kept)))):
-            list_ += [sequence.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
+            list_ += [sequence.sequence.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
     return np.array(sources, np.int64), np.array(targets, np.int64)
 
 

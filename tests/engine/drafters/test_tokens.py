@@ -43,7 +43,7 @@ def new_sequence(sequence_id=0):
 
 
 def plan_of(*sequences, room=4):
-    return StepPlan([SequencePlan(sequence, 1, produces=True, draft_room=room) for sequence in sequences])
+    return StepPlan([SequencePlan(each, each.computed, 1, produces=True, draft_room=room) for each in sequences])
 
 
 def run_step(drafter, plan, tokens, drafted=0, kept=0):

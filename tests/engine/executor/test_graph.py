@@ -9,14 +9,12 @@ import torch
 from engine.attention.fixed import StepShape
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
-from engine.drafters.ngram import NgramDrafter
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.eager import Runner
 from engine.executor.graph import FixedStep, Kind, Orders, Result
 from engine.executor.kernels.drafted import Drafts
 from engine.executor.kernels.inputs import build_inputs
+from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
 from engine.models.fused import FusedOps
@@ -26,7 +24,6 @@ from engine.scheduling.request import SamplingParams
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
-from tests.engine.test_core import CONFIG, outputs, requests
 
 PAGES, LONGEST, MOST_DRAFT = 40, 200, 6
 GREEDY = Kind(draws=False, most=None)
@@ -70,7 +67,7 @@ def decoding(rng, count, *, most_draft=MOST_DRAFT):
         draft = rng.integers(1, VOCAB, rng.integers(0, most_draft + 1))
         held = [next(pages) for _ in range(-(-(len(tokens) + len(draft)) // PAGE_SIZE))]
         sequences.append(sequence_of(tokens, held, computed=len(tokens) - 1, draft=draft, sequence_id=index))
-        sequences[-1].max_length = LONGEST
+        sequences[-1].sequence.max_length = LONGEST
     return sequences
 
 
@@ -78,13 +75,13 @@ def fill(runner, sequences):
     """Compute what is to be in the cache."""
     for one in sequences:
         if one.computed:
-            runner.forward(build_batch([sequence_of(one.tokens[:-1], one.pages)], PAGE_SIZE))
+            runner.forward(build_batch([sequence_of(one.sequence.tokens[:-1], one.sequence.pages)], PAGE_SIZE))
 
 
 def state_of(sequences, *, seats=8, device=CPU):
     state = DeviceState.empty(seats, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
     for seat, sequence in enumerate(sequences):
-        state.sit(seat, sequence)
+        state.sit(seat, sequence.sequence)
     return state
 
 
@@ -154,7 +151,7 @@ def orders_for(sequences, *, most=MOST_DRAFT):
     return Orders(
         seats=list(range(len(sequences))),
         paths=[sequence.draft for sequence in sequences],
-        lengths=[len(sequence) for sequence in sequences],
+        lengths=[len(sequence.sequence) for sequence in sequences],
         most=[min(most, len(sequence.draft)) for sequence in sequences],
         spare=[0] * len(sequences),
         contexts=[sequence.computed for sequence in sequences],
@@ -169,14 +166,15 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
     # The first one's draft is right, the second one's wrong, the third has none.
     draft = []
     for _ in range(4):
-        trial = sequence_of(sequences[0].tokens, range(30, 38), draft=draft)
+        trial = sequence_of(sequences[0].sequence.tokens, range(30, 38), draft=draft)
         draft.append(int(runner.forward(build_batch([trial], PAGE_SIZE))[-1].argmax()))
     fill(runner, sequences)
     sequences[0].draft = np.array(draft, np.uint32)
     sequences[1].draft = np.full(4, 299, np.uint32)
     sequences[2].draft = np.empty(0, np.uint32)
     for sequence in sequences:
-        sequence.pages = [*sequence.pages, *range(30 + 2 * sequence.sequence_id, 32 + 2 * sequence.sequence_id)]
+        number = sequence.sequence.sequence_id
+        sequence.sequence.pages += range(30 + 2 * number, 32 + 2 * number)
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE, CopyStream(CPU))
@@ -185,9 +183,9 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
     assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
     assert results[0].tokens[:4].tolist() == draft
     for seat, sequence in enumerate(sequences):
-        length = len(sequence) + len(results[seat].tokens)
+        length = len(sequence.sequence) + len(results[seat].tokens)
         assert int(state.lengths[seat]) == length
-        assert state.history[seat, len(sequence) : length].tolist() == results[seat].tokens.tolist()
+        assert state.history[seat, len(sequence.sequence) : length].tolist() == results[seat].tokens.tolist()
 
 
 @pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
@@ -263,19 +261,3 @@ def test_few_kinds_of_drawing():
 )
 def test_sizes_double_up_to_the_last(first, last, sizes):
     assert doubled(first, last) == sizes
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 32)])
-def test_captured_steps_are_those_that_run_one_by_one(model_folder, kind):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    model = load_model(model_folder, device="cuda")
-    asked = requests(12, temperature=float(kind.draws))
-    if kind.most:
-        asked = [replace(one, sampling=replace(one.sampling, top_k=kind.most)) for one in asked]
-    plain, pipelined = (
-        outputs(build_engine(model, replace(CONFIG, loop=loop), NgramDrafter(), attention="plain"), asked)
-        for loop in ("plain", "pipelined")
-    )
-    assert plain == pipelined

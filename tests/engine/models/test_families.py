@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
-from engine.executor.eager import Runner
+from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import load_config, load_model, save_model

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.build import build_engine
 from engine.commands.demo.workload import read_prompts
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
 from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL

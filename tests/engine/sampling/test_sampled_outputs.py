@@ -13,8 +13,8 @@ from engine.drafters.none import NoDrafter
 from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
 from engine.sampling.penalties import TokenCounts
+from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
-from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
@@ -111,6 +111,7 @@ class MixedDrafter(NoDrafter):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             right = self.texts[sequence_id][self.lengths[sequence_id] :][: self.rng.integers(0, 7)]
             draft = array([*right, *self.rng.integers(0, VOCAB, self.rng.integers(0, 3))])
+            draft = draft[: int(progress.max_draft[index])]
             paths.append(Path(draft, np.ones(len(draft), np.float32)))
         return DraftBatch.from_paths(paths)
 
@@ -123,7 +124,7 @@ class MixedTreeDrafter(MixedDrafter):
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             right = self.texts[sequence_id][self.lengths[sequence_id] :]
-            trees.append(random_tree(self.rng, right, 9, VOCAB))
+            trees.append(random_tree(self.rng, right, int(progress.max_draft[index]), VOCAB))
         return batch_of_trees(trees)
 
 
@@ -206,7 +207,7 @@ def penalties_by_rows(monkeypatch):
 
 
 def minimum_by_rows(monkeypatch):
-    monkeypatch.setattr(Sequence, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
+    monkeypatch.setattr(SequencePlan, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
 
 
 def positions_by_rows(monkeypatch):

@@ -7,8 +7,9 @@ import torch
 
 from engine.executor.device_state import NOT_RECORDED, DeviceState
 from engine.executor.kernels.drafted import Drafts
+from engine.scheduling.plan import NO_TOKENS
 from engine.scheduling.request import Request, SamplingParams
-from engine.scheduling.sequence import NO_TOKENS, Sequence
+from engine.scheduling.sequence import Sequence
 
 VOCAB = 3
 """Few tokens, so that drafts are often right."""
@@ -34,7 +35,8 @@ def give_drafts(sequences, rng, most):
         left = len(sequence) - sequence.computed
         sequence.scheduled = left if rng.random() < 0.7 else int(rng.integers(1, left + 1))
         sequence.draft, sequence.tree = NO_TOKENS, None
-        if sequence.completes_prompt:
+        sequence.produces = sequence.computed + sequence.scheduled == len(sequence)
+        if sequence.produces:
             size = int(rng.integers(0, min(most, sequence.room - 1) + 1))
             sequence.draft = rng.integers(0, VOCAB, size).astype(np.uint32)
 
@@ -55,14 +57,14 @@ def padded_drafts(sequences, most, device, *, rng):
     for index, sequence in enumerate(sequences):
         size = len(sequence.draft)
         tokens[index, :size] = sequence.draft
-        is_cut = not sequence.completes_prompt or size == sequence.room - 1
+        is_cut = not sequence.produces or size == sequence.room - 1
         lengths[index] = most if is_cut else size
     return Drafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths)))
 
 
 def history_of(sequence):
     """What its seat is to know of its text."""
-    known = [*sequence.tokens.tolist(), *sequence.to_come.tolist()]
+    known = [*sequence.tokens.tolist(), *sequence.recorded_rest.tolist()]
     return known + [NOT_RECORDED] * (LONGEST - len(known))
 
 

@@ -6,13 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.engine import _kept_rows
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
+from engine.executor.eager import kept_rows
 from engine.executor.kernels import verify_torch
 from engine.executor.kernels.drafted import Drafted
 from engine.executor.kernels.inputs import build_inputs
 from engine.sampling.sampler import Chosen
+from engine.scheduling.plan import SequencePlan, SequenceResult
 from tests import naive
 from tests.engine.executor.kernels.backends import Backend, planted, triton_module
 from tests.engine.executor.kernels.hosted import (
@@ -27,19 +28,22 @@ from tests.engine.executor.kernels.hosted import (
 
 
 def commit_on_host(sequences, chosen):
-    """What each produces, as the engine's core does it."""
-    batch = build_batch(sequences, PAGE_SIZE)
+    """What each produces, as the eager executor and the engine do it."""
+    entries = [
+        SequencePlan(each, each.computed, each.scheduled, each.produces, draft=each.draft, tree=each.tree)
+        for each in sequences
+    ]
+    batch = build_batch(entries, PAGE_SIZE)
     produced = []
-    for index, (sequence, rows) in enumerate(
-        zip(sequences, _kept_rows(batch, Chosen(chosen, {}), sequences), strict=True)
-    ):
+    for index, (entry, rows) in enumerate(zip(entries, kept_rows(batch, Chosen(chosen, {}), entries), strict=True)):
+        sequence = entry.sequence
+        sequence.computed += sequence.scheduled - sequence.produces
         if len(rows) == 0:
-            sequence.computed += sequence.scheduled
             produced.append([])
             continue
         start = batch.logit_offsets[index]
         tokens = chosen[start + rows]
-        sequence.commit(tokens, len(rows) - 1)
+        sequence.commit(SequenceResult(entry, tokens, rows[1:] - 1))
         produced.append(tokens.tolist())
     return produced
 

@@ -1,0 +1,64 @@
+"""The forward pass of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import Attention
+from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
+from engine.executor.batch import Batch
+from engine.executor.kernels.drafted import StepInputs
+from engine.executor.transfer import on_device
+from engine.models.decoder import Decoder
+from engine.models.ops import PLAIN, Ops
+
+
+class Runner:
+    """A model and the attention over its cache."""
+
+    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
+        self._model = model
+        self._attention = attention
+        self._device = torch.device(device)
+        self._ops = ops
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
+        tokens, positions, rows = (
+            on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
+        )
+        hidden = self._model(tokens, positions, self._attention.begin(batch), self._ops)
+        return self._model.logits(hidden[rows]).float()
+
+    @torch.inference_mode()
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy keys and values between slots of the cache, see `Attention.move`."""
+        self._attention.move(sources, targets)
+
+    def fixed(self, shape: StepShape) -> FixedForward:
+        """The forward of steps of one shape, see `Attention.fixed`."""
+        return FixedForward(self._model, self._attention.fixed(shape), self._ops)
+
+
+class FixedForward:
+    """The forward pass of steps of one shape, by tensors that the host does not look at."""
+
+    def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
+        self._model = model
+        self._attention = attention
+        self._ops = ops
+
+    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
+        """Before each step, see `FixedAttention.plan`."""
+        self._attention.plan(contexts, rows)
+
+    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
+        """Logits of all rows, float32 [N, vocab_size]."""
+        attend = self._attention.begin(RaggedRows(inputs.slots, inputs.starts, inputs.contexts, page_tables))
+        hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
+        return self._model.logits(hidden).float()
