@@ -24,6 +24,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+from ssd.corpus.ring import MAX_TOKEN_ID
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
@@ -179,7 +180,10 @@ class DrafterClient:
         context is kept, so that a call whose context extends it sends only the new tokens. Contexts are never learned.
         Raises ValueError for a reserved or negative token id.
         """
-        text = np.array(context, np.uint32)
+        given = np.asarray(context)
+        if len(given) and not (given.dtype.kind in "iu" and 0 <= given.min() <= given.max() <= MAX_TOKEN_ID):
+            raise ValueError(f"a context is a row of token ids from 0 to {MAX_TOKEN_ID:,}")
+        text = given.astype(np.uint32)
         limit = (1 << 32) - 1 if max_draft is None else max(0, max_draft)
         before, verified = self._proposed or (None, 0)
         added = NO_TOKENS
@@ -205,7 +209,7 @@ class DrafterClient:
         """Wait, at most until the deadline, for drafts after each of K possible outcomes of verifying the last drafts.
 
         Nothing is committed. There is no draft for sequences whose last draft is not the service's last one. Raises
-        ValueError for a sequence that was not started, and for a reserved token id.
+        ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
         self._check_may_call()
         with self._lock:

@@ -119,11 +119,14 @@ class Protocol:
     def propose_after(self, outcomes: Outcomes) -> Turn:
         """Ask for drafts after possible outcomes, of the sequences whose last draft is the service's last one.
 
-        Raises ValueError for a sequence that was not started, and for a reserved token id.
+        Raises ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
         check_tokens(outcomes.bonus)
         rows = self._running.rows(outcomes.sequence_ids.tolist())
-        counts = np.diff(outcomes.offsets.astype(np.int64))
+        bounds = outcomes.offsets.astype(np.int64)
+        counts = bounds[1:] - bounds[:-1]
+        if np.count_nonzero(outcomes.accepted > self._running.offered(rows).repeat(counts)):
+            raise ValueError("an outcome has more accepted tokens than the sequence's last draft")
         turn = Turn(None, outcomes.max_draft.repeat(counts))
         is_asked = self._running.is_current(rows)
         if self.pending.may_send and is_asked.any():

@@ -92,15 +92,15 @@ class Session:
         finishes = [read_finish(message, index) for index, message in enumerate(request.finishes)]
         if finishes:
             self._check_finishes(finishes, new)
-        batch = outcomes = None
+        batch = None
+        outcomes: tuple[DraftBatch, list[int]] | None = None
         if request.HasField("batch"):
             _check_count(request.batch.sequence_ids, "batch")
             batch = read_batch(request.batch)
             self._check_batch(batch, new)
         elif request.HasField("outcomes"):
             _check_count(request.outcomes.sequence_ids, "outcomes")
-            outcomes = read_outcomes(request.outcomes)
-            self._check_outcomes(outcomes)
+            outcomes = self._propose_after(read_outcomes(request.outcomes))
         # Nothing below can fail.
         for start in starts:
             self._start(start)
@@ -111,7 +111,7 @@ class Session:
             drafts, lost_in_batch = self._draft(batch)
             self._make_room()
         elif outcomes is not None:
-            drafts, lost_in_batch = self._propose_after(outcomes)
+            drafts, lost_in_batch = outcomes
         else:
             drafts, lost_in_batch = DraftBatch.empty(0), []
         return pb.DraftResponse(
@@ -151,18 +151,6 @@ class Session:
             raise WireError(
                 f"batch.verified[{index}] is {batch.verified[index]}; the sequence's last draft had "
                 f"{max(0, int(offered[index]))} tokens"
-            )
-
-    def _check_outcomes(self, outcomes: Outcomes) -> None:
-        """Check counts; those of unknown sequences do not matter."""
-        offered = self._drafter.offered_to(outcomes.sequence_ids.tolist())
-        limits = offered.repeat(np.diff(outcomes.offsets))
-        wrong = (limits >= 0) & (outcomes.accepted > limits)
-        if wrong.any():
-            index = int(wrong.argmax())
-            raise WireError(
-                f"outcomes.accepted[{index}] is {outcomes.accepted[index]}; the sequence's last draft had "
-                f"{limits[index]} tokens"
             )
 
     def _start(self, start: StartedSequence) -> None:
@@ -257,24 +245,24 @@ class Session:
         return _spread(self._drafter.draft(_part(batch, ready)), np.array(ready, np.int64), len(ids)), lost
 
     def _propose_after(self, outcomes: Outcomes) -> tuple[DraftBatch, list[int]]:
-        """Return drafts for possible outcomes, and the sequences that are unknown."""
+        """Return drafts for possible outcomes, and the unknown sequences, without any effect. Raises WireError."""
         ids = outcomes.sequence_ids.tolist()
         lost = [sequence_id for sequence_id in ids if sequence_id not in self._sizes]
-        is_ready = np.array([not (each in self._indexing or each not in self._sizes) for each in ids], bool)
-        if is_ready.all():
-            return self._drafter.propose_after(outcomes), lost
+        is_ready = np.array([each in self._sizes and each not in self._indexing for each in ids], bool)
         counts = np.diff(outcomes.offsets)
         is_kept = is_ready.repeat(counts)
-        drafts = self._drafter.propose_after(
-            Outcomes(
-                outcomes.sequence_ids[is_ready],
-                offsets_of(counts[is_ready]),
-                outcomes.accepted[is_kept],
-                outcomes.bonus[is_kept],
-                outcomes.max_draft[is_ready],
-                outcomes.cost,
-            )
+        kept = Outcomes(
+            outcomes.sequence_ids[is_ready],
+            offsets_of(counts[is_ready]),
+            outcomes.accepted[is_kept],
+            outcomes.bonus[is_kept],
+            outcomes.max_draft[is_ready],
+            outcomes.cost,
         )
+        try:
+            drafts = self._drafter.propose_after(kept)
+        except ValueError as problem:
+            raise WireError(f"outcomes: {problem}") from None
         return _spread(drafts, is_kept.nonzero()[0], len(is_kept)), lost
 
     def _remove(self, sequence_id: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from random import Random
 
 import grpc
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -25,6 +26,7 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.frames import MAGIC, Frames, framed
 from ssd.errors import UserError
+from ssd.types import Outcomes
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread, unpacked
 from tests.replay import progress_of
 from tests.strategies import array
@@ -98,6 +100,30 @@ def test_the_number_of_steps_is_sent(fake, connect):
     draft_of(client, [], limit=2)
     client.draft(replace(progress_of({1: [9, 9, 9]}, limit=2), steps=array([3])))
     assert unpacked(fake.service.requests[-1].batch.steps) == [3]
+
+
+def test_drafts_after_outcomes_do_not_count_as_drafts(fake, connect):
+    client = connect()
+    client.start(1, array([5]))
+    assert draft_of(client, [], limit=2) == [6, 7]
+    outcomes = Outcomes(
+        sequence_ids=np.array([1], np.uint64),
+        offsets=array([0, 2]),
+        accepted=array([0, 2]),
+        bonus=array([20, 8]),
+        max_draft=array([2]),
+    )
+    table = client.propose_after(outcomes)
+    assert [table.tokens_of(index).tolist() for index in (0, 1)] == [[21, 22], [9, 10]]
+    assert draft_of(client, [6, 7, 8], limit=1, verified=2) == [9]
+    client._protocol._running._table[8] = 0  # As after a step without a response.
+    assert len(client.propose_after(replace(outcomes, accepted=array([0, 0]))).tokens) == 0
+
+
+def test_forgetting_needs_the_service(fake, connect):
+    client = connect()
+    with pytest.raises(UserError, match="'name' is not forgotten by the drafter at"):
+        client.forget("name")  # The fake service has no such call.
 
 
 def test_an_interrupt_ends_the_wait_for_drafts(fake, connect, monkeypatch):
