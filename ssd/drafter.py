@@ -124,7 +124,8 @@ def make_drafter(
     remember: Callable[[np.ndarray, str | None], object] | None = None,
 ) -> CorpusDrafter:
     """Return a drafter of the configured policy; arguments and errors as of `CorpusDrafter`."""
-    from ssd.classic import ClassicDrafter
+    if config is None or config.policy == "suffix":
+        return SuffixDrafter(config, corpus=corpus, stats=stats, remember=remember)
+    from ssd.classic import ClassicDrafter  # Its kernels take time to load.
 
-    kind = ClassicDrafter if config is not None and config.policy == "classic" else SuffixDrafter
-    return kind(config, corpus=corpus, stats=stats, remember=remember)
+    return ClassicDrafter(config, corpus=corpus, stats=stats, remember=remember)
