@@ -62,7 +62,7 @@ class DrafterServer:
         self._started_at = time.time()
         learning = Learning(config.limits.waiting_tokens)
         self._replication = Replication(config.log, learning)
-        self.namespaces = Namespaces(config, on_loaded=self._replication.joined, on_unload=self._replication.left)
+        self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
         access = AccessControl(config.access)
         self._streams = DraftStreams(self.namespaces, access, config.limits)
         self._locks = ExitStack()

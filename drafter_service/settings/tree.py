@@ -104,7 +104,7 @@ class Log:
     """redis://HOST:PORT/DB or rediss://; without it the service runs alone."""
     prefix: str = "default"
     """Sidecars with the same one share their logs."""
-    most_tokens: Positive = 32_000_000
+    max_tokens: Positive = 32_000_000
     """Tokens kept in the log of a namespace; a new replica cannot catch up with more than these."""
     queue_tokens: Positive = 4_000_000
     """Tokens that wait for the log while it is away; the oldest are dropped beyond that."""

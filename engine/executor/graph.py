@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from engine.attention.fixed import StepShape
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels.drafted import Drafts, Prepared, StepInputs
 from engine.executor.kernels.follow import followed
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.lookup import completed
 from engine.executor.kernels.sample import replayed, sampled_tokens
+from engine.executor.kernels.tensors import Drafts, Prepared, StepInputs
 from engine.executor.kernels.verify import verify
 from engine.executor.transfer import Arriving, CopyStream, on_device
 
@@ -164,8 +164,8 @@ class FixedStep:
         chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
         # Whether anything was recorded or not, so that no shape is captured twice.
         chosen = replayed(state, inputs, chosen)
-        verified = verify(state, inputs.drafted, chosen, shape.width)
-        columns = (verified.counts, inputs.lengths - inputs.drafted.scheduled, is_found)
+        verified = verify(state, inputs.verify_rows, chosen, shape.width)
+        columns = (verified.counts, inputs.lengths - inputs.verify_rows.scheduled, is_found)
         return torch.cat((*(column[:, None] for column in columns), verified.tokens, drafts.tokens), dim=1)
 
     def _drafts(self, seats: Tensor) -> tuple[Drafts, Tensor]:

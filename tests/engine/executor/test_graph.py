@@ -12,8 +12,8 @@ from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.graph import FixedStep, Kind, Orders, Result
-from engine.executor.kernels.drafted import Drafts
 from engine.executor.kernels.inputs import build_inputs
+from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
