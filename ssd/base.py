@@ -371,7 +371,7 @@ def _fitted(config: DrafterConfig, corpus: Corpus) -> DrafterConfig:
     ):
         if getattr(config, name) not in (own, default):
             raise ValueError(
-                f"the corpus was made with {name}={own}, not {getattr(config, name)}; leave {name} out of the configuration"
+                f"the corpus was made with {name}={own}, not {getattr(config, name)}; leave it out of the configuration"
             )
     return replace(config, capacity=corpus.capacity, match_depth=corpus.depth)
 

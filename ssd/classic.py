@@ -104,12 +104,13 @@ def _first_of_equal(text, order, size, context, end, length):  # type: ignore[no
 @inline
 def _continuation_hash(text, position, limit):  # type: ignore[no-untyped-def]
     """Return a 64-bit hash of the tokens from `position` on, up to `limit` of them or to the end of the request."""
-    value = np.uint64(1)
+    value = np.uint64(0)
     for offset in range(limit):
         token = peek(text, position + offset)
         if token == SEPARATOR:
             break
-        value = (value ^ np.uint64(token)) * MULTIPLIER
+        # Without the 1, tokens of id 0 would not change a hash of 0.
+        value = (value + np.uint64(token) + np.uint64(1)) * MULTIPLIER
         value ^= value >> np.uint64(32)
     return value
 

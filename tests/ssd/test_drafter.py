@@ -333,7 +333,7 @@ def test_a_context_can_be_drafted_for_without_arrays():
         drafter.corpus.refresh()
         assert drafter.corpus.requests == 3
         for wrong in ([-1], [1 << 32], [1.5], [[1]], [0xFFFF_FFFF]):
-            with pytest.raises(ValueError, match="token ids|whole numbers"):
+            with pytest.raises(ValueError, match=r"token ids|whole numbers"):
                 drafter.propose(wrong)
 
 
