@@ -47,7 +47,7 @@ async def opened(folder=None, **changes):
             yield namespaces
     finally:
         for namespace in list(namespaces.loaded.values()):
-            await namespaces._leave(namespace)
+            await namespaces._unload(namespace)
 
 
 async def learned(namespaces, name, *texts):
