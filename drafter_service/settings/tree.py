@@ -33,8 +33,6 @@ class Limits:
     """Maximum number of tokens of a stream's running sequences, including prompts; treated like `sequences`."""
     waiting_tokens: Positive = 2_000_000
     """Maximum number of learned tokens that are not draftable yet, two seconds of merging. Learning then waits."""
-    grace_s: Annotated[float, Ge(0)] = 10.0
-    """How long the sequences of a broken stream are kept for the engine to come back."""
 
 
 @dataclass(frozen=True)
