@@ -301,7 +301,20 @@ def test_results_of_a_day_get_names_of_their_own(tmp_path):
 
 def test_a_whole_run_writes_every_part_as_it_ends(tmp_path, capsys):
     out = tmp_path / "results.json"
-    arguments = ["--device", "cpu", "--dtype", "float32", "--shape", "tiny", "--scale", "tiny", "--commit", "c0ffee"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--shape",
+        "tiny",
+        "--scale",
+        "tiny",
+        "--commit",
+        "c0ffee",
+        "--time",
+        "10",
+    ]
     whole.main([*arguments, "--part", "ceilings", "--out", str(out)])
     written = json.loads(out.read_text())
     assert written["commit"] == "c0ffee"
