@@ -45,7 +45,7 @@ class OfflineSink:
         except ValueError as problem:
             raise UserError(f"--capacity: {problem}") from None
         self.window = self._corpus.capacity
-        self._known = set(self._corpus.named())
+        self._known = set(self._corpus.request_times())
         self._waiting: deque[_New] = deque()
         self._room = 0
         self._documents = self._tokens = self._duplicates = 0
@@ -78,7 +78,7 @@ class OfflineSink:
         # Who loads the snapshot sorts what is not merged.
         while corpus.is_merging:
             corpus.refresh()
-        self._known = set(corpus.named())
+        self._known = set(corpus.request_times())
         snapshot.save(corpus, self._path, self._stats)
 
     def finish(self) -> Learned:

@@ -53,7 +53,7 @@ def assert_whole(corpus: Corpus) -> None:
     padded = np.concatenate((state.ring.slots[-PAD:], state.ring.slots))
     positions = np.arange(oldest, head)
     usable = positions[padded[PAD + positions % slots - 1] != SEPARATOR]
-    orders = [order.positions.astype(np.int64) for order in corpus.view.orders[: FROZEN + 2]]
+    orders = [order.positions.astype(np.int64) for order in corpus.view.suffix_arrays[: FROZEN + 2]]
     found = np.sort(oldest + (np.concatenate(orders) - oldest) % slots)
     assert np.array_equal(found[found >= oldest + corpus.depth], usable[usable >= oldest + corpus.depth])
     assert np.isin(found, usable).all()

@@ -138,9 +138,9 @@ def test_held_text_stays_while_newer_text_is_merged():
     state = corpus.state()
     text, order = state.ring.read(state.oldest, state.head), state.base.positions.copy()
     for number in range(20):
-        before = corpus.shown
+        before = corpus.indexed
         fill(corpus, some_requests(1, seed=number, size=1000))
-        assert corpus.shown > before
+        assert corpus.indexed > before
     assert corpus.is_merging or corpus.times.base_merges > 0
     assert np.array_equal(state.ring.read(state.oldest, state.head), text)
     assert np.array_equal(state.base.positions, order)

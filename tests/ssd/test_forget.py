@@ -107,17 +107,17 @@ def test_old_requests_are_forgotten_by_age():
     corpus.forget_older_than(0)
     corpus.refresh()
     assert corpus.requests == 0
-    assert sum(len(order) for order in corpus.view.orders) == 0
+    assert sum(len(order) for order in corpus.view.suffix_arrays) == 0
 
 
 def test_forgetting_nothing_changes_nothing():
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, some_requests(20), "theirs")
-    orders = corpus.view.orders
+    orders = corpus.view.suffix_arrays
     corpus.forget("mine")
     corpus.forget_older_than(3600)
     corpus.refresh()
-    assert corpus.view.orders[0] is orders[0]
+    assert corpus.view.suffix_arrays[0] is orders[0]
     assert corpus.times.forgotten == 0
 
 
@@ -247,7 +247,7 @@ def test_a_request_whose_prompt_is_still_being_indexed_is_forgotten_too():
     drafter.finish(1, SECRET[40:])
     drafter.corpus.refresh()
     assert drafter.corpus.tokens == 0
-    assert drafter._idle.take("chat") is None
+    assert drafter._idle.pop("chat") is None
 
 
 def test_a_name_that_was_forgotten_hides_nobody_who_has_taken_its_place():

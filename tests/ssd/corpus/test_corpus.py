@@ -107,12 +107,12 @@ def test_views_stay_whole_while_the_ring_goes_round_many_times(most):
         corpus.append(array(appended[-1]))
         if step % 3:
             corpus.refresh()
-            assert corpus.shown == len(naive.joined(appended))
+            assert corpus.indexed == len(naive.joined(appended))
         if step % 15 == 1:
             assert_is_whole(Shown(corpus.view), appended)
     settle(corpus)
     assert_is_whole(Shown(corpus.view), appended)
-    assert corpus.shown > 2 * (CAPACITY + 128)
+    assert corpus.indexed > 2 * (CAPACITY + 128)
     assert corpus.times.base_merges > 10
 
 
@@ -179,7 +179,7 @@ def test_an_empty_request_leaves_no_trace():
     corpus = new_corpus()
     corpus.append(array([]))
     corpus.refresh()
-    assert corpus.shown == corpus.tokens == 0
+    assert corpus.indexed == corpus.tokens == 0
 
 
 def test_a_reserved_token_is_refused():
@@ -262,7 +262,7 @@ def test_the_maintainer_works_in_the_background_until_it_is_closed():
     corpus = new_corpus()
     shown = threading.Event()
     refresh = corpus.refresh
-    corpus.refresh = lambda: (refresh(), shown.set() if corpus.shown else None)
+    corpus.refresh = lambda: (refresh(), shown.set() if corpus.indexed else None)
     corpus.maintain(0.001)
     corpus.append(array([1, 2, 3]))
     assert shown.wait(60)
@@ -278,7 +278,7 @@ def test_the_maintainer_can_be_started_again():
     corpus.maintain(0.001)
     corpus.close()
     refreshed, refresh = threading.Event(), corpus.refresh
-    corpus.refresh = lambda: (refresh(), refreshed.set() if corpus.shown else None)
+    corpus.refresh = lambda: (refresh(), refreshed.set() if corpus.indexed else None)
     corpus.maintain(0.001)
     corpus.append(array([1, 2, 3]))
     assert refreshed.wait(10)
@@ -296,7 +296,7 @@ def test_the_maintainer_outlives_a_merge_that_fails(monkeypatch, caplog):
             failed.set()
             raise MemoryError
         refresh()
-        if corpus.shown:
+        if corpus.indexed:
             shown.set()
 
     monkeypatch.setattr(corpus, "refresh", refresh_or_fail)

@@ -19,7 +19,7 @@ DEPTH = 8
 
 def evidence_in(tier):
     """What a tier says comes after which keys: all of its positions as (key, token), and whether they are sorted."""
-    order = tier.tier.order.positions.tolist()
+    order = tier.tier.newest.positions.tolist()
     text = uint32_at(tier.address, max(order, default=0) + 1).tolist()
     keys = [naive.key(text, position, DEPTH) for position in order]
     assert keys == sorted(keys)
@@ -137,7 +137,7 @@ def test_a_block_is_free_again_only_once_it_is_unread():
     tier.start(1, array([1]))
     tier.extend(1, array([2]))
     tier.merge()
-    read = tier.tier.order
+    read = tier.tier.newest
     tier.finish(1)
     tier.start(2, array([5]))
     tier.merge()
@@ -296,10 +296,10 @@ def test_a_cancelled_request_leaves_without_anybody_else_doing_anything():
 @pytest.mark.parametrize(
     "news",
     [
-        lambda corpus: corpus.begin(array([1])),
-        lambda corpus: corpus.skip(0, array([1])),
-        lambda corpus: corpus.hide(0),
-        lambda corpus: corpus.end(0),
+        lambda corpus: corpus.start_running(array([1])),
+        lambda corpus: corpus.skip_running(0, array([1])),
+        lambda corpus: corpus.hide_running(0),
+        lambda corpus: corpus.end_running(0),
     ],
     ids=["begin", "skip", "hide", "end"],
 )

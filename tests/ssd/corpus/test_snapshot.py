@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-import ssd.kernels.odds
+import ssd.kernels.probabilities
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import sections
 from ssd.corpus.corpus import Corpus
@@ -74,7 +74,7 @@ def test_text_in_the_smaller_tiers_is_loaded_too(path):
     requests = some_requests(1200, ids=1_000_000)
     corpus = built(requests[:400])
     fill(corpus, requests[400:])
-    assert sum(len(order) for order in corpus.view.orders[1:]) > 0
+    assert sum(len(order) for order in corpus.view.suffix_arrays[1:]) > 0
     save(corpus, path)
     loaded = load(path, CAPACITY, DEPTH).corpus
     assert np.array_equal(text_of(loaded), text_of(corpus))
@@ -162,14 +162,14 @@ def test_another_match_depth_is_refused(path):
 
 def test_odds_of_other_tables_begin_anew(path, monkeypatch, caplog):
     corpus = built(some_requests(50))
-    corpus.odds.cells[:, 0] = 0.25
+    corpus.learned.cells[:, 0] = 0.25
     save(corpus, path)
-    assert load(path, CAPACITY, DEPTH).corpus.odds.cells[0, 0] == 0.25
-    monkeypatch.setattr(ssd.kernels.odds, "SHARE_BUCKETS", 12)
+    assert load(path, CAPACITY, DEPTH).corpus.learned.cells[0, 0] == 0.25
+    monkeypatch.setattr(ssd.kernels.probabilities, "SHARE_BUCKETS", 12)
     loaded = load(path, CAPACITY, DEPTH)
     assert "odds" in loaded.notes[0]
     assert "odds" in caplog.text
-    assert loaded.corpus.odds.cells[0, 0] != 0.25
+    assert loaded.corpus.learned.cells[0, 0] != 0.25
     assert loaded.corpus.tokens == corpus.tokens
 
 
@@ -361,7 +361,7 @@ def test_saving_goes_on_beside_appending_and_drafting(path):
             seed += 1
             for request in some_requests(20, seed=seed, ids=1_000_000):
                 corpus.append(request)
-            if corpus.shown > 400_000:
+            if corpus.indexed > 400_000:
                 break
 
     writer = threading.Thread(target=append, daemon=True)

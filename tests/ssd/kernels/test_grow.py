@@ -73,7 +73,7 @@ def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
         assert_is_a_tree(drafts)
         if shape == "path":
             assert drafts.parents.tolist() == list(range(ROOT, len(drafts.tokens) - 1))
-        tokens_a_step, cost_of_a_step = drafter.corpus.odds.pace
+        tokens_a_step, cost_of_a_step = drafter.corpus.learned.pace
         odds = path_odds_of(drafts)
         assert all(own >= cost * tokens_a_step / cost_of_a_step * (1 - 1e-4) for own in odds)
         # The most promising first.
@@ -97,7 +97,7 @@ def test_a_lower_limit_only_cuts_the_end_of_a_draft(world, shape, cost, limit):
 def test_what_clearly_pays_does_not_depend_on_the_price(world, shape):
     with drafter_in(world, shape=shape) as drafter:
         cheap = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
-        tokens_a_step, cost_of_a_step = drafter.corpus.odds.pace
+        tokens_a_step, cost_of_a_step = drafter.corpus.learned.pace
         for cost in (0.01, 0.05, 0.3):
             dear = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=cost))
             # Nodes that hardly pay are not matched again, so what follows them may differ.

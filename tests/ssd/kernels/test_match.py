@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ssd.kernels.evidence import GROWTH, OWNER_BITS, ROUNDS, Source, gather, new_evidence
 from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
-from ssd.kernels.odds import LEVELS, SAMPLES
+from ssd.kernels.probabilities import LEVELS, SAMPLES
 from tests import naive
 from tests.addresses import Text
 from tests.strategies import ALPHABETS, LARGEST, array, corpus_and_context, examples

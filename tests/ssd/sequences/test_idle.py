@@ -15,7 +15,7 @@ def idle_of(size):
 
 def kept(sessions, *names):
     """Which of them are there; they are gone afterwards."""
-    return [name for name in names if sessions.take(name)]
+    return [name for name in names if sessions.pop(name)]
 
 
 def test_the_longest_idle_leave_first():
@@ -37,12 +37,12 @@ def test_what_was_taken_or_kept_anew_does_not_count_any_more():
     sessions = IdleSessions(10, 100)
     for _ in range(5):
         sessions.keep("one", idle_of(60))
-        assert sessions.take("one")
-        assert sessions.take("one") is None
+        assert sessions.pop("one")
+        assert sessions.pop("one") is None
         sessions.keep("two", idle_of(60))
     sessions.keep("one", idle_of(40))
     assert sessions.nbytes > 0
-    sessions.end(lambda idle: idle.local.size == 60)
+    sessions.drop(lambda idle: idle.local.size == 60)
     sessions.keep("three", idle_of(60))
     assert kept(sessions, "one", "two", "three") == ["one", "three"]
     assert sessions.nbytes == 0

@@ -118,10 +118,10 @@ def test_memory_of_a_text_that_was_longer_is_given_back():
     text = np.random.default_rng(0).integers(0, 3, 50_000)
     index = new_index(text, 32)
     held = index.nbytes
-    index.give_back()
+    index.shrink()
     assert index.nbytes == held
     index.truncate(3000)
-    index.give_back()
+    index.shrink()
     assert index.nbytes < held / 10
     assert_indexes(index, text[:3000].tolist(), 32)
     index.extend(array(text[3000:6000]))

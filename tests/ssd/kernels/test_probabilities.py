@@ -9,7 +9,7 @@ import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
-from ssd.kernels.odds import (
+from ssd.kernels.probabilities import (
     CELL_COUNT,
     CHANCE,
     SAMPLES,
@@ -17,7 +17,7 @@ from ssd.kernels.odds import (
     SEEN_CAP,
     SHARE_BUCKET,
     SHARE_BUCKETS,
-    Odds,
+    LearnedTables,
     chance_of,
     learn_cell,
     logit,
@@ -93,7 +93,7 @@ def test_logits_are_bounded_and_go_back():
 
 
 def test_all_odds_begin_as_chances_with_their_logits():
-    odds = Odds()
+    odds = LearnedTables()
     cells, logits = odds.cells, odds.logits
     assert len(cells) == len(logits) == CELL_COUNT
     chances = cells[:, CHANCE].astype(float)
@@ -123,10 +123,10 @@ def the_opposite_is_learned(odds, before):
 
 def taught_with(drafter, lesson, bug):
     """Give a lesson to the odds, and then break what was learned if there is a bug."""
-    before = copy.deepcopy(drafter.corpus.odds) if bug else None
+    before = copy.deepcopy(drafter.corpus.learned) if bug else None
     lesson()
     if bug:
-        bug(drafter.corpus.odds, before)
+        bug(drafter.corpus.learned, before)
 
 
 def requests_of_which_some_are_repeated(steps, bug=None):
@@ -244,7 +244,7 @@ def test_the_pace_follows_what_steps_yield_and_cost():
         for _ in range(5000):
             drafts = drafter.draft(progress_of({1: [1, 2, 3]}, limit=2, verified=2))
             assert drafts.tokens.tolist() == [1, 2]
-        assert drafter.corpus.odds.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
+        assert drafter.corpus.learned.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
 
 
 def test_shares_are_told_apart_by_the_samples_that_are_alive():
