@@ -29,8 +29,8 @@ GAP_PART = 16
 LEAST_GAP = 1 << 16
 LIVE_BLOCKS = 4096
 FULL_BUILD_PART = 4
-"""New text of more than 1 / 4 of the corpus is sorted together with it: at 16 M tokens the sort takes 3.5 s, and a merge
-of each million 0.5 s."""
+"""New text of more than 1 / 4 of the corpus is sorted together with it: at 16 M tokens the sort takes 3.5 s, a merge of
+each million 0.5 s."""
 PATIENCE_S = 0.005
 """Seconds that new text waits for readers of removed text, which keep its memory for longer while there is room."""
 RESTORED_AT_ONCE = 1 << 20

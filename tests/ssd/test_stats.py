@@ -1,4 +1,4 @@
-"""Counters of what was drafted and of what became of it."""
+"""Counters of drafted and accepted tokens."""
 
 from dataclasses import replace
 
@@ -67,7 +67,7 @@ def test_each_token_is_counted_by_where_it_was_found():
         assert counters.calibration[:, PREDICTED].sum() == pytest.approx(np.cumprod(drafts.accept_prob).sum(), rel=1e-4)
 
 
-def test_what_the_target_did_not_verify_is_not_counted():
+def test_unverified_tokens_are_not_counted():
     with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
         drafter.start(1, array([1, 2]))
         assert len(drafter.draft(progress_of({1: []}, limit=3)).tokens) == 3
@@ -80,7 +80,7 @@ def test_what_the_target_did_not_verify_is_not_counted():
         assert drafter.stats.steps == 2
 
 
-def test_tokens_of_several_steps_are_counted_as_such():
+def test_tokens_of_several_steps_are_counted():
     with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
         drafter.start(1, array([1, 2]))
         drafter.start(2, array([7]))
@@ -94,7 +94,7 @@ def test_tokens_of_several_steps_are_counted_as_such():
             drafter.draft(replace(progress_of({1: [], 2: []}, limit=3), steps=np.array([1], np.uint32)))
 
 
-def test_the_calibration_error_is_what_odds_are_off_on_average():
+def test_the_calibration_error_is_the_mean_difference():
     stats = Stats()
     stats.counters.calibration[3] = (10, 1.75, 1)
     stats.counters.calibration[18] = (30, 27.75, 30)

@@ -227,16 +227,16 @@ def assert_both_odds_are_chances(rows):
     assert calibration_error(promised, came) < 0.05
 
 
-def test_the_children_of_a_node_share_their_odds_as_they_share_what_happens():
+def test_probabilities_of_siblings_match_their_frequencies():
     assert_both_odds_are_chances(a_request_that_chooses(3000))
 
 
-def test_children_with_the_wrong_shares_would_be_noticed():
+def test_wrong_probabilities_of_siblings_are_detected():
     with pytest.raises(AssertionError):
         assert_both_odds_are_chances(a_request_that_chooses(400, the_opposite_is_learned))
 
 
-def test_the_pace_follows_what_steps_yield_and_cost():
+def test_running_means_follow_tokens_and_cost_of_steps():
     config = DrafterConfig(capacity=CAPACITY, cost=0.1)
     with SuffixDrafter(config, corpus=Corpus(CAPACITY, 32)) as drafter:
         drafter.start(1, array([1, 2, 3] * 20))
@@ -247,7 +247,7 @@ def test_the_pace_follows_what_steps_yield_and_cost():
         assert drafter.corpus.learned.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
 
 
-def test_shares_are_told_apart_by_the_samples_that_are_alive():
+def test_shares_use_only_samples_that_agree():
     for alive in range(1, SAMPLES + 1):
         buckets = SHARE_BUCKET[: alive + 1, alive].tolist()
         assert buckets[0] == 0
