@@ -151,7 +151,7 @@ class DrafterClient:
         produces, at most 512 bytes as UTF-8, as is session_id. learn: whether anything of it may be learned, or drafted
         to others while it runs. Raises ValueError for an id in use, a reserved token id and a name that is too long.
         """
-        self._check_may_call()
+        self._check_process()
         with self._lock:
             self._protocol.start(sequence_id, prompt, session_id=session_id, request_id=request_id, learn=learn)
             self._send()
@@ -162,16 +162,13 @@ class DrafterClient:
 
         Raises ValueError as `Progress.check`.
         """
-        return self.ask(progress).result()
-
-    def ask(self, progress: Progress) -> Answer:
-        """Do what `draft` does, without waiting: take the result before any other call."""
-        self._check_may_call()
+        self._check_process()
         with self._lock:
             turn = self._protocol.draft(progress)
             self._is_waiting = True
             self._send()
-            return Answer(self, turn, self._stream)
+            stream = self._stream
+        return self._settle(turn, stream)
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
@@ -211,16 +208,17 @@ class DrafterClient:
         Nothing is committed. There is no draft for sequences whose last draft is not the service's last one. Raises
         ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
-        self._check_may_call()
+        self._check_process()
         with self._lock:
             turn = self._protocol.propose_after(outcomes)
             self._is_waiting = True
             self._send()
-        return self._settle(turn, self._stream)
+            stream = self._stream
+        return self._settle(turn, stream)
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
-        self._check_may_call()
+        self._check_process()
         with self._lock:
             self._protocol.finish(sequence_id, tokens, verified=verified, learn=learn)
             self._send()
@@ -232,7 +230,7 @@ class DrafterClient:
         Returns once no draft can contain it, which takes longer than a step. Raises UserError if the service cannot be
         reached, or does not allow it ("admin" is the right that is needed).
         """
-        self._check_may_call()
+        self._check_process()
         with self._lock:
             self._protocol.forget(request_id)
             namespace, stream = self._protocol.namespace, self._stream
@@ -296,12 +294,10 @@ class DrafterClient:
     def _is_fork(self) -> bool:
         return os.getpid() != self._process
 
-    def _check_may_call(self) -> None:
-        """Raises UserError in a fork, whose messages would mix with its parent's, and ValueError before a result."""
+    def _check_process(self) -> None:
+        """Raises UserError in a fork, whose messages would mix with its parent's."""
         if self._is_fork:
             raise UserError(f"this client belongs to process {self._process}; make another one in each process")
-        if self._is_waiting:
-            raise ValueError("take the result of what was asked before the next call")
 
     def _await_welcome(self) -> None:
         self._decided.wait(CONNECT_TIMEOUT_S)
@@ -441,16 +437,3 @@ class DrafterClient:
             self._on_lost(reason)
         except Exception as problem:
             logger.error("on_lost raised", problem=type(problem).__name__)
-
-
-class Answer:
-    """Drafts that were asked for."""
-
-    def __init__(self, client: DrafterClient, turn: Turn, stream: Stream | None) -> None:
-        self._client = client
-        self._turn = turn
-        self._stream = stream
-
-    def result(self) -> DraftBatch:
-        """Wait for the drafts, at most until the deadline. To be called once."""
-        return self._client._settle(self._turn, self._stream)

@@ -20,8 +20,8 @@ MAX_NAME_BYTES = 512
 MAX_STEPS = 1 << 20
 """Most steps of the engine that a message may report for a sequence."""
 
-DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4")}
-"""Data types on the wire, by their numpy names."""
+DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", "f8")}
+"""Data types on the wire and in the shared log, by their numpy names."""
 
 
 class WireError(ValueError):

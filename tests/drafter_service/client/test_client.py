@@ -78,22 +78,6 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
     assert hello.client.startswith("ssd-drafter/")
 
 
-def test_drafts_can_be_asked_for_without_waiting(fake, connect):
-    client = connect()
-    client.start(1, array([5]))
-    answer = client.ask(progress_of({1: []}, limit=3))
-    for call in (
-        lambda: client.start(2, array([6])),
-        lambda: client.ask(progress_of({1: []}, limit=3)),
-        lambda: client.draft(progress_of({1: []}, limit=3)),
-        lambda: client.finish(1, array([])),
-    ):
-        with pytest.raises(ValueError, match="take the result of what was asked before the next call"):
-            call()
-    assert answer.result().tokens.tolist() == [6, 7, 8]
-    assert draft_of(client, [6, 9], limit=2, verified=3) == [10, 11]
-
-
 def test_the_number_of_steps_is_sent(fake, connect):
     client = connect()
     client.start(1, array([5]))
@@ -129,7 +113,6 @@ def test_forgetting_needs_the_service(fake, connect):
 def test_an_interrupt_ends_the_wait_for_drafts(fake, connect, monkeypatch):
     client = connect()
     client.start(1, array([5]))
-    answer = client.ask(progress_of({1: []}, limit=3))
 
     def interrupt(stream, timeout_s):
         raise KeyboardInterrupt
@@ -137,7 +120,7 @@ def test_an_interrupt_ends_the_wait_for_drafts(fake, connect, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(client._stream), "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            answer.result()
+            draft_of(client, [])
     client.start(2, array([6]))
     client.finish(1, array([6]))
 

@@ -16,7 +16,7 @@ from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import Admin
-from drafter_service.server.learning import AT_ONCE, Learned, Learning
+from drafter_service.server.learning import TEXTS_PER_TURN, Learned, Learning
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
@@ -262,12 +262,12 @@ class Still(Corpus):
 
 
 @asynccontextmanager
-async def learning(most_waiting=100):
+async def learning(max_waiting=100):
     """What learns, and a namespace."""
     namespace = Namespace("some", ModelIdentity(), DRAFTING, Still(DRAFTING.capacity, DRAFTING.match_depth))
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            yield Learning(most_waiting), namespace
+            yield Learning(max_waiting), namespace
     finally:
         namespace.close()
         namespace.corpus.close()
@@ -283,19 +283,19 @@ async def waits(task):
 @run
 async def test_whoever_brings_much_waits_for_the_index():
     async with learning() as (learner, namespace):
-        many = texts(*[[1]] * (3 * AT_ONCE))
+        many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
         task = asyncio.create_task(learner.learn(namespace, many))
         for turn in range(1, 4):
             assert await waits(task) == (turn < 3)
-            assert namespace.corpus.waiting == AT_ONCE
+            assert namespace.corpus.waiting == TEXTS_PER_TURN
             await asyncio.to_thread(namespace.corpus.refresh)
-        assert await task == Learned(3 * AT_ONCE, 3 * AT_ONCE, 0)
+        assert await task == Learned(3 * TEXTS_PER_TURN, 3 * TEXTS_PER_TURN, 0)
 
 
 @run
 async def test_whoever_waits_when_the_namespace_is_dropped_is_told():
     async with learning() as (learner, namespace):
-        task = asyncio.create_task(learner.learn(namespace, texts(*[[1]] * (2 * AT_ONCE))))
+        task = asyncio.create_task(learner.learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN))))
         assert await waits(task)
         namespace.close()
         with pytest.raises(ClosedError, match="namespace 'some' was dropped"):
@@ -304,7 +304,7 @@ async def test_whoever_waits_when_the_namespace_is_dropped_is_told():
 
 @run
 async def test_others_have_their_turn_while_many_texts_are_learned():
-    async with learning(most_waiting=1 << 30) as (learner, namespace):
+    async with learning(max_waiting=1 << 30) as (learner, namespace):
         turns = 0
 
         async def count():
@@ -314,7 +314,7 @@ async def test_others_have_their_turn_while_many_texts_are_learned():
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        await learner.learn(namespace, texts(*[[]] * (20 * AT_ONCE)))
+        await learner.learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)))
         counting.cancel()
         assert turns >= 20
 

@@ -1,4 +1,4 @@
-"""Namespaces: made, restored, saved, unloaded and dropped, within one budget."""
+"""Namespaces: made, restored, saved, unloaded and dropped, within a memory limit."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
 from drafter_service.server import namespaces as module
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, Stream
-from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces, max_bytes
+from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces, max_bytes
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits, ServiceConfig, Snapshots
 from drafter_service.settings.tree import Namespaces as NamespaceSettings
@@ -30,11 +30,11 @@ LLAMA = ModelIdentity("llama", "tokenizer-a", "", 100)
 
 
 def config_of(folder=None, *, fit=10, **changes):
-    """`fit`: how many namespaces fit into the budget."""
-    budget = fit * max_bytes(DRAFTING.capacity)
+    """`fit`: number of namespaces within the memory limit."""
+    limit = fit * max_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
-        namespaces=NamespaceSettings(budget=budget, **changes),
+        namespaces=NamespaceSettings(memory_limit=limit, **changes),
         snapshots=Snapshots(folder=folder),
     )
 
@@ -47,7 +47,7 @@ async def opened(folder=None, **changes):
             yield namespaces
     finally:
         for namespace in list(namespaces.loaded.values()):
-            await namespaces._leave(namespace)
+            await namespaces._unload(namespace)
 
 
 async def learned(namespaces, name, *texts):
@@ -190,7 +190,7 @@ async def test_nobody_makes_room_for_another_while_in_use(tmp_path):
         # One by a call, one by a stream that may come back.
         first = await stack.enter_async_context(namespaces.use("a", NOBODY))
         session = Session(await learned(namespaces, "b"), Limits())
-        with pytest.raises(BudgetError, match="namespace 'c' needs up to 25,075,000 bytes; 50,150,000 of the budget"):
+        with pytest.raises(MemoryLimitError, match="'c' needs up to 25,075,000 bytes; 50,150,000 of the limit"):
             await learned(namespaces, "c")
         assert sorted(namespaces.loaded) == ["a", "b"]
         assert first is namespaces.loaded["a"]
@@ -203,16 +203,18 @@ async def test_nobody_makes_room_for_another_while_in_use(tmp_path):
 async def test_without_a_folder_nobody_makes_room():
     async with opened(fit=1) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
-        with pytest.raises(BudgetError):
+        with pytest.raises(MemoryLimitError):
             await learned(namespaces, "b")
         assert draft_of(namespace, [1, 2, 3], 1) == [4]
         with pytest.raises(SnapshotError, match="there is no snapshot folder; start the service with"):
             await namespaces.save(namespace)
 
 
-def test_a_budget_that_no_namespace_fits_into_is_refused_at_once():
-    with pytest.raises(UserError, match=r"namespaces.budget: 12,537,500 bytes are too few .* which needs 25,075,000"):
-        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(budget=12_537_500)))
+def test_memory_limit_below_one_namespace_is_refused():
+    with pytest.raises(
+        UserError, match=r"namespaces.memory_limit: 12,537,500 bytes are too few .* which needs 25,075,000"
+    ):
+        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(memory_limit=12_537_500)))
 
 
 def blocked_writes(monkeypatch):
@@ -240,7 +242,7 @@ def test_what_cannot_be_saved_stays_in_memory_and_is_counted(tmp_path, monkeypat
             namespace.learn(array([1, 2, 3, 9, 9]), None)
             with monkeypatch.context() as patch:
                 patch.setattr(module, "_write", fails)
-                with pytest.raises(BudgetError, match=r"no idle namespace can be saved .* No space left on device"):
+                with pytest.raises(MemoryLimitError, match=r"no idle namespace can be saved .* No space left"):
                     await learned(namespaces, "b")
                 await namespaces.unload_idle(0)
                 await namespaces.save_changed()
@@ -294,7 +296,7 @@ def test_nobody_waits_in_a_circle_for_room(tmp_path, monkeypatch):
             may_write.set()
             await going
             assert draft_of(await wanted, [1, 2, 3], 1) == [4]
-            with pytest.raises(BudgetError):
+            with pytest.raises(MemoryLimitError):
                 await third
 
     asyncio.run(test())
@@ -529,3 +531,9 @@ def test_a_namespace_that_is_used_is_not_idle(namespace):
     assert not namespace.is_idle
     session.close()
     assert namespace.is_idle
+
+
+def test_policies_of_namespaces_differ_from_the_default():
+    settings = NamespaceSettings(policies={"team-a": "classic"})
+    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=settings))
+    assert [namespaces.drafting(name).policy for name in ("team-a", "other")] == ["classic", "suffix"]

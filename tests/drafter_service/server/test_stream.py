@@ -223,7 +223,7 @@ def test_drafts_after_possible_outcomes(caller, name):
     assert [drafted(response, 3, index) for index in range(3)] == [[14, 15], [6, 7], []]
     assert lost(response) == [9]
     # The draft itself is still the last one.
-    assert stream.draft(1, [10, 11], verified=2, limit=2) == [12, 13]
+    assert drafted(stream.ask(batch=batch({1: [10, 11]}, limit=2, verified=2))) == [12, 13]
 
 
 def test_a_stream_chooses_the_policy_of_a_new_namespace(caller, name):
@@ -260,7 +260,7 @@ def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
     open_prompt, open_output = counted(20, 300), counted(20, 400)
     private, other = caller.stream(name), caller.stream(name)
     other.ask(starts=[start(1, [7])])
-    private.ask(starts=[start(1, prompt, learn=False, request="secret"), start(2, open_prompt)])
+    private.ask(starts=[start(1, prompt, learn=False, request_id="secret"), start(2, open_prompt)])
     private.ask(batch=batch({1: output, 2: open_output}))
     if is_finished:
         private.ask(finishes=[finish(1), finish(2)])
