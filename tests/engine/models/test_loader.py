@@ -83,7 +83,7 @@ DAMAGES = {
     "no folder": (lambda folder: shutil.rmtree(folder), "no model folder"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda folder: damage(folder, "config.json", "{"), "cannot be read"),
-    "config is a list": (lambda folder: damage(folder, "config.json", "[]"), "no JSON object"),
+    "config is a list": (lambda folder: damage(folder, "config.json", "[]"), "not a JSON object"),
     "another architecture": (
         lambda folder: edit_config(folder, architectures=["MambaForCausalLM"]),
         "MambaForCausalLM",
@@ -96,7 +96,7 @@ DAMAGES = {
     "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
     "a size beyond all measure": (
         lambda folder: edit_config(folder, hidden_size=10**30),
-        "hidden_size is far too large",
+        "hidden_size must be less than",
     ),
     "an end token beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
     "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
@@ -105,14 +105,17 @@ DAMAGES = {
         lambda folder: damage(folder, "generation_config.json", '{"eos_token_id": "</s>"}'),
         "generation_config.json .*</s>",
     ),
-    "rope parameters that are no object": (lambda folder: edit_config(folder, rope_parameters=[1]), "rope_parameters"),
+    "rope parameters that are not an object": (
+        lambda folder: edit_config(folder, rope_parameters=[1]),
+        "rope_parameters",
+    ),
     "an index without a map": (
         lambda folder: damage(folder, "model.safetensors.index.json", '{"weight_map": null}'),
         "no weight_map",
     ),
     "another rope scaling": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        "'longrope', which this engine lacks",
+        "'longrope', which this engine does not support",
     ),
     "a rope scaling without its numbers": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
@@ -138,10 +141,10 @@ DAMAGES = {
         lambda folder: edit_config(folder, layer_types=["full_attention", "chunked_attention"]),
         "chunked_attention",
     ),
-    "kinds of layers that are no list": (lambda folder: edit_config(folder, layer_types=5), "cannot be"),
+    "kinds of layers that are no list": (lambda folder: edit_config(folder, layer_types=5), "has an invalid field"),
     "a mixture of experts": (
         lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
-        "'Qwen3MoeForCausalLM', which this engine lacks; give a folder with one of LlamaForCausalLM, ",
+        "'Qwen3MoeForCausalLM', which this engine does not support; give a folder with one of LlamaForCausalLM, ",
     ),
     "architectures that are no list": (lambda folder: edit_config(folder, architectures={}), "none"),
     "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
@@ -164,9 +167,9 @@ DAMAGES = {
         lambda folder: edit_weights(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
         "holds model.layers.0.self_attn.q_proj.bias",
     ),
-    "quantised weights": (
+    "quantized weights": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
-        "quantised weights",
+        "quantized weights",
     ),
     "weights that are no floats": (
         lambda folder: edit_weights(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
