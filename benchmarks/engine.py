@@ -15,7 +15,7 @@ backwards; figures are medians over the rounds:
     ttft_ms               time from adding a request to its first token
     tokens_per_step       per sequence; drafted_per_step likewise
     overhead_ms_per_step  time outside model and drafter, median of the steps in which the whole batch produced
-    share                 share of each stage in the time of all steps; drafters' work at the end of requests is in commit
+    share                 share of each stage in the time of all steps; commit includes drafters' work at the end
     peak_mib              peak memory of the process, models of all contestants included; on a GPU: GPU memory
     identical_to_none     whether all outputs equal those of `none`; null without `none`, and with --replay
 

@@ -90,7 +90,7 @@ DAMAGES = {
     ),
     "no architecture": (lambda folder: edit_config(folder, architectures=None), "none"),
     "a field is missing": (lambda folder: edit_config(folder, hidden_size=None, remove=True), "hidden_size"),
-    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "cannot be: .*two"),
+    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "invalid field: .*two"),
     "no heads": (lambda folder: edit_config(folder, num_attention_heads=0), "num_heads must be at least 1"),
     "heads that cannot share": (lambda folder: edit_config(folder, num_key_value_heads=3), "cannot share 3"),
     "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
@@ -100,7 +100,10 @@ DAMAGES = {
     ),
     "an end token beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
     "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
-    "an end token that is no number": (lambda folder: edit_config(folder, eos_token_id="</s>"), "cannot be: .*</s>"),
+    "an end token that is no number": (
+        lambda folder: edit_config(folder, eos_token_id="</s>"),
+        "invalid field: .*</s>",
+    ),
     "generation's end token that is no number": (
         lambda folder: damage(folder, "generation_config.json", '{"eos_token_id": "</s>"}'),
         "generation_config.json .*</s>",
@@ -131,11 +134,11 @@ DAMAGES = {
     ),
     "rope on a part of a head": (
         lambda folder: edit_config(folder, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        "parts of a head",
+        "part of a head",
     ),
     "rope for each kind of layer": (
         lambda folder: edit_config(folder, rope_parameters={"full_attention": {"rope_theta": 1e4}}),
-        "layers or parts",
+        "per layer or for part",
     ),
     "another kind of layer": (
         lambda folder: edit_config(folder, layer_types=["full_attention", "chunked_attention"]),
