@@ -118,7 +118,7 @@ def test_the_dashboard_is_one_that_grafana_reads():
         assert label in exported()[metric]
         assert "instance" in (matchers or "instance")
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Worth", "Acceptance", "Latency", "Corpus", "Health"]
+    assert rows == ["Gain", "Acceptance", "Latency", "Corpus", "Health"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["description"]
