@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts
+from engine.drafters.base import Drafts, OutcomeTable
 from engine.drafters.guard import GuardedDrafter
 from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
 from engine.speculation.token_budget import TokenBudget
+from ssd.types import ROOT, DraftBatch, offsets_of
 
 if TYPE_CHECKING:
     from engine.drafters.registry import AnyDrafter
@@ -28,6 +30,7 @@ class Speculation:
     ) -> None:
         """Without a `budget` all draft tokens are verified."""
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
+        self._vocab_size = vocab_size
         self._has_trees = config.draft_shape == "tree"
         self._budget = budget
         self._started: set[int] = set()
@@ -40,10 +43,7 @@ class Speculation:
 
     def propose(self, plan: StepPlan) -> None:
         """Give drafts to the entries of a plan that produce."""
-        for entry in plan.entries:
-            if entry.sequence.sequence_id not in self._started:
-                self._started.add(entry.sequence.sequence_id)
-                self._drafter.start(entry.sequence)
+        self._start(plan)
         if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
             return
         tokens = sum(entry.scheduled for entry in plan.entries)
@@ -61,6 +61,37 @@ class Speculation:
             if length:
                 self._assign(entry, drafts, index, length)
 
+    def propose_ahead(self, plan: StepPlan) -> None:
+        """Give drafts for likely outcomes of the step in flight to the entries of a plan that produce."""
+        self._start(plan)
+        if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
+            return
+        tokens = sum(entry.scheduled for entry in plan.entries)
+        if self._budget is not None:
+            plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
+        table = self._drafter.propose_after(plan)
+        plan.asked = True
+        if table is None or table.tokens.size == 0:
+            return
+        rooms = np.array([entry.draft_room for entry in plan.producing])
+        lengths = np.minimum(usable_lengths(table, self._vocab_size), rooms[:, None])
+        if self._budget is not None:
+            drafts = likely_drafts(table, lengths)
+            limits, plan.is_probe = self._budget.select(drafts, lengths.max(axis=1), tokens)
+            lengths = np.minimum(lengths, limits[:, None])
+        plan.outcomes = replace(table, lengths=lengths)
+        # A sequence without a step in flight has its last token as the bonus token.
+        plan.known_lengths = np.array(
+            [len(entry.sequence) - (entry.in_flight_draft is None) for entry in plan.producing], np.int64
+        )
+        for entry, longest in zip(plan.producing, lengths.max(axis=1).tolist(), strict=True):
+            entry.max_verified = longest
+
+    @property
+    def can_propose_ahead(self) -> bool:
+        """Whether the drafter can draft while a step is in flight."""
+        return self._drafter.proposes_after
+
     def observe(self, result: StepResult) -> None:
         """Report a step whose tokens are committed."""
         self._drafter.observe(result)
@@ -75,6 +106,12 @@ class Speculation:
         """Release the drafter."""
         self._drafter.close()
 
+    def _start(self, plan: StepPlan) -> None:
+        for entry in plan.entries:
+            if entry.sequence.sequence_id not in self._started:
+                self._started.add(entry.sequence.sequence_id)
+                self._drafter.start(entry.sequence)
+
     def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int) -> None:
         """Give an entry the first `length` tokens of its draft; of a tree, only a path where trees are off."""
         batch = drafts.batch
@@ -87,6 +124,32 @@ class Speculation:
             else:
                 length = straight
         entry.draft = batch.tokens[start : start + length]
+        entry.max_verified = length
         entry.sources = batch.source[start : start + length]
         if drafts.q_rows is not None:
             entry.q_rows = drafts.q_rows[start : start + length]
+
+
+def usable_lengths(table: OutcomeTable, vocab_size: int) -> np.ndarray:
+    """Return the lengths of a table's drafts, int64 [B, K], cut before tokens that are out of vocabulary."""
+    beyond = table.tokens >= vocab_size
+    first = np.where(beyond.any(axis=2), beyond.argmax(axis=2), table.tokens.shape[2])
+    return np.where(table.accepted >= 0, np.minimum(table.lengths, first), 0).astype(np.int64)
+
+
+def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:
+    """Return one path per sequence whose tokens gain as much as those of its likeliest outcome.
+
+    How often outcomes are the ones that were drafted for is left to the budget's calibration.
+    """
+    places = np.arange(table.tokens.shape[2])
+    exists = places < lengths[:, :, None]
+    likely = np.where(exists, np.cumprod(np.where(exists, table.accept_prob, 1.0), axis=2), 0.0).max(axis=1)
+    accept_prob = likely.copy()
+    accept_prob[:, 1:] /= np.maximum(likely[:, :-1], 1e-30)
+    sizes = lengths.max(axis=1)
+    taken = places < sizes[:, None]
+    tokens = np.zeros(int(sizes.sum()), np.uint32)
+    parents = np.broadcast_to(places + ROOT, taken.shape)[taken].astype(np.int32)
+    probabilities = np.minimum(accept_prob[taken], 1.0).astype(np.float32)
+    return DraftBatch(tokens, parents, probabilities, tokens.astype(np.uint8), offsets_of(sizes))
