@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import structlog
 
-from drafter_service.auth.client import ClientAccess, Connector
+from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client.core import Core
 from drafter_service.client.counters import Counters
 from drafter_service.client.link import DEADLINE_S, PATIENCE_S, Link, Parting, hello_of

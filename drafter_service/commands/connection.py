@@ -53,7 +53,7 @@ class Link:
 
     def connector(self) -> Any:
         """The `Connector` for the address and files. Raises UserError for files that cannot be used."""
-        from drafter_service.auth.client import ClientAccess, Connector
+        from drafter_service.auth.connector import ClientAccess, Connector
         from drafter_service.transport.address import Address
         from ssd.errors import UserError
 

@@ -6,11 +6,11 @@ import sys
 
 import click
 
-from drafter_service.auth.command import token
 from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
+from drafter_service.commands.report import report, top
 from drafter_service.commands.serve import serve
+from drafter_service.commands.tokens import token
 from drafter_service.ingest.command import warm
-from drafter_service.observability.report.command import report, top
 from ssd.errors import UserError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import numpy as np
 
-from drafter_service.auth.client import Connector
+from drafter_service.auth.connector import Connector
 from drafter_service.ingest.document import Documents
 from drafter_service.ingest.sink import Learned
 from drafter_service.observability.facts import ModelIdentity

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import grpc
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.control import AccessControl, Visit
-from drafter_service.auth.rights import Right
+from drafter_service.auth.callers import Right
+from drafter_service.auth.control import AccessControl, AuthorizedCall
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.server.identity import default_namespace
 from drafter_service.server.learning import Learned, Learning
@@ -47,10 +47,10 @@ class Admin:
 
     async def observe(self, request: pb.ObserveRequest, context: grpc.aio.ServicerContext) -> pb.ObserveResponse:
         """Learn from finished text."""
-        async with _call(self._access, context) as visit:
+        async with _call(self._access, context) as authorized:
             model = read_model(request.model)
             name = request.namespace or default_namespace(model)
-            visit.require(Right.LEARN, name)
+            authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
                 learned = await self._learning.learn(namespace, request.texts)
                 return pb.ObserveResponse(tokens=learned.tokens, texts=learned.texts, duplicates=learned.duplicates)
@@ -59,26 +59,26 @@ class Admin:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WarmResponse]:
         """Learn from a stream of finished texts."""
-        async with _call(self._access, context) as visit:
+        async with _call(self._access, context) as authorized:
             data = await anext(aiter(requests), None)
             if data is None:
                 return
             first = _read_warm(data)
             model = read_model(first.model)
             name = first.namespace or default_namespace(model)
-            visit.require(Right.LEARN, name)
+            authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
                 total = await self._learning.learn(namespace, first.texts)
                 yield _warm_response(total, namespace.corpus.waiting)
                 async for data in requests:
-                    visit.require(Right.LEARN, name)
+                    authorized.require(Right.LEARN, name)
                     total += await self._learning.learn(namespace, _read_warm(data).texts)
                     yield _warm_response(total, namespace.corpus.waiting)
 
     async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
         """Forget, wait until it is forgotten, and save the namespace again."""
-        async with _call(self._access, context) as visit:
-            visit.require(Right.ADMIN, request.namespace)
+        async with _call(self._access, context) as authorized:
+            authorized.require(Right.ADMIN, request.namespace)
             what = request.WhichOneof("what")
             if what is None:
                 raise WireError("what to forget is missing: give request, older_than_s or everything")
@@ -103,18 +103,18 @@ class Admin:
         """What drafting was worth."""
         from drafter_service.observability.report.build import build_report
 
-        async with _call(self._access, context) as visit:
+        async with _call(self._access, context) as authorized:
             right = Right.READ | Right.ADMIN if request.passages else Right.READ
             if request.passages and not self._may_show_passages:
                 raise WireError("this service does not show passages; they are users' text (reports.passages)")
-            names = self._chosen(visit, request.namespace, right)
+            names = self._chosen(authorized, request.namespace, right)
             report = await asyncio.to_thread(build_report, self._facts(names, request.passages))
             return pb.ReportResponse(json=report.model_dump_json())
 
     async def snapshot(self, request: pb.SnapshotRequest, context: grpc.aio.ServicerContext) -> pb.SnapshotResponse:
         """Save namespaces now."""
-        async with _call(self._access, context) as visit:
-            names = self._chosen(visit, request.namespace, Right.ADMIN)
+        async with _call(self._access, context) as authorized:
+            names = self._chosen(authorized, request.namespace, Right.ADMIN)
             response = pb.SnapshotResponse()
             for name in sorted(names & self._namespaces.loaded.keys()):
                 async with self._namespaces.use(name, ModelIdentity()) as namespace:
@@ -126,16 +126,16 @@ class Admin:
         self, _request: pb.ListNamespacesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListNamespacesResponse:
         """The namespaces that the caller may read."""
-        async with _call(self._access, context) as visit:
-            names = self._chosen(visit, "", Right.READ)
+        async with _call(self._access, context) as authorized:
+            names = self._chosen(authorized, "", Right.READ)
             return pb.ListNamespacesResponse(namespaces=[self._described(name) for name in sorted(names)])
 
     async def drop_namespace(
         self, request: pb.DropNamespaceRequest, context: grpc.aio.ServicerContext
     ) -> pb.DropNamespaceResponse:
         """Forget a namespace whole."""
-        async with _call(self._access, context) as visit:
-            visit.require(Right.ADMIN, request.namespace)
+        async with _call(self._access, context) as authorized:
+            authorized.require(Right.ADMIN, request.namespace)
             self._check_exists(request.namespace)
             # Loaded first, so that the shared log is told.
             async with self._namespaces.use(request.namespace, ModelIdentity()):
@@ -143,11 +143,11 @@ class Admin:
             await self._namespaces.drop(request.namespace)
             return pb.DropNamespaceResponse()
 
-    def _chosen(self, visit: Visit, namespace: str, right: Right) -> set[str]:
+    def _chosen(self, authorized: AuthorizedCall, namespace: str, right: Right) -> set[str]:
         """The namespaces that a request is about. Raises PermissionDeniedError before anything is looked up."""
         if not namespace:
-            return {name for name in self._namespaces.names() if visit.caller.may(right, name)}
-        visit.require(right, namespace)
+            return {name for name in self._namespaces.names() if authorized.caller.may(right, name)}
+        authorized.require(right, namespace)
         self._check_exists(namespace)
         return {namespace}
 
@@ -175,11 +175,11 @@ class Admin:
 
 
 @asynccontextmanager
-async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> AsyncIterator[Visit]:
+async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> AsyncIterator[AuthorizedCall]:
     """A call: who makes it, and the right status for what it is refused."""
-    async with access.admit(context) as visit:
+    async with access.authorize(context) as authorized:
         try:
-            yield visit
+            yield authorized
         except SnapshotError as problem:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
         except tuple(REFUSALS) as refused:

@@ -62,7 +62,7 @@ class DrafterServer:
         self._started_at = time.time()
         learning = Learning(config.limits.waiting_tokens)
         self._replication = Replication(config.log, learning)
-        self.namespaces = Namespaces(config, on_loaded=self._replication.joined, on_leaving=self._replication.left)
+        self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_leaving=self._replication.remove)
         access = AccessControl(config.access)
         self._drafting = Drafting(self.namespaces, access, config.limits)
         self._held = ExitStack()

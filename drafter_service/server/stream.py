@@ -11,8 +11,8 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.control import AccessControl, Context, Visit
-from drafter_service.auth.rights import Right
+from drafter_service.auth.callers import Right
+from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.identity import default_namespace
 from drafter_service.server.namespace import ClosedError, IdentityError, Stream
@@ -69,7 +69,10 @@ class Drafting:
         stream = Stream(cast("asyncio.Task[object]", asyncio.current_task()))
         self.streams.add(stream)
         try:
-            async with self._access.admit(context) as visit, aclosing(self._serve(requests, visit, stream)) as served:
+            async with (
+                self._access.authorize(context) as authorized,
+                aclosing(self._serve(requests, authorized, stream)) as served,
+            ):
                 async for response in served:
                     stream.is_answering = True
                     yield response
@@ -93,7 +96,7 @@ class Drafting:
             stream.end()
 
     async def _serve(
-        self, requests: AsyncIterator[bytes], visit: Visit, stream: Stream
+        self, requests: AsyncIterator[bytes], authorized: AuthorizedCall, stream: Stream
     ) -> AsyncGenerator[pb.DraftResponse, None]:
         first = await anext(aiter(requests), None)
         if first is None:
@@ -101,22 +104,22 @@ class Drafting:
         request = _parsed(first)
         hello = request.hello if request is not None and request.HasField("hello") else pb.Hello(protocol=1)
         model, name = _read_hello(hello)
-        visit.require(Right.READ, name)
+        authorized.require(Right.READ, name)
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model))
-            owner, client_id = visit.caller.name, hello.client_id
+            owner, client_id = authorized.caller.name, hello.client_id
             session = self.orphans.adopt(owner, client_id, namespace)
             if session is None:
                 session = Session(namespace, self._limits)
             namespace.streams.add(stream)
             try:
-                welcome = _welcome(session, name, visit, self._limits) if hello.protocol >= PROTOCOL else None
-                response = self._answer(session, request, visit, is_first=True)
+                welcome = _welcome(session, name, authorized, self._limits) if hello.protocol >= PROTOCOL else None
+                response = self._answer(session, request, authorized, is_first=True)
                 if welcome is not None:
                     response.welcome.CopyFrom(welcome)
                 yield response
                 async for data in requests:
-                    yield self._answer(session, _parsed(data), visit)
+                    yield self._answer(session, _parsed(data), authorized)
             except asyncio.CancelledError:
                 if namespace.is_closed:
                     raise ClosedError(f"namespace {name!r} was dropped") from None
@@ -126,11 +129,11 @@ class Drafting:
                 self.orphans.keep(owner, client_id, session)
 
     def _answer(
-        self, session: Session, request: pb.DraftRequest | None, visit: Visit, *, is_first: bool = False
+        self, session: Session, request: pb.DraftRequest | None, authorized: AuthorizedCall, *, is_first: bool = False
     ) -> pb.DraftResponse:
         """The response to a request. Raises AccessDeniedError once the caller's rights are gone."""
         name = session.namespace.name
-        visit.require(Right.READ, name)
+        authorized.require(Right.READ, name)
         if request is None:
             message = f"the message is not a DraftRequest of ssd.drafter.v1 with at most {MOST_FIELDS} sequences"
             response = refusal(0, grpc.StatusCode.INVALID_ARGUMENT, message)
@@ -138,7 +141,7 @@ class Drafting:
             message = "hello belongs into the first request of a stream, and into no other"
             response = refusal(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
         else:
-            response = session.answer(request, may_learn=visit.caller.may(Right.LEARN, name))
+            response = session.answer(request, may_learn=authorized.caller.may(Right.LEARN, name))
         self.refused += response.HasField("error")
         return response
 
@@ -172,13 +175,13 @@ def _read_hello(hello: pb.Hello) -> tuple[ModelIdentity, str]:
     return model, hello.namespace or default_namespace(model)
 
 
-def _welcome(session: Session, name: str, visit: Visit, limits: Limits) -> pb.Welcome:
+def _welcome(session: Session, name: str, authorized: AuthorizedCall, limits: Limits) -> pb.Welcome:
     """Before the first request has any effect."""
     ids, lengths = pack_resumed(session.sizes())
     return pb.Welcome(
         protocol=PROTOCOL,
         namespace=name,
-        learns=visit.caller.may(Right.LEARN, name),
+        learns=authorized.caller.may(Right.LEARN, name),
         max_draft=session.max_draft,
         resumed_ids=ids,
         resumed_lengths=lengths,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from drafter_service.auth.config import AccessConfig
 from ssd.config import DrafterConfig
 from ssd.corpus.ring import check_capacity
 
 Positive = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
+
+OCTAL_MODE = re.compile(r"0?[0-7]{3}")
+OWNER_MAY_CONNECT = 0o600
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,44 @@ class Limits:
     """Learned, but not draftable yet: whoever wants more learned waits. About two seconds of merging."""
     grace_s: Annotated[float, Ge(0)] = 10.0
     """How long the sequences of a broken stream are kept for the engine to come back."""
+
+
+@dataclass(frozen=True)
+class AccessConfig:
+    """Certificates, callers and permissions. Files are reloaded when they change."""
+
+    certificate: Path | None = None
+    """PEM file with the server's certificate and intermediate ones. With `key` it switches TLS on."""
+    key: Path | None = None
+    """PEM file with the certificate's private key, not encrypted."""
+    client_ca: Path | None = None
+    """PEM file with the CAs of the callers' certificates. If set, every caller needs such a certificate."""
+    callers: Path | None = None
+    """TOML file with the callers and their rights. Without it everybody who can connect has every right."""
+    allow_plaintext: bool = False
+    """Listen on a network address without TLS. Others on the network can read prompts, outputs and tokens."""
+    socket_mode: str = "0600"
+    """Permissions of a Unix socket, octal as for chmod. Write permission is permission to connect."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that contradict one another."""
+        for given, needed in (("certificate", "key"), ("key", "certificate"), ("client_ca", "certificate")):
+            if getattr(self, given) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{given} needs {needed}; give both or neither")
+        if not OCTAL_MODE.fullmatch(self.socket_mode):
+            raise ValueError(f"socket_mode must be octal, such as 0600 or 0660, not {self.socket_mode!r}")
+        if self.socket_permissions & OWNER_MAY_CONNECT != OWNER_MAY_CONNECT:
+            raise ValueError(f"socket_mode {self.socket_mode} excludes the server's own user; use at least 0600")
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.certificate is not None
+
+    @property
+    def socket_permissions(self) -> int:
+        """`socket_mode` as an integer."""
+        return int(self.socket_mode, 8)
 
 
 @dataclass(frozen=True)
@@ -65,7 +106,7 @@ class Log:
     """redis://HOST:PORT/DB or rediss://; without it the service runs alone."""
     prefix: str = "default"
     """Sidecars with the same one share their logs."""
-    most_tokens: Positive = 32_000_000
+    max_tokens: Positive = 32_000_000
     """Tokens kept in the log of a namespace; a new replica cannot catch up with more than these."""
     queue_tokens: Positive = 4_000_000
     """Tokens that wait for the log while it is away; the oldest are dropped beyond that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import click
 
+from engine.commands.openmp import limit_spinning
 from engine.commands.options import EngineOptions, engine_options
 from engine.commands.sampling_options import sampling_options
 from ssd.errors import UserError
@@ -154,6 +156,7 @@ def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
 
 def main() -> None:
     """Run the command line; what the user can mend is one line and exit code 2."""
+    limit_spinning(os.environ)
     try:
         cli()
     except UserError as problem:

@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 
 from engine.attention.fixed import StepShape
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels.drafted import Drafts, StepInputs
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
 from engine.executor.kernels.select import OutcomeTable, select_drafts
+from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.executor.kernels.verify import verify
 from engine.executor.transfer import Arriving, CopyStream, on_device
 
@@ -138,8 +138,8 @@ class FixedStep:
         chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
         # Also where nothing was recorded, so that no shape is captured twice.
         chosen = replayed(state, inputs, chosen)
-        verified = verify(state, inputs.drafted, chosen, shape.width)
-        columns = (verified.counts, inputs.lengths - inputs.drafted.scheduled)
+        verified = verify(state, inputs.verify_rows, chosen, shape.width)
+        columns = (verified.counts, inputs.lengths - inputs.verify_rows.scheduled)
         return torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
 
     def _drafts(self, slots: Tensor) -> Drafts:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.attention.base import Attention
 from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
 from engine.executor.batch import Batch
-from engine.executor.kernels.drafted import StepInputs
+from engine.executor.kernels.tensors import StepInputs
 from engine.executor.transfer import on_device
 from engine.models.decoder import Decoder
 from engine.models.ops import PLAIN, Ops
@@ -59,6 +59,6 @@ class FixedForward:
 
     def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
         """Logits of all rows, float32 [N, vocab_size]."""
-        attend = self._attention.begin(RaggedRows(inputs.slots, inputs.starts, inputs.contexts, page_tables))
+        attend = self._attention.begin(RaggedRows(inputs.cache_slots, inputs.starts, inputs.contexts, page_tables))
         hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
         return self._model.logits(hidden).float()

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.executor.batch import Batch
-from engine.executor.kernels.draw import draw_tokens
+from engine.executor.kernels.sample import sample_tokens
 from engine.executor.transfer import on_device
 from engine.sampling.logprobs import Logprobs, logprobs_of
 from engine.sampling.noise import choose_tokens, greedy_tokens
@@ -82,7 +82,7 @@ def _drawn(batch: Batch, logits: Tensor, entries: SequenceOf[SequencePlan]) -> T
     # As the pipelined loop does: another implementation's logarithms may differ in the last bit.
     limits = None if truncation is None else truncation.on(logits)
     temperatures, seeds, positions = (on_device(array, logits.device) for array in settings)
-    return draw_tokens(logits, temperatures, seeds, positions, limits)
+    return sample_tokens(logits, temperatures, seeds, positions, limits)
 
 
 def _logprobs(

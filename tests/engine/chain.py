@@ -127,7 +127,7 @@ class ChainForward:
             context = sum(self.runner.held(table, known)) if length else 0
             for row in range(starts[index], starts[index + 1]):
                 content = stored(int(inputs.tokens[row]), context)
-                self.runner.cache[inputs.slots[row]] = content
+                self.runner.cache[inputs.cache_slots[row]] = content
                 context += content
                 rows.append(context)
         rows += [0] * (len(inputs.tokens) - len(rows))

@@ -65,7 +65,7 @@ class Kernel:
         return triton.jit(copy, **self._options)
 
 
-def kernel(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Any], Kernel]:
+def kernel(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Any], Any]:
     """Return a decorator for Triton kernels. do_not_specialize: arguments whose values do not recompile the kernel."""
     return lambda function: Kernel(function, do_not_specialize=list(do_not_specialize))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import follow_torch
-from engine.executor.kernels.drafted import Drafts, Prepared
+from engine.executor.kernels.tensors import Drafts, Prepared
 from engine.executor.optional import has_triton
 
 

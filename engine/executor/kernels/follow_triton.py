@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels.drafted import Drafts, Prepared
+from engine.executor.kernels.tensors import Drafts, Prepared
 
 
 def followed(state: DeviceState, seats: Tensor, prepared: Prepared, width: int) -> Drafts:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import lookup_torch
-from engine.executor.kernels.drafted import Drafts
+from engine.executor.kernels.tensors import Drafts
 from engine.executor.optional import has_triton
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels.drafted import Drafts
+from engine.executor.kernels.tensors import Drafts
 
 LONGEST = 4
 """Tokens of a match at most; 8 and 16 gained nothing on recorded traffic."""

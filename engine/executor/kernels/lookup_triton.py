@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels.drafted import Drafts
 from engine.executor.kernels.lookup_torch import LONGEST
+from engine.executor.kernels.tensors import Drafts
 
 BLOCK = 2048
 """Places that a program looks at at a time."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.dispatch import Operation, kernel, next_power_of_2
-from engine.executor.kernels.drafted import Drafts
+from engine.executor.kernels.tensors import Drafts
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -51,7 +51,7 @@ def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeT
 
 
 def _select_kernel(state: DeviceState, request_slots: Tensor, table: OutcomeTable, width: int) -> Drafts:
-    """One program for each sequence."""
+    """Run one program for each sequence."""
     batch, device = len(request_slots), request_slots.device
     tokens = torch.empty(batch, width, dtype=torch.int32, device=device)
     sizes = torch.empty(batch, dtype=torch.int32, device=device)

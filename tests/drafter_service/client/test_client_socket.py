@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.auth.client import ClientAccess, Connector
+from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client import DrafterClient
 from drafter_service.client.about import About
 from drafter_service.client.outgoing import Beginning, Outgoing
@@ -190,7 +190,7 @@ def test_too_few_descriptors_are_no_reason_to_take_another_way(socket_address, m
     def refuse(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("drafter_service.auth.client.socket.socket", refuse)
+    monkeypatch.setattr("drafter_service.auth.connector.socket.socket", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         connector.connect_steps(TIMEOUT_S)
 

@@ -215,10 +215,10 @@ def test_the_usage_of_a_command_is_told(run, arguments, complaint):
         ),
         (
             ["--listen", "unix:{new}", "--socket-mode", "0444"],
-            "access: socket_mode 0444 shuts the server's own user out",
+            "access: socket_mode 0444 excludes the server's own user",
         ),
         (["--listen", "unix:{new}", "--key", "{file}"], "access: key needs certificate"),
-        (["--listen", "unix:{new}", "--key", "{file}", "--certificate", "{file}"], "are no pair in PEM form"),
+        (["--listen", "unix:{new}", "--key", "{file}", "--certificate", "{file}"], "are not a pair in PEM form"),
         (["--listen", "unix:{new}", "--callers", "{file}"], "callers: {file}"),
         (["--listen", "unix:{new}", "--callers", "{new}"], "callers: cannot read {new}"),
         (["--config", "{new}"], "cannot read the settings in {new}: No such file"),

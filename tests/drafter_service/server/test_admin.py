@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from drafter_service.auth.callers import sha256_of
-from drafter_service.auth.config import AccessConfig
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import Admin
@@ -22,7 +21,7 @@ from drafter_service.server.learning import AT_ONCE, Learned, Learning
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.stream import Drafting
-from drafter_service.settings.tree import Limits, ServiceConfig
+from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, pack
 from ssd.config import DrafterConfig

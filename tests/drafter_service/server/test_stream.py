@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from drafter_service.auth.callers import sha256_of
-from drafter_service.auth.config import AccessConfig
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.identity import default_namespace
@@ -21,7 +20,7 @@ from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.session import LONG_PROMPT, Session
 from drafter_service.server.sessions import Orphans
 from drafter_service.server.stream import Drafting
-from drafter_service.settings.tree import Limits, ServiceConfig
+from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import unpack
 from ssd.config import DrafterConfig
@@ -320,7 +319,7 @@ def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(calling,
         assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
     with calling("stranger") as stranger:
         stream = stranger.stream()
-        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known here")
+        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known")
 
 
 def greeted(caller, name):

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from drafter_service.auth.client import ClientAccess
+from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
 from drafter_service.client.grpc_stream import GrpcStream
 from drafter_service.client.socket_stream import SocketStream
@@ -64,7 +64,7 @@ def test_connections_that_begin_otherwise_are_refused(server, socket_address):
     assert end_after(socket_address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
     # Nobody asks who is there where nobody is known; but that is no token.
     code, reason = end_after(socket_address, MAGIC + framed(b"Basic xyz") + GREETING)
-    assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization, of the form: Bearer TOKEN")
+    assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization of the form: Bearer TOKEN")
 
 
 async def ends_of_silent_ones(address, number):

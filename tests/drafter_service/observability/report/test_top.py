@@ -152,7 +152,7 @@ def test_watching_fails_without_a_first_report():
         watch(fetch, Console(file=io.StringIO()), lambda _: True, 1.0)
 
 
-TOP = "from drafter_service.observability.report.command import top; top()"
+TOP = "from drafter_service.commands.report import top; top()"
 
 
 @pytest.mark.parametrize("leave", ["q", "interrupt"])

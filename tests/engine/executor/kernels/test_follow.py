@@ -6,12 +6,10 @@ import torch
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import follow_torch
-from engine.executor.kernels.drafted import Prepared
-from engine.executor.kernels.follow import followed
+from engine.executor.kernels.tensors import Prepared
 from ssd.follow import follow as follow_on_host
 from ssd.types import DraftBatch, Path, offsets_of
-from tests.engine.executor.kernels.backends import interpreted_kernels, planted
-from tests.engine.executor.kernels.test_no_waiting import materials
+from tests.engine.executor.kernels.implementations import interpreted_kernels, planted
 
 CASES = 300
 KERNEL_CASES = 60
@@ -103,9 +101,3 @@ def test_the_kernel_on_a_gpu_picks_the_same():
     from engine.executor.kernels import follow
 
     assert all(agrees(follow, seed, "cuda") for seed in range(CASES))
-
-
-def test_no_value_is_looked_at():
-    state, drafts, seats, *_ = materials("meta")
-    prepared = Prepared(drafts.tokens, drafts.lengths, drafts.lengths, drafts.lengths)
-    assert followed(state, seats, prepared, 2).tokens.shape == (len(seats), 2)

@@ -6,33 +6,27 @@ import torch
 
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels import inputs_torch as made
+from engine.executor.kernels import inputs as inputs_module
 from engine.executor.kernels.inputs import build_inputs
+from engine.executor.kernels.tensors import StepInputs
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
-from tests.engine.executor.kernels.backends import interpreted_kernels, planted
-from tests.engine.executor.kernels.hosted import (
+from tests.engine.executor.kernels.device_steps import (
     PAGE_SIZE,
     PAGES,
     give_drafts,
     new_sequence,
     padded_drafts,
+    planned,
     state_of,
 )
+from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
 
 SCRATCH = PAGES * PAGE_SIZE
-KERNEL_CASES = 40
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def on(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return device
 
 
 def random_step(seed, device):
-    """Sequences with drafts and pages, their state, and what the device is given for a step, with rows to spare."""
+    """Sequences with drafts and pages, their state, and the arguments of a step that has a few rows too many."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     most = int(rng.integers(0, 7))
@@ -41,24 +35,24 @@ def random_step(seed, device):
     for sequence in sequences:
         held = sequence.computed + sequence.scheduled + len(sequence.draft)
         sequence.pages = [next(free) for _ in range(-(-held // PAGE_SIZE))]
-    state, seats = state_of(sequences, device)
+    state, slots = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
     drafts = padded_drafts(sequences, most, device, rng=rng)
     widths = [sequence.scheduled + len(sequence.draft) + int(rng.integers(0, 3)) for sequence in sequences]
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
-    return sequences, state, (seats, scheduled, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
+    return sequences, state, (slots, scheduled, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
 
 
 def matches(sequences, inputs):
-    """Whether inputs are those of `build_batch` where they count, and harmless elsewhere."""
-    batch = build_batch(sequences, PAGE_SIZE)
-    tokens, positions, slots, seats, starts = (
-        getattr(inputs, name).tolist() for name in ("tokens", "positions", "slots", "seats", "starts")
+    """Whether inputs are those of `build_batch`, and padding elsewhere."""
+    batch = build_batch(planned(sequences), PAGE_SIZE)
+    tokens, positions, cache_slots, request_slots, starts = (
+        getattr(inputs, name).tolist() for name in StepInputs._fields[:5]
     )
-    drafted = inputs.drafted
-    row_tokens = drafted.tokens.tolist()
+    rows_to_verify = inputs.verify_rows
+    row_tokens = rows_to_verify.tokens.tolist()
     good = inputs.contexts.tolist() == [sequence.computed for sequence in sequences]
-    good &= drafted.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
+    good &= rows_to_verify.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
     for index, span in enumerate(batch.spans):
         own = slice(span.start, span.start + span.length)
         rows = slice(starts[index], starts[index + 1])
@@ -66,90 +60,83 @@ def matches(sequences, inputs):
         good &= int(inputs.lengths[index]) == span.length
         good &= tokens[rows] == [*batch.tokens[own].tolist(), *[0] * pad]
         good &= positions[rows] == [*batch.positions[own].tolist(), *[0] * pad]
-        good &= slots[rows] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
-        good &= seats[rows] == [int(drafted.seats[index])] * (starts[index + 1] - starts[index])
+        good &= cache_slots[rows] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
+        good &= request_slots[rows] == [int(rows_to_verify.request_slots[index])] * (starts[index + 1] - starts[index])
         wanted = batch.logit_rows[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
-        count = int(drafted.counts[index])
+        count = int(rows_to_verify.counts[index])
         good &= count == len(wanted)
-        start = int(drafted.starts[index])
+        start = int(rows_to_verify.starts[index])
         good &= [start] * min(count, 1) == [row - span.start + starts[index] for row in wanted[:1].tolist()]
         good &= row_tokens[start : start + count] == batch.tokens[wanted].tolist()
     behind = slice(starts[-1], None)
     return (
         good
         and not any(tokens[behind])
-        and set(slots[behind]) <= {SCRATCH}
-        and set(seats[behind]) <= {len(sequences) + 1}
+        and set(cache_slots[behind]) <= {SCRATCH}
+        and set(request_slots[behind]) <= {len(sequences) + 1}
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_inputs_are_those_of_the_batch(device):
-    for seed in range(100):
-        sequences, state, step = random_step(seed, on(device))
-        inputs = build_inputs(state, *step)
-        assert matches(sequences, inputs)
+def agrees(operation, implementation, seed):
+    sequences, state, step = random_step(seed, implementation.device)
+    return matches(sequences, implementation.of(operation)(state, *step))
 
 
-FAULTS = {
-    "padding is written": ("torch.where(counts_in, pages * page_size", "torch.where(within >= 0, pages * page_size"),
+def test_inputs_are_those_of_the_batch(implementation, monkeypatch):
+    # Several blocks of the kernel for a sequence.
+    monkeypatch.setattr(inputs_module, "BLOCK", 4)
+    assert all(agrees(build_inputs, implementation, seed) for seed in range(implementation.cases))
+
+
+REFERENCE_FAULTS = {
+    "padding is written": ("torch.where(is_token, pages * page_size", "torch.where(within >= 0, pages * page_size"),
     "an empty sequence takes the next one's rows": ("right=True", "right=False"),
     "drafts beyond the room": ("torch.minimum(drafts.lengths, room - 1)", "drafts.lengths"),
     "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(runs > 0, torch.minimum"),
-    "pages of another token": ("state.page_tables, seat, places", "state.page_tables, seat, places + 1"),
-    "rows that produce begin early": ("starts[:-1] + scheduled - 1", "starts[:-1] + scheduled - 2"),
+    "pages of another token": ("slot, positions // page_size", "slot, (positions + 1) // page_size"),
+    "rows to verify begin early": ("starts[:-1] + scheduled - 1", "starts[:-1] + scheduled - 2"),
 }
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault, tmp_path):
-    module = planted(made, *FAULTS[fault], tmp_path)
-    steps = [random_step(seed, "cpu") for seed in range(100)]
-    assert not all(matches(sequences, module.build_inputs(state, *step)) for sequences, state, step in steps)
-
-
-def kernel_agrees(module, seed):
-    sequences, state, step = random_step(seed, "cpu")
-    return matches(sequences, module.build_inputs(state, *step))
-
-
-def test_the_kernel_makes_the_same(monkeypatch):
-    module = interpreted_kernels("inputs_triton")
-    # Several blocks for a sequence.
-    monkeypatch.setattr(module, "BLOCK", 4)
-    assert all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
-
-
 KERNEL_FAULTS = {
-    "padding is written": ("tl.where(counts_in, page * page_size", "tl.where(is_own, page * page_size"),
-    "drafts beyond the room": (", room - 1), 0)", ", room + 9), 0)"),
+    "padding is written": ("tl.where(is_token, page * page_size", "tl.where(is_own, page * page_size"),
+    "drafts beyond the room": (", room - 1), 0)\n        tl.store", ", room + 9), 0)\n        tl.store"),
     "drafts within prompts": ("(context + runs == length) & ", ""),
     "drafts of the first sequence": ("draft_tokens + sequence * draft_stride", "draft_tokens"),
-    "rows that produce begin early": ("start + asked - 1", "start + asked - 2"),
-    "behind all is the last sequence": ("tl.full([], idle, tl.int64)", "tl.load(seats + batch - 1)"),
+    "rows to verify begin early": ("start + asked - 1", "start + asked - 2"),
+    "padding belongs to the last sequence": (
+        "tl.full([], idle, tl.int64)",
+        "tl.load(request_slots + batch - 1)",
+    ),
 }
+
+
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_faults_in_the_reference_are_caught(fault, tmp_path):
+    module = planted(inputs_module, *REFERENCE_FAULTS[fault], tmp_path)
+    assert not all(agrees(module.build_inputs, REFERENCE, seed) for seed in range(100))
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_the_kernel_are_caught(fault, tmp_path):
-    module = planted(interpreted_kernels("inputs_triton"), *KERNEL_FAULTS[fault], tmp_path)
-    assert not all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
+    require_interpreter()
+    module = planted(inputs_module, *KERNEL_FAULTS[fault], tmp_path)
+    assert not all(agrees(module.build_inputs, INTERPRETED, seed) for seed in range(40))
 
 
-def test_seats_of_nobody_and_of_ended_sequences_do_nothing():
+def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
     """Whatever the host still asks for."""
     sequence = Sequence(0, Request(np.arange(5, dtype=np.uint32)), 9)
     sequence.pages = [3, 5]
     state, _ = state_of([sequence, sequence, sequence], "cpu")
-    state.rise(0)
+    state.release(0)
     state.limits[1] = 5
-    seats = torch.tensor([0, 1, state.idle, state.idle])
+    slots = torch.tensor([0, 1, state.idle, state.idle])
     drafts = padded_drafts([sequence] * 4, 3, "cpu", rng=np.random.default_rng(0))
     drafts, ones = drafts._replace(lengths=torch.full((4,), 3)), torch.ones(4, dtype=torch.int32)
-    inputs = build_inputs(state, seats, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
-    for left in (inputs.tokens, inputs.positions, inputs.lengths, inputs.drafted.counts, inputs.drafted.scheduled):
+    inputs = build_inputs(state, slots, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
+    rows = inputs.verify_rows
+    for left in (inputs.tokens, inputs.positions, inputs.lengths, rows.counts, rows.scheduled):
         assert not left.any()
-    assert (inputs.slots == SCRATCH).all()
+    assert (inputs.cache_slots == SCRATCH).all()
 
 
 def test_pages_are_appended_where_each_table_ends():

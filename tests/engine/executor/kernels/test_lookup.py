@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import lookup, lookup_torch
-from engine.executor.kernels.drafted import Drafts
 from engine.executor.kernels.lookup_torch import LONGEST
-from tests.engine.executor.kernels.backends import interpreted_kernels, planted
+from engine.executor.kernels.tensors import Drafts
+from tests.engine.executor.kernels.implementations import interpreted_kernels, planted
 
 MAX_LENGTH = 40
 CASES = 40

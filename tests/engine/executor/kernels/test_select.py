@@ -8,10 +8,7 @@ import torch
 
 from engine.executor.kernels import select
 from engine.executor.kernels.select import OutcomeTable, select_drafts
-from tests.engine.executor.kernels.backends import planted, require_gpu, require_interpreter
-
-CASES = 300
-KERNEL_CASES = 60
+from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
 
 
 def random_case(seed):
@@ -44,11 +41,13 @@ def views_of_one(table, device):
     return OutcomeTable(joined[:, :, 0], joined[:, :, 1], joined[:, :, 2], joined[:, :, 3:])
 
 
-def agrees(implementation, seed, device="cpu"):
+def agrees(operation, implementation, seed):
     slots, lengths, last_tokens, table, width = random_case(seed)
+    device = implementation.device
     columns = {"lengths": lengths, "last_tokens": last_tokens}
     state = SimpleNamespace(**{k: torch.from_numpy(v.astype(np.int32)).to(device) for k, v in columns.items()})
-    drafts = implementation(state, torch.from_numpy(slots).to(device), views_of_one(table, device), width)
+    select_one = implementation.of(operation)
+    drafts = select_one(state, torch.from_numpy(slots).to(device), views_of_one(table, device), width)
     assert drafts.tokens.dtype == drafts.lengths.dtype == torch.int32
     assert drafts.tokens.shape == (len(slots), width)
     expected = [
@@ -58,28 +57,14 @@ def agrees(implementation, seed, device="cpu"):
     return drafts.lengths.tolist() == list(map(len, expected)) and drafts.tokens.tolist() == padded
 
 
-def test_the_reference_finds_the_same():
-    assert all(agrees(select_drafts.torch, seed) for seed in range(CASES))
-
-
-def test_the_interpreted_kernel_finds_the_same():
-    require_interpreter()
-    assert all(agrees(select_drafts.triton, seed) for seed in range(KERNEL_CASES))
-
-
-@pytest.mark.gpu
-def test_the_kernel_on_a_gpu_finds_the_same():
-    require_gpu()
-    assert all(agrees(select_drafts, seed, "cuda") for seed in range(CASES))
+def test_the_draft_of_the_outcome_is_selected(implementation):
+    assert all(agrees(select_drafts, implementation, seed) for seed in range(2 * implementation.cases))
 
 
 REFERENCE_FAULTS = {
     "any length": ("(table.lengths == state.lengths[request_slots][:, None])", "(table.lengths > 0)"),
     "any last token": ("table.last_tokens == state.last_tokens[request_slots][:, None]", "table.last_tokens >= 0"),
-    "state of other slots": (
-        "table.lengths == state.lengths[request_slots]",
-        "table.lengths == state.lengths[:len(request_slots)]",
-    ),
+    "state of other slots": ("state.lengths[request_slots]", "state.lengths[: len(request_slots)]"),
     "a draft without its key": ("torch.where(is_outcome.any(dim=1), ", "torch.where(is_outcome.any(dim=1) | True, "),
     "not cut to the width": (".clamp(max=width)", ""),
 }
@@ -95,11 +80,11 @@ KERNEL_FAULTS = {
 @pytest.mark.parametrize("fault", REFERENCE_FAULTS)
 def test_faults_in_the_reference_are_caught(fault, tmp_path):
     module = planted(select, *REFERENCE_FAULTS[fault], tmp_path)
-    assert not all(agrees(module.select_drafts.torch, seed) for seed in range(CASES))
+    assert not all(agrees(module.select_drafts, REFERENCE, seed) for seed in range(300))
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_the_kernel_are_caught(fault, tmp_path):
     require_interpreter()
     module = planted(select, *KERNEL_FAULTS[fault], tmp_path)
-    assert not all(agrees(module.select_drafts.triton, seed) for seed in range(KERNEL_CASES))
+    assert not all(agrees(module.select_drafts, INTERPRETED, seed) for seed in range(60))

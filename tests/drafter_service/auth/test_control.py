@@ -1,4 +1,4 @@
-"""Bearer tokens between a real server and real clients."""
+"""Bearer tokens between real servers and clients."""
 
 import asyncio
 
@@ -6,12 +6,12 @@ import grpc
 import pytest
 
 from drafter_service.auth.callers import sha256_of
-from drafter_service.auth.client import ClientAccess, Connector, read_token
-from drafter_service.auth.config import AccessConfig
+from drafter_service.auth.connector import ClientAccess, Connector, read_token
+from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 from ssd.errors import UserError
 from tests.certificates import Authority, replace_file
-from tests.drafter_service.guarded import Clock, guarded, run
+from tests.drafter_service.guarded import Clock, guarded, open_aio, run
 
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
@@ -33,7 +33,7 @@ def callers(tmp_path):
 
 @pytest.fixture
 def holding(tmp_path):
-    """How a client with this token connects."""
+    """Return a function that returns the access of a client with a token."""
 
     def access(token, **further):
         path = tmp_path / f"{token}.token"
@@ -63,25 +63,25 @@ def test_a_token_says_who_calls(kind, callers, holding, socket_address, tmp_path
 
 
 @run
-async def test_who_presents_nothing_useful_is_not_let_in(callers):
+async def test_missing_unknown_and_malformed_tokens_are_refused(callers):
     async with guarded(AccessConfig(callers=callers)) as service:
 
-        async def told(*values):
+        async def details_of(*values):
             code, details = await service.refusal("a-1", metadata=[("authorization", value) for value in values])
             assert code == UNAUTHENTICATED
             return details
 
-        assert await told() == "a bearer token is needed"
-        assert await told("Bearer wrong") == "the bearer token is not known here"
-        assert await told(f"Bearer {sha256_of('secret-a')}") == "the bearer token is not known here"
+        assert await details_of() == "a bearer token is needed"
+        assert await details_of("Bearer wrong") == "the bearer token is not known"
+        assert await details_of(f"Bearer {sha256_of('secret-a')}") == "the bearer token is not known"
         for malformed in (["secret-a"], ["Basic secret-a"], ["Bearer "], ["Bearer secret-a", "Bearer secret-a"]):
-            assert await told(*malformed) == "give one authorization, of the form: Bearer TOKEN"
+            assert await details_of(*malformed) == "give one authorization of the form: Bearer TOKEN"
         assert await service.call("a-1", metadata=[("authorization", "bearer secret-a")]) == "a"
         assert service.looked_up == ["a-1"]
 
 
 @run
-async def test_another_namespace_or_right_is_refused_before_any_lookup(callers, holding):
+async def test_other_namespaces_and_rights_are_refused_before_any_lookup(callers, holding):
     async with guarded(AccessConfig(callers=callers)) as service:
         a = holding("secret-a")
         assert await service.refusal("b-1", access=a) == (
@@ -95,7 +95,7 @@ async def test_another_namespace_or_right_is_refused_before_any_lookup(callers, 
 
 
 @run
-async def test_a_refusal_stays_short_however_long_the_name(callers, holding):
+async def test_refusals_of_long_names_are_short(callers, holding):
     async with guarded(AccessConfig(callers=callers)) as service:
         code, details = await service.refusal("b" * 1_000_000, access=holding("secret-a"))
         assert code == PERMISSION_DENIED
@@ -111,12 +111,12 @@ async def test_without_a_callers_file_everybody_has_every_right(holding):
 
 
 @run
-async def test_a_changed_callers_file_counts_within_a_second(callers, holding, caplog):
+async def test_changed_callers_file_applies_within_a_second(callers, holding, caplog):
     async with guarded(AccessConfig(callers=callers), clock=Clock()) as service:
         new = holding("secret-new")
         assert (await service.refusal("a-1", access=new))[0] == UNAUTHENTICATED
         replace_file(callers, entry("a", "secret-new"))
-        assert (await service.refusal("a-1", access=new))[0] == UNAUTHENTICATED  # It is looked at once a second.
+        assert (await service.refusal("a-1", access=new))[0] == UNAUTHENTICATED  # The file is checked once a second.
         service.clock.now += 1
         assert await service.call("a-1", access=new) == "a"
         assert (await service.refusal("a-1", access=holding("secret-a")))[0] == UNAUTHENTICATED
@@ -125,14 +125,14 @@ async def test_a_changed_callers_file_counts_within_a_second(callers, holding, c
         service.clock.now += 1
         assert await service.call("a-1", access=new) == "a"
         assert "callers.toml" in caplog.text
-        assert "stays in force" in caplog.text
+        assert "stay in force" in caplog.text
 
 
 @run
-async def test_a_running_stream_loses_rights_that_are_taken_away(callers, holding):
+async def test_running_streams_lose_revoked_rights(callers, holding):
     async with guarded(AccessConfig(callers=callers), clock=Clock()) as service:
         connector = Connector(service.address, holding("secret-a"))
-        async with connector.open_aio() as channel:
+        async with open_aio(connector) as channel:
             stream = channel.stream_stream("/test.Guarded/Stream")(metadata=connector.metadata(), timeout=10)
             await stream.write(b"a-1")
             assert await stream.read() == b"a"
@@ -147,10 +147,10 @@ async def test_a_running_stream_loses_rights_that_are_taken_away(callers, holdin
 
 
 @run
-async def test_a_stream_is_refused_what_a_call_is(callers, holding):
+async def test_streams_are_refused_like_calls(callers, holding):
     async with guarded(AccessConfig(callers=callers)) as service:
         connector = Connector(service.address, holding("secret-a"))
-        async with connector.open_aio() as channel:
+        async with open_aio(connector) as channel:
             stream = channel.stream_stream("/test.Guarded/Stream")(metadata=connector.metadata(), timeout=10)
             await stream.write(b"b-1")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -158,7 +158,7 @@ async def test_a_stream_is_refused_what_a_call_is(callers, holding):
             assert refused.value.code() == PERMISSION_DENIED
 
 
-def test_a_client_reads_a_changed_token_again(tmp_path):
+def test_client_reloads_a_changed_token(tmp_path):
     path = tmp_path / "token"
     path.write_text("old\n")
     clock = Clock()
@@ -170,17 +170,17 @@ def test_a_client_reads_a_changed_token_again(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "\n", "two words", "line\nline", "naïve"])
-def test_a_file_that_holds_no_token_is_refused_and_not_quoted(content, tmp_path):
+def test_file_without_a_token_is_refused_and_not_quoted(content, tmp_path):
     path = tmp_path / "t"
     path.write_text(content)
-    with pytest.raises(UserError, match="holds something else than one token") as refused:
+    with pytest.raises(UserError, match="does not contain exactly one token") as refused:
         read_token(path)
     assert not content.strip() or content.strip() not in str(refused.value)
 
 
-def test_a_client_sends_no_token_in_the_open_unless_told_to(holding, tmp_path):
+def test_client_does_not_send_tokens_unencrypted_by_default(holding, tmp_path):
     remote = Address.parse("10.1.2.3:50051")
-    with pytest.raises(UserError, match="in the open"):
+    with pytest.raises(UserError, match="unencrypted"):
         Connector(remote, holding("secret"))
     Connector(remote, holding("secret", allow_plaintext=True))
     Connector(remote, holding("secret", ca=Authority(tmp_path).certificate))

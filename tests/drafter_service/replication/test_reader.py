@@ -1,12 +1,12 @@
-"""A request is learned once, and not after it was forgotten."""
+"""Requests are learned once, and not after they were forgotten."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.replication import recent
-from drafter_service.replication.counters import LogCounters
+from drafter_service.replication import reader
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
-from drafter_service.replication.recent import Recent
+from drafter_service.replication.reader import Recent
+from drafter_service.replication.stream import LogCounters
 from ssd.corpus.requests import hash_of
 from tests.strategies import array
 
@@ -29,7 +29,7 @@ def finished(name, time=5.0):
 def passed(events, known=()):
     counters = LogCounters()
     window = Recent(counters, known)
-    return [window.passes(event) for event in events], counters
+    return [window.is_new(event) for event in events], counters
 
 
 def naive(events):
@@ -56,18 +56,18 @@ def naive(events):
 
 
 @given(EVENTS)
-def test_it_says_what_going_through_everything_says(events):
+def test_filter_agrees_with_a_search_through_all_events(events):
     passes, counters = passed(events)
     assert passes == naive(events)
     assert counters.duplicates + counters.outdated == passes.count(False)
 
 
-def test_what_is_known_from_a_snapshot_does_not_pass():
+def test_requests_of_a_snapshot_are_not_new():
     assert passed([finished("a"), finished("b")], known=[hash_of("a")])[0] == [False, True]
 
 
 def test_only_the_newest_names_are_kept(monkeypatch):
-    monkeypatch.setattr(recent, "NAMES_KEPT", 2)
+    monkeypatch.setattr(reader, "MAX_NAMES", 2)
     names = ["a", "b", "a", "c", "b", "a"]
     # The third makes "a" newer than "b", so that "c" takes the place of "b", and that in turn the place of "a".
     assert passed([finished(name) for name in names])[0] == [True, True, False, True, True, True]

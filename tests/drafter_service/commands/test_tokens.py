@@ -5,9 +5,8 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from drafter_service.auth.callers import read_callers, sha256_of
-from drafter_service.auth.command import token
-from drafter_service.auth.rights import Right
+from drafter_service.auth.callers import Right, read_callers, sha256_of
+from drafter_service.commands.tokens import token
 from ssd.errors import UserError
 
 
@@ -15,7 +14,7 @@ def make(*arguments):
     return CliRunner().invoke(token, arguments)
 
 
-def test_the_entry_lets_the_token_in(tmp_path):
+def test_entry_accepts_the_token(tmp_path):
     made = make("--name", 'team "A" ü', "--namespaces", "a-*, shared", "--rights", "read,admin")
     assert made.exit_code == 0
     secret = made.stdout.strip()
@@ -31,7 +30,7 @@ def test_the_entry_lets_the_token_in(tmp_path):
     )
 
 
-def test_no_two_tokens_are_the_same():
+def test_tokens_are_unique():
     assert make("--name", "a", "--namespaces", "a").stdout != make("--name", "a", "--namespaces", "a").stdout
 
 
@@ -44,7 +43,7 @@ def test_no_two_tokens_are_the_same():
         (["--name", "a\x7f", "--namespaces", "a"], "Illegal character"),
     ],
 )
-def test_what_makes_no_entry_is_refused_without_a_token(arguments, complaint):
+def test_invalid_entries_are_refused_without_a_token(arguments, complaint):
     made = make(*arguments)
     assert isinstance(made.exception, UserError)
     assert made.stdout == ""

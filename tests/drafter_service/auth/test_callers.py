@@ -1,14 +1,21 @@
-"""Rights, the callers file, settings, and files that are read again; without a server."""
+"""Rights, the callers file, and files that are reloaded."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from drafter_service.auth.callers import parse_callers, read_callers, sha256_of
-from drafter_service.auth.config import AccessConfig
-from drafter_service.auth.rights import EVERYBODY, Caller, PermissionDeniedError, Right
+from drafter_service.auth.callers import (
+    EVERYBODY,
+    Caller,
+    PermissionDeniedError,
+    Right,
+    parse_callers,
+    read_callers,
+    sha256_of,
+)
 from drafter_service.auth.watched import Watched
+from drafter_service.settings.tree import AccessConfig
 from ssd.errors import UserError
 from tests.certificates import replace_file
 from tests.drafter_service.guarded import Clock
@@ -32,12 +39,12 @@ ENTRY = f'[[caller]]\nname = "a"\ntoken_sha256 = "{HASH}"\nnamespaces = ["a-*", 
         ("", False),
     ],
 )
-def test_patterns_cover_the_whole_name(namespace, may):
+def test_patterns_match_the_whole_name(namespace, may):
     caller = Caller("a", ("a-*", "shared"), Right.READ)
     assert caller.may(Right.READ, namespace) is may
 
 
-def test_every_right_that_is_asked_for_is_needed():
+def test_all_requested_rights_are_required():
     caller = Caller("a", ("*",), Right.READ | Right.LEARN)
     assert caller.may(Right.READ | Right.LEARN, "x")
     assert not caller.may(Right.READ | Right.ADMIN, "x")
@@ -46,7 +53,7 @@ def test_every_right_that_is_asked_for_is_needed():
     assert all(EVERYBODY.may(right, "x") for right in Right)
 
 
-def test_the_example_in_the_documentation_is_one():
+def test_example_in_the_documentation_is_valid():
     from drafter_service.auth import callers
 
     example = "\n".join(line for line in callers.__doc__.splitlines() if line.startswith("    "))
@@ -70,7 +77,7 @@ def test_the_example_in_the_documentation_is_one():
         (ENTRY + 'certificate = "x"', r"caller\[0\]: give either token_sha256 or certificate"),
         (ENTRY.replace(f'token_sha256 = "{HASH}"', ""), r"caller\[0\]: give either token_sha256 or certificate"),
         (ENTRY.replace(f'token_sha256 = "{HASH}"', 'certificate = "x"'), r"caller\[0\].certificate: .* client_ca"),
-        (ENTRY + ENTRY, r"caller\[1\].token_sha256: caller\[0\] has the same"),
+        (ENTRY + ENTRY, r"caller\[1\].token_sha256: already used by caller\[0\]"),
         ("[[caller]", "line 1"),
     ],
 )
@@ -83,19 +90,19 @@ def test_errors_name_the_key_and_quote_no_value(text, complaint, tmp_path):
     assert "secret" not in str(caught.value)
 
 
-def test_a_callers_file_that_everybody_may_write_is_refused(tmp_path):
+def test_world_writable_callers_file_is_refused(tmp_path):
     path = tmp_path / "callers.toml"
     path.write_text(ENTRY)
     path.chmod(0o664)
     read_callers(path, certificates=False)
     path.chmod(0o666)
-    with pytest.raises(UserError, match="everybody may write"):
+    with pytest.raises(UserError, match="writable by everybody"):
         read_callers(path, certificates=False)
     with pytest.raises(UserError, match=r"cannot read .*: No such file"):
         read_callers(tmp_path / "missing", certificates=False)
 
 
-def test_a_token_is_replaced_while_the_old_one_holds(tmp_path):
+def test_two_tokens_of_a_caller_are_valid_at_the_same_time(tmp_path):
     path = tmp_path / "callers.toml"
     path.write_text(ENTRY + ENTRY.replace(HASH, sha256_of("new")))
     callers = read_callers(path, certificates=False)
@@ -104,12 +111,12 @@ def test_a_token_is_replaced_while_the_old_one_holds(tmp_path):
 
 
 @given(st.text(max_size=200))
-def test_whatever_a_callers_file_holds_is_an_error_of_the_user(text):
+def test_any_other_text_is_a_user_error(text):
     with pytest.raises((ValueError, UserError)):
         parse_callers(text, certificates=True)
 
 
-def test_a_file_is_read_again_when_it_changes_and_at_most_once_a_second(tmp_path, caplog):
+def test_changed_files_are_reloaded_at_most_once_a_second(tmp_path, caplog):
     path, clock, reads = tmp_path / "f", Clock(), []
 
     def read():
@@ -131,7 +138,7 @@ def test_a_file_is_read_again_when_it_changes_and_at_most_once_a_second(tmp_path
     replace_file(path, "bad")
     for clock.now in (3.0, 4.0, 5.0):
         assert watched.current() == "two"
-    assert caplog.text.count("f: bad") == 1  # Said once, not every second.
+    assert caplog.text.count("f: bad") == 1  # Logged once, not every second.
     path.unlink()
     clock.now = 6.0
     assert watched.current() == "two"
@@ -146,19 +153,19 @@ def test_a_file_is_read_again_when_it_changes_and_at_most_once_a_second(tmp_path
         ({"certificate": "c"}, "certificate needs key"),
         ({"key": "k"}, "key needs certificate"),
         ({"client_ca": "c"}, "client_ca needs certificate"),
-        ({"socket_mode": "rw-"}, "socket_mode is octal"),
-        ({"socket_mode": "0888"}, "socket_mode is octal"),
-        ({"socket_mode": "04755"}, "socket_mode is octal"),
+        ({"socket_mode": "rw-"}, "socket_mode must be octal"),
+        ({"socket_mode": "0888"}, "socket_mode must be octal"),
+        ({"socket_mode": "04755"}, "socket_mode must be octal"),
         ({"socket_mode": 600}, "socket_mode\n  Input should be a valid string"),
-        ({"socket_mode": "0077"}, "shuts the server's own user out"),
+        ({"socket_mode": "0077"}, "excludes the server's own user"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_with_their_key(settings, complaint):
+def test_contradictory_settings_are_refused_with_their_key(settings, complaint):
     with pytest.raises(ValidationError, match=complaint):
         TypeAdapter(AccessConfig).validate_python(settings)
 
 
-def test_settings_are_taken_as_they_stand_in_a_file():
+def test_settings_accept_values_of_a_file():
     config = TypeAdapter(AccessConfig).validate_python({"certificate": "c", "key": "k", "socket_mode": "660"})
     assert config.has_tls
     assert config.socket_permissions == 0o660

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from drafter_service.commands.connection import Link
+from drafter_service.commands.report import fetch_report, report, top
 from drafter_service.observability.report.build import build_report
-from drafter_service.observability.report.command import fetch_report, report, top
 from drafter_service.observability.report.schema import Report
 from ssd.corpus.snapshot import save
 from ssd.errors import UserError

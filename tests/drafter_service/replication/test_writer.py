@@ -1,4 +1,4 @@
-"""What waits: in order, bounded, and what is to be forgotten is never dropped."""
+"""The outbox keeps the order, is bounded, and never drops events that forget."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
-from drafter_service.replication.outbox import ENTRIES_AT_ONCE, ENTRY_EVENTS, ENTRY_TOKENS, EVENT_WEIGHT, Outbox
+from drafter_service.replication.writer import ENTRIES_AT_ONCE, ENTRY_EVENTS, ENTRY_TOKENS, EVENT_WEIGHT, Outbox
 from tests.strategies import array
 
 MAKERS = {
@@ -36,7 +36,7 @@ def take_all(outbox):
 
 
 @given(st.lists(st.sampled_from(sorted(MAKERS)), max_size=600), st.integers(1, 30))
-def test_what_is_taken_is_in_order_and_only_the_oldest_requests_are_dropped(kinds, room):
+def test_outbox_keeps_the_order_and_drops_the_oldest_requests(kinds, room):
     outbox = Outbox(room * (1 + EVENT_WEIGHT))
     dropped = sum(outbox.put(MAKERS[kind](number)) for number, kind in enumerate(kinds))
     entries = take_all(outbox)
@@ -56,7 +56,7 @@ def test_tokens_are_copied():
     assert take_all(outbox)[0][0].tokens.tolist() == [1, 2]
 
 
-def test_entries_are_closed_when_they_have_enough_tokens():
+def test_entries_end_when_they_have_enough_tokens():
     outbox = Outbox(1 << 30)
     for number in range(2 * ENTRIES_AT_ONCE + 2):
         outbox.put(request(number, ENTRY_TOKENS // 2))
@@ -64,7 +64,7 @@ def test_entries_are_closed_when_they_have_enough_tokens():
     assert [len(entry) for entry in outbox.take()] == [2]
 
 
-def test_a_request_larger_than_all_room_leaves_what_waits_alone():
+def test_request_larger_than_the_outbox_is_dropped_alone():
     outbox = Outbox(1000)
     outbox.put(request(1))
     assert outbox.put(request(2, 1000)) == 1
@@ -73,7 +73,7 @@ def test_a_request_larger_than_all_room_leaves_what_waits_alone():
     assert not outbox.is_overflowing
 
 
-def test_flush_waits_for_what_is_under_way_and_not_for_what_comes_later():
+def test_flush_waits_for_pending_but_not_for_later_events():
     async def scenario():
         outbox = Outbox(1000)
         await outbox.flush()

@@ -1,4 +1,4 @@
-"""Where the service may listen, and with which permissions on a Unix socket."""
+"""Exposure of addresses, and permissions of Unix sockets."""
 
 import os
 import socket
@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from drafter_service.auth.config import AccessConfig
 from drafter_service.auth.listening import check_exposure, listen
+from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 from ssd.errors import UserError
 from tests.drafter_service.guarded import guarded, run
@@ -39,19 +39,19 @@ def test_open_addresses_need_tls_and_callers(text):
 
 
 @pytest.mark.parametrize("text", ["::1:50051", "dns:///0.0.0.0:1", "ipv4:127.0.0.1:1", "[::1:1", "localhost:\u0661"])
-def test_addresses_that_could_be_read_in_two_ways_are_none(text):
+def test_ambiguous_addresses_are_refused(text):
     with pytest.raises(UserError, match="is no address"):
         Address.parse(text)
 
 
 @run
-async def test_a_server_does_not_listen_where_it_may_not():
+async def test_server_refuses_an_exposed_address():
     with pytest.raises(UserError, match="open to the network"):
         listen(grpc.aio.server(), Address.parse("0.0.0.0:0"), AccessConfig())
 
 
 @run
-async def test_an_address_in_use_is_said():
+async def test_address_in_use_is_an_error():
     async with guarded() as service:
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         with pytest.raises(UserError, match="cannot listen at"):
@@ -59,7 +59,7 @@ async def test_an_address_in_use_is_said():
 
 
 @pytest.mark.parametrize("mode", ["0600", "0660", "0666"])
-def test_a_unix_socket_has_the_mode_that_is_asked_for(mode, socket_address):
+def test_unix_socket_has_the_configured_mode(mode, socket_address):
     @run
     async def check():
         before = os.umask(0o022)
@@ -75,7 +75,7 @@ def test_a_unix_socket_has_the_mode_that_is_asked_for(mode, socket_address):
     check()
 
 
-def test_a_unix_socket_is_the_owners_from_the_first_moment(socket_address):
+def test_unix_socket_belongs_to_the_owner_from_the_start(socket_address):
     address = Address.parse(socket_address)
     before = os.umask(0)
     try:

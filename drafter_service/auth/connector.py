@@ -1,6 +1,6 @@
-"""How a client connects: TLS, its own certificate, and its bearer token.
+"""Connections of a client: TLS, the client's certificate, and its bearer token.
 
-The token travels as metadata of each call. gRPC's own call credentials would refuse Unix sockets and loopback.
+The token is sent as metadata of each call. gRPC's own call credentials do not work with Unix sockets and loopback.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from drafter_service.auth.credentials import check_ca, check_pair
-from drafter_service.auth.watched import Watched, read_file
+from drafter_service.auth.watched import Watched, check_ca, check_pair, read_file
 from drafter_service.transport.address import Address
 from ssd.errors import UserError
 
@@ -24,20 +23,20 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class ClientAccess:
-    """What a client trusts and presents. All files are PEM, but for the token."""
+    """Files with which a client authenticates the service and itself. All are PEM except the token."""
 
     ca: Path | None = None
-    """The CAs that the service's certificate may come from; given, the connection is encrypted."""
+    """CAs of the service's certificate. Setting it switches TLS on."""
     certificate: Path | None = None
-    """The client's own certificate and those between it and its CA, for a service that asks for one."""
+    """The client's certificate and intermediate ones, for a service with `client_ca`."""
     key: Path | None = None
     """The private key of the client's certificate."""
     token: Path | None = None
-    """A file that holds a bearer token and nothing else."""
+    """A file that contains a bearer token and nothing else."""
     server_name: str | None = None
-    """The name that the service's certificate must bear: by default the address's host, `localhost` for a socket."""
+    """Name in the service's certificate. Default: the host of the address, `localhost` for a socket."""
     allow_plaintext: bool = False
-    """Send the token over a network that is not encrypted."""
+    """Send the token unencrypted over a network."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict one another."""
@@ -47,21 +46,21 @@ class ClientAccess:
 
 
 class Connector:
-    """Opens channels to one address. Certificates are read for each channel, so a renewed one serves the next."""
+    """Opens channels to one address. Certificates are read for each channel, so renewed ones apply to the next."""
 
     def __init__(self, address: Address, access: ClientAccess, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises UserError for files that cannot be used and for a token that others could read on its way."""
+        """Raises UserError for unusable files, and for a token that would be sent unencrypted over a network."""
         self._address = address
         self._access = access
         self._token: Watched[str] | None = None
         if (path := access.token) is not None:
             if access.ca is None and not address.is_local and not access.allow_plaintext:
-                raise UserError(f"the token would travel to {address.text} in the open; give a ca, or allow_plaintext")
+                raise UserError(f"the token would be sent to {address.text} unencrypted; give a ca, or allow_plaintext")
             self._token = Watched([path], lambda: read_token(path), clock=clock)
         self._credentials()
 
     def open(self, options: ChannelOptions = ()) -> grpc.Channel:
-        """A new channel. Raises UserError for files that cannot be used any more."""
+        """Open a new channel. Raises UserError for files that have become unusable."""
         credentials = self._credentials()
         if credentials is None:
             return grpc.insecure_channel(self._address.text, options=options)
@@ -69,14 +68,14 @@ class Connector:
 
     @property
     def steps_path(self) -> Path | None:
-        """The socket for steps alone, where there may be one: it knows no TLS."""
+        """Path of the socket for steps; None with TLS or a network address, for which there is none."""
         steps = self._address.steps if self._access.ca is None else None
         return None if steps is None else steps.socket_path
 
     def connect_steps(self, timeout_s: float) -> socket.socket | None:
-        """A connection to the socket for steps; None if nobody answers there.
+        """Connect to the socket for steps; return None if there is no server.
 
-        Raises OSError for a process that cannot have one more descriptor.
+        Raises OSError if the process has no free file descriptor.
         """
         path = self.steps_path
         if path is None or not path.exists():
@@ -90,23 +89,16 @@ class Connector:
             return None
         return connection
 
-    def open_aio(self, options: ChannelOptions = ()) -> grpc.aio.Channel:
-        """A new channel for asyncio. Raises UserError for files that cannot be used any more."""
-        credentials = self._credentials()
-        if credentials is None:
-            return grpc.aio.insecure_channel(self._address.text, options=options)
-        return grpc.aio.secure_channel(self._address.text, credentials, options=self._with_name(options))
-
     def authorization(self) -> str:
-        """The token as it travels, that of the file now; "" without one."""
+        """Return the authorization header with the current token; "" without one."""
         return "" if self._token is None else f"Bearer {self._token.current()}"
 
     def metadata(self) -> Metadata:
-        """What every call must carry."""
+        """Return the metadata that every call must have."""
         return (("authorization", self.authorization()),) if self._token else ()
 
     def _with_name(self, options: ChannelOptions) -> ChannelOptions:
-        # gRPC would look for the path of a socket in the certificate.
+        # By default gRPC would compare the path of the socket with the certificate.
         name = self._access.server_name or (None if self._address.socket_path is None else "localhost")
         return options if name is None else [*options, ("grpc.ssl_target_name_override", name)]
 
@@ -123,8 +115,8 @@ class Connector:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises UserError, without quoting it, for anything else than one."""
+    """Return the token in a file. Raises UserError, which does not quote it, for any other contents."""
     token = read_file(path, "token").strip()
     if not token.isascii() or not token.decode("latin1").isprintable() or b" " in token or not token:
-        raise UserError(f"token: {path} holds something else than one token; make one with: ssd-drafter token")
+        raise UserError(f"token: {path} does not contain exactly one token; make one with: ssd-drafter token")
     return token.decode()

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.replication.entry import decode, encode
-from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
+from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore, decode, encode
 from drafter_service.transport.wire import WireError, pack
 from tests.strategies import LARGEST, array, tokens
 
@@ -38,7 +37,7 @@ def changed(**columns):
 
 
 @given(EVENTS, st.binary(max_size=8))
-def test_events_come_out_as_they_went_in(events, writer):
+def test_encoded_events_are_decoded_unchanged(events, writer):
     entry = decode(encode(events, writer))
     assert entry.writer == writer
     assert [plain(event) for event in entry.events] == [plain(event) for event in events]
@@ -71,7 +70,7 @@ def test_an_entry_with_a_changed_byte_is_decoded_or_refused(data):
 
 
 @pytest.mark.parametrize("missing", FIELDS)
-def test_every_column_is_needed(missing):
+def test_every_column_is_required(missing):
     with pytest.raises(WireError, match=missing):
         decode({name: column for name, column in GOOD.items() if name != missing.encode()})
 
@@ -80,21 +79,21 @@ def test_every_column_is_needed(missing):
     ("columns", "said"),
     [
         ({"version": b"2"}, "version"),
-        ({"kinds": b"\0\1\4"}, "kinds holds 4"),
+        ({"kinds": b"\0\1\4"}, "kinds contains 4"),
         ({"kinds": b""}, "kinds is empty"),
         ({"kinds": b"\0\1"}, "times must be 2"),
         ({"times": pack(np.array([1.0, math.nan, 1.0]), "f8")}, "finite"),
         ({"times": pack(np.array([1.0, 1.0, math.inf]), "f8")}, "finite"),
         ({"times": b"123"}, "times has 3 bytes"),
-        ({"lengths": pack(np.array([2, 0, 2]), "u4")}, "make up 3"),
-        ({"lengths": pack(np.array([0xFFFF_FFFF, 0, 4]), "u4")}, "make up 3"),
+        ({"lengths": pack(np.array([2, 0, 2]), "u4")}, "the sum 3"),
+        ({"lengths": pack(np.array([0xFFFF_FFFF, 0, 4]), "u4")}, "the sum 3"),
         ({"lengths": pack(np.array([3]), "u4")}, "lengths must be 3"),
         ({"tokens": pack(np.array([1, 2, LARGEST + 1]), "u4")}, "token id"),
-        ({"name_lengths": pack(np.array([1, 1, 0]), "u4")}, "make up 3"),
+        ({"name_lengths": pack(np.array([1, 1, 0]), "u4")}, "the sum 3"),
         ({"names": b"a\xff\xff"}, "UTF-8"),
     ],
 )
-def test_what_does_not_fit_is_refused(columns, said):
+def test_inconsistent_columns_are_refused(columns, said):
     with pytest.raises(WireError, match=said):
         decode(changed(**columns))
 

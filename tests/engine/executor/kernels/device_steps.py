@@ -1,4 +1,4 @@
-"""Sequences on the host, and the same in the seats of a device state."""
+"""Sequences on the host, and the same in request slots of a device state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from engine.executor.device_state import NOT_RECORDED, DeviceState
-from engine.executor.kernels.drafted import Drafts
-from engine.scheduling.plan import NO_TOKENS
+from engine.executor.kernels.tensors import Drafts
+from engine.scheduling.plan import NO_TOKENS, SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 
@@ -15,12 +15,12 @@ VOCAB = 3
 """Few tokens, so that drafts are often right."""
 PAGE_SIZE = 4
 PAGES = 400
-"""The one behind them is scratch."""
-LONGEST = 40
+"""The scratch page follows them."""
+MAX_LENGTH = 40
 
 
 def new_sequence(rng):
-    """A request of which some is computed, on pages anywhere."""
+    """A sequence with part of its prompt computed; every second one replays a recorded output."""
     prompt = rng.integers(0, VOCAB, rng.integers(1, 12)).astype(np.uint32)
     sampling = SamplingParams(temperature=1.0, seed=int(rng.integers(-(1 << 62), 1 << 62)))
     recorded = rng.integers(0, VOCAB, len(prompt)).astype(np.uint32) if sampling.seed % 2 else None
@@ -30,7 +30,7 @@ def new_sequence(rng):
 
 
 def give_drafts(sequences, rng, most):
-    """Schedule all or some of what is to run, with any draft behind it that fits."""
+    """Schedule all or some of the tokens to run, with any draft behind them that fits."""
     for sequence in sequences:
         left = len(sequence) - sequence.computed
         sequence.scheduled = left if rng.random() < 0.7 else int(rng.integers(1, left + 1))
@@ -41,17 +41,25 @@ def give_drafts(sequences, rng, most):
             sequence.draft = rng.integers(0, VOCAB, size).astype(np.uint32)
 
 
+def planned(sequences):
+    """The step that `give_drafts` gave the sequences, as entries of a plan."""
+    return [
+        SequencePlan(each, each.computed, each.scheduled, each.produces, draft=each.draft, tree=each.tree)
+        for each in sequences
+    ]
+
+
 def state_of(sequences, device):
-    """The sequences in seats of a state, and which these are."""
-    places = list(range(len(sequences)))[::-1]
-    state = DeviceState.empty(len(sequences) + 1, LONGEST, LONGEST // PAGE_SIZE, PAGES, torch.device(device))
-    for seat, sequence in zip(places, sequences, strict=True):
-        state.sit(seat, sequence)
-    return state, torch.tensor(places, dtype=torch.int64, device=device)
+    """A state that holds the sequences, and their request slots, int64 [B]."""
+    slots = list(range(len(sequences)))[::-1]
+    state = DeviceState.empty(len(sequences) + 1, MAX_LENGTH, MAX_LENGTH // PAGE_SIZE, PAGES, torch.device(device))
+    for slot, sequence in zip(slots, sequences, strict=True):
+        state.assign(slot, sequence, sequence.computed)
+    return state, torch.tensor(slots, dtype=torch.int64, device=device)
 
 
 def padded_drafts(sequences, most, device, *, rng):
-    """With anything where there is no draft, and drafts for sequences that have no room for them."""
+    """The drafts as the device gets them: random tokens as padding, and drafts longer than a sequence has room for."""
     tokens = rng.integers(0, VOCAB, (len(sequences), most)).astype(np.int32)
     lengths = np.zeros(len(sequences), np.int32)
     for index, sequence in enumerate(sequences):
@@ -63,19 +71,19 @@ def padded_drafts(sequences, most, device, *, rng):
 
 
 def history_of(sequence):
-    """What its seat is to know of its text."""
+    """The expected row of the state's history."""
     known = [*sequence.tokens.tolist(), *sequence.recorded_rest.tolist()]
-    return known + [NOT_RECORDED] * (LONGEST - len(known))
+    return known + [NOT_RECORDED] * (MAX_LENGTH - len(known))
 
 
-def same_state(state, sequences, seats):
-    """Whether the seats hold what the sequences are."""
+def same_state(state, sequences, slots):
+    """Whether the slots hold what the sequences hold."""
     return all(
         (
-            int(state.lengths[seat]) == len(sequence)
-            and int(state.computed[seat]) == sequence.computed
-            and int(state.last_tokens[seat]) == int(sequence.tokens[-1])
-            and state.history[seat].tolist() == history_of(sequence)
+            int(state.lengths[slot]) == len(sequence)
+            and int(state.computed[slot]) == sequence.computed
+            and int(state.last_tokens[slot]) == int(sequence.tokens[-1])
+            and state.history[slot].tolist() == history_of(sequence)
         )
-        for seat, sequence in zip(seats.tolist(), sequences, strict=True)
+        for slot, sequence in zip(slots.tolist(), sequences, strict=True)
     )

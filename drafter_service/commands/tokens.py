@@ -1,4 +1,4 @@
-"""`ssd-drafter token`: a bearer token, and the entry that lets its holder in."""
+"""`ssd-drafter token`: make a bearer token and its entry for the callers file."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ def _split(_context: click.Context, _parameter: click.Parameter, value: str) -> 
 
 
 @click.command()
-@click.option("--name", required=True, help="Who will hold the token; shows in logs and refusals.")
+@click.option("--name", required=True, help="Name of the caller, shown in refusals.")
 @click.option(
     "--namespaces",
     required=True,
     metavar="PATTERN,...",
     callback=_split,
-    help="Namespaces that it is good for, such as 'team-a-*,shared'.",
+    help="Patterns of namespaces, such as 'team-a-*,shared'.",
 )
 @click.option(
     "--rights",
     default="read,learn",
     metavar="RIGHT,...",
     callback=_split,
-    help="read: draft. learn: add text. admin: forget, drop and snapshot.",
+    help="read: draft. learn: add text. admin: forget, drop, snapshot.",
 )
 def token(name: str, namespaces: list[str], rights: list[str]) -> None:
-    """Make a bearer token: itself to stdout, never to be seen again, its entry for the callers file to stderr."""
+    """Make a bearer token.
+
+    The token is printed to stdout and not stored anywhere; its entry for the callers file is printed to stderr.
+    """
     import secrets
 
     from drafter_service.auth.callers import parse_callers, sha256_of
@@ -49,7 +52,7 @@ def token(name: str, namespaces: list[str], rights: list[str]) -> None:
 
 
 def _entry(name: str, namespaces: list[str], rights: list[str], token_sha256: str) -> str:
-    # Strings and lists of them are written in TOML as in JSON.
+    # In TOML, strings and lists of strings are written as in JSON.
     fields = {"name": name, "token_sha256": token_sha256, "namespaces": namespaces, "rights": rights}
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()]
     return "\n".join(["[[caller]]", *lines])
