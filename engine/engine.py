@@ -248,7 +248,7 @@ class Engine:
     def _needs_host(self, sequence: Sequence) -> bool:
         sampling = sequence.request.sampling
         verification = sampling.verification or self._config.verification
-        return sampling.needs_host or (verification == "rejection" and sampling.is_drawn)
+        return sampling.needs_host or (verification == "rejection" and sampling.is_sampled)
 
     def _commit(self, step: InFlightStep, watch: Stopwatch) -> StepReport:
         """Wait for a step, append what it produced, and end the sequences whose output ends."""

@@ -76,8 +76,10 @@ class StrictDrafter:
 class RandomBackoff:
     """Lets the drafter be asked in some steps only."""
 
-    def __init__(self, rng):
+    def __init__(self, rng, is_late):
+        """is_late: whether a step is recorded after the next one was planned."""
         self.rng = rng
+        self.is_late = is_late
         self.is_backing_off = False
 
     def cost_of_one_more(self, tokens, sequences):
@@ -87,7 +89,7 @@ class RandomBackoff:
         return Selection(usable)
 
     def record(self, plan, tokens, accepted, seconds):
-        assert not (self.is_backing_off and (plan.asked or accepted))
+        assert self.is_late or not (self.is_backing_off and (plan.asked or accepted))
         self.is_backing_off = bool(self.rng.random() < 0.5)
 
 
@@ -121,7 +123,7 @@ class Workload:
             draft_shape=shape,
         )
         self.config = config
-        budget = RandomBackoff(np.random.default_rng(seed)) if has_backoff else None
+        budget = RandomBackoff(np.random.default_rng(seed), is_late=in_flight in (1, "any")) if has_backoff else None
         self.in_flight = in_flight
         self.drafter = StrictDrafter(rng, shape, is_told_all=in_flight in (None, 0), budget=budget)
         depths = np.random.default_rng(seed)
