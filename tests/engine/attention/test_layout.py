@@ -1,23 +1,19 @@
 """The arrays that paged kernels get, read as the kernels read them, against each token's own view of its sequence."""
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.cache import PagedCache, as_stored
 from engine.attention.calls import assign
 from engine.attention.layout import (
-    cut,
-    flat_mask,
+    flat_masks,
     indptr,
     last_page_lengths,
     paged_keys,
     rows_of,
+    segments_of,
 )
 from engine.executor.batch import build_batch
-from engine.models.config import ModelConfig
 from engine.speculation.draft_tree import DraftTree
 from tests.engine.forward import sequence_of
 from tests.engine.trees import random_tree
@@ -61,28 +57,28 @@ def slots_of(pages, places, page_size):
 
 
 @given(st.data(), PAGE_SIZES)
-def test_pieces_cover_a_batch_and_say_what_each_token_sees(data, page_size):
+def test_segments_cover_a_batch_and_say_what_each_token_sees(data, page_size):
     batch, sees = data.draw(batches(page_size))
-    pieces = cut(batch)
-    rows = [row for piece in pieces for row in range(piece.start, piece.start + piece.length)]
+    segments = segments_of(batch)
+    rows = [row for segment in segments for row in range(segment.start, segment.start + segment.length)]
     assert rows == list(range(len(batch.tokens)))
     row = 0
-    for piece in pieces:
-        # As a mask among a piece's tokens.
-        own = flat_mask([piece]).reshape(piece.length, piece.length)
+    for segment in segments:
+        # As a mask among a segment's tokens.
+        own = flat_masks([segment]).reshape(segment.length, -1)
         assert own.any(axis=1).all()
         for seen in own:
-            assert set(range(piece.context)) | set(piece.context + np.flatnonzero(seen)) == sees[row]
-            assert piece.pages is span_at(batch, row).pages
+            assert set(range(segment.context)) | set(segment.context + np.flatnonzero(seen)) == sees[row]
+            assert segment.pages is span_at(batch, row).pages
             row += 1
 
 
 @given(st.data(), PAGE_SIZES)
 def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
     batch, _ = data.draw(batches(page_size))
-    pieces = cut(batch)
-    tables = [piece.pages for piece in pieces]
-    for lengths in ([piece.keys for piece in pieces], [piece.context for piece in pieces]):
+    segments = segments_of(batch)
+    tables = [segment.pages for segment in segments]
+    for lengths in ([segment.keys for segment in segments], [segment.context for segment in segments]):
         keys = paged_keys(tables, lengths, page_size)
         assert all(array.dtype == np.int32 for array in keys)
         for index, length in enumerate(lengths):
@@ -109,44 +105,23 @@ def test_true_lengths_fit_into_the_plan_of_their_upper_bounds(lengths, page_size
 
 
 @given(st.data())
-def test_every_piece_is_in_one_call_that_can_do_it(data):
+def test_every_segment_is_in_one_call_that_can_do_it(data):
     batch, _ = data.draw(batches(16))
-    pieces = cut(batch)
-    calls = assign(pieces)
-    assert sorted(piece.start for members in calls.values() for piece in members) == [piece.start for piece in pieces]
+    segments = segments_of(batch)
+    calls = assign(segments)
+    starts = [segment.start for members in calls.values() for segment in members]
+    assert sorted(starts) == [segment.start for segment in segments]
     for kind, members in calls.items():
-        assert [piece.start for piece in members] == sorted(piece.start for piece in members)
-        for piece in members:
-            assert (piece.sees is not None) == (kind == "merge")
-            assert kind != "decode" or piece.length == 1
-        rows = np.arange(len(batch.tokens))[rows_of(members)]
-        assert rows.tolist() == [row for piece in members for row in range(piece.start, piece.start + piece.length)]
-    if all(piece.length == 1 for piece in pieces):
+        assert [segment.start for segment in members] == sorted(segment.start for segment in members)
+        for segment in members:
+            assert (segment.mask is not None) == (kind == "tree")
+            assert kind != "decode" or segment.length == 1
+        rows = [row for one in members for row in range(one.start, one.start + one.length)]
+        assert np.arange(len(batch.tokens))[rows_of(members)].tolist() == rows
+    if all(segment.length == 1 for segment in segments):
         assert "prefill" not in calls
     assert {"prefill", "decode"} - calls.keys()
 
 
 def test_indptr_begins_with_0():
     assert indptr([3, 0, 2]).tolist() == [0, 3, 3, 5]
-
-
-def test_what_8_bits_do_not_reach_becomes_the_largest_number():
-    heads = torch.tensor([1e9, -500.0, 1.06, 0.0])
-    assert as_stored(heads, torch.float8_e4m3fn).float().tolist() == [448, -448, 1.0, 0]
-    assert torch.equal(as_stored(heads, torch.float32), heads)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_keys_and_values_move_together_and_are_all_read_first(dtype):
-    config = ModelConfig(9, 8, 8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, max_positions=64)
-    cache = PagedCache(config, 4, 8, dtype, "cpu")
-    assert cache.layers.shape == (2, 4, 2, 8, 2, 4)
-    cache.layers.copy_(torch.randn(cache.layers.shape, generator=torch.Generator().manual_seed(0)))
-    before = cache.layers.float().clone()
-    sources, targets = np.array([9, 10, 31, 2]), np.array([8, 9, 10, 30])
-    cache.move(sources, targets)
-    expected = before.clone()
-    for source, target in zip(sources, targets, strict=True):
-        expected[:, target // 8, :, target % 8] = before[:, source // 8, :, source % 8]
-    assert torch.equal(cache.layers.float(), expected)
-    assert not torch.equal(expected, before)

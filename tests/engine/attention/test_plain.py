@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.plain import KEY_BLOCK, PlainAttention, cut_into_pieces
+from engine.attention.plain import KEY_BLOCK, PlainAttention, query_blocks
 from engine.executor.batch import build_batch
 from engine.models.loader import load_model
 from engine.models.packed import pack
@@ -71,15 +71,15 @@ def test_sequences_of_a_batch_do_not_see_each_other(model, reference):
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4))
-def test_pieces_cover_a_batch_and_never_cross_a_block_of_keys(spans):
+def test_query_blocks_cover_a_batch_and_never_cross_a_block_of_keys(spans):
     sequences = [sequence_of(np.ones(computed + length), range(60), computed=computed) for computed, length in spans]
     batch = build_batch(sequences, PAGE_SIZE)
-    pieces = cut_into_pieces(batch)
-    rows = [row for piece in pieces for row in range(piece.row, piece.row + piece.length)]
+    blocks = query_blocks(batch)
+    rows = [row for block in blocks for row in range(block.row, block.row + block.length)]
     assert rows == list(range(len(batch.tokens)))
-    for piece in pieces:
-        assert piece.position // KEY_BLOCK == (piece.position + piece.length - 1) // KEY_BLOCK
-        assert piece.position == batch.positions[piece.row]
+    for block in blocks:
+        assert block.position // KEY_BLOCK == (block.position + block.length - 1) // KEY_BLOCK
+        assert block.position == batch.positions[block.row]
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
