@@ -175,7 +175,6 @@ def shared_length(left: np.ndarray, right: np.ndarray) -> int:
 def adapt(drafter: Drafter | types.Drafter) -> Drafter:
     """Return a drafter with the engine's interface, whichever of the two interfaces this one has."""
     either: Any = drafter
-    # Drafters of tokens may have a convenience method `propose`.
     return either if hasattr(either, "observe") else TokenDrafter(either)
 
 
