@@ -111,7 +111,7 @@ class TokenDrafter:
 def adapt(drafter: Drafter | types.Drafter) -> Drafter:
     """Return a drafter with the engine's interface, whichever of the two interfaces this one has."""
     either: Any = drafter
-    return either if hasattr(either, "propose") else TokenDrafter(either)
+    return either if hasattr(either, "observe") else TokenDrafter(either)
 
 
 def innermost(drafter: object) -> object:
