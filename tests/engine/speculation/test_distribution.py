@@ -16,7 +16,7 @@ from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.sampling.noise import Stream, stream_seeds
+from engine.sampling.noise import uniforms
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import rejection
 from engine.speculation import speculation as speculation_module
@@ -166,16 +166,11 @@ def residual_is_p(monkeypatch):
     monkeypatch.setattr(rejection, "_after_refusals", lambda walks, residual, p, q: p[[walk.p_row for walk in walks]])
 
 
-def accepts_with_the_noise_of_the_sample(monkeypatch):
-    """A token is accepted by the number that its own Gumbel noise was made of."""
-    columns = rejection._columns
-
-    def with_tokens_for_ranks(draft):
-        tokens, *others, _ = columns(draft)
-        return tokens, *others, tokens
-
-    monkeypatch.setattr(rejection, "_columns", with_tokens_for_ranks)
-    monkeypatch.setattr(rejection, "stream_seeds", lambda seeds, _: stream_seeds(seeds, Stream.DRAFT))
+def one_number_for_all_trials(monkeypatch):
+    """All decisions use the same random number."""
+    monkeypatch.setattr(
+        rejection, "uniforms", lambda seeds, positions, ranks: uniforms(seeds * 0, positions * 0, ranks * 0)
+    )
 
 
 def q_of_another_row(monkeypatch):
@@ -191,7 +186,7 @@ def q_of_another_row(monkeypatch):
 FAULTS = [
     budget_sees_tokens,
     residual_is_p,
-    accepts_with_the_noise_of_the_sample,
+    one_number_for_all_trials,
     q_of_another_row,
 ]
 
