@@ -183,7 +183,7 @@ def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, o
         details[f"{name}_tokens_per_step"] = round(median(run.tokens / run.deliveries for run in own), 3)
         details[f"{name}_drafted_per_step"] = round(median((run.drafted or 0) / run.deliveries for run in own), 3)
         details[f"{name}_overhead_ms"] = round(median(1e3 * overhead(run, concurrency) for run in own), 3)
-        details[f"{name}_begun_early"] = round(median(run.begun_early / len(run.steps) for run in own), 3)
+        details[f"{name}_begun_early"] = round(median(run.launched_ahead / len(run.steps) for run in own), 3)
         details[f"{name}_draft_share"] = round(median(share(run, "draft") for run in own), 4)
         details[f"{name}_peak_mib"] = max(run.peak_bytes for run in own) >> 20
     return details
