@@ -16,11 +16,12 @@ import numpy as np
 from benchmarks.traces import Request, Trace
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
-from ssd.build import new_corpus, new_drafter
 from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from ssd.drafter import make_drafter
 from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 
-OWN_DRAFTERS = ("ssd", "article", "ngram", "none")
+OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 
 LEAST_CAPACITY = 1 << 16
 """A small trace needs less; no drafter is used with so little."""
@@ -148,7 +149,7 @@ class Embedded:
 
 
 class Remembering(Embedded):
-    """A `SuffixDrafter` over a corpus that holds the whole trace and is refreshed when the replay says so."""
+    """A drafter over a corpus that holds the whole trace and is refreshed when the replay says so."""
 
     def __init__(self, trace: Trace, config: dict[str, Any], *, sessions: bool) -> None:
         """`config`: settings of the drafter besides its capacity. `sessions`: whether it is told which turns belong
@@ -157,8 +158,8 @@ class Remembering(Embedded):
         a_request_more = DrafterConfig.learned_prompt_tokens + 1
         capacity = max(LEAST_CAPACITY, trace.output_tokens + len(trace.requests) * a_request_more)
         settings = DrafterConfig(capacity=capacity, **config)
-        self._corpus = new_corpus(settings)
-        self._own = new_drafter(settings, corpus=self._corpus)
+        self._corpus = Corpus.from_config(settings)
+        self._own = make_drafter(settings, corpus=self._corpus)
         self._sessions = sessions
         super().__init__(self._own, settings.max_draft, has_odds=True)
 
@@ -219,9 +220,9 @@ def own_entries(drafter: str, ks: Sequence[int], shapes: Sequence[str], costs: S
     for k in ks:
         if drafter == "ngram":
             yield Entry("ngram", f"k={k}", lambda _trace, k=k: Embedded(NgramDrafter(), k), k)
-        elif drafter == "article":
-            config = {"policy": "article", "max_draft": k}
-            yield Entry("article", f"k={k}", lambda trace, config=config: Remembering(trace, config, sessions=False), k)
+        elif drafter == "classic":
+            config = {"policy": "classic", "max_draft": k}
+            yield Entry("classic", f"k={k}", lambda trace, config=config: Remembering(trace, config, sessions=False), k)
         else:
             for shape in shapes:
                 for cost in costs:

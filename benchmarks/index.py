@@ -22,7 +22,6 @@ import numpy as np
 
 from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.settings.quantity import Quantity
-from ssd.build import new_corpus
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.search import longest_match
@@ -265,8 +264,7 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     requests = writer.take(tokens)
     gc.collect()
     before = resident_bytes()
-    corpus = new_corpus(DrafterConfig(capacity=tokens))
-    assert isinstance(corpus, Corpus)
+    corpus = Corpus.from_config(DrafterConfig(capacity=tokens))
     say("building the index")
     for request in requests:
         corpus.append(request)

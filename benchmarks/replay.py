@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--refresh",
         type=refresh,
-        help="live, or index ssd's and article's corpus after every N finished requests (live)",
+        help="live, or index ssd's and classic's corpus after every N finished requests (live)",
     )
     add("--max-output-tokens", type=positive, metavar="N", help="stop after N output tokens of each trace")
     add("--json", type=Path, metavar="FILE", help="where to write the last line, too")

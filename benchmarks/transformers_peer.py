@@ -99,10 +99,10 @@ class TransformersPeer:
 
         sampling = item.request.sampling
         torch.manual_seed(sampling.seed)
-        settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": 0} if sampling.is_drawn else {}
+        settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": 0} if sampling.is_sampled else {}
         config = GenerationConfig(
             max_new_tokens=max_tokens,
-            do_sample=sampling.is_drawn,
+            do_sample=sampling.is_sampled,
             eos_token_id=None if sampling.ignore_eos else self._eos,
             pad_token_id=0,
             cache_implementation=self.cache,

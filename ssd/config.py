@@ -10,7 +10,7 @@ MAX_REFRESH_INTERVAL_S = 86_400
 MAX_DRAFT = 64
 MAX_MATCH_DEPTH = 64
 
-PolicyName = Literal["suffix", "article"]
+PolicyName = Literal["suffix", "classic"]
 Shape = Literal["path", "tree"]
 
 
@@ -21,7 +21,7 @@ class DrafterConfig:
     capacity: int = 16_000_000
     """Tokens remembered; the newest overwrite the oldest. 8 bytes each, 13 while the index is merged."""
     policy: PolicyName = "suffix"
-    """`suffix`: calibrated evidence of all matches. `article`: the plain scheme that it is measured against."""
+    """`suffix`: calibrated evidence of all matches, `SuffixDrafter`. `classic`: the baseline, `ClassicDrafter`."""
     shape: Shape = "path"
     """`path`: one token after the other. `tree`: where several tokens may follow, several are drafted."""
     max_draft: int = 32
@@ -38,7 +38,11 @@ class DrafterConfig:
     idle_tokens: int = 4_000_000
     """Tokens of all those sessions together; 8 to 24 bytes each. The longest idle leave first."""
     refresh_interval_s: float = 0.005
-    """How long finished requests wait for others before they are merged into the index together."""
+    """Seconds between two updates of the index with finished requests; the rebuild interval of `classic`."""
+    classic_context: int = 10
+    """Policy `classic`: context tokens that are searched for first, then one token fewer each time."""
+    classic_matches: int = 32
+    """Policy `classic`: matches whose continuations are counted, a sample if there are more; 0 counts all of them."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Settings of a third-party drafter, by name; the drafters of this package read none of them."""
 
@@ -50,6 +54,8 @@ class DrafterConfig:
             ("learned_prompt_tokens", 0, 1 << 20),
             ("idle_sessions", 0, 1 << 20),
             ("idle_tokens", 0, 1 << 32),
+            ("classic_context", 1, MAX_MATCH_DEPTH),
+            ("classic_matches", 0, 1 << 32),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
@@ -59,7 +65,7 @@ class DrafterConfig:
                 f"refresh_interval_s must be above 0 and at most a day ({MAX_REFRESH_INTERVAL_S} s), "
                 f"not {self.refresh_interval_s}"
             )
-        for name, choices in (("policy", ("suffix", "article")), ("shape", ("path", "tree"))):
+        for name, choices in (("policy", ("suffix", "classic")), ("shape", ("path", "tree"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
 

@@ -91,9 +91,9 @@ def transitions(texts: Iterable[Sequence[int]]) -> Mapping[int, set[int]]:
     return following
 
 
-def article_draft(text: Sequence[int], context: Sequence[int], limit: int) -> tuple[list[int], int]:
-    """The article's draft, counting all matches, and the length of its match."""
-    for length in range(min(10, len(context)), 0, -1):
+def classic_draft(text: Sequence[int], context: Sequence[int], limit: int, longest: int = 10) -> tuple[list[int], int]:
+    """Return the baseline's draft, counting all matches, and the length of its match."""
+    for length in range(min(longest, len(context)), 0, -1):
         pattern = list(context[len(context) - length :])
         starts = [p for p in range(len(text) - length + 1) if list(text[p : p + length]) == pattern]
         if starts:

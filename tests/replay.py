@@ -6,19 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ssd import DraftBatch, DrafterConfig, SuffixDrafter
-from ssd.corpus.corpus import Corpus
+from ssd import Corpus, DraftBatch, DrafterConfig
+from ssd.base import CorpusDrafter
+from ssd.drafter import make_drafter
 from ssd.types import ROOT, Drafter, Progress, offsets_of
 
 
-def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> SuffixDrafter:
+def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> CorpusDrafter:
     """A drafter that has learned some requests, and learns of others when its corpus is told to refresh."""
     config = DrafterConfig(**{"capacity": 100_000, **settings})
-    corpus = Corpus(config.capacity, config.match_depth)
+    corpus = Corpus.from_config(config)
     for request in requests:
         corpus.append(np.asarray(request, np.uint32))
     corpus.refresh()
-    return SuffixDrafter(config, corpus=corpus)
+    return make_drafter(config, corpus=corpus)
 
 
 def progress_of(

@@ -22,10 +22,11 @@ from drafter_service.observability.facts import (
 )
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
+from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
-from ssd.drafter import SuffixDrafter
+from ssd.drafter import make_drafter
 from ssd.stats import Stats
 
 MOST_NAMES = 1 << 17
@@ -82,7 +83,7 @@ class Namespace:
         self.draft_latency = Latency()
         self.merge_latency = Latency()
         self.duplicates = 0
-        self.drafters: set[SuffixDrafter] = set()
+        self.drafters: set[CorpusDrafter] = set()
         self.streams: set[Stream] = set()
         self.holds = 0
         """How many calls use it now."""
@@ -119,13 +120,13 @@ class Namespace:
         )
         self.last_used = time.monotonic()
 
-    def new_drafter(self) -> SuffixDrafter:
+    def new_drafter(self) -> CorpusDrafter:
         """A drafter for one stream."""
-        drafter = SuffixDrafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
+        drafter = make_drafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
         self.drafters.add(drafter)
         return drafter
 
-    def release(self, drafter: SuffixDrafter) -> None:
+    def release(self, drafter: CorpusDrafter) -> None:
         """The stream of a drafter has ended for good."""
         self.drafters.discard(drafter)
         drafter.close()

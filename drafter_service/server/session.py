@@ -16,7 +16,7 @@ from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.messages import MOST_FIELDS, Begin, End, read_begin, read_end, read_steps
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch
-from ssd.drafter import Opening
+from ssd.base import Opening
 from ssd.stats import STEPS
 from ssd.types import DraftBatch, Progress, offsets_of
 
@@ -202,7 +202,7 @@ class Session:
         if len(committed):
             self.namespace.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
-            self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request_id)
+            self.namespace.learn(np.concatenate([indexing.opening.learned, committed]), running.request_id)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
         """Drafts, and which sequences are not known."""

@@ -144,8 +144,6 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict one another."""
-        if self.drafting.policy != "suffix":
-            raise ValueError("drafting.policy must be 'suffix': the article's scheme is a baseline for benchmarks")
         if self.drafting.options:
             raise ValueError("drafting.options is for third-party drafters; the service has none")
         for key, capacity in (("drafting.capacity", self.drafting.capacity), *_keyed(self.namespaces.capacities)):

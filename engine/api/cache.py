@@ -51,7 +51,7 @@ class ResponseCache:
 
 def _key(request: Request) -> tuple[object, ...]:
     """All that an output depends on, and whose it is: nobody is told what others asked."""
-    sampling = request.sampling if request.sampling.is_drawn else replace(request.sampling, seed=0)
+    sampling = request.sampling if request.sampling.is_sampled else replace(request.sampling, seed=0)
     return request.salt, request.prompt.tobytes(), repr(astuple(sampling))
 
 

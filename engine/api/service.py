@@ -94,7 +94,7 @@ class Service:
 
     def runner(self, body: SamplingFields, requests: Sequence[Request]) -> Run:
         """What runs the requests of a body: those that have the same output each time may come from the cache."""
-        is_repeatable = body.seed is not None or not any(request.sampling.is_drawn for request in requests)
+        is_repeatable = body.seed is not None or not any(request.sampling.is_sampled for request in requests)
         run = partial(self._cache.run, self.engine) if self._cache is not None and is_repeatable else self.engine.run
         return dropping_output(run) if body.max_tokens == 0 else run
 

@@ -84,9 +84,9 @@ def _ssd_remote(_config: DrafterConfig, target: TargetInfo | None, sidecar: Side
 
 
 def _classic(config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
-    from ssd.classic import ArticleDrafter
+    from ssd.classic import ClassicDrafter
 
-    return ArticleDrafter(replace(config, policy="article"))
+    return ClassicDrafter(replace(config, policy="classic"))
 
 
 KINDS: Mapping[str, Kind] = {

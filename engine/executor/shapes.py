@@ -57,7 +57,7 @@ class StepGrid:
     def kind_of(self, samplings: Sequence[SamplingParams], vocab_size: int) -> Kind:
         """How tokens are drawn for some requests; what is ranked is rounded up, so that there are few kinds."""
         if not any(sampling.truncates for sampling in samplings):
-            return DRAWN if any(sampling.is_drawn for sampling in samplings) else self.greedy
+            return DRAWN if any(sampling.is_sampled for sampling in samplings) else self.greedy
         top_k, top_p, min_p = (
             np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
         )

@@ -113,14 +113,19 @@ class SamplingParams:
             raise UserError("stop_token_ids holds every token, so that no output of min_tokens exists")
 
     @cached_property
-    def is_drawn(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether noise decides, rather than the largest logit."""
         return self.temperature > GREEDY_BELOW
 
     @cached_property
+    def uses_rejection(self) -> bool:
+        """Whether sampled draft tokens are verified by rejection. Greedy outputs are the same in both modes."""
+        return self.is_sampled and self.verification == "rejection"
+
+    @cached_property
     def truncates(self) -> bool:
         """Whether some tokens are too unlikely to be drawn."""
-        return self.is_drawn and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return self.is_sampled and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
     def penalises(self) -> bool:
@@ -142,7 +147,7 @@ class SamplingParams:
     @cached_property
     def is_plain_greedy(self) -> bool:
         """Whether each token is that of the model's largest logit, and nothing else is asked."""
-        return not (self.is_drawn or self.adjusts or self.logprobs is not None)
+        return not (self.is_sampled or self.adjusts or self.logprobs is not None)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.sampling.logprobs import Logprobs, joined
-from engine.sampling.penalties import TokenCounts
+from engine.sampling.logprobs import Logprobs, join_logprobs
+from engine.sampling.processors import TokenCounts
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.plan import NO_TOKENS, SequenceResult
@@ -120,8 +120,10 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             stop_reason=cut.stop_reason,
             text=self.stopping.text(),
-            logprobs=None if sampling.logprobs is None else joined(self.logprobs, sampling.logprobs),
+            logprobs=None if sampling.logprobs is None else join_logprobs(self.logprobs, sampling.logprobs),
             prompt_logprobs=(
-                None if sampling.prompt_logprobs is None else joined(self.prompt_logprobs, sampling.prompt_logprobs)
+                None
+                if sampling.prompt_logprobs is None
+                else join_logprobs(self.prompt_logprobs, sampling.prompt_logprobs)
             ),
         )

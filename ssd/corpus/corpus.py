@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ssd.config import DrafterConfig
 from ssd.corpus.index import Index, MergeTimes, State
 from ssd.corpus.live import LiveTier
 from ssd.corpus.requests import Forget, Text, hash_of
@@ -48,6 +49,11 @@ class Corpus:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._maintainer: threading.Thread | None = None
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, clock: Callable[[], float] = time.time) -> Corpus:
+        """Make an empty corpus of a configuration's capacity and match depth."""
+        return cls(config.capacity, config.match_depth, clock)
 
     @property
     def view(self) -> View:

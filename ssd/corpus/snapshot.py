@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 import ssd.kernels.odds
+from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.index import State
 from ssd.corpus.requests import ROW
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 1 << 20
 """Numbers that are copied at once: a few megabytes."""
 
-DEPTH, SIZE, COVERED, ODDS_LAYOUT = range(4)
-"""Of the section "facts", int64: most context tokens matched, tokens of text, how many of them the order covers, and
-`odds_layout`."""
+DEPTH, SIZE, COVERED, ODDS_LAYOUT, CAPACITY = range(5)
+"""Entries of the section "facts", int64: most context tokens matched, tokens of text, how many of them the suffix array
+covers, `odds_layout`, and the capacity of the corpus, which older files lack."""
 
 MOST_LOGIT = 7.0
 MOST_WEIGHT = 1e3
@@ -63,11 +64,17 @@ def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
         sections.close()
 
 
-def load(path: str | Path, capacity: int, depth: int, clock: Callable[[], float] = time.time) -> Loaded:
-    """A corpus of `capacity` tokens with what a snapshot holds, the newest of it if that is more.
+def load(
+    path: str | Path,
+    capacity: int | None = None,
+    depth: int | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Loaded:
+    """Return a corpus with the contents of a snapshot.
 
-    Raises SnapshotError for a file that cannot be used, with nothing loaded; ValueError for a capacity that no corpus
-    can have.
+    capacity: tokens, or None for that of the saved corpus; if it is less than the snapshot holds, the newest tokens are
+    loaded. depth: the match depth that is expected, None for any. clock: as of `Corpus`. Raises SnapshotError for a
+    file that cannot be used or has another match depth, with nothing loaded; ValueError for an impossible capacity.
     """
     path = Path(path)
     sections = read_sections(path)
@@ -79,12 +86,14 @@ def load(path: str | Path, capacity: int, depth: int, clock: Callable[[], float]
     except (_UnsoundError, KeyError) as error:
         # A sound file with unsound contents: no accident makes that.
         raise SnapshotError(f"{path}: was not written by a drafter ({error}); start without it") from None
-    if facts[DEPTH] != depth:
+    if depth is not None and facts[DEPTH] != depth:
         raise SnapshotError(
             f"{path}: its order was made for a match depth of {facts[DEPTH]}, not {depth}; "
             f"start with --match-depth {facts[DEPTH]}, or without the snapshot"
         )
-    corpus = Corpus(capacity, depth, clock)
+    if capacity is None:
+        capacity = int(facts[CAPACITY]) if len(facts) > CAPACITY else max(int(facts[SIZE]), DrafterConfig.capacity)
+    corpus = Corpus(capacity, int(facts[DEPTH]), clock)
     corpus.restore(sections["text"], sections["order"], int(facts[COVERED]), rows)
     notes = []
     if odds is None:
@@ -108,7 +117,7 @@ def odds_layout() -> int:
 
 def _sections(state: State, corpus: Corpus, stats: Stats | None) -> Generator[Section, None, None]:
     size, covered = state.head - state.oldest, state.covered - state.oldest
-    yield Section("facts", "<i8", [np.array([corpus.depth, size, covered, odds_layout()])])
+    yield Section("facts", "<i8", [np.array([corpus.depth, size, covered, odds_layout(), corpus.capacity])])
     yield Section("text", "<u4", _text(state))
     yield Section("order", "<u4", _positions(state))
     rows = _rows(state)
@@ -161,7 +170,7 @@ def _require(is_so: bool | np.bool_, what: str) -> None:
 
 def _checked_facts(sections: Mapping[str, np.ndarray]) -> np.ndarray:
     facts = sections["facts"]
-    _require(facts.dtype == np.int64 and len(facts) == ODDS_LAYOUT + 1, "facts are missing")
+    _require(facts.dtype == np.int64 and len(facts) > ODDS_LAYOUT, "facts are missing")
     _require(0 <= facts[COVERED] <= facts[SIZE], "the order covers more than there is")
     return facts
 

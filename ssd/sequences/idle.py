@@ -14,8 +14,8 @@ class Idle:
     """The index of a session between two turns."""
 
     local: LocalIndex
-    holds: frozenset[str | None]
-    """The names of its turns."""
+    turns: frozenset[str | None]
+    """Request ids of its turns."""
     since: float
     """By the corpus's clock."""
 

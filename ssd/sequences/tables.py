@@ -79,6 +79,23 @@ class Sequences:
         local.reserve(local.size + tokens + self._max_draft + SPARE_TOKENS)
         self._point_to(row, local)
 
+    def extend(self, row: int, tokens: np.ndarray) -> None:
+        """Append committed tokens, uint32 [n], to a sequence without a kernel; its last draft ends."""
+        local = self.local(row)
+        local.extend(tokens)
+        self._point_to(row, local)
+        self.state[row, NODES] = 0
+
+    def note_draft(self, row: int, tokens: np.ndarray) -> None:
+        """Note a sequence's last draft, a path without candidates; tokens: uint32 [n], at most `max_draft`."""
+        self.tables[1][row, 1 : 1 + len(tokens), TOKEN] = tokens.view(np.int32)
+        self.state[row, NODES] = len(tokens) + 1
+
+    def last_draft(self, row: int) -> np.ndarray:
+        """Return the tokens of a sequence's last draft, uint32 [n]."""
+        nodes = self.tables[1][row, 1 : max(1, int(self.state[row, NODES])), TOKEN]
+        return np.ascontiguousarray(nodes).view(np.uint32)
+
     def local(self, row: int) -> LocalIndex:
         """A sequence's index, with its sizes as they are now."""
         local = self._locals[row]

@@ -78,7 +78,7 @@ def replay_slowly(contestant, trace):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "shape"), [("ssd", "path"), ("ssd", "tree"), ("article", ""), ("ngram", ""), ("none", "")]
+    ("drafter", "shape"), [("ssd", "path"), ("ssd", "tree"), ("classic", ""), ("ngram", ""), ("none", "")]
 )
 def test_figures_are_those_of_a_slow_replay(trace_path, drafter, shape):
     trace, entry = load_trace(trace_path), entry_of(drafter, shape)

@@ -10,8 +10,8 @@ from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine, build_engine
-from engine.executor import eager
 from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.speculation import verify
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
@@ -130,9 +130,9 @@ def test_drafts_that_are_right_up_to_a_point_are_accepted_up_to_it(model, plain,
 @pytest.mark.parametrize("fault", [-1, 1], ids=["one too few", "one too many"])
 def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fault):
     """The tests above would see a verifier that is off by one: the output differs, or steps are lost."""
-    exact = eager.accepted_length
+    exact = verify.accepted_length
     monkeypatch.setattr(
-        eager, "accepted_length", lambda draft, chosen: min(len(draft), max(0, exact(draft, chosen) + fault))
+        verify, "accepted_length", lambda draft, chosen: min(len(draft), max(0, exact(draft, chosen) + fault))
     )
     asked = requests(12)
     engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=4))
@@ -147,11 +147,13 @@ def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fa
 
 
 @pytest.mark.parametrize("draft", [[1, VOCAB, 2], [3] * 50], ids=["out of vocabulary", "too long"])
-def test_drafts_that_break_the_rules_are_dropped(model, plain, draft):
+def test_drafts_that_break_the_rules_are_dropped_and_reported_once(model, plain, draft, caplog):
     engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: draft, obeys=False))
     completions = engine.generate(requests(12))
     assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
     assert not any(completion.drafted for completion in completions)
+    assert [record.name for record in caplog.records] == ["engine.drafters.guard"]
+    caplog.clear()
 
 
 def test_long_prompts_run_in_parts_beside_decoding(model):

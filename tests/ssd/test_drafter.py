@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.build import new_corpus, new_drafter
 from ssd.corpus.corpus import Corpus
 from ssd.sequences.tables import LEAST_ROWS
 from ssd.types import ROOT, Source
@@ -307,12 +306,35 @@ def test_an_error_that_is_kept_keeps_nothing_that_the_maintainer_waits_for(draft
     del kept_in_draft, kept_in_finish
 
 
-def test_a_corpus_of_another_match_depth_is_refused():
-    config = DrafterConfig(capacity=10_000, match_depth=16)
-    for make in (SuffixDrafter, new_drafter):
-        with pytest.raises(ValueError, match=r"match depth of 32, not 16.*new_corpus\(config\)"):
-            make(config, corpus=Corpus(10_000, 32))
-        make(config, corpus=new_corpus(config)).close()
+def test_capacity_and_match_depth_are_those_of_the_corpus():
+    corpus = Corpus(10_000, 16)
+    for config in (None, DrafterConfig(), DrafterConfig(capacity=10_000), DrafterConfig(match_depth=16)):
+        drafter = SuffixDrafter(config, corpus=corpus)
+        assert (drafter.config.capacity, drafter.config.match_depth) == (10_000, 16)
+    with pytest.raises(ValueError, match="made with match_depth=16, not 8"):
+        SuffixDrafter(DrafterConfig(match_depth=8), corpus=corpus)
+    with pytest.raises(ValueError, match="made with capacity=10000, not 20000"):
+        SuffixDrafter(DrafterConfig(capacity=20_000), corpus=corpus)
+
+
+def test_a_context_can_be_drafted_for_without_arrays():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    with drafter_of([text] * 3, cost=0.001) as drafter:
+        first = drafter.propose([1, 2, 3], max_draft=4)
+        assert first.tokens.tolist() == [4, 5, 6, 7]
+        assert (first.accept_prob > 0.5).all()
+        # A longer context continues the last one, a shorter or another one does not.
+        assert drafter.propose([1, 2, 3, 4, 5], max_draft=2).tokens.tolist() == [6, 7]
+        assert (drafter.stats.verified, drafter.stats.accepted) == (4, 2)
+        assert drafter.propose(array([1, 2, 3, 4]), max_draft=2).tokens.tolist() == [5, 6]
+        assert len(drafter.propose([77, 78]).tokens) == 0
+        assert len(drafter.propose([]).tokens) == 0
+        assert drafter.stats.committed == 2
+        drafter.corpus.refresh()
+        assert drafter.corpus.requests == 3
+        for wrong in ([-1], [1 << 32], [1.5], [[1]], [0xFFFF_FFFF]):
+            with pytest.raises(ValueError, match=r"token ids|whole numbers"):
+                drafter.propose(wrong)
 
 
 @pytest.mark.parametrize("tokens", [np.array([1, -1, 5]), np.array([1.0]), np.array([[1]], np.uint32)])

@@ -8,7 +8,7 @@ from ssd.corpus.corpus import Corpus
 from tests.replay import progress_of
 from tests.ssd.corpora import DEPTH, assert_whole, fill, holds, settle, some_requests
 
-CONFIG = DrafterConfig(capacity=100_000, match_depth=DEPTH)
+CONFIG = DrafterConfig(match_depth=DEPTH)
 SECRET = np.arange(1000, 1060, dtype=np.uint32)
 
 

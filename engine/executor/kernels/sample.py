@@ -17,7 +17,7 @@ from engine.executor.kernels.noise_triton import gumbel, gumbel_bound, key
 from engine.executor.kernels.tensors import StepInputs
 from engine.sampling import noise
 from engine.sampling.noise import greedy_tokens
-from engine.sampling.truncation import Limits, floors_of
+from engine.sampling.truncation import Limits, lowest_scores
 from engine.scheduling.request import GREEDY_BELOW
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _sample_reference(
     logits: float32 [M, V], each row contiguous. temperatures: float64 [M]. seeds: int64 [M]. positions: int64 [M], of
     the tokens to be sampled.
     """
-    return noise.draw_tokens(logits, temperatures, seeds, positions, limits)
+    return noise.sample_tokens_on_device(logits, temperatures, seeds, positions, limits)
 
 
 def _sample_kernel(
@@ -73,7 +73,7 @@ def _sample_kernel(
     scores = torch.empty(rows, parts, device=logits.device)
     tokens = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     # Without limits the kernel does not read the floors.
-    floors = scores if limits is None else floors_of(logits, temperatures, limits)
+    floors = scores if limits is None else lowest_scores(logits, temperatures, limits)
     _sample[(rows, parts)](
         logits, logits.stride(0), temperatures, seeds, positions, floors, scores, tokens,
         vocab, size, GREEDY_BELOW, limits is not None, block, num_warps=4,

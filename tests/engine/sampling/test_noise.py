@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine.sampling.noise import choose_tokens, gumbel_noise, mix64
+from engine.sampling.noise import gumbel_noise, mix64, sample_tokens
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import SamplingParams
 
@@ -15,7 +15,7 @@ def draws(logits, temperature, count, *, seed_of=lambda index: index, position_o
     """`count` tokens drawn from one row of logits, each with its own seed and position."""
     rows = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
     index = np.arange(count)
-    return choose_tokens(
+    return sample_tokens(
         rows,
         np.full(count, temperature),
         np.array([seed_of(i) for i in index], np.int64),
@@ -82,8 +82,8 @@ def test_noise_does_not_depend_on_the_batch():
 
 def test_greedy_and_drawn_rows_share_a_batch():
     logits = torch.tensor([LOGITS] * 3)
-    mixed = choose_tokens(logits, np.array([0.0, 1.0, 0.0]), np.array([1, 1, 1]), np.array([4, 4, 5]))
-    alone = choose_tokens(logits[:1], np.array([1.0]), np.array([1]), np.array([4]))
+    mixed = sample_tokens(logits, np.array([0.0, 1.0, 0.0]), np.array([1, 1, 1]), np.array([4, 4, 5]))
+    alone = sample_tokens(logits[:1], np.array([1.0]), np.array([1]), np.array([4]))
     assert mixed[[0, 2]].tolist() == [2, 2]
     assert mixed[1] == alone[0]
 
@@ -96,7 +96,7 @@ def test_mixing_is_splitmix64():
 def test_temperatures_that_would_overflow_are_greedy():
     logits = torch.tensor([[1.0, 5.0, 2.0]])
     for temperature in (1e-300, 1e-39, 1e-6):
-        assert choose_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
+        assert sample_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
 
 
 def test_samples_of_a_request_have_seeds_of_their_own():

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from engine.drafters.none import NoDrafter
 from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
-from engine.sampling.penalties import TokenCounts
-from engine.scheduling.plan import SequencePlan
+from engine.sampling.processors import Rows, TokenCounts
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
@@ -207,7 +206,7 @@ def penalties_by_rows(monkeypatch):
 
 
 def minimum_by_rows(monkeypatch):
-    monkeypatch.setattr(SequencePlan, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
+    monkeypatch.setattr(Rows, "depths", property(lambda self: np.arange(len(self.draft) + 1)))
 
 
 def positions_by_rows(monkeypatch):
@@ -230,20 +229,20 @@ def test_a_draft_that_is_not_taken_for_committed_is_noticed(monkeypatch, fault):
     if fault == "penalties":
         original = processors._penalised
 
-        def all_like_the_first(sequence, rows):
-            penalised = original(sequence, rows)
-            first = penalised.counts.reshape(len(rows), -1)[:1]
-            return penalised._replace(counts=np.repeat(first, len(rows), axis=0).ravel())
+        def all_like_the_first(own):
+            penalised = original(own)
+            first = penalised.counts.reshape(len(own.rows), -1)[:1]
+            return penalised._replace(counts=np.repeat(first, len(own.rows), axis=0).ravel())
 
         monkeypatch.setattr(processors, "_penalised", all_like_the_first)
     else:
         original = processors._forbidden
 
-        def of_the_first_alone(sequence, rows):
-            forbidden, ends = original(sequence, rows)
-            return forbidden[forbidden == rows[0]], ends[forbidden == rows[0]]
+        def only_the_first(own):
+            forbidden, ends = original(own)
+            return forbidden[forbidden == own.rows[0]], ends[forbidden == own.rows[0]]
 
-        monkeypatch.setattr(processors, "_forbidden", of_the_first_alone)
+        monkeypatch.setattr(processors, "_forbidden", only_the_first)
     with pytest.raises(AssertionError):
         check_all(penalised_requests(), 0)
 

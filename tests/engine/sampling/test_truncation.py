@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from engine.sampling import noise as sampling
-from engine.sampling.noise import choose_tokens
+from engine.sampling.noise import sample_tokens
 from engine.sampling.truncation import Truncation, truncate
 from tests.engine import naive_sampling as naive
 
@@ -61,7 +61,7 @@ def fits(temperature, top_k, top_p, min_p):
     """Whether `COUNT` draws, each with its own seed, could come from the truncated softmax: chi-square, 1 in 10^6."""
     settings = truncation_of([(top_k, top_p, min_p)]).rows(np.zeros(COUNT, np.int64))
     logits = torch.tensor(LOGITS).expand(COUNT, -1)
-    tokens = choose_tokens(logits, np.full(COUNT, temperature), np.arange(COUNT), np.full(COUNT, 5, np.int64), settings)
+    tokens = sample_tokens(logits, np.full(COUNT, temperature), np.arange(COUNT), np.full(COUNT, 5, np.int64), settings)
     expected = naive.distribution(LOGITS, temperature, top_k, top_p, min_p)
     observed = np.bincount(tokens, minlength=len(LOGITS))
     drawn = expected > 0
@@ -104,8 +104,8 @@ def min_p_of_one(scores, settings):
 @pytest.mark.parametrize(
     ("case", "place", "fault"),
     [
-        ("all", "choose_tokens", noise_before_temperature),
-        ("none", "choose_tokens", noise_before_temperature),
+        ("all", "sample_tokens", noise_before_temperature),
+        ("none", "sample_tokens", noise_before_temperature),
         ("top_p", "truncate", crossing_token_dropped),
         ("top_k", "truncate", one_too_many),
         ("min_p", "truncate", min_p_of_one),
@@ -113,7 +113,7 @@ def min_p_of_one(scores, settings):
     ],
 )
 def test_planted_faults_are_caught(monkeypatch, case, place, fault):
-    if place == "choose_tokens":
+    if place == "sample_tokens":
         monkeypatch.setitem(globals(), place, fault)
     else:
         monkeypatch.setattr(sampling, place, fault)

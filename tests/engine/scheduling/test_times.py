@@ -55,7 +55,7 @@ def test_a_step_says_how_long_its_stages_took(clock, monkeypatch):
         return call
 
     engine._executor.runner.forward = slowly(forward, 8)
-    monkeypatch.setattr(eager, "choose", slowly(eager.choose, 16))
+    monkeypatch.setattr(eager, "verify_drafts", slowly(eager.verify_drafts, 16))
     engine.scheduler.plan = slowly(schedule, 32)
     reports = []
     engine.generate([Request(np.array([1, 2], np.uint32), SamplingParams(2, ignore_eos=True))], reports.append)

@@ -22,7 +22,7 @@ from tests.strategies import ALPHABETS, array, examples
 
 CAPACITY = 300
 DEPTH = 8
-CONFIG = DrafterConfig(capacity=CAPACITY, match_depth=DEPTH, max_draft=8, cost=0.001)
+CONFIG = DrafterConfig(match_depth=DEPTH, max_draft=8, cost=0.001)
 
 
 @pytest.fixture(autouse=True, scope="module")

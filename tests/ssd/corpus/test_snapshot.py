@@ -19,7 +19,7 @@ from tests.replay import replay_one
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
 
 CAPACITY = 100_000
-CONFIG = DrafterConfig(capacity=CAPACITY, match_depth=DEPTH)
+CONFIG = DrafterConfig(match_depth=DEPTH)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_odds_of_other_tables_begin_anew(path, monkeypatch, caplog):
     corpus.odds.cells[:, 0] = 0.25
     save(corpus, path)
     assert load(path, CAPACITY, DEPTH).corpus.odds.cells[0, 0] == 0.25
-    monkeypatch.setattr(ssd.odds, "SHARE_BUCKETS", 12)
+    monkeypatch.setattr(ssd.kernels.odds, "SHARE_BUCKETS", 12)
     loaded = load(path, CAPACITY, DEPTH)
     assert "odds" in loaded.notes[0]
     assert "odds" in caplog.text

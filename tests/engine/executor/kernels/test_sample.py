@@ -15,11 +15,13 @@ from engine.executor.kernels import sample
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import sample_tokens, sampled_tokens
 from engine.sampling import noise, truncation
-from engine.sampling.noise import choose_tokens, draw_tokens, greedy_tokens, gumbel_noise
-from engine.sampling.sampler import choose
-from engine.sampling.truncation import WORKSPACE, Limits, Truncation, truncate
+from engine.sampling.noise import greedy_tokens, gumbel_noise, sample_tokens_on_device
+from engine.sampling.noise import sample_tokens as sample_by_host
+from engine.sampling.truncation import WORKSPACE_BYTES, Limits, Truncation, truncate
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from engine.speculation.verify import select_part, target_tokens
 from tests.engine.executor.kernels.device_steps import PAGE_SIZE, give_drafts, padded_drafts, planned, state_of
 from tests.engine.executor.kernels.implementations import INTERPRETED, on, planted, require_interpreter
 
@@ -65,7 +67,7 @@ def agrees(implementation, seed, device="cpu"):
 
 
 def test_rows_sampled_in_parts_give_the_same_tokens(monkeypatch):
-    monkeypatch.setattr(truncation, "WORKSPACE", 2 * 64 * 70)
+    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", 2 * 64 * 70)
     assert all(agrees(sample_tokens.torch, seed) for seed in range(CASES))
 
 
@@ -76,9 +78,9 @@ def test_rows_chosen_in_parts_give_the_same_tokens(vocab, monkeypatch):
     temperatures = rng.choice([0.0, 0.7, 2.0], 50)
     settings = temperatures, rng.integers(0, 1 << 40, 50), rng.integers(0, 1000, 50)
     limits = Truncation(rng.choice([0, 4], 50), rng.choice([1.0, 0.6], 50), rng.choice([0.0, 0.2], 50))
-    whole = [choose_tokens(logits, *settings, truncated) for truncated in (None, limits)]
-    monkeypatch.setattr(truncation, "WORKSPACE", 3 * 64 * 70)
-    assert [choose_tokens(logits, *settings, truncated).tolist() for truncated in (None, limits)] == [
+    whole = [sample_by_host(logits, *settings, truncated) for truncated in (None, limits)]
+    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", 3 * 64 * 70)
+    assert [sample_by_host(logits, *settings, truncated).tolist() for truncated in (None, limits)] == [
         tokens.tolist() for tokens in whole
     ]
 
@@ -117,15 +119,15 @@ def memory_of(function, most):
 
 
 def sampled_without_limits(logits, temperatures, seeds, _):
-    return noise.draw_tokens(logits, temperatures, seeds, seeds)
+    return noise.sample_tokens_on_device(logits, temperatures, seeds, seeds)
 
 
 def sampled_from_few(logits, temperatures, seeds, limits):
-    return noise.draw_tokens(logits, temperatures, seeds, seeds, limits)
+    return noise.sample_tokens_on_device(logits, temperatures, seeds, seeds, limits)
 
 
 def ranked(logits, temperatures, _, limits):
-    return truncation.floors_of(logits, temperatures, limits)
+    return truncation.lowest_scores(logits, temperatures, limits)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +136,9 @@ def ranked(logits, temperatures, _, limits):
     ids=["all", "few", "rank"],
 )
 def test_memory_is_bounded(function, most, monkeypatch):
-    assert WORKSPACE / 4 < memory_of(function, most) < WORKSPACE
-    monkeypatch.setattr(truncation, "WORKSPACE", WORKSPACE << 10)
-    assert memory_of(function, most) > 10 * WORKSPACE
+    assert WORKSPACE_BYTES / 4 < memory_of(function, most) < WORKSPACE_BYTES
+    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", WORKSPACE_BYTES << 10)
+    assert memory_of(function, most) > 10 * WORKSPACE_BYTES
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_the_kernel_on_a_gpu_samples_from_a_large_vocabulary():
         logits = torch.randn(rows, 128_256, device=device) * 3
         temperatures = torch.rand(rows, dtype=torch.float64, device=device) + 0.2
         seeds, positions = (torch.randint(0, 1 << 40, (rows,), device=device) for _ in range(2))
-        expected = noise.draw_tokens(logits, temperatures, seeds, positions)
+        expected = noise.sample_tokens_on_device(logits, temperatures, seeds, positions)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         tokens = sample_tokens(logits, temperatures, seeds, positions)
@@ -242,10 +244,10 @@ def test_settings_on_the_device_sample_as_those_on_the_host(device, rows, trunca
     temperatures, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
     truncation = Truncation(top_k, top_p, min_p) if truncates else None
     seeds, positions = (rng.integers(-(1 << 40), 1 << 40, len(rows)) for _ in range(2))
-    expected = choose_tokens(logits, temperatures, seeds, positions, truncation)
+    expected = sample_by_host(logits, temperatures, seeds, positions, truncation)
     limits = truncation.on(logits) if truncation else None
     settings_there = (torch.from_numpy(array).to(device) for array in (temperatures, seeds, positions))
-    assert torch.equal(draw_tokens(logits, *settings_there, limits), expected)
+    assert torch.equal(sample_tokens_on_device(logits, *settings_there, limits), expected)
 
 
 def random_step(seed, device):
@@ -285,7 +287,9 @@ def step_agrees(module, seed, device="cpu"):
     counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
     if not counted.any():
         return True
-    return tokens[counted].tolist() == choose(batch, logits[counted], entries).tokens.tolist()
+    producing = [index for index, entry in enumerate(entries) if entry.produces]
+    expected = target_tokens(select_part(producing, StepPlan(entries), batch, logits[counted]))
+    return tokens[counted].tolist() == np.concatenate(expected).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.eager import kept_rows
 from engine.executor.kernels import verify as verify_module
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import VerifyRows
-from engine.sampling.sampler import Chosen
 from engine.scheduling.plan import SequenceResult
+from engine.speculation.verify import accepted_length
 from tests import naive
 from tests.engine.executor.kernels.device_steps import (
     PAGE_SIZE,
@@ -33,15 +32,16 @@ def commit_on_host(sequences, chosen):
     entries = planned(sequences)
     batch = build_batch(entries, PAGE_SIZE)
     produced = []
-    for index, (entry, rows) in enumerate(zip(entries, kept_rows(batch, Chosen(chosen, {}), entries), strict=True)):
+    for index, entry in enumerate(entries):
         sequence = entry.sequence
         sequence.computed += sequence.scheduled - sequence.produces
-        if len(rows) == 0:
+        if not entry.produces:
             produced.append([])
             continue
-        start = batch.logit_offsets[index]
-        tokens = chosen[start + rows]
-        sequence.commit(SequenceResult(entry, tokens, rows[1:] - 1))
+        target = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+        kept = np.arange(accepted_length(entry.draft, target))
+        tokens = target[: len(kept) + 1]
+        sequence.commit(SequenceResult(entry, tokens, kept))
         produced.append(tokens.tolist())
     return produced
 
