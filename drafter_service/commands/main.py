@@ -10,7 +10,7 @@ from drafter_service.commands.admin import drop, forget, health, namespaces, sna
 from drafter_service.commands.report import report, top
 from drafter_service.commands.serve import serve
 from drafter_service.commands.tokens import token
-from drafter_service.ingest.command import warm
+from drafter_service.commands.warm import warm
 from ssd.errors import UserError
 
 

@@ -84,8 +84,7 @@ def serve(
     **engine: Any,
 ) -> None:
     """Serve a model with OpenAI's API, and a page that shows what goes on."""
-    from engine.api.command import run_server
-    from engine.api.settings import ServerConfig
+    from engine.api.server import ServerConfig, run_server
 
     config = ServerConfig(
         host=host,
@@ -95,7 +94,7 @@ def serve(
         drain_s=drain,
         cached_responses=cached_responses,
     )
-    run_server(model, name, config, **engine)
+    run_server(model, name, config, click.echo, **engine)
 
 
 @cli.command()
@@ -105,22 +104,21 @@ def serve(
     default=Path("build"),
     help="Folder for run.json and run.html.",
 )
-@click.option("--requests", type=click.IntRange(min=10), default=300, help="Length of the workload.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
 @click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    help="0 is greedy, and this small model then loops a lot.",
+    "--requests",
+    type=click.IntRange(min=10),
+    help="Number of requests.  [default: as many as take about three minutes, 120 to 300]",
 )
-@click.option("--seed", type=int, default=0, help="Decides prompts, repeats, edits, their order, and what is sampled.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens of an output.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy decoding.")
+@click.option("--seed", type=int, default=0, help="Seed of prompts, repeats, edits, their order, and sampling.")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
     help="Hugging Face folder with a prompts.jsonl.  [default: the small model that ships with the package]",
 )
-def demo(out: Path, requests: int, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
-    """Serve a workload without drafts and with a sidecar, and show the difference."""
+def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
+    """Run a workload without drafts and with a sidecar, and report the difference."""
     from engine.commands.demo.command import DemoOptions, demonstrate
 
     if not demonstrate(DemoOptions(out, requests, max_tokens, temperature, seed, model)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.attention.fixed import StepShape
+from engine.attention.base import StepShape
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.follow import followed
 from engine.executor.kernels.inputs import build_inputs

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import Attention
-from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
+from engine.attention.base import Attention, FixedAttention, RaggedRows, StepShape
 from engine.executor.batch import Batch
 from engine.executor.kernels.tensors import StepInputs
 from engine.executor.transfer import on_device

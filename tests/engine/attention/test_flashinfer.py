@@ -4,7 +4,6 @@ Everything runs twice: on the CPU with a slow twin of the library, and, marked `
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,7 +131,7 @@ def test_trees_that_see_their_own_keys_unrounded_are_noticed(place, monkeypatch)
 
 
 FAULTS = {
-    "ancestors unseen": (layout, "rooted", lambda sees: np.tri(len(sees) + 1, dtype=bool)),
+    "ancestors unseen": (layout, "with_root", lambda mask: np.tri(len(mask) + 1, dtype=bool)),
     "one key less": (
         layout,
         "last_page_lengths",
@@ -245,7 +244,6 @@ def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path):
             (config, RandomTrees(asked, expected)),
             (trees, RandomTrees(asked, expected)),
             (trees, stack.enter_context(SuffixDrafter(settings))),
-            (replace(config, loop="pipelined"), NgramDrafter()),
         ):
             got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), asked)
             for request, mine, other in zip(asked, got, expected, strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.fixed import StepShape
+from engine.attention.base import StepShape
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch

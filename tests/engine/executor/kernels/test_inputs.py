@@ -8,7 +8,7 @@ from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import inputs as inputs_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.tensors import StepInputs
+from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
 from tests.engine.executor.kernels.device_steps import (
@@ -130,8 +130,8 @@ def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
     state.rise(0)
     state.limits[1] = 5
     slots = torch.tensor([0, 1, state.idle, state.idle])
-    drafts = padded_drafts([sequence] * 4, 3, "cpu", rng=np.random.default_rng(0))
-    drafts, ones = drafts._replace(lengths=torch.full((4,), 3)), torch.ones(4, dtype=torch.int32)
+    ones = torch.ones(4, dtype=torch.int32)
+    drafts = Drafts(torch.ones(4, 3, dtype=torch.int32), 3 * ones)
     inputs = build_inputs(state, slots, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
     rows = inputs.verify_rows
     for left in (inputs.tokens, inputs.positions, inputs.lengths, rows.counts, rows.scheduled):
