@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.tokens import innermost
+from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
 from engine.executor.shapes import Captured
@@ -166,6 +166,8 @@ class Engine:
 
     def _queue(self, request: Request) -> Sequence:
         longest = self.check(request)
+        if request.sampling.verification is None and self._config.verification != "exact":
+            request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
         stopping = Stopping(request, self.model.eos_token_ids, self._decode)
         sequence = Sequence(self._next_id, request, longest, stopping)
         self.scheduler.add(sequence)
@@ -253,6 +255,10 @@ def build_engine(
     `common`: settings that most requests are expected to have. `notify` is called with a line before and after long
     preparations. Raises UserError for an attention or a KV cache that is not available.
     """
-    executors = build_executors(model, config, attention, measure=has_budget and config.max_draft > 0)
+    drafter = adapt(drafter)
+    measure = has_budget and config.max_draft > 0
+    executors = build_executors(model, config, attention, measure=measure, needs=drafter.needs)
+    if hasattr(drafter, "bind"):
+        drafter.bind(executors.eager.runner.draft_forward(config.page_size))
     budget = None if executors.cost is None else TokenBudget(executors.cost)
     return Engine(model.config, config, executors.eager, executors.pages, drafter, decode, budget)

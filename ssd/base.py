@@ -21,7 +21,7 @@ from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Progress, offsets_of
+from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 NO_LIMIT = np.zeros(1, np.uint32)
 NO_TOKENS = np.empty(0, np.uint32)
@@ -148,6 +148,15 @@ class CorpusDrafter(ABC):
         if self.PUBLISHES:
             self._publish(rows, progress)
         return drafts
+
+    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
+        """Draft after each of K possible outcomes of verifying the last drafts, as if it had been committed.
+
+        Changes nothing that later drafts depend on. A policy that cannot do it has no draft for any outcome. Raises
+        ValueError as `draft`, and for accepted tokens that are not a path of the last draft.
+        """
+        self._rows_of(outcomes.sequence_ids.tolist())
+        return DraftBatch.empty(len(outcomes.accepted))
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.

@@ -12,8 +12,9 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
+from ssd.outcomes import propose_after
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Progress
+from ssd.types import DraftBatch, Outcomes, Progress
 
 ONE_EACH = np.empty(0, np.uint32)
 """Passed for `Progress.steps` where each sequence took one step."""
@@ -50,6 +51,11 @@ class SuffixDrafter(CorpusDrafter):
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
             self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
+
+    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
+        """See `CorpusDrafter.propose_after` and `ssd.outcomes`."""
+        rows = self._rows_of(outcomes.sequence_ids.tolist())
+        return propose_after(outcomes, rows, self._sequences, self.stats, self._step)
 
     @property
     def own_bytes(self) -> int:
@@ -118,7 +124,8 @@ def make_drafter(
     remember: Callable[[np.ndarray, str | None], object] | None = None,
 ) -> CorpusDrafter:
     """Return a drafter of the configured policy; arguments and errors as of `CorpusDrafter`."""
-    from ssd.classic import ClassicDrafter
+    if config is None or config.policy == "suffix":
+        return SuffixDrafter(config, corpus=corpus, stats=stats, remember=remember)
+    from ssd.classic import ClassicDrafter  # Its kernels take time to load.
 
-    kind = ClassicDrafter if config is not None and config.policy == "classic" else SuffixDrafter
-    return kind(config, corpus=corpus, stats=stats, remember=remember)
+    return ClassicDrafter(config, corpus=corpus, stats=stats, remember=remember)

@@ -73,7 +73,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
         raise UserError("say one of --request, --older-than and --everything")
     message = pb.ForgetRequest(namespace=namespace)
     if request is not None:
-        message.request = request
+        message.request_id = request
     elif older_than is not None:
         message.older_than_s = older_than
     else:

@@ -118,11 +118,11 @@ def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | Non
 def _into_service(
     link: Link, namespace: str | None, tokenizer: Path | None, resume_path: Path | None
 ) -> tuple[Sink, Resume]:
-    from drafter_service.client.identity import model_identity
+    from drafter_service.client.identity import fingerprint, model_identity
     from drafter_service.ingest.resume import Resume
     from drafter_service.ingest.sinks import RemoteSink
     from drafter_service.observability.facts import ModelIdentity
-    from drafter_service.server.identity import default_namespace, fingerprint
+    from drafter_service.transport.messages import default_namespace
 
     if namespace is None:
         # The namespace that an engine with this model uses by default.

@@ -63,7 +63,7 @@ class RemoteSink:
         texts = pb.Texts(
             tokens=pack(documents.tokens, "u4"),
             offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
-            requests=documents.names,
+            request_ids=documents.names,
         )
         self._send(pb.WarmRequest(texts=texts))
 

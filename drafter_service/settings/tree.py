@@ -32,8 +32,6 @@ class Limits:
     """Tokens of a stream's running sequences, prompts included; as above."""
     waiting_tokens: Positive = 2_000_000
     """Learned, but not draftable yet: whoever wants more learned waits. About two seconds of merging."""
-    grace_s: Annotated[float, Ge(0)] = 10.0
-    """How long the sequences of a broken stream are kept for the engine to come back."""
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,9 @@ class TargetOutputs(NamedTuple):
     """Layers of the drafter's own in the target's KV pages, with the target's number and size of KV heads."""
 
 
+NO_OUTPUTS = TargetOutputs()
+
+
 @dataclass(frozen=True)
 class TargetInfo:
     """The target and the limits that it runs within."""

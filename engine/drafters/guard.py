@@ -17,7 +17,6 @@ from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, OutcomeTable, T
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
-    from engine.drafters.draft_forward import DraftForward
     from engine.scheduling.plan import StepPlan, StepResult
     from engine.scheduling.sequence import Sequence
 
@@ -47,11 +46,6 @@ class GuardedDrafter:
     def proposes_after(self) -> bool:
         """Whether the drafter has the optional method `propose_after`."""
         return hasattr(self.inner, "propose_after")
-
-    def bind(self, forward: DraftForward) -> None:
-        """Pass on access to the KV pages, if the drafter takes it. Raises what the drafter raises: it cannot start."""
-        if hasattr(self.inner, "bind"):
-            self.inner.bind(forward)
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""

@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
 from engine.config import EngineConfig
+from engine.drafters.base import NO_OUTPUTS, TargetOutputs
 from engine.executor.batch import Batch, Span
 from engine.executor.eager import EagerExecutor
 from engine.executor.runner import Runner
@@ -33,7 +34,9 @@ class Executors(NamedTuple):
     """What steps cost, if it was measured."""
 
 
-def build_executors(model: Decoder, config: EngineConfig, attention: str, *, measure: bool) -> Executors:
+def build_executors(
+    model: Decoder, config: EngineConfig, attention: str, *, measure: bool, needs: TargetOutputs = NO_OUTPUTS
+) -> Executors:
     """Allocate a KV cache for a loaded model, and make what runs it. `measure`: time steps, for a few seconds.
 
     `attention`: as in `choose_backend`. Raises UserError for an attention or a KV cache that is not available.
@@ -42,11 +45,13 @@ def build_executors(model: Decoder, config: EngineConfig, attention: str, *, mea
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
-    pages = PagePool(_page_count(model.config, config, kv_dtype), config.page_size)
+    pages = PagePool(_page_count(model.config, config, kv_dtype, needs.kv_layers), config.page_size)
     # One page more than is handed out takes the keys and values of padding.
-    cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype)
+    cache = make_attention(
+        backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype, needs.kv_layers
+    )
     runner = Runner(model, cache, device, make_ops(backend))
-    eager = EagerExecutor(runner, config.page_size)
+    eager = EagerExecutor(runner, config.page_size, needs)
     return Executors(eager, pages, _measure(runner, model.config, config, pages) if measure else None)
 
 
@@ -77,12 +82,13 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
     return StepCost.measured(run, [*sizes, largest], config.max_sequences)
 
 
-def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, kv_layers: int) -> int:
     """Return the number of pages that fit into the configured memory, at most one full context per sequence.
 
-    dtype: of the cache. Raises UserError if no page fits.
+    dtype: of the cache. kv_layers: number of layers of the drafter in it. Raises UserError if no page fits.
     """
-    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize * config.page_size
+    layers = model.num_layers + kv_layers
+    page_bytes = 2 * layers * model.num_kv_heads * model.head_dim * dtype.itemsize * config.page_size
     granted = (config.kv_memory_mib << 20) // page_bytes
     if granted == 0:
         least = -(-page_bytes >> 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from engine.drafters.base import NO_OUTPUTS, TargetOutputs
 from engine.executor.batch import Batch, build_batch
 from engine.executor.runner import Runner
 from engine.sampling.logprobs import score_prompts
@@ -15,14 +16,19 @@ from engine.speculation.verify import verify_drafts
 class EagerExecutor:
     """Runs a step by ordinary calls of PyTorch, and verifies drafts on the host."""
 
-    def __init__(self, runner: Runner, page_size: int) -> None:
+    def __init__(self, runner: Runner, page_size: int, needs: TargetOutputs = NO_OUTPUTS) -> None:
+        """`needs`: outputs of the target that results have for the drafter."""
         self.runner = runner
         self._page_size = page_size
+        self._needs = needs
 
     def launch(self, plan: StepPlan) -> EagerStep:
         """Run the forward pass; on a GPU this returns before it has ended."""
         batch = build_batch(plan.entries, self._page_size)
-        return EagerStep(self.runner, plan, batch, self.runner.forward(batch))
+        if not self._needs.hidden_layers:
+            return EagerStep(self.runner, plan, batch, self.runner.forward(batch), None, self._needs.top_k)
+        logits, states = self.runner.forward_with_states(batch, self._needs.hidden_layers)
+        return EagerStep(self.runner, plan, batch, logits, states, self._needs.top_k)
 
 
 class EagerStep:
@@ -31,8 +37,13 @@ class EagerStep:
     is_done = True
     """Reading the logits is a part of the step."""
 
-    def __init__(self, runner: Runner, plan: StepPlan, batch: Batch, logits: Tensor) -> None:
+    def __init__(
+        self, runner: Runner, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None, top_k: int
+    ) -> None:
+        """states: hidden states for the drafter, [N, layers, hidden size]. top_k: as in `TargetOutputs`."""
         self.plan = plan
+        self._states = states
+        self._top_k = top_k
         self._runner = runner
         self._batch = batch
         self._logits = logits
@@ -43,6 +54,10 @@ class EagerStep:
             self.plan.entries[index].sequence.prompt_logprobs.append(logprobs)
         results = verify_drafts(self.plan, self._batch, self._logits)
         self._compact(results)
+        if self._states is not None:
+            add_hidden_states(results, self._batch, self._states)
+        if self._top_k:
+            add_top_logits(results, self._batch, self._logits, self._top_k)
         return StepResult(self.plan, results)
 
     def _compact(self, results: list[SequenceResult]) -> None:
@@ -58,3 +73,22 @@ class EagerStep:
             sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
             if len(sources):
                 self._runner.move(sources, targets)
+
+
+def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tensor) -> None:
+    """Give results the states, [N, layers, hidden size], of tokens that are final: scheduled and accepted ones."""
+    rows = []
+    for result, span, first in zip(results, batch.spans, batch.logit_offsets.tolist(), strict=False):
+        scheduled = np.arange(span.start, span.start + result.plan.scheduled)
+        rows.append(np.concatenate((scheduled, batch.logit_rows[first + 1 + result.kept])))
+    parts = states[np.concatenate(rows)].split([len(own) for own in rows])
+    for result, part in zip(results, parts, strict=True):
+        result.hidden = part
+
+
+def add_top_logits(results: list[SequenceResult], batch: Batch, logits: Tensor, count: int) -> None:
+    """Give results the `count` largest logits of their rows. logits: float32 [rows, V], of `batch.logit_rows`."""
+    top = logits[: batch.logit_offsets[-1]].topk(count, dim=1)
+    for result, first, end in zip(results, batch.logit_offsets[:-1], batch.logit_offsets[1:], strict=True):
+        if first < end:
+            result.top_tokens, result.top_logits = top.indices[first:end], top.values[first:end]

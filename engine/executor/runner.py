@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Attention, FixedAttention, RaggedRows, StepShape
+from engine.drafters.draft_forward import DraftForward
 from engine.executor.batch import Batch
 from engine.executor.kernels.tensors import StepInputs
 from engine.executor.transfer import on_device
@@ -25,14 +26,22 @@ class Runner:
         self._device = torch.device(device)
         self._ops = ops
 
-    @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
+        """Return the logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
+        return self.forward_with_states(batch, ())[0]
+
+    @torch.inference_mode()
+    def forward_with_states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return those logits and all tokens' hidden states after some layers, [N, layers, hidden size]."""
         tokens, positions, rows = (
             on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
         )
-        hidden = self._model(tokens, positions, self._attention.begin(batch), self._ops)
-        return self._model.logits(hidden[rows]).float()
+        hidden, states = self._model.hidden_states(tokens, positions, self._attention.begin(batch), self._ops, layers)
+        return self._model.logits(hidden[rows]).float(), states
+
+    def draft_forward(self, page_size: int) -> DraftForward:
+        """Return access to the drafter's layers of the cache."""
+        return DraftForward(self._attention, page_size, self._device, self._ops)
 
     @torch.inference_mode()
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:

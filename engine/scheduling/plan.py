@@ -109,6 +109,14 @@ class SequenceResult:
     """int64 [a]: indices of the accepted tokens within the draft, a path from the root."""
     logprobs: Logprobs | None = None
     """Log-probabilities of `tokens`, if the request asked for them."""
+    hidden: Tensor | None = None
+    """[scheduled + a, layers, hidden size]: hidden states of the scheduled tokens, whose positions begin with
+    `plan.computed`, and of the accepted draft tokens; None unless the drafter needs them."""
+    top_tokens: Tensor | None = None
+    """int64 [1 + k, n]: tokens of the n largest logits after the last committed token and after each draft token,
+    accepted or not; None unless the drafter needs them and the sequence produces."""
+    top_logits: Tensor | None = None
+    """float32 [1 + k, n]."""
 
     @property
     def sequence_id(self) -> int:
@@ -137,30 +145,8 @@ class SequenceResult:
 
 
 @dataclass(eq=False)
-class TargetRows:
-    """Outputs of the target for the tokens of a step that are final: committed tokens and accepted draft tokens.
-
-    Rows of entry i are `offsets[i]:offsets[i + 1]`, in the order of their positions; the first one belongs to the first
-    token that the entry scheduled.
-    """
-
-    hidden: dict[int, Tensor]
-    """By layer, float [R, hidden size]."""
-    offsets: np.ndarray
-    """int64 [entries + 1]."""
-    top_tokens: Tensor | None = None
-    """int64 [M, k]: tokens of the k largest logits of the last committed token and of accepted draft tokens."""
-    top_logits: Tensor | None = None
-    """float32 [M, k]."""
-    top_offsets: np.ndarray | None = None
-    """int64 [entries + 1], into `top_tokens`."""
-
-
-@dataclass(eq=False)
 class StepResult:
     """What a step yielded, in the order of `plan.entries`; sequences that ended while it ran are missing."""
 
     plan: StepPlan
     results: SequenceOf[SequenceResult]
-    outputs: TargetRows | None = None
-    """What the drafter declared that it needs; None if that is nothing."""

@@ -14,7 +14,10 @@ from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
+from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
 from engine.speculation.token_budget import TokenBudget
+from engine.speculation.verify import uses_rejection
+from ssd.types import ROOT
 
 if TYPE_CHECKING:
     from engine.drafters.registry import AnyDrafter
@@ -30,6 +33,7 @@ class Speculation:
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
         self._has_trees = config.draft_shape == "tree"
         self._budget = budget
+        self._rates = DepthRates(config.max_draft)
         self._started: set[int] = set()
         """Ids of the sequences that the drafter knows."""
 
@@ -54,15 +58,22 @@ class Speculation:
         plan.drafting_s = perf_counter() - began
         plan.asked = True
         lengths = np.diff(drafts.batch.offsets).astype(np.int64)
+        sampled = sampled_drafts(drafts, plan.producing)
         if self._budget is not None:
-            lengths, plan.is_probe = self._budget.select(drafts.batch, lengths, tokens)
+            shown = drafts.batch
+            if any(sampled):
+                shown = hide_sampled(shown, sampled, plan.producing, self._rates)
+                lengths = np.diff(shown.offsets).astype(np.int64)
+            lengths, plan.is_probe = self._budget.select(shown, lengths, tokens)
         plan.q = drafts.q
         for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
-            if length:
-                self._assign(entry, drafts, index, length)
+            self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
 
     def observe(self, result: StepResult) -> None:
         """Report a step whose tokens are committed."""
+        for each in result.results:
+            if uses_rejection(each.plan):
+                self._rates.record(each)
         self._drafter.observe(result)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
@@ -75,18 +86,25 @@ class Speculation:
         """Release the drafter."""
         self._drafter.close()
 
-    def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int) -> None:
-        """Give an entry the first `length` tokens of its draft; of a tree, only a path where trees are off."""
+    def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int, *, by_depth: bool) -> None:
+        """Give an entry the first `length` tokens of its draft, or all tokens of depth 1 to `length` if `by_depth`.
+
+        Of a tree it gets only a path where trees are off.
+        """
         batch = drafts.batch
-        start = int(batch.offsets[index])
-        parents = batch.parents[start : start + length]
-        straight = straight_length(parents)
-        if straight < length:
-            if self._has_trees:
-                entry.tree = DraftTree(parents)
-            else:
-                length = straight
-        entry.draft = batch.tokens[start : start + length]
-        entry.sources = batch.source[start : start + length]
+        start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
+        own: slice | np.ndarray = slice(start, end if by_depth else start + length)
+        parents = batch.parents[own]
+        if by_depth:
+            shallow = DraftTree(parents).depths <= length
+            # Parents are not deeper than their children, so they are kept as well.
+            renumbered = np.append(np.cumsum(shallow) - 1, ROOT)
+            own, parents = start + np.flatnonzero(shallow), renumbered[parents[shallow]].astype(np.int32)
+        size = straight_length(parents)
+        if size < len(parents) and self._has_trees:
+            entry.tree = DraftTree(parents)
+            size = len(parents)
+        entry.draft = batch.tokens[own][:size]
+        entry.sources = batch.source[own][:size]
         if drafts.q_rows is not None:
-            entry.q_rows = drafts.q_rows[start : start + length]
+            entry.q_rows = drafts.q_rows[own][:size]

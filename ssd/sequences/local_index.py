@@ -69,6 +69,11 @@ class LocalIndex:
         return self._text[1 : 1 + self.size]
 
     @property
+    def fresh(self) -> np.ndarray:
+        """The small order, uint32 [FRESH_ROOM]; the first `fresh_size` are in use."""
+        return self._fresh
+
+    @property
     def addresses(self) -> tuple[int, int, int]:
         """Of the text, the large order and the small one."""
         return self._text.ctypes.data + 4, self._sorted.ctypes.data, self._fresh.ctypes.data

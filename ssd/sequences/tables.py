@@ -48,7 +48,7 @@ class Sequences:
     """The tables, and the local index that each row of `state` points to."""
 
     def __init__(self, max_draft: int) -> None:
-        self._max_draft = max_draft
+        self.max_draft = max_draft
         self._locals: list[LocalIndex | None] = []
         self._free: list[int] = []
         self.state = np.zeros((0, STATE_COLUMNS), np.int64)
@@ -65,7 +65,7 @@ class Sequences:
         if not self._free:
             self._grow(2 * len(self.state))
         row = self._free.pop()
-        local.reserve(local.size + self._max_draft + SPARE_TOKENS)
+        local.reserve(local.size + self.max_draft + SPARE_TOKENS)
         self._locals[row] = local
         self.state[row] = 0
         self.state[row, OWNER] = owner
@@ -76,7 +76,7 @@ class Sequences:
     def make_room(self, row: int, tokens: int) -> None:
         """Let a sequence commit `tokens` more, and draft."""
         local = self.local(row)
-        local.reserve(local.size + tokens + self._max_draft + SPARE_TOKENS)
+        local.reserve(local.size + tokens + self.max_draft + SPARE_TOKENS)
         self._point_to(row, local)
 
     def extend(self, row: int, tokens: np.ndarray) -> None:
@@ -128,7 +128,7 @@ class Sequences:
 
     def _grow(self, rows: int) -> None:
         before = len(self.state)
-        nodes = self._max_draft + 1
+        nodes = self.max_draft + 1
         state = np.zeros((rows, STATE_COLUMNS), np.int64)
         state[:before] = self.state
         self.state = state

@@ -256,14 +256,14 @@ def test_printed_settings_are_read_back(run, tmp_path):
         *["--log", "redis://somewhere", "--metrics", "127.0.0.1:9", "--certificate", pair.certificate],
         *["--key", pair.key, "--client-ca", ca.certificate, "--callers", "/callers.toml", "--allow-plaintext"],
         *["--socket-mode", "0660", "--passages", "--log-level", "debug", "--log-format", "json"],
-        *["--set", "limits.grace_s=3", "--set", "namespaces.capacities={'a.b' = '1M'}"],
+        *["--set", "snapshots.interval_s=3", "--set", "namespaces.capacities={'a.b' = '1M'}"],
     ]
     code, printed, _ = run("serve", *arguments, "--print-config")
     assert code == 0
     file = tmp_path / "settings.toml"
     file.write_text(printed)
     config = load_settings(file, environment={})
-    assert (config.drafting.capacity, config.drafting.shape, config.limits.grace_s) == (32_000_000, "tree", 3.0)
+    assert (config.drafting.capacity, config.drafting.shape, config.snapshots.interval_s) == (32_000_000, "tree", 3.0)
     assert (config.access.certificate, config.namespaces.capacities) == (pair.certificate, {"a.b": 1_000_000})
     assert run("serve", "--config", file, "--print-config")[1] == printed
     # Flags override what is in the file.

@@ -47,7 +47,7 @@ def test_replicas_learn_and_forget_together(replica):
     two.observe("shared", OTHER, names=["second"])
     eventually(lambda: drafts(one, OTHER))
     assert one.observe("shared", OTHER, names=["second"]).duplicates == 1
-    two.call("Forget", namespace="shared", request="first")
+    two.call("Forget", namespace="shared", request_id="first")
     assert not drafts(two)
     eventually(lambda: not drafts(one))
     assert drafts(one, OTHER)

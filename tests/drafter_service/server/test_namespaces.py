@@ -1,4 +1,4 @@
-"""Isolated corpora and their life: made, restored, saved, let go, dropped, within one budget."""
+"""Namespaces: made, restored, saved, unloaded and dropped, within one budget."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
 from drafter_service.server import namespaces as module
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, Stream
-from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces, most_bytes
+from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces, max_bytes
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits, ServiceConfig, Snapshots
 from drafter_service.settings.tree import Namespaces as NamespaceSettings
@@ -31,7 +31,7 @@ LLAMA = ModelIdentity("llama", "tokenizer-a", "", 100)
 
 def config_of(folder=None, *, fit=10, **changes):
     """`fit`: how many namespaces fit into the budget."""
-    budget = fit * most_bytes(DRAFTING.capacity)
+    budget = fit * max_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
         namespaces=NamespaceSettings(budget=budget, **changes),
@@ -47,7 +47,7 @@ async def opened(folder=None, **changes):
             yield namespaces
     finally:
         for namespace in list(namespaces.loaded.values()):
-            await namespaces._leave(namespace)
+            await namespaces._unload(namespace)
 
 
 async def learned(namespaces, name, *texts):
@@ -61,7 +61,7 @@ async def learned(namespaces, name, *texts):
 
 def draft_of(namespace, context, limit=3):
     session = Session(namespace, Limits())
-    request = pb.DraftRequest(starts=[start(1, context, is_private=True)], batch=batch({1: ()}, limit))
+    request = pb.DraftRequest(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
     tokens = drafted(session.answer(request, may_learn=True))
     session.close()
     return tokens
@@ -242,7 +242,7 @@ def test_what_cannot_be_saved_stays_in_memory_and_is_counted(tmp_path, monkeypat
                 patch.setattr(module, "_write", fails)
                 with pytest.raises(BudgetError, match=r"no idle namespace can be saved .* No space left on device"):
                     await learned(namespaces, "b")
-                await namespaces.let_idle_go(0)
+                await namespaces.unload_idle(0)
                 await namespaces.save_changed()
             assert namespaces.failed_saves == 3
             assert namespaces.loaded == {"a": namespace}
@@ -279,13 +279,13 @@ def test_a_save_goes_on_when_its_caller_leaves_and_the_next_one_waits(tmp_path, 
 
 
 def test_nobody_waits_in_a_circle_for_room(tmp_path, monkeypatch):
-    """One is being let go, is wanted again meanwhile, and a third would have its place."""
+    """One is being unloaded, is wanted again meanwhile, and a third needs its memory."""
     may_write, begun = blocked_writes(monkeypatch)
 
     async def test():
         async with opened(tmp_path, fit=1) as namespaces, AsyncExitStack() as stack:
             await learned(namespaces, "a", [1, 2, 3, 4])
-            going = asyncio.create_task(namespaces.let_idle_go(0))
+            going = asyncio.create_task(namespaces.unload_idle(0))
             await asyncio.to_thread(begun.acquire, timeout=60)
             wanted = asyncio.create_task(stack.enter_async_context(namespaces.use("a", NOBODY)))
             await asyncio.sleep(0)
@@ -306,16 +306,16 @@ async def test_namespaces_that_nobody_uses_leave_memory(tmp_path):
         idle = await learned(namespaces, "idle", [1, 2, 3, 4])
         await stack.enter_async_context(namespaces.use("held", NOBODY))
         session = Session(await learned(namespaces, "drafting"), Limits())
-        await namespaces.let_idle_go(3600)
+        await namespaces.unload_idle(3600)
         assert len(namespaces.loaded) == 3
-        await namespaces.let_idle_go(0)
+        await namespaces.unload_idle(0)
         assert sorted(namespaces.loaded) == ["drafting", "held"]
         assert idle.is_closed
         session.close()
 
 
 @run
-async def test_a_damaged_snapshot_is_set_aside_and_the_service_goes_on(tmp_path):
+async def test_a_damaged_snapshot_is_renamed_and_the_service_continues(tmp_path):
     async with opened(tmp_path) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
         namespace.log_position = lambda: "12-3"
@@ -480,7 +480,7 @@ def test_what_comes_from_the_log_is_dated_by_it_and_not_published_again(namespac
 
 
 def test_the_names_that_are_remembered_are_bounded(namespace, monkeypatch):
-    monkeypatch.setattr("drafter_service.server.namespace.MOST_NAMES", 80)
+    monkeypatch.setattr("drafter_service.server.namespace.MAX_NAMES", 80)
     nothing = np.empty(0, np.uint32)
     for number in range(1000):
         namespace.learn(nothing, f"{number}")

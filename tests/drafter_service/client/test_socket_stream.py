@@ -1,4 +1,4 @@
-"""The client's half of the socket for steps: who writes what and when, and how a stream ends."""
+"""The client's stream over the step socket: which thread writes what, and how a stream ends."""
 
 import errno
 import os
@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client import DrafterClient
-from drafter_service.client.about import About
-from drafter_service.client.outgoing import Beginning, Outgoing
-from drafter_service.client.socket_stream import SocketStream
-from drafter_service.client.socket_writer import AT_ONCE_BYTES, SLICE_BYTES, SocketWriter
+from drafter_service.client.messages import OutgoingRequest, Registered
+from drafter_service.client.sequences import SequenceInfo
+from drafter_service.client.socket_stream import SLICE_BYTES, SMALL_BYTES, SocketStream, SocketWriter
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.frames import Frames, framed
@@ -25,17 +24,17 @@ from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_serve
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
-LONG = AT_ONCE_BYTES // 4 + 1
-"""Tokens of a message that is no small one."""
+LONG = SMALL_BYTES // 4 + 1
+"""Tokens of a request that is not small."""
 
 
-def message(step: int, tokens: int = 0) -> Outgoing:
-    starts = [Beginning(step, About(array([step] * tokens), "", "", True), array([]))] if tokens else []
-    return Outgoing(pb.DraftRequest(step=step), starts)
+def message(step: int, tokens: int = 0) -> OutgoingRequest:
+    starts = [Registered(step, SequenceInfo(array([step] * tokens), "", "", learn=True), array([]))] if tokens else []
+    return OutgoingRequest(pb.DraftRequest(step=step), starts)
 
 
 class Pipe:
-    """A writer, and what arrives."""
+    """A writer, and the requests that arrive."""
 
     def __init__(self) -> None:
         self.near, self.far = socket.socketpair()
@@ -55,7 +54,7 @@ class Pipe:
         self.woken += 1
 
     def read(self) -> list[int]:
-        """Which messages have arrived."""
+        """Numbers of the requests that have arrived."""
         try:
             while data := self.far.recv(1 << 20):
                 self.arrived += [pb.DraftRequest.FromString(body) for body, _ in self.frames.feed(data)]
@@ -76,15 +75,15 @@ def pipe():
     pipe.close()
 
 
-def test_small_messages_go_out_at_once_and_long_ones_when_the_other_thread_writes(pipe):
+def test_small_requests_are_written_at_once_and_long_ones_by_the_other_thread(pipe):
     pipe.writer.send(message(1))
     assert pipe.read() == [1]
-    assert (pipe.woken, pipe.writer.is_more) == (0, False)
+    assert (pipe.woken, pipe.writer.has_more) == (0, False)
     pipe.writer.send(message(2, LONG))
     assert pipe.woken == 1
     pipe.writer.send(message(3))
     assert pipe.read() == [1]
-    while pipe.writer.is_more:
+    while pipe.writer.has_more:
         pipe.writer.write_some()
     assert pipe.read() == [1, 2, 3]
     assert pipe.arrived[1].starts[0].prompt == array([2] * LONG).tobytes()
@@ -92,15 +91,15 @@ def test_small_messages_go_out_at_once_and_long_ones_when_the_other_thread_write
     assert pipe.read() == [1, 2, 3, 4]
 
 
-def test_a_small_message_does_not_wait_for_the_thread_that_writes(pipe):
-    with pipe.writer._turn:
+def test_a_small_request_does_not_wait_for_a_thread_that_writes(pipe):
+    with pipe.writer._writing:
         pipe.writer.send(message(1))
         assert (pipe.read(), pipe.woken) == ([], 1)
     pipe.writer.write_some()
     assert pipe.read() == [1]
 
 
-def test_a_long_message_is_written_a_slice_at_a_time():
+def test_a_long_request_is_written_a_slice_at_a_time():
     sizes = []
 
     class Greedy:
@@ -115,12 +114,12 @@ def test_a_long_message_is_written_a_slice_at_a_time():
         assert sizes == [SLICE_BYTES] * written
     writer.write_some()
     assert sizes[-1] < SLICE_BYTES
-    assert not writer.is_more
+    assert not writer.has_more
 
 
 @examples(50)
 @given(st.lists(st.sampled_from(["small", "long", "write", "read"]), max_size=40))
-def test_messages_keep_their_order(events):
+def test_requests_keep_their_order(events):
     pipe = Pipe()
     sent = 0
     for event in events:
@@ -131,45 +130,45 @@ def test_messages_keep_their_order(events):
         else:
             sent += 1
             pipe.writer.send(message(sent, 50_000 if event == "long" else 0))
-    while pipe.writer.is_more:
+    while pipe.writer.has_more:
         pipe.writer.write_some()
         pipe.read()
     assert pipe.read() == list(range(1, sent + 1))
     pipe.close()
 
 
-def test_the_end_comes_behind_everything(pipe):
+def test_the_end_follows_all_requests(pipe):
     pipe.writer.send(message(1, LONG))
     pipe.writer.end()
     assert pipe.woken == 2
-    while pipe.writer.is_more:
+    while pipe.writer.has_more:
         pipe.writer.write_some()
     assert pipe.read() == [1]
     assert pipe.is_over
 
 
-def test_nothing_is_kept_for_a_connection_that_is_gone(pipe):
+def test_nothing_is_kept_for_a_broken_connection(pipe):
     pipe.far.close()
     pipe.writer.send(message(1))
     pipe.writer.send(message(2, LONG))
     pipe.writer.write_some()
-    assert not pipe.writer.is_more
+    assert not pipe.writer.has_more
     pipe.writer.send(message(3, LONG))
-    assert not pipe.writer.is_more
+    assert not pipe.writer.has_more
 
 
-def test_whoever_waits_learns_that_a_stream_is_closed():
+def test_closing_a_stream_ends_the_waits():
     near, far = socket.socketpair()
     stream = SocketStream(near, "")
     assert not stream.wait(0.0)
-    near.close()  # as far as `close` may have come
+    near.close()  # `close` may have got this far.
     assert not stream.wait(0.001)
     stream.close()
     assert stream.wait(TIMEOUT_S)
     far.close()
 
 
-def test_a_stream_that_cannot_begin_leaves_no_connection(monkeypatch):
+def test_a_stream_that_cannot_be_made_closes_its_connection(monkeypatch):
     near, far = socket.socketpair()
 
     def refuse():
@@ -182,7 +181,7 @@ def test_a_stream_that_cannot_begin_leaves_no_connection(monkeypatch):
     far.close()
 
 
-def test_too_few_descriptors_are_no_reason_to_take_another_way(socket_address, monkeypatch):
+def test_a_lack_of_descriptors_does_not_select_grpc(socket_address, monkeypatch):
     Path(socket_address.removeprefix("unix:") + ".steps").touch()
     connector = Connector(Address.parse(socket_address), ClientAccess())
     assert connector.connect_steps(TIMEOUT_S) is None
@@ -195,19 +194,19 @@ def test_too_few_descriptors_are_no_reason_to_take_another_way(socket_address, m
         connector.connect_steps(TIMEOUT_S)
 
 
-def test_long_texts_are_put_into_bytes_by_the_other_thread_without_the_lock(socket_address, monkeypatch):
-    """The engine's thread hands them over and goes on."""
+def test_the_bytes_of_long_requests_are_made_by_the_other_thread_without_the_lock(socket_address, monkeypatch):
+    """The engine's thread does not wait for it."""
     seen = []
-    whole = Outgoing.message
+    whole = OutgoingRequest.message
 
     def watched(outgoing):
-        if outgoing.text_bytes > AT_ONCE_BYTES:
+        if outgoing.text_bytes > SMALL_BYTES:
             is_free = client._lock.acquire(timeout=TIMEOUT_S)
             client._lock.release()
             seen.append((threading.current_thread(), is_free))
         return whole(outgoing)
 
-    monkeypatch.setattr(Outgoing, "message", watched)
+    monkeypatch.setattr(OutgoingRequest, "message", watched)
     with fake_server_thread(socket_address, FakeService(), has_steps=True) as fake:
         with DrafterClient(socket_address, deadline_s=TIMEOUT_S) as client:
             client.start(1, array([7] * LONG))
@@ -251,7 +250,7 @@ client.close()
 """
 
 
-def test_a_fork_leaves_its_parents_connection_alone(socket_address):
+def test_a_fork_does_not_touch_its_parents_connection(socket_address):
     root = str(Path(__file__).parents[3])
     with fake_server_thread(socket_address, FakeService(lambda *_: [1]), has_steps=True) as fake:
         subprocess.run(

@@ -20,7 +20,7 @@ def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def test_a_model_is_what_its_folder_says(folder, monkeypatch):
+def test_the_identity_is_read_from_the_folder(folder, monkeypatch):
     identity = model_identity(folder)
     assert (identity.name, identity.vocabulary_size) == ("some-model", 4096)
     assert (identity.tokenizer, identity.adapter) == (sha256(b"tokens"), "")
@@ -39,7 +39,7 @@ def test_a_model_is_what_its_folder_says(folder, monkeypatch):
         ("models--Org--Model", "models--Org--Model"),
     ],
 )
-def test_what_lies_in_the_hubs_cache_is_called_as_the_hub_calls_it(folder, tmp_path, place, name):
+def test_a_folder_in_the_hubs_cache_has_the_name_of_its_repository(folder, tmp_path, place, name):
     moved = tmp_path / "hub" / place
     moved.parent.mkdir(parents=True)
     folder.rename(moved)
@@ -47,13 +47,13 @@ def test_what_lies_in_the_hubs_cache_is_called_as_the_hub_calls_it(folder, tmp_p
     assert model_identity(moved, name="mine").name == "mine"
 
 
-def test_an_adapter_makes_a_difference(folder, tmp_path):
+def test_an_adapter_has_a_fingerprint(folder, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     assert model_identity(folder, adapter=tmp_path).adapter == sha256(b"weights")
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
-def test_folders_that_lack_something_are_refused(folder, missing):
+def test_folders_without_a_file_are_refused(folder, missing):
     (folder / missing).unlink()
     with pytest.raises(UserError, match=missing):
         model_identity(folder)

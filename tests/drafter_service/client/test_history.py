@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.client import texts
-from drafter_service.client.texts import Texts, spread
+from drafter_service.client import history
+from drafter_service.client.history import TokenHistory, indices_of_runs
 from ssd.types import offsets_of
 from tests.strategies import array, examples
 
@@ -13,7 +13,7 @@ ROWS = 5
 steps = st.lists(
     st.tuples(
         st.dictionaries(st.integers(0, ROWS - 1), st.lists(st.integers(0, 99), max_size=12), max_size=ROWS),
-        st.sampled_from(["append", "append", "tidy", "text", "last", "clear"]),
+        st.sampled_from(["append", "append", "fold", "tokens", "last", "clear"]),
         st.integers(0, 9),
     ),
     max_size=20,
@@ -22,10 +22,10 @@ steps = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def small_tables():
-    """So that they fill up."""
+    """Make the tables fill up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "TAIL", 10)
-        patch.setattr(texts, "FOLD_EVERY", 3)
+        patch.setattr(history, "TAIL", 10)
+        patch.setattr(history, "FOLD_EVERY", 3)
         yield
 
 
@@ -37,19 +37,19 @@ def added(runs):
 
 @examples(100)
 @given(steps)
-def test_texts_are_what_was_appended(told):
-    kept, naive = Texts(), {row: [] for row in range(ROWS)}
+def test_tokens_are_those_that_were_appended(batches):
+    kept, naive = TokenHistory(), {row: [] for row in range(ROWS)}
     kept.grow(2)
     kept.grow(ROWS)
-    for runs, action, number in told:
+    for runs, action, number in batches:
         kept.append(*added(runs))
         for row, run in runs.items():
             naive[row] += run
         row = number % ROWS
-        if action == "tidy":
-            kept.tidy()
-        elif action == "text":
-            assert kept.text(row).tolist() == naive[row]
+        if action == "fold":
+            kept.fold_if_due()
+        elif action == "tokens":
+            assert kept.tokens(row).tolist() == naive[row]
         elif action == "clear":
             kept.clear(row)
             naive[row] = []
@@ -58,18 +58,18 @@ def test_texts_are_what_was_appended(told):
             last = kept.last(np.array(list(runs), np.int64), offsets_of(np.array(counts, np.int64)).astype(np.int64))
             expected = [naive[row][len(naive[row]) - count :] for row, count in zip(runs, counts, strict=True)]
             assert last.tolist() == [token for run in expected for token in run]
-    assert [kept.text(row).tolist() for row in range(ROWS)] == list(naive.values())
+    assert [kept.tokens(row).tolist() for row in range(ROWS)] == list(naive.values())
     assert kept.sizes(np.arange(ROWS)).tolist() == [len(text) for text in naive.values()]
 
 
 def test_tokens_are_copied():
-    kept = Texts()
+    kept = TokenHistory()
     kept.grow(1)
     tokens, offsets = array([1, 2]), array([0, 2])
     kept.append(np.array([0]), tokens, offsets)
     tokens[:] = offsets[:] = 9
-    assert kept.text(0).tolist() == [1, 2]
+    assert kept.tokens(0).tolist() == [1, 2]
 
 
-def test_spread():
-    assert spread(np.array([7, 0, 3]), np.array([0, 2, 2, 5])).tolist() == [7, 8, 3, 4, 5]
+def test_indices_of_runs():
+    assert indices_of_runs(np.array([7, 0, 3]), np.array([0, 2, 2, 5])).tolist() == [7, 8, 3, 4, 5]
