@@ -13,7 +13,7 @@ MOST_ENTRIES = 13
 """Files and folders at the top of a package, without `__init__.py` and `py.typed`."""
 
 ALLOWED = {
-    "ssd": {"ssd", "numpy", "numba", "llvmlite", "pydivsufsort"},
+    "ssd": {"ssd", "numpy", "numba", "llvmlite"},
     "drafter_service": {
         "drafter_service",
         "ssd",
