@@ -118,7 +118,7 @@ def test_the_dashboard_is_one_that_grafana_reads():
         assert label in exported()[metric]
         assert "instance" in (matchers or "instance")
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Worth", "Acceptance", "Latency", "Corpus", "Health"]
+    assert rows == ["Gain", "Acceptance", "Latency", "Corpus", "Health"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["description"]
@@ -278,7 +278,9 @@ def test_the_unit_serves_with_flags_that_there_are():
     assert settings["listen"] == "unix:/run/ssd-drafter/drafter.sock"
     assert settings["snapshots"]["folder"] == "/var/lib/ssd-drafter"
     assert settings["reports"]["metrics"].startswith("127.0.0.1:")
-    assert settings["namespaces"]["budget"] <= 0.8 * 2**30 * int(unit_settings()["MemoryMax"][0].removesuffix("G"))
+    assert settings["namespaces"]["memory_limit"] <= 0.8 * 2**30 * int(
+        unit_settings()["MemoryMax"][0].removesuffix("G")
+    )
     assert unit_settings()["RuntimeDirectory"] == unit_settings()["StateDirectory"] == ["ssd-drafter"]
     assert unit_settings()["Group"][0] in (DEPLOY / "systemd" / "ssd-drafter.sysusers").read_text()
 
@@ -330,7 +332,7 @@ def test_the_manifest_serves_with_flags_that_there_are():
     environment = {each["name"]: each.get("value") for each in drafter["env"]}
     assert settings["snapshots"]["folder"] == mounts("drafter")["snapshots"]
     assert environment["NUMBA_CACHE_DIR"] == mounts("drafter")["kernels"] == container("kernels")["command"][-1]
-    assert settings["namespaces"]["budget"] <= 0.8 * 2**30 * int(
+    assert settings["namespaces"]["memory_limit"] <= 0.8 * 2**30 * int(
         drafter["resources"]["limits"]["memory"].removesuffix("Gi")
     )
     # Settings in the environment exist too.

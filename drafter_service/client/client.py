@@ -1,4 +1,4 @@
-"""The client: calls of an engine, none of which waits past its deadline, and a thread that keeps the connection."""
+"""The client: an engine's calls, which never wait past a deadline, and a thread that keeps the connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a client's connection: why it ended, when to connect again, and what the owner is told."""
+"""The state of a client's connection: why it ended, when to connect again, and what is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ConnectionState:
         self._failures = 0
         """Streams in a row that were not useful."""
         self._is_reported = False
-        """Whether the owner was told of the present loss."""
+        """Whether the present loss was reported to the owner."""
 
     def response_received(self) -> None:
         """Record a valid response."""

@@ -43,7 +43,7 @@ class TokenHistory:
         self._unfolded.append((rows, tokens.copy(), offsets.astype(np.int64)))
 
     def fold_if_due(self) -> None:
-        """Write collected batches to the table if there are many. To be called when nobody waits for drafts."""
+        """Write collected batches to the table if there are many. To be called outside of waits for drafts."""
         if len(self._unfolded) >= FOLD_EVERY:
             self._fold()
 

@@ -1,4 +1,4 @@
-"""All namespaces of a service: made or restored on first use, saved, unloaded when idle, within a memory budget."""
+"""All namespaces of a service: made or restored on first use, saved, unloaded when idle, within a memory limit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class NamespaceError(ValueError):
     """The name is not valid for a namespace, or no namespace has it and none may be made."""
 
 
-class BudgetError(RuntimeError):
-    """The memory budget does not suffice for another namespace."""
+class MemoryLimitError(RuntimeError):
+    """The memory limit does not allow another namespace."""
 
 
 class Saved(NamedTuple):
@@ -61,11 +61,11 @@ class Namespaces:
     ) -> None:
         """`on_loaded` is called after a namespace is loaded, `on_unload` before it is unloaded.
 
-        Raises UserError if the snapshot folder cannot be used, or the budget does not suffice for one namespace.
+        Raises UserError if the snapshot folder cannot be used, or the memory limit is too low for one namespace.
         """
-        if max_bytes(config.drafting.capacity) > config.namespaces.budget:
+        if max_bytes(config.drafting.capacity) > config.namespaces.memory_limit:
             raise UserError(
-                f"namespaces.budget: {config.namespaces.budget:,} bytes are too few for a namespace of "
+                f"namespaces.memory_limit: {config.namespaces.memory_limit:,} bytes are too few for a namespace of "
                 f"{config.drafting.capacity:,} tokens, which needs {max_bytes(config.drafting.capacity):,}"
             )
         self._config = config
@@ -85,7 +85,7 @@ class Namespaces:
     async def use(self, name: str, model: ModelIdentity, policy: str = "") -> AsyncIterator[Namespace]:
         """Make or restore a namespace if it is not loaded, and keep it loaded within the block.
 
-        policy: how a new namespace drafts; "" for the service's default. Raises NamespaceError, BudgetError, and
+        policy: how a new namespace drafts; "" for the service's default. Raises NamespaceError, MemoryLimitError, and
         IdentityError for another model or policy than the namespace was made with.
         """
         if not NAME.fullmatch(name):
@@ -176,8 +176,9 @@ class Namespaces:
         """Return the drafter configuration of a namespace. Raises NamespaceError for an unknown policy."""
         capacity = self._config.namespaces.capacities.get(name, self._config.drafting.capacity)
         config = self._config.drafting
+        chosen = self._config.namespaces.policies.get(name) or policy or config.policy
         try:
-            return replace(config, capacity=capacity, policy=cast("PolicyName", policy or config.policy))
+            return replace(config, capacity=capacity, policy=cast("PolicyName", chosen))
         except ValueError as problem:
             raise NamespaceError(str(problem)[:500]) from None
 
@@ -223,19 +224,19 @@ class Namespaces:
             return None
 
     async def _reserve(self, name: str, size: int) -> None:
-        """Reserve memory, by unloading idle namespaces if needed, the longest idle first. Raises BudgetError."""
-        budget = self._config.namespaces.budget
-        while sum(self._reserved.values()) + size > budget:
+        """Reserve memory, by unloading idle namespaces if needed, the longest idle first. Raises MemoryLimitError."""
+        limit = self._config.namespaces.memory_limit
+        while sum(self._reserved.values()) + size > limit:
             idle = [namespace for namespace in self.loaded.values() if namespace.is_idle]
-            if not idle or self.store is None or size > budget:
-                raise BudgetError(
+            if not idle or self.store is None or size > limit:
+                raise MemoryLimitError(
                     f"namespace {name!r} needs up to {size:,} bytes; {sum(self._reserved.values()):,} of the "
-                    f"budget of {budget:,} are in use: raise --budget, or lower --capacity"
+                    f"limit of {limit:,} are in use: raise --memory-limit, or lower --capacity"
                 )
             try:
                 await self._save_and_unload(min(idle, key=lambda namespace: namespace.last_used))
             except SnapshotError as problem:
-                raise BudgetError(f"no idle namespace can be saved to make room: {problem}") from None
+                raise MemoryLimitError(f"no idle namespace can be saved to make room: {problem}") from None
         self._reserved[name] = size
 
     async def _save_and_unload(self, namespace: Namespace) -> None:

@@ -31,7 +31,7 @@ from drafter_service.server.admin import Admin
 from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.server.learning import Learning
 from drafter_service.server.namespace import Namespace
-from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces
+from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
 from drafter_service.server.store import exclusive_use
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import ServiceConfig
@@ -116,7 +116,7 @@ class DrafterServer:
             try:
                 async with self.namespaces.use(name, ModelIdentity()):
                     pass
-            except (NamespaceError, BudgetError) as problem:
+            except (NamespaceError, MemoryLimitError) as problem:
                 raise UserError(f"namespaces.capacities: {problem}") from None
         self._housekeeping.start()
         await self._step_socket.start()

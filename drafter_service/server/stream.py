@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from drafter_service.auth.callers import Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
 from drafter_service.server.namespace import ClosedError, IdentityError, Stream
-from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces
+from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
 from drafter_service.server.session import Session, error_response
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
@@ -29,7 +29,7 @@ REFUSALS = {
     NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
-    BudgetError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.ABORTED,
 }
 """The exceptions that end a stream or a call, and the status that it ends with."""

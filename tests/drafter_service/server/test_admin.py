@@ -92,7 +92,7 @@ def test_the_default_namespace_follows_from_the_model(caller):
     eventually(lambda: drafts_of(caller, default_namespace(model), 100) == [[108]])
 
 
-def test_text_outside_the_vocabulary_is_refused_whole(caller, name):
+def test_texts_outside_the_vocabulary_are_refused_without_effect(caller, name):
     caller.stream(name, vocabulary_size=150)
     code, message = caller.refusal("Observe", namespace=name, texts=texts(counted(1), counted(120)))
     assert code is INVALID_ARGUMENT
@@ -102,7 +102,7 @@ def test_text_outside_the_vocabulary_is_refused_whole(caller, name):
     assert caller.observe(name, counted(1)).tokens == 40
 
 
-def test_a_stream_of_texts_is_learned_at_the_pace_of_the_index(caller, name):
+def test_a_stream_of_texts_is_learned_at_the_rate_of_the_index(caller, name):
     rng = np.random.default_rng(5)
     batches = [
         texts(*rng.integers(0, 50_000, (10, 1000)), names=[f"{turn}-{i}" for i in range(10)]) for turn in range(30)
@@ -115,7 +115,7 @@ def test_a_stream_of_texts_is_learned_at_the_pace_of_the_index(caller, name):
     assert list(caller.warm([])) == []
 
 
-def test_a_bad_text_ends_the_stream_of_texts_and_the_ones_before_are_learned(caller, name):
+def test_a_bad_text_ends_the_stream_and_earlier_texts_are_learned(caller, name):
     bad = pb.Texts(tokens=b"123")
     responses = caller.warm(pb.WarmRequest(namespace=name, texts=each) for each in (texts(counted(100)), bad))
     assert next(responses).texts == 1
@@ -130,7 +130,7 @@ METHODS = ("Observe", "Forget", "Report", "Snapshot", "ListNamespaces", "DropNam
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_bytes_that_are_no_message_are_the_callers_fault(caller, method):
+def test_malformed_calls_are_reported_as_invalid_arguments(caller, method):
     raw = caller.channel.unary_unary(f"/ssd.drafter.v1.DrafterService/{method}")
     with pytest.raises(grpc.RpcError) as refused:
         raw(b"\xff\xff", timeout=TIMEOUT_S, wait_for_ready=True)
@@ -138,7 +138,7 @@ def test_bytes_that_are_no_message_are_the_callers_fault(caller, method):
     assert f"the message is not a {method}Request of ssd.drafter.v1" in refused.value.details()
 
 
-def test_bytes_that_are_no_texts_are_the_callers_fault(caller):
+def test_malformed_texts_are_reported_as_invalid_arguments(caller):
     raw = caller.channel.stream_stream("/ssd.drafter.v1.DrafterService/Warm")
     good = pb.WarmRequest(namespace="garbage").SerializeToString()
     for requests in ([b"\xff\xff"], [good, b"\xff\xff"]):
@@ -188,7 +188,7 @@ def test_an_invalid_request_to_forget_is_refused(caller, name, what, message):
 
 
 @pytest.mark.parametrize("method", ["Forget", "Report", "Snapshot", "DropNamespace"])
-@pytest.mark.parametrize("asked", ["nobody", "../nobody", "n" * 500])
+@pytest.mark.parametrize("asked", ["unknown", "../unknown", "n" * 500])
 def test_an_unknown_namespace_is_refused_and_not_made(caller, method, asked):
     what = {"everything": True} if method == "Forget" else {}
     code, details = caller.refusal(method, namespace=asked, **what)
@@ -255,15 +255,15 @@ DRAFTING = DrafterConfig(capacity=100_000, refresh_interval_s=3600)
 
 
 class Still(Corpus):
-    """A corpus that catches up when it is told to."""
+    """A corpus whose queue a test controls."""
 
     def maintain(self, _interval_s):
-        """Nobody does."""
+        """Do nothing."""
 
 
 @asynccontextmanager
 async def learning(max_waiting=100):
-    """What learns, and a namespace."""
+    """A `Learning`, and a namespace."""
     namespace = Namespace("some", ModelIdentity(), DRAFTING, Still(DRAFTING.capacity, DRAFTING.match_depth))
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -274,14 +274,14 @@ async def learning(max_waiting=100):
 
 
 async def waits(task):
-    """Whether a task goes on waiting, whatever turns it gets."""
+    """Whether a task still waits after many turns of the event loop."""
     for _ in range(20):
         await asyncio.sleep(0.001)
     return not task.done()
 
 
 @run
-async def test_whoever_brings_much_waits_for_the_index():
+async def test_a_caller_with_much_text_waits_for_the_index():
     async with learning() as (learner, namespace):
         many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
         task = asyncio.create_task(learner.learn(namespace, many))
@@ -293,7 +293,7 @@ async def test_whoever_brings_much_waits_for_the_index():
 
 
 @run
-async def test_whoever_waits_when_the_namespace_is_dropped_is_told():
+async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
     async with learning() as (learner, namespace):
         task = asyncio.create_task(learner.learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN))))
         assert await waits(task)
@@ -303,7 +303,7 @@ async def test_whoever_waits_when_the_namespace_is_dropped_is_told():
 
 
 @run
-async def test_others_have_their_turn_while_many_texts_are_learned():
+async def test_other_tasks_run_while_many_texts_are_learned():
     async with learning(max_waiting=1 << 30) as (learner, namespace):
         turns = 0
 
@@ -320,7 +320,7 @@ async def test_others_have_their_turn_while_many_texts_are_learned():
 
 
 @run
-async def test_a_text_that_cannot_be_has_no_effect():
+async def test_an_invalid_text_has_no_effect():
     async with learning() as (learner, namespace):
         with pytest.raises(WireError):
             await learner.learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)))
@@ -366,7 +366,7 @@ async def refused(method, request, token):
 
 @pytest.mark.parametrize("method", NEEDED)
 def test_each_call_needs_its_right_and_looks_nothing_up_without_it(tmp_path, method):
-    """So that the time of a refusal depends on nothing in the namespace."""
+    """Otherwise the time of a refusal could reveal something about the namespace."""
     access = AccessControl(AccessConfig(callers=callers_file(tmp_path)))
     needed, request = NEEDED[method]
 
@@ -449,8 +449,8 @@ async def test_everything_is_forgotten_though_the_clock_was_ahead():
 
 
 @run
-async def test_a_merge_that_fails_is_made_up_for(monkeypatch):
-    """Else whoever learns would wait for its text for ever."""
+async def test_a_failed_merge_is_repeated(monkeypatch):
+    """Otherwise callers would wait for their text for ever."""
     async with learning() as (learner, namespace):
         await learner.learn(namespace, texts(counted(100)))
         with monkeypatch.context() as patch:

@@ -240,7 +240,7 @@ def service():
     """A server with little room, to be misused."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
-        arguments = ["--listen", address, "--capacity", "50k", "--budget", "200M"]
+        arguments = ["--listen", address, "--capacity", "50k", "--memory-limit", "200M"]
         arguments += ["--snapshot-folder", f"{folder}/kept"]
         limits = {"streams": STREAMS, "sequences": 200, "stream_tokens": "1M"}
         arguments += [part for name, limit in limits.items() for part in ("--set", f"limits.{name}={limit}")]

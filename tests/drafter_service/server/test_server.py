@@ -167,7 +167,7 @@ def test_a_port_serves_as_a_socket_does():
 
 
 def test_a_service_drafts_with_its_options(socket_address):
-    with served("--listen", socket_address, "--shape", "tree", "--cost", "0.0001", "--max-draft", "5"):
+    with served("--listen", socket_address, "--draft-shape", "tree", "--cost", "0.0001", "--max-draft", "5"):
         client = DrafterClient(socket_address, deadline_s=10)
         client.start(1, array([1, 2, 3, 1, 2, 4, 1, 2]))
         drafts = client.draft(progress_of({1: []}, limit=9))

@@ -175,23 +175,23 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 def test_sequences_have_the_tokens_that_were_sent(shared, actions):
     """Against a dictionary of texts."""
-    session, told = Session(shared, Limits()), {}
+    session, sent = Session(shared, Limits()), {}
     for action, sequence_id, tokens, learn in actions:
-        was_running = sequence_id in told
+        was_running = sequence_id in sent
         if action == "start":
             response = ask(session, starts=[start(sequence_id, tokens, session_id="s" if learn else "")])
             assert response.HasField("error") == was_running
-            told.setdefault(sequence_id, list(tokens))
+            sent.setdefault(sequence_id, list(tokens))
         elif action == "finish":
             response = ask(session, finishes=[finish(sequence_id, tokens, learn=learn)])
             assert lost(response) == ([] if was_running else [sequence_id])
-            told.pop(sequence_id, None)
+            sent.pop(sequence_id, None)
         else:
             response = ask(session, batch=batch({sequence_id: tokens}))
             assert lost(response) == ([] if was_running else [sequence_id])
             if was_running:
-                told[sequence_id] += tokens
-        assert session._sizes == {key: len(text) for key, text in told.items()}
+                sent[sequence_id] += tokens
+        assert session._sizes == {key: len(text) for key, text in sent.items()}
     session.close()
 
 

@@ -49,14 +49,14 @@ def test_fields_that_a_description_lacks_have_defaults(store):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocabulary_size": "x"}}'])
-def test_a_description_that_cannot_be_read_is_as_none(store, content):
+def test_an_unreadable_description_counts_as_missing(store, content):
     store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text(content)
     assert store.describe("a") is None
 
 
-def test_a_namespace_lies_there_with_either_file(store):
-    """Whoever was killed between the two files left only one."""
+def test_a_namespace_exists_with_either_file(store):
+    """A process that was killed between the two files leaves only one."""
     assert store.names() == []
     written(store, "b")
     store.make_folder("a")
@@ -75,12 +75,12 @@ def test_nothing_of_a_deleted_namespace_stays(store):
     store.delete("a")
 
 
-def test_a_corpus_is_move_refused(store):
+def test_a_refused_corpus_is_renamed(store):
     written(store).corpus_path("a").write_text("damaged")
     refused = store.move_refused("a")
     assert refused.read_text() == "damaged"
     assert not store.corpus_path("a").exists()
-    # The next one takes its place: damage must not fill the disk.
+    # The next one replaces it: damaged files must not fill the disk.
     store.corpus_path("a").write_text("again")
     assert store.move_refused("a") == refused
     store.remove_refused("a")
@@ -98,14 +98,14 @@ def test_the_old_description_stays_if_the_new_one_cannot_be_written(store, monke
     assert os.listdir(store.folder / "a") == [DESCRIPTION]
 
 
-def test_files_are_their_owners_alone(store):
+def test_files_are_readable_by_their_owner_only(store):
     written(store)
     for path in (store.folder, store.folder / "a"):
         assert path.stat().st_mode & 0o777 == 0o700
     assert (store.folder / "a" / DESCRIPTION).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_that_cannot_be_is_an_error_that_names_the_setting(tmp_path):
+def test_an_unusable_folder_is_an_error_that_names_the_setting(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=f"snapshots.folder: cannot write to {folder}"):
@@ -113,12 +113,12 @@ def test_a_folder_that_cannot_be_is_an_error_that_names_the_setting(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "Llama-3.1-8B", "team_a@eu", "_", "0", "a" * 128, "a..b"])
-def test_what_a_namespace_may_be_called(name):
+def test_valid_names(name):
     assert NAME.fullmatch(name)
 
 
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../x", "a/b", "/a", "a\\b", ".a", "-a", "a b", "a\n", "a\0", "é", "a" * 129, "a:b", "~"]
 )
-def test_what_it_may_not_be_called(name):
+def test_invalid_names(name):
     assert not NAME.fullmatch(name)

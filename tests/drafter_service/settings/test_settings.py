@@ -55,7 +55,7 @@ def leaves(section=ServiceConfig, path=""):
     for field in fields(section):
         if is_dataclass(hints[field.name]):
             yield from leaves(hints[field.name], f"{path}{field.name}.")
-        elif field.name not in ("capacities", "options"):
+        elif field.name not in ("capacities", "policies", "options"):
             yield f"{path}{field.name}", hints[field.name]
 
 
@@ -125,25 +125,25 @@ def test_quantities_may_be_written_short(tmp_path):
         ({"nonsense": 1}, "flags: there is no setting nonsense; known are listen, drafting"),
         ({"drafting.capcity": 1}, "flags: there is no setting drafting.capcity; did you mean drafting.capacity?"),
         ({"drafting": 5}, "flags: drafting is a section, not a value"),
-        ({"drafting": 5, "drafting.cost": 1}, "drafting.cost: drafting is set to a value elsewhere"),
+        ({"drafting": 5, "drafting.cost": 1}, "drafting.cost: drafting has been set to a value"),
         ({"drafting.cost": 1, "drafting": 5}, "flags: drafting is a section"),
-        ({"drafting.capacity": "many"}, "drafting.capacity: 'many' is no quantity"),
+        ({"drafting.capacity": "many"}, "drafting.capacity: 'many' is not a number"),
         ({"drafting.capacity": 5}, "drafting.capacity: a corpus holds 4,096 to"),
         ({"drafting.max_draft": 100}, "drafting: max_draft must be 1 to 64, not 100"),
         ({"drafting.cost": "nan"}, "drafting: cost is what"),
         ({"drafting.shape": "bush"}, "drafting.shape: Input should be 'path' or 'tree'"),
         ({"drafting.policy": "article"}, "drafting.policy"),
         ({"limits.streams": 0}, "limits.streams: Input should be greater than or equal to 1"),
-        ({"limits.streams": "1.5"}, "limits.streams: '1.5' is no quantity"),
+        ({"limits.streams": "1.5"}, "limits.streams: '1.5' is not a number"),
         ({"limits.streams": None}, "limits.streams: Input should be a valid integer"),
         ({"snapshots.interval_s": "nan"}, "snapshots.interval_s: Input should be greater than 0"),
         ({"snapshots.interval_s": 0}, "snapshots.interval_s: Input should be greater than 0"),
         ({"namespaces.create": "perhaps"}, "namespaces.create: Input should be a valid boolean"),
         ({"namespaces.capacities": 5}, "namespaces.capacities: Input should be a valid dictionary"),
-        ({"namespaces.capacities.a": "x"}, "namespaces.capacities.a: 'x' is no quantity"),
+        ({"namespaces.capacities.a": "x"}, "namespaces.capacities.a: 'x' is not a number"),
         ({"namespaces.capacities.a": 5}, "namespaces.capacities.a: a corpus holds 4,096 to"),
         ({"access.key": "x"}, "access: key needs certificate"),
-        ({"access.socket_mode": "999"}, "access: socket_mode is octal"),
+        ({"access.socket_mode": "999"}, "access: socket_mode must be octal"),
         ({"reports.log_level": "loud"}, "reports.log_level: Input should be 'debug'"),
     ],
 )
@@ -171,7 +171,7 @@ def test_an_error_in_the_environment_or_a_file_says_so(tmp_path):
 
 @pytest.mark.parametrize("text", ["limits.streams", "=5", ""])
 def test_an_assignment_needs_a_key_and_a_value(text):
-    with pytest.raises(UserError, match="sets nothing; write KEY=VALUE"):
+    with pytest.raises(UserError, match="is not of the form KEY=VALUE"):
         read_assignments([text])
 
 
@@ -187,7 +187,7 @@ def test_a_quantity_is_read(text, number):
     "text", ["", "k", "5kk", "many", "inf", "nan", "1e400", "1e999999999", "1.5", "0.0001k", "5 6"]
 )
 def test_what_is_no_quantity_is_refused(text):
-    with pytest.raises(ValueError, match="is no quantity"):
+    with pytest.raises(ValueError, match="is not a number"):
         parse_quantity(text)
 
 
@@ -234,3 +234,12 @@ def test_any_assignment_is_taken_or_refused(key, value):
     except UserError:
         return
     assert isinstance(config, ServiceConfig)
+
+
+def test_policies_of_namespaces_are_read():
+    flags = read_assignments(["namespaces.policies={'team-a' = 'classic'}", "drafting.classic_matches=0"])
+    config = loaded(flags=flags)
+    assert config.namespaces.policies == {"team-a": "classic"}
+    assert config.drafting.classic_matches == 0
+    with pytest.raises(UserError, match=r"namespaces\.policies\.team-a"):
+        loaded(flags=read_assignments(["namespaces.policies={'team-a' = 'best'}"]))
