@@ -44,7 +44,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
 class _NoInitialisation(TorchFunctionMode):
     """Leave parameters as they are allocated.
 
-    On the meta device `nn.init.normal_` would import torch._dynamo, which is a third of the engine's start-up time.
+    On the meta device `nn.init.normal_` imports torch._dynamo, which is a third of the engine's start-up time.
     """
 
     def __torch_function__(
@@ -92,8 +92,13 @@ def give_memory(decoder: Decoder, device: str) -> None:
     """From a decoder without memory to one with room for weights, and with the frequencies of its rope."""
     config = decoder.config
     try:
-        decoder.to_empty(device=device)
-        decoder.tie()  # `to_empty` gave each its own memory
+        # `to_empty` does the same with operators on the meta device, which import SymPy.
+        memory = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for name, tensor in decoder.state_dict().items()
+        }
+        decoder.load_state_dict(memory, assign=True)
+        decoder.tie()  # each name has memory of its own
         decoder.frequencies = config.rope.frequencies(config.head_dim).repeat(2).to(device)
     except RuntimeError as problem:
         if "memory" not in str(problem):
