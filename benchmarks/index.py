@@ -221,7 +221,7 @@ class Feed(threading.Thread):
         """Feed until the requests are used up and shown."""
         corpus, interval = self._corpus, REQUEST_TOKENS / FEED_TOKENS_PER_S
         begin = time.perf_counter()
-        appended = corpus.shown
+        appended = corpus.indexed
         waiting: list[tuple[int, float]] = []
         for index, request in enumerate(self._requests):
             appended += len(request) + 1
@@ -234,7 +234,7 @@ class Feed(threading.Thread):
             waiting = self._note(waiting)
 
     def _note(self, waiting: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        shown, now = self._corpus.shown, time.perf_counter()
+        shown, now = self._corpus.indexed, time.perf_counter()
         self.waited_s += [now - since for until, since in waiting if until <= shown]
         return [entry for entry in waiting if entry[0] > shown]
 

@@ -79,7 +79,7 @@ class Taken:
 
     async def until_draftable(self, all_but: int) -> None:
         """Returns when no more than this number of tokens wait in the corpus."""
-        while self._corpus is not None and self._appended - self._corpus.shown > all_but:
+        while self._corpus is not None and self._appended - self._corpus.indexed > all_but:
             await asyncio.sleep(0.002)
 
 

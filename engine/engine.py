@@ -1,4 +1,14 @@
-"""The engine's loop: plan a step, propose drafts, launch it, commit its results."""
+"""The engine's loop: plan a step, propose drafts, launch it, commit its results.
+
+    none in flight   device  step 1 |                   | step 2 |                   | step 3
+                     host           | commit 1, draft 2 |        | commit 2, draft 3 |
+    one in flight    device  step 1          | step 2          | step 3
+                     host    draft 2, launch | commit 1, draft 3, launch | ...
+
+With a step in flight the host plans with upper bounds of what it may commit, and drafts for likely outcomes; the device
+selects. A sequence that has ended, was cancelled or was preempted may be part of one more step, whose results for it
+are dropped; what such a step writes precedes everything that later owners of its pages write.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +20,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.drafters.base import NO_OUTPUTS
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
+from engine.executor.graph import GraphExecutor, GraphStep
 from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.pages import PagePool
-from engine.scheduling.plan import SequenceResult
+from engine.scheduling.plan import SequenceResult, StepPlan
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.times import StageTimes, Stopwatch
+from engine.speculation.in_flight import InFlightDepth
 from engine.speculation.speculation import Speculation
 from engine.speculation.token_budget import TokenBudget
 from ssd.errors import UserError
@@ -71,14 +84,19 @@ class Engine:
         drafter: AnyDrafter,
         decode: Decode | None = None,
         budget: TokenBudget | None = None,
+        graph: GraphExecutor | None = None,
+        depth: InFlightDepth | None = None,
     ) -> None:
-        """`decode` reads the output of requests that have stop strings; without it those are refused. Without a
-        `budget` all draft tokens are verified.
+        """Without `decode`, the tokenizer's, requests with stop strings are refused. Without a `budget` all draft
+        tokens are verified. `graph` runs steps of requests that do not need the host, `executor` those of the others.
+        `depth`: by default as `config.in_flight` says.
         """
         self.model = model
         self.scheduler = Scheduler(config, pages)
         self._config = config
         self._executor = executor
+        self._graph = graph
+        self._depth = InFlightDepth(config.in_flight) if depth is None else depth
         self._speculation = Speculation(drafter, config, model.vocab_size, budget)
         self._decode = decode
         self._budget = budget
@@ -99,7 +117,7 @@ class Engine:
     @property
     def captured(self) -> Captured:
         """The CUDA graphs that were captured when the engine was built."""
-        return Captured(0, 0.0)
+        return Captured(0, 0.0) if self._graph is None else self._graph.grid.captured
 
     def add(self, request: Request) -> int:
         """Queue a request and return the id of its completion. Raises UserError for a request that cannot run."""
@@ -125,9 +143,14 @@ class Engine:
     def step(self) -> StepReport:
         """Advance the running sequences by one token or more, or by a part of a prompt."""
         watch = Stopwatch()
+        if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
+            self._in_flight.popleft()
         if not self._in_flight and not self._launch(watch):
             return StepReport(times=watch.times())
-        return self._commit(self._in_flight.popleft(), watch)
+        is_ahead = self._can_run_ahead and self._launch(watch)
+        report = self._commit(self._in_flight.popleft(), watch)
+        report.is_ahead = is_ahead
+        return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
         """End a request between two steps; its completion has what it has produced, and the reason ABORT.
@@ -174,16 +197,34 @@ class Engine:
         self._next_id += 1
         return sequence
 
+    @property
+    def _can_run_ahead(self) -> bool:
+        """Whether the next step may be launched before the results of the one in flight are read."""
+        is_on_graph = isinstance(self._in_flight[0], GraphStep)
+        return is_on_graph and self._speculation.can_propose_ahead and self._depth.current == 1
+
     def _launch(self, watch: Stopwatch) -> bool:
-        """Plan a step and launch it; return whether there is anything to run."""
+        """Plan a step and launch it; return whether one was launched.
+
+        With a step in flight none is launched if there is nothing to run, or if the next step needs the host.
+        """
         plan = self.scheduler.plan()
         watch.lap("schedule")
-        if not plan.entries:
+        executor = self._executor_for(plan)
+        if not plan.entries or (self._in_flight and executor is not self._graph):
             return False
-        self._speculation.propose(plan)
-        watch.lap("draft")
-        step = self._executor.launch(plan)
-        self._in_flight.append(step)
+        if self._in_flight:
+            before = self._in_flight[0]
+            drafts = {entry.sequence.sequence_id: entry.draft for entry in before.plan.producing}
+            for entry in plan.producing:
+                entry.in_flight_draft = drafts.get(entry.sequence.sequence_id) if entry.sequence.in_flight else None
+            self._speculation.propose_ahead(plan)
+            # Until the device has run the step before, asking the drafter delays nothing.
+            plan.drafting_s = watch.lap("draft") if before.is_done else 0.0
+        else:
+            self._speculation.propose(plan)
+            watch.lap("draft")
+        self._in_flight.append(executor.launch(plan))
         watch.lap("forward")
         for entry in plan.entries:
             # The last token counts as computed when the token after it is known.
@@ -191,7 +232,25 @@ class Engine:
             if ahead:
                 entry.sequence.computed += ahead
                 self.scheduler.register_pages(entry.sequence)
+            if entry.produces:
+                entry.sequence.in_flight += 1 + entry.max_verified
         return True
+
+    def _executor_for(self, plan: StepPlan) -> Executor:
+        """Return the executor of a step; the graph executor only runs steps in which no request needs the host."""
+        if self._graph is None:
+            return self._executor
+        if any(self._needs_host(sequence) for sequence in self.scheduler.running):
+            # The host advances all sequences now, so what the device knows of them becomes outdated.
+            if plan.entries and not self._in_flight:
+                self._graph.release()
+            return self._executor
+        return self._graph
+
+    def _needs_host(self, sequence: Sequence) -> bool:
+        sampling = sequence.request.sampling
+        verification = sampling.verification or self._config.verification
+        return sampling.needs_host or (verification == "rejection" and sampling.is_sampled)
 
     def _commit(self, step: InFlightStep, watch: Stopwatch) -> StepReport:
         """Wait for a step, append what it produced, and end the sequences whose output ends."""
@@ -199,8 +258,10 @@ class Engine:
         watch.lap("verify")
         report = StepReport()
         ended: list[tuple[Sequence, Cut]] = []
+        result.results = [each for each in result.results if each.plan.sequence.is_running]
         for each in result.results:
             if each.plan.produces:
+                each.plan.sequence.in_flight -= 1 + each.plan.max_verified
                 cut = self._append(each)
                 report.results.append(each)
                 if cut.reason is not None:
@@ -211,11 +272,26 @@ class Engine:
         for sequence, cut in ended:
             report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         watch.lap("commit")
+        if self._in_flight:
+            self._in_flight[0].plan.select_drafts()
+        watch.lap("commit")
         report.times = watch.times()
-        if self._budget is not None:
-            accepted = sum(each.accepted for each in report.results)
-            self._budget.record(step.plan, step.plan.tokens, accepted, report.times.forward + report.times.verify)
+        if report.results:
+            self._record(step, report)
         return report
+
+    def _record(self, step: InFlightStep, report: StepReport) -> None:
+        """Learn from the duration of a step how many draft tokens and how many steps in flight pay."""
+        times = report.times
+        accepted = sum(each.accepted for each in report.results)
+        # What runs on a device while the host works is in the duration of the whole step.
+        is_on_graph = isinstance(step, GraphStep)
+        seconds = times.total if is_on_graph else times.forward + times.verify
+        if self._budget is not None:
+            self._budget.record(step.plan, step.plan.tokens, accepted, seconds)
+        if is_on_graph:
+            host_s = times.schedule + times.draft + times.commit
+            self._depth.record(host_s, times.total, accepted, report.committed)
 
     def _append(self, result: SequenceResult) -> Cut:
         """Commit what a step produced for a sequence, up to where its output ends."""
@@ -245,8 +321,8 @@ def build_engine(
     *,
     has_budget: bool = False,
     attention: str = "auto",
-    common: SamplingParams = COMMON_SAMPLING,  # noqa: ARG001
-    notify: Callable[[str], None] = lambda _: None,  # noqa: ARG001
+    common: SamplingParams = COMMON_SAMPLING,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
@@ -256,9 +332,16 @@ def build_engine(
     preparations. Raises UserError for an attention or a KV cache that is not available.
     """
     drafter = adapt(drafter)
-    measure = has_budget and config.max_draft > 0
-    executors = build_executors(model, config, attention, measure=measure, needs=drafter.needs)
+    needs_host = drafter.needs != NO_OUTPUTS or config.draft_shape == "tree"
+    executors = build_executors(
+        model, config, attention, common, notify,
+        has_graphs=False if needs_host else None,
+        measure=has_budget and config.max_draft > 0,
+        needs=drafter.needs,
+    )  # fmt: skip
     if hasattr(drafter, "bind"):
         drafter.bind(executors.eager.runner.draft_forward(config.page_size))
     budget = None if executors.cost is None else TokenBudget(executors.cost)
-    return Engine(model.config, config, executors.eager, executors.pages, drafter, decode, budget)
+    return Engine(
+        model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph
+    )  # fmt: skip

@@ -191,7 +191,7 @@ class CorpusDrafter(ABC):
         self._step(rows, progress)
         running = self._running.pop(sequence_id)
         self._opened.discard(running)
-        self.corpus.end(self._owner_of(running))
+        self.corpus.end_running(self._owner_of(running))
         local = self._sequences.remove(running.row)
         if learn and running.learn:
             self._remember(local.tokens[running.first_learned :], running.request_id)
@@ -218,10 +218,10 @@ class CorpusDrafter(ABC):
     def close(self) -> None:
         """Forget the running sequences, and stop the maintenance of a corpus of its own."""
         for running in self._running.values():
-            self.corpus.end(self._owner_of(running))
+            self.corpus.end_running(self._owner_of(running))
         self._running.clear()
         self._opened.clear()
-        self._idle.end(lambda _: True)
+        self._idle.drop(lambda _: True)
         if self._owns_corpus:
             self.corpus.close()
 
@@ -247,7 +247,7 @@ class CorpusDrafter(ABC):
         """Check the arguments of `start`. Then call `begin`; a long prompt may be indexed in another thread first."""
         text = prompt if committed is None else np.concatenate([prompt, committed])
         check_tokens(text)
-        idle = self._idle.take(session_id) if session_id is not None else None
+        idle = self._idle.pop(session_id) if session_id is not None else None
         local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
         turns = idle.turns if idle is not None else frozenset()
         # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
@@ -262,7 +262,7 @@ class CorpusDrafter(ABC):
         opening.index()
         running = opening.running
         shown = opening.text[running.first_learned :] if running.learn and self.PUBLISHES else None
-        running.row = self._sequences.add(opening.local, self.corpus.begin(shown))
+        running.row = self._sequences.add(opening.local, self.corpus.start_running(shown))
         self._running[sequence_id] = running
 
     def forget_own(self, request_id: str) -> None:
@@ -271,17 +271,17 @@ class CorpusDrafter(ABC):
         A running sequence of that id continues, but after the next refresh no other sequence is offered its output, and
         it is not remembered. Idle sessions with a turn of that id end.
         """
-        self._idle.end(lambda idle: request_id in idle.turns)
+        self._idle.drop(lambda idle: request_id in idle.turns)
         for running in self._opened:
             running.is_kept &= request_id not in running.turns
             if running.request_id == request_id:
                 running.learn = False
                 if running.row >= 0:
-                    self.corpus.hide(self._owner_of(running))
+                    self.corpus.hide_running(self._owner_of(running))
 
     def end_sessions_before(self, time: float) -> None:
         """End sessions that have been idle since before `time`, by the corpus's clock."""
-        self._idle.end(lambda idle: idle.since < time)
+        self._idle.drop(lambda idle: idle.since < time)
 
     def offered(self) -> dict[int, int]:
         """Number of tokens in the last draft of each running sequence, by sequence id."""
@@ -327,12 +327,12 @@ class CorpusDrafter(ABC):
 
     def _publish(self, rows: np.ndarray, progress: Progress) -> None:
         """Add the committed tokens to the live tier while other sequences run that could draft them."""
-        watches = self.corpus.watches_running
+        watches = self.corpus.has_several_running
         if watches != self._is_publishing:
             self._is_publishing = watches
             self._switch_publishing(rows, progress)
         if watches:
-            self.corpus.extend(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
+            self.corpus.extend_running(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
 
     def _switch_publishing(self, rows: np.ndarray, progress: Progress) -> None:
         """Publish what was withheld while no other sequence ran, or note how much is published when that ends."""
@@ -345,11 +345,11 @@ class CorpusDrafter(ABC):
             if not self._is_publishing or len(missed) == 0:
                 continue
             if len(missed) > depth:
-                self.corpus.skip(self._owner_of(running), tokens[-depth:])
+                self.corpus.skip_running(self._owner_of(running), tokens[-depth:])
             else:
                 # As few as the tokens that would be repeated behind a gap.
                 owner = np.array([self._owner_of(running)], np.int64)
-                self.corpus.extend(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
+                self.corpus.extend_running(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
 
     def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
         running = self._running

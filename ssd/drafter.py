@@ -43,14 +43,14 @@ class SuffixDrafter(CorpusDrafter):
         super().__init__(config, corpus=corpus, stats=stats, remember=remember)
         self._is_tree = self.config.shape == "tree"
         self._state = self._sequences.state
-        self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
+        self._frame = Frame(self._sequences, self.corpus.learned, self.stats)
 
     def begin(self, sequence_id: int, opening: Opening) -> None:
         """See `CorpusDrafter.begin`."""
         super().begin(sequence_id, opening)
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
-            self._frame = Frame(self._sequences, self.corpus.odds, self.stats)
+            self._frame = Frame(self._sequences, self.corpus.learned, self.stats)
 
     def propose_after(self, outcomes: Outcomes) -> DraftBatch:
         """See `CorpusDrafter.propose_after` and `ssd.outcomes`."""

@@ -10,7 +10,7 @@ from ssd.types import ROOT, DraftBatch
 
 Parents = types.Array(types.int32, 1, "C", readonly=True)
 ParentsOut = types.Array(types.int32, 1, "C")
-Odds = types.Array(types.float32, 1, "C", readonly=True)
+LearnedTables = types.Array(types.float32, 1, "C", readonly=True)
 Sources = types.Array(types.uint8, 1, "C", readonly=True)
 SourcesOut = types.Array(types.uint8, 1, "C")
 
@@ -57,7 +57,7 @@ def _arrays_of(drafts: DraftBatch) -> tuple[np.ndarray, ...]:
     return drafts.tokens, drafts.parents, drafts.accept_prob, drafts.source, drafts.offsets
 
 
-_Drafts = types.Tuple([Tokens, Parents, Odds, Sources, Tokens])
+_Drafts = types.Tuple([Tokens, Parents, LearnedTables, Sources, Tokens])
 _DraftsOut = types.Tuple([TokensOut, ParentsOut, FloatsOut, SourcesOut, TokensOut])
 
 

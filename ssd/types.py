@@ -1,7 +1,6 @@
-"""What goes into a drafter and what comes out, as flat arrays for a whole batch.
+"""Inputs and outputs of a drafter: flat arrays for a whole batch.
 
-The same arrays travel over the wire as packed bytes, so nothing here is converted token by token.
-Knows nothing of how drafts are found.
+The same arrays go over the wire as packed bytes, so that nothing is converted token by token.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Source(IntEnum):
     """Where a draft token was found."""
 
     CORPUS = 0
-    """In a finished request."""
+    """In another request."""
     LOCAL = 1
     """In the running request's own prompt and output."""
 
@@ -42,19 +41,19 @@ class Progress:
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i committed `tokens[offsets[i]:offsets[i + 1]]`."""
     verified: np.ndarray
-    """uint32 [B]: how many tokens of the last draft the target verified."""
+    """uint32 [B]: number of tokens of the last draft that the target verified."""
     max_draft: np.ndarray
-    """uint32 [B]: how many draft tokens the caller can use now."""
+    """uint32 [B]: most draft tokens that the caller can use now."""
     cost: float | None = None
-    """What verifying one more token costs now, as a part of a step, above 0 to 1; None: as configured."""
+    """What verifying one more token costs now, as a fraction of a step, above 0 to 1; None: as configured."""
     steps: np.ndarray | None = None
-    """uint32 [B]: how many steps of the target produced each sequence's tokens; None: one each. The last draft was
+    """uint32 [B]: number of target steps that produced each sequence's tokens; None: one each. The last draft was
     verified in the first of them."""
 
     def check_arrays(self) -> None:
-        """Raises ValueError, which names the field, for arrays that a kernel cannot read, or that do not fit together.
+        """Raise ValueError, with the field's name, for arrays of a wrong type or shape, or that do not fit together.
 
-        Each draft begins with it: 0.8 us for one sequence, 1.3 us for 64.
+        It takes 0.8 us for one sequence, 1.3 us for 64.
         """
         counts = [self.verified, self.max_draft]
         if self.steps is not None:
@@ -74,10 +73,10 @@ class Progress:
                 raise ValueError(f"{self._name_of(array)} has {len(array)} elements, not {sequences}: one a sequence")
 
     def check(self, offered: Mapping[int, int]) -> None:
-        """Raises ValueError as `check_arrays`; for a sequence that is not running, stands here twice, or verified what
-        it was not offered; and for a cost that no token can have.
+        """Raise ValueError as `check_arrays`, for a sequence that is not running, appears twice or verified more tokens
+        than it was offered, and for a cost outside (0, 1].
 
-        `offered`: the tokens of the last draft of each running sequence.
+        offered: number of tokens in the last draft of each running sequence, by id.
         """
         self.check_arrays()
         check_tokens(self.tokens)
@@ -85,7 +84,7 @@ class Progress:
             check_cost(self.cost)
         sequence_ids = self.sequence_ids.tolist()
         if len(set(sequence_ids)) != len(sequence_ids):
-            raise ValueError("a sequence stands in a batch twice")
+            raise ValueError("a sequence appears twice in the batch")
         for sequence_id, verified in zip(sequence_ids, self.verified.tolist(), strict=True):
             check_verified(sequence_id, verified, offered)
 
@@ -104,7 +103,7 @@ class DraftBatch:
     accept_prob: np.ndarray
     """float32 [T]: estimated probability of acceptance, given that the parent is accepted."""
     source: np.ndarray
-    """uint8 [T]: a `Source` each."""
+    """uint8 [T]: the `Source` of each token."""
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i is offered `tokens[offsets[i]:offsets[i + 1]]`."""
 
@@ -113,20 +112,20 @@ class DraftBatch:
         return len(self.offsets) - 1
 
     def tokens_of(self, index: int) -> np.ndarray:
-        """Draft tokens of one sequence, uint32."""
+        """Return the draft tokens of one sequence, uint32 [n]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def parents_of(self, index: int) -> np.ndarray:
-        """Their parents, int32."""
+        """Return the parents of one sequence's draft tokens, int32 [n]."""
         return self.parents[self.offsets[index] : self.offsets[index + 1]]
 
     def sources_of(self, index: int) -> np.ndarray:
-        """Where they were found, uint8."""
+        """Return the sources of one sequence's draft tokens, uint8 [n]."""
         return self.source[self.offsets[index] : self.offsets[index + 1]]
 
     @classmethod
     def empty(cls, sequences: int) -> DraftBatch:
-        """No draft for any of `sequences`."""
+        """Return a batch without drafts for `sequences` sequences."""
         return cls(
             tokens=np.empty(0, np.uint32),
             parents=np.empty(0, np.int32),
@@ -137,7 +136,7 @@ class DraftBatch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
-        """The sequences of several batches in a row."""
+        """Return the sequences of several batches, in order."""
         lengths = [batch.offsets[1:] - batch.offsets[:-1] for batch in batches]
         return cls(
             tokens=np.concatenate([batch.tokens for batch in batches]),
@@ -149,7 +148,7 @@ class DraftBatch:
 
     @classmethod
     def from_paths(cls, paths: Sequence[Path]) -> DraftBatch:
-        """One path a sequence, as a batch."""
+        """Return a batch with one path per sequence."""
         lengths = np.array([len(path.tokens) for path in paths], np.uint32)
         parents = [np.arange(ROOT, len(path.tokens) + ROOT, dtype=np.int32) for path in paths]
         return cls(
@@ -168,10 +167,10 @@ class Path:
     tokens: np.ndarray
     """uint32 [n]."""
     accept_prob: np.ndarray
-    """float32 [n]: each given the one before it."""
+    """float32 [n]: probability that each token is accepted, given the one before it."""
     source: Source = Source.CORPUS
     match_length: int = 0
-    """How many of the context's last tokens were found."""
+    """Number of the context's last tokens that were found."""
 
 
 NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))
@@ -196,7 +195,7 @@ class Outcomes:
 
 
 class Drafter(Protocol):
-    """The face that embedded and remote drafters share.
+    """Interface of drafters that work on tokens, embedded or remote.
 
     A sequence is started once, drafted for any number of times, and finished once.
     """
@@ -206,10 +205,10 @@ class Drafter(Protocol):
         ...
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Take note of what was committed, and draft what may follow.
+        """Commit the tokens of a step, and draft what may follow.
 
-        Raises ValueError for a sequence that was not started or stands in the batch twice, for more tokens verified
-        than were offered, for a token id that is reserved, and for arrays that do not fit together.
+        Raises ValueError for a sequence that was not started or appears twice in the batch, for more tokens verified
+        than were offered, for a reserved token id, and for arrays that do not fit together.
         """
         ...
 
@@ -222,7 +221,7 @@ class Drafter(Protocol):
         ...
 
     def close(self) -> None:
-        """Release threads and connections. Further calls are errors."""
+        """Release threads and connections. No method may be called after it."""
         ...
 
 
@@ -237,7 +236,7 @@ def check_verified(sequence_id: int, verified: int, offered: Mapping[int, int]) 
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Lengths [B] to offsets, uint32 [B + 1]."""
+    """Convert lengths [B] to offsets, uint32 [B + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.uint32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

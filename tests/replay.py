@@ -1,4 +1,4 @@
-"""Driving a drafter with a recorded output in the target's place."""
+"""Drive a drafter with a recorded output instead of a target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssd.types import ROOT, Drafter, Progress, offsets_of
 
 
 def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> CorpusDrafter:
-    """A drafter that has learned some requests, and learns of others when its corpus is told to refresh."""
+    """Return a drafter over a corpus with some requests; `corpus.refresh` adds later ones."""
     config = DrafterConfig(**{"capacity": 100_000, **settings})
     corpus = Corpus.from_config(config)
     for request in requests:
@@ -28,7 +28,7 @@ def progress_of(
     verified: int = 0,
     cost: float | None = None,
 ) -> Progress:
-    """A step's progress: tokens committed by sequence id, the same counts and limit for each."""
+    """Return the progress of a step: committed tokens by sequence id, with equal counts and limits."""
     runs = [np.asarray(tokens, np.uint32) for tokens in committed.values()]
     return Progress(
         sequence_ids=np.array(list(committed), np.uint64),
@@ -41,7 +41,7 @@ def progress_of(
 
 
 def accepted_path(drafts: DraftBatch, index: int, output: Sequence[int]) -> list[int]:
-    """The draft tokens of a sequence that lead through what the target produces, by their place in its draft."""
+    """Return the indices of a sequence's draft tokens that are a path through the target's output."""
     own = slice(drafts.offsets[index], drafts.offsets[index + 1])
     children = {
         (parent, token): node
@@ -67,7 +67,7 @@ def replay_one(
     *,
     learn: bool = True,
 ) -> int:
-    """Run one request whose greedy output is known; returns the steps that it took."""
+    """Run one request whose greedy output is known; return the number of steps."""
     drafter.start(sequence_id, prompt)
     done, steps, verified = 0, 0, 0
     last = np.empty(0, np.uint32)

@@ -60,4 +60,5 @@ def setting_of(options: argparse.Namespace) -> Setting:
 def child_arguments(options: argparse.Namespace) -> list[str]:
     """The command line of a part's process, less the part."""
     names = ("device", "dtype", "attention", "in_flight", "shape", "scale", "trace")
-    return [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]

@@ -57,7 +57,7 @@ def tables(document: Document | None) -> str:
     lines = [
         f"{document['date']}, {document['gpu']}, {known}. "
         f"Random weights of the shape {settings['shape']}, {settings['dtype']}; "
-        f"steps in flight: {settings['in_flight']}.",
+        f"steps in flight: {'decided at run time' if settings['in_flight'] is None else settings['in_flight']}.",
         "",
         "| figure | measured | median of | target | |",
         "|---|---|---|---|---|",

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.drafting import drafting
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.served import misfits, peers, replay
+from benchmarks.gpu.served import drafting, misfits, peers, replay
 from benchmarks.gpu.single import ceilings, decode, start, streams, trees, verify
 
 

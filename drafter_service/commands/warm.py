@@ -132,7 +132,7 @@ def _into_service(
         model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
     click.echo(f"learning into the namespace {namespace}", err=True)
     resume = Resume(resume_path, f"the namespace {namespace} at {link.server}")
-    return RemoteSink(link.connector(), namespace, model, link.told), resume
+    return RemoteSink(link.connector(), namespace, model, link.describe), resume
 
 
 def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Summary:

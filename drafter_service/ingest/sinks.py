@@ -131,7 +131,7 @@ class OfflineSink:
         except ValueError as problem:
             raise UserError(f"--capacity: {problem}") from None
         self.window = self._corpus.capacity
-        self._known = set(self._corpus.named())
+        self._known = set(self._corpus.request_times())
         self._waiting: deque[_New] = deque()
         self._room = 0
         self._documents = self._tokens = self._duplicates = 0
@@ -164,7 +164,7 @@ class OfflineSink:
         # Text that is not merged would have to be sorted when the snapshot is loaded.
         while corpus.is_merging:
             corpus.refresh()
-        self._known = set(corpus.named())
+        self._known = set(corpus.request_times())
         snapshot.save(corpus, self._path, self._stats)
 
     def finish(self) -> Learned:

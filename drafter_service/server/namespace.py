@@ -96,10 +96,10 @@ class Namespace:
         """Returns the position up to which the shared log has been read."""
         self.publish: Callable[[Event], None] = lambda _: None
         """Writes an event that happened here to the shared log."""
-        self._learned = corpus.named()
+        self._learned = corpus.request_times()
         """Hashes of names, with the times when they were learned."""
         self._saved_at = self._total
-        corpus.times.heard = self.merge_latency.note
+        corpus.times.on_refresh = self.merge_latency.note
         corpus.maintain(config.refresh_interval_s)
 
     def adopt(self, model: ModelIdentity) -> None:

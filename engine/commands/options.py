@@ -1,4 +1,4 @@
-"""Which engine to run: options that all commands share, and what they come to."""
+"""Options of the engine that several commands share."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ VERIFICATIONS = ("exact", "rejection")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is made of."""
+    """Settings from which `engine.commands.launch` builds an engine."""
 
     model: Path
-    """A Hugging Face folder."""
+    """Hugging Face folder."""
     device: str
-    """As PyTorch calls it, or `auto`: a GPU where there is one."""
+    """Device name of PyTorch, or `auto`: a GPU if there is one."""
     dtype: str
     """`auto`: float32 on a CPU, bfloat16 on a GPU."""
     attention: str
@@ -45,7 +45,7 @@ class EngineOptions:
     verification: Verification
     max_sequences: int
     kv_memory: int
-    """MiB."""
+    """Memory for the KV cache in MiB."""
     kv_dtype: KvDtype
     prefix_cache: bool
     in_flight: int | None
@@ -54,7 +54,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, model: str | None, **given: Any) -> EngineOptions:
-        """From a command's options; `model`: a folder or a hub's name, None for the shipped one. Raises UserError."""
+        """Return the options of a command. `model`: folder or hub name; None: the shipped model. Raises UserError."""
         return cls(find_model(model) if model else SHIPPED_MODEL, **given)
 
 
@@ -75,23 +75,23 @@ def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, .
 
 
 def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options to a command that runs so many sequences unless told otherwise."""
+    """Return a decorator that adds the options to a command; `max_sequences`: default of that option."""
     options = (
         click.option(
             "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
         ),
-        click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one."),
+        click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one."),
         click.option(
             "--dtype",
             type=click.Choice(DTYPES),
             default="auto",
-            help="What the model computes in; auto: float32 on a CPU, bfloat16 on a GPU.",
+            help="Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU.",
         ),
         click.option(
             "--attention",
             type=click.Choice(ATTENTIONS),
             default="auto",
-            help="Whose kernels run it; auto: FlashInfer's on a GPU where they can run.",
+            help="Attention kernels; auto: flashinfer on a GPU that supports it, else plain.",
         ),
         click.option(
             "--drafter",
@@ -109,12 +109,14 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             help="Setting of the drafter; may be given again.",
         ),
         click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
-        click.option("--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens in a step."),
+        click.option(
+            "--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens per request and step."
+        ),
         click.option(
             "--draft-shape",
             type=click.Choice(SHAPES),
             default="path",
-            help="Of drafts: without branches or with them.",
+            help="Shape of drafts: a path has no branches, a tree has.",
         ),
         click.option(
             "--verification",
@@ -124,7 +126,10 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "rejection: they have the same distribution, and more drafts are accepted of a drafter that samples.",
         ),
         click.option(
-            "--max-sequences", type=click.IntRange(min=1), default=max_sequences, help="Most requests running at once."
+            "--max-sequences",
+            type=click.IntRange(min=1),
+            default=max_sequences,
+            help="Most requests that run at the same time; more wait.",
         ),
         click.option(
             "--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache."
@@ -133,12 +138,12 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--kv-dtype",
             type=click.Choice(KV_DTYPES),
             default="auto",
-            help="Of the KV cache; auto: the model's; fp8: twice as many tokens, rounded; for --attention flashinfer.",
+            help="Type of the KV cache; auto: the model's; fp8: twice the tokens, less precise, needs flashinfer.",
         ),
         click.option(
             "--prefix-cache/--no-prefix-cache",
             default=True,
-            help="Compute what prompts have in common at their start once.",
+            help="Compute the common beginning of prompts only once.",
         ),
         click.option(
             "--in-flight",
@@ -149,7 +154,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         click.option(
             "--threads",
             type=click.IntRange(min=1),
-            help="CPU threads, at most 4 a processor.  [default: PyTorch's choice]",
+            help="CPU threads, at most 4 per processor.  [default: PyTorch's choice]",
         ),
     )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.base import Drafts, OutcomeTable, TargetOutputs
+from engine.speculation.draft_tree import straight_length
 from ssd import types
 from ssd.types import DraftBatch, Progress, offsets_of
 
@@ -33,6 +34,19 @@ class Told:
     """Steps that have produced tokens since then."""
     verified: int = 0
     """Draft tokens that the first of those steps verified."""
+    path: np.ndarray | None = None
+    """uint32: the last draft, if it was made with a step in flight, so that steps verify only a part of it."""
+
+    def verified_of(self, committed: np.ndarray) -> int:
+        """Return how many tokens of the last draft the target has judged; `committed`: tokens since that draft.
+
+        With a step in flight the target verifies other drafts as well, but the committed tokens judge this one: the
+        tokens that agree, and the first one that does not.
+        """
+        if self.path is None:
+            return self.verified
+        shared = shared_length(self.path, committed)
+        return min(len(self.path), len(committed), shared + 1)
 
 
 class TokenDrafter:
@@ -60,6 +74,27 @@ class TokenDrafter:
         batch = self.inner.draft(self._progress([entry.sequence for entry in known], limits, plan.cost))
         return Drafts(batch if len(known) == len(entries) else _spread(batch, entries, self._told))
 
+    def propose_after(self, plan: StepPlan) -> OutcomeTable:
+        """Report what is committed, and draft for the likeliest outcome of the step in flight.
+
+        The drafter continues the committed text, further than one step verifies. The outcome is where its draft leaves
+        the one in flight: the tokens that they share, and the next one.
+        """
+        known = [entry for entry in plan.producing if entry.sequence.sequence_id in self._told]
+        width = max((entry.draft_room for entry in plan.producing), default=0)
+        table = OutcomeTable.empty(len(plan.producing), 1, width)
+        if not known or not width:
+            return table
+        limits = [_ahead(entry) + entry.draft_room if entry.draft_room else 0 for entry in known]
+        batch = self.inner.draft(self._progress([entry.sequence for entry in known], limits, plan.cost))
+        places = {id(entry): place for place, entry in enumerate(plan.producing)}
+        for index, entry in enumerate(known):
+            start = int(batch.offsets[index])
+            path = slice(start, start + straight_length(batch.parents_of(index)))
+            self._told[entry.sequence.sequence_id].path = batch.tokens[path]
+            _fill_outcome(table, places[id(entry)], entry, batch, path)
+        return table
+
     def observe(self, result: StepResult) -> None:
         """Record what became of the last drafts."""
         for each in result.results:
@@ -81,7 +116,7 @@ class TokenDrafter:
         self.inner.finish(
             sequence.sequence_id,
             sequence.tokens[told.tokens :],
-            verified=told.verified,
+            verified=told.verified_of(sequence.tokens[told.tokens :]),
             learn=learn,
         )
 
@@ -98,7 +133,7 @@ class TokenDrafter:
             sequence_ids=np.array([sequence.sequence_id for sequence in sequences], np.uint64),
             tokens=np.concatenate(untold),
             offsets=offsets_of(np.array([len(tokens) for tokens in untold])),
-            verified=np.array([each.verified for each in told], np.uint32),
+            verified=np.array([each.verified_of(tokens) for each, tokens in zip(told, untold, strict=True)], np.uint32),
             max_draft=np.array(limits, np.uint32),
             cost=cost,
             steps=steps if np.count_nonzero(steps > 1) else None,
@@ -108,10 +143,39 @@ class TokenDrafter:
         return progress
 
 
+def _ahead(entry: SequencePlan) -> int:
+    """Return the largest number of tokens that the step in flight commits."""
+    return 0 if entry.in_flight_draft is None else len(entry.in_flight_draft) + 1
+
+
+def _fill_outcome(table: OutcomeTable, place: int, entry: SequencePlan, batch: DraftBatch, path: slice) -> None:
+    """Write the draft after the outcome that a path is right for."""
+    tokens, shared = batch.tokens[path], -1
+    if entry.in_flight_draft is None:
+        table.accepted[place], table.bonus[place] = 0, entry.sequence.tokens[-1]
+    else:
+        shared = shared_length(tokens, entry.in_flight_draft)
+        if shared == len(tokens):
+            return
+        table.accepted[place], table.bonus[place] = shared, tokens[shared]
+    rest = slice(path.start + shared + 1, min(path.stop, path.start + shared + 1 + entry.draft_room))
+    size = max(0, rest.stop - rest.start)
+    table.lengths[place] = size
+    table.tokens[place, 0, :size] = batch.tokens[rest]
+    table.accept_prob[place, 0, :size] = batch.accept_prob[rest]
+    table.source[place, 0, :size] = batch.source[rest]
+
+
+def shared_length(left: np.ndarray, right: np.ndarray) -> int:
+    """Return the number of leading tokens that two texts share."""
+    size = min(len(left), len(right))
+    return int(np.append(left[:size] != right[:size], True).argmax())
+
+
 def adapt(drafter: Drafter | types.Drafter) -> Drafter:
     """Return a drafter with the engine's interface, whichever of the two interfaces this one has."""
     either: Any = drafter
-    return either if hasattr(either, "propose") else TokenDrafter(either)
+    return either if hasattr(either, "observe") else TokenDrafter(either)
 
 
 def innermost(drafter: object) -> object:

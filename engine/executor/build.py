@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.attention.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
+from engine.attention.base import StepShape
 from engine.config import EngineConfig
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
 from engine.executor.batch import Batch, Span
+from engine.executor.device_state import DeviceState
 from engine.executor.eager import EagerExecutor
+from engine.executor.fixed_step import FixedStep
+from engine.executor.graph import GraphExecutor
 from engine.executor.runner import Runner
+from engine.executor.shapes import StepGrid
+from engine.executor.transfer import CopyStream
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.scheduling.pages import PagePool
+from engine.scheduling.request import SamplingParams
 from engine.speculation.step_cost import Cost, StepCost
 from ssd.errors import UserError
 
@@ -29,17 +37,28 @@ class Executors(NamedTuple):
     """What runs the steps of one engine."""
 
     eager: EagerExecutor
+    graph: GraphExecutor | None
     pages: PagePool
     cost: Cost | None
     """What steps cost, if it was measured."""
 
 
 def build_executors(
-    model: Decoder, config: EngineConfig, attention: str, *, measure: bool, needs: TargetOutputs = NO_OUTPUTS
+    model: Decoder,
+    config: EngineConfig,
+    attention: str,
+    common: SamplingParams,
+    notify: Callable[[str], None],
+    *,
+    has_graphs: bool | None = None,
+    measure: bool,
+    needs: TargetOutputs = NO_OUTPUTS,
 ) -> Executors:
-    """Allocate a KV cache for a loaded model, and make what runs it. `measure`: time steps, for a few seconds.
+    """Allocate a KV cache for a loaded model, and make what runs it.
 
-    `attention`: as in `choose_backend`. Raises UserError for an attention or a KV cache that is not available.
+    `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `has_graphs`: whether there is a
+    graph executor; None: on a CUDA device, and wherever `config.in_flight` is 1. `measure`: time steps, for a few
+    seconds. `needs`: of the drafter. Raises UserError for an attention or a KV cache that is not available.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -52,7 +71,35 @@ def build_executors(
     )
     runner = Runner(model, cache, device, make_ops(backend))
     eager = EagerExecutor(runner, config.page_size, needs)
-    return Executors(eager, pages, _measure(runner, model.config, config, pages) if measure else None)
+    is_cuda = torch.device(device).type == "cuda"
+    if has_graphs is None:
+        has_graphs = is_cuda or config.in_flight == 1
+    if not has_graphs:
+        return Executors(eager, None, pages, _measure(runner, model.config, config, pages) if measure else None)
+    graph = build_graph_executor(model.config, config, runner, pages, device)
+    if is_cuda:
+        graph.grid.capture(notify, graph.grid.kind_of([common], model.config.vocab_size))
+    return Executors(eager, graph, pages, graph.grid.measure() if measure else None)
+
+
+def build_graph_executor(
+    model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str
+) -> GraphExecutor:
+    """Allocate device state for an engine with these settings, and make its graph executor without captured graphs.
+
+    The cache of `runner` has one page more than `pages`, for padding.
+    """
+    longest = model.max_positions
+    max_pages = pages.pages_for(longest)
+    state = DeviceState.empty(config.max_sequences, longest, max_pages, pages.count, torch.device(device))
+    copies = CopyStream(state.lengths.device)
+
+    def make(sequences: int, rows: int) -> FixedStep:
+        shape = StepShape(sequences, rows, 1 + config.max_draft, max_pages)
+        return FixedStep(runner.fixed(shape), state, shape, pages.page_size, copies)
+
+    grid = StepGrid(make, state, config.max_sequences, config.max_draft)
+    return GraphExecutor(grid, runner, pages.page_size, model.vocab_size, config.max_draft)
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.executor.device_state import DeviceState
-from engine.executor.graph import FixedStep, Kind, Orders
+from engine.executor.fixed_step import FixedStep, Kind, StepOrder, order_columns
 from engine.executor.transfer import Arriving
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
@@ -99,9 +99,9 @@ class StepGrid:
         self.captured = Captured(len(shapes), perf_counter() - began)
         say(f"captured {len(shapes)} CUDA graphs in {self.captured.seconds:.1f} s")
 
-    def run(self, orders: Orders, kind: Kind) -> Arriving:
-        """Run a step in the least shape that holds it; see `FixedStep.run`."""
-        return self.step_of(*self.shape_for(len(orders.seats), sum(orders.rows))).run(orders, kind)
+    def run(self, order: StepOrder, kind: Kind) -> Arriving:
+        """Run a step in the smallest shape that holds it; see `FixedStep.run`."""
+        return self.step_of(*self.shape_for(len(order.contexts), sum(order.rows))).run(order, kind)
 
     def padded_rows(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
         """Return the rows of the smallest shapes that hold these tokens; `tokens` where no shape is large enough."""
@@ -114,9 +114,10 @@ class StepGrid:
     def measure(self) -> PaddedCost:
         """Return what steps cost, measured on steps without sequences."""
         shapes = {rows: sequences for sequences, rows in self.shapes}
+        nothing = StepOrder(np.zeros((0, order_columns(self._max_draft)), np.int32), [])
 
         def run(rows: int, _sequences: int) -> None:
-            self.step_of(shapes[rows], rows).run(Orders.nobody(), self.greedy).read()
+            self.step_of(shapes[rows], rows).run(nothing, self.greedy).read()
 
         return PaddedCost(StepCost.measured(run, sorted(shapes)), self.padded_rows)
 

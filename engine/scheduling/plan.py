@@ -16,6 +16,7 @@ import numpy as np
 if TYPE_CHECKING:  # A plan is read without PyTorch.
     from torch import Tensor
 
+    from engine.drafters.base import OutcomeTable
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
     from engine.speculation.draft_tree import DraftTree
@@ -52,6 +53,9 @@ class SequencePlan:
     """uint32 [k]: what a step in flight verifies for the sequence, so that its last tokens are not known; None if no
     such step is in flight."""
 
+    max_verified: int = 0
+    """Largest number of draft tokens that the step verifies: with a step in flight, the longest draft of an outcome."""
+
     @property
     def scored(self) -> range:
         """Positions whose logits are kept because the log-probabilities of the prompt's next tokens were asked for."""
@@ -77,6 +81,10 @@ class StepPlan:
     """In the order of arrival of their sequences."""
     cost: float | None = None
     """What verifying one more draft token costs, as a fraction of the step; None if it is not measured."""
+    outcomes: OutcomeTable | None = None
+    """Drafts of the producing entries by what a step in flight yields for them; None if no step is in flight."""
+    known_lengths: np.ndarray | None = None
+    """int64 [producing entries]: lengths of the texts before the accepted tokens and the bonus token of `outcomes`."""
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     asked: bool = False
@@ -91,10 +99,26 @@ class StepPlan:
         """Entries that yield tokens; drafts are proposed for these alone."""
         return [entry for entry in self.entries if entry.produces]
 
+    def select_drafts(self) -> None:
+        """Set the drafts that the device has selected from `outcomes`, once the tokens before them are committed."""
+        table = self.outcomes
+        if table is None or not self.producing:
+            return
+        sequences = [entry.sequence for entry in self.producing]
+        assert self.known_lengths is not None
+        added = np.array([len(sequence) for sequence in sequences]) - self.known_lengths - 1
+        last_tokens = np.array([sequence.tokens[-1] for sequence in sequences])
+        is_outcome = (table.accepted == added[:, None]) & (table.bonus == last_tokens[:, None])
+        rows, found = is_outcome.argmax(axis=1).tolist(), is_outcome.any(axis=1).tolist()
+        for index, entry in enumerate(self.producing):
+            if found[index]:
+                own = index, rows[index], slice(int(table.lengths[index, rows[index]]))
+                entry.draft, entry.sources = table.tokens[own], table.source[own]
+
     @property
     def tokens(self) -> int:
-        """Number of tokens that run, drafts included."""
-        return sum(entry.scheduled + len(entry.draft) for entry in self.entries)
+        """Largest number of tokens that run, drafts included."""
+        return sum(entry.scheduled + entry.max_verified for entry in self.entries)
 
 
 @dataclass(eq=False, slots=True)

@@ -115,7 +115,7 @@ def test_tokens_are_renumbered_only_for_models_with_fewer_of_them(trace, items):
     assert same.request.prompt.tolist() == list(range(11, 29))
     assert same.request.recorded.tolist() == list(range(29, 44))
     many = Trace("many", [Request(np.arange(5_000, dtype=np.uint32), 4_000, 0)])
-    with pytest.raises(UserError, match=r"hold 5,000 kinds of tokens, the model has 4,096"):
+    with pytest.raises(UserError, match=r"have 5,000 distinct tokens, the model has 4,096"):
         replay_items(many, 1, Limits(4_000, 1_000), TINY)
 
 

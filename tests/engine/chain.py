@@ -11,6 +11,7 @@ import itertools
 import torch
 
 from engine.engine import Engine
+from engine.executor.build import build_graph_executor
 from engine.executor.eager import EagerExecutor
 from engine.models.config import ModelConfig
 from engine.scheduling.pages import PagePool
@@ -133,7 +134,25 @@ class ChainForward:
         return torch.tensor([scores(row) for row in rows], dtype=torch.float32).view(-1, VOCAB)
 
 
-def chain_engine(config, pages, drafter, budget=None):
-    """An engine on this model, with that many pages."""
+class ChosenDepth:
+    """Stands in for `InFlightDepth`: returns what a function says, so that no test depends on durations."""
+
+    def __init__(self, choose):
+        self._choose = choose
+
+    @property
+    def current(self):
+        return self._choose()
+
+    def record(self, host_s, step_s, accepted, produced):
+        assert 0 <= host_s <= step_s
+        assert 0 <= accepted <= produced
+
+
+def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=None):
+    """An engine on this model. has_graph: steps have fixed shapes. depth: returns the number of steps in flight."""
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
-    return Engine(MODEL, config, EagerExecutor(runner, PAGE_SIZE), pool, drafter, budget=budget)
+    graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
+    depth = None if depth is None else ChosenDepth(depth)
+    executor = EagerExecutor(runner, PAGE_SIZE)
+    return Engine(MODEL, config, executor, pool, drafter, budget=budget, graph=graph, depth=depth)

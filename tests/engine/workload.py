@@ -76,8 +76,10 @@ class StrictDrafter:
 class RandomBackoff:
     """Lets the drafter be asked in some steps only."""
 
-    def __init__(self, rng):
+    def __init__(self, rng, is_late):
+        """is_late: whether a step is recorded after the next one was planned."""
         self.rng = rng
+        self.is_late = is_late
         self.is_backing_off = False
 
     def cost_of_one_more(self, tokens, sequences):
@@ -87,7 +89,7 @@ class RandomBackoff:
         return Selection(usable)
 
     def record(self, plan, tokens, accepted, seconds):
-        assert not (self.is_backing_off and (plan.asked or accepted))
+        assert self.is_late or not (self.is_backing_off and (plan.asked or accepted))
         self.is_backing_off = bool(self.rng.random() < 0.5)
 
 
@@ -106,7 +108,8 @@ def replayed(request):
 class Workload:
     """Arrivals with shared beginnings, tenants, recorded outputs, cancellations, tight memory."""
 
-    def __init__(self, seed, shape="path", has_backoff=False):
+    def __init__(self, seed, shape="path", has_backoff=False, in_flight=None):
+        """in_flight: 0, 1, or "any", with steps of fixed shapes; None: eager steps."""
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
         """How often what the workload is meant to meet has happened."""
@@ -120,9 +123,20 @@ class Workload:
             draft_shape=shape,
         )
         self.config = config
-        budget = RandomBackoff(np.random.default_rng(seed)) if has_backoff else None
-        self.drafter = StrictDrafter(rng, shape, is_told_all=True, budget=budget)
-        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget)
+        budget = RandomBackoff(np.random.default_rng(seed), is_late=in_flight in (1, "any")) if has_backoff else None
+        self.in_flight = in_flight
+        self.drafter = StrictDrafter(rng, shape, is_told_all=in_flight in (None, 0), budget=budget)
+        depths = np.random.default_rng(seed)
+        depth = (lambda: int(depths.integers(2))) if in_flight == "any" else lambda: in_flight
+        pages = int(rng.integers(8, 41))
+        self.engine = chain_engine(
+            config,
+            pages,
+            self.drafter,
+            budget,
+            has_graph=in_flight is not None,
+            depth=depth if in_flight is not None else None,
+        )
         self.records = np.random.default_rng([seed, 1])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
@@ -186,16 +200,34 @@ class Workload:
         scheduler = self.engine.scheduler
         alive = [*scheduler.running, *scheduler.waiting]
         before = {sequence: (sequence.computed, len(sequence), sequence.in_flight) for sequence in alive}
-        decoding = [s for s in scheduler.running if s.computed == len(s) - 1]
+        # With a step in flight, a sequence may begin with this step, which is reported later.
+        decoding = [s for s in scheduler.running if s.computed == len(s) - 1 and (s.in_flight or not self.in_flight)]
+        # What a step in flight computes was counted when it was launched.
+        launched = {entry.sequence for step in self.engine._in_flight for entry in step.plan.entries}
         report = self.engine.step()
         scheduler.check_integrity()
         assert self.engine._speculation.drafter.problems == 0
+        self.check_in_flight()
         self.check_output(report)
-        self.check_progress(alive, decoding, before, report)
+        self.check_progress([one for one in alive[:1] if one not in launched], decoding, before, report)
+        if self.in_flight in (1, "any"):
+            # Two steps may have been planned, the second one with pages that the first one fills.
+            for sequence in alive:
+                self.note_computed(sequence)
         for sequence in alive:
             self.check_cache(sequence)
         for sequence in alive:
             self.note_computed(sequence)
+
+    def check_in_flight(self):
+        """What sequences expect of steps in flight is what these may yield."""
+        steps = self.engine._in_flight
+        assert len(steps) <= (0 if self.in_flight in (None, 0) else 1)
+        begun = {entry.sequence: 1 + entry.max_verified for step in steps for entry in step.plan.producing}
+        for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
+            assert sequence.in_flight in (0, begun.get(sequence, 0))
+            assert sequence.in_flight or sequence not in begun or sequence.preemptions
+            self.seen["in flight"] += sequence.in_flight
 
     def check_output(self, report):
         assert report.committed == sum(map(len, report.tokens.values()))
@@ -210,9 +242,9 @@ class Workload:
             self.seen["accepted"] += completion.accepted
             self.seen["rejected"] += completion.drafted - completion.accepted
 
-    def check_progress(self, alive, decoding, before, report):
+    def check_progress(self, oldest, decoding, before, report):
         """The oldest goes on, and whoever decodes gets a token in every step, unless it lost its pages."""
-        for sequence in alive[:1]:
+        for sequence in oldest:
             if sequence.in_flight == 0 or before[sequence][2]:
                 assert (sequence.computed, len(sequence)) > before[sequence][:2]
         for sequence in decoding:

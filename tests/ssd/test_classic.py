@@ -35,7 +35,7 @@ def test_counting_all_matches_drafts_as_the_slow_twin_does(corpus, limit, longes
             drafter.corpus.append(array(request))
             drafter.corpus.refresh()
         drafts = draft_after(drafter, context, limit)
-    expected, _ = naive.classic_draft(naive.joined(requests), context, limit, longest) if limit else ([], 0)
+    expected, _ = naive.classic_draft(naive.concatenated(requests), context, limit, longest) if limit else ([], 0)
     assert drafts.tokens.tolist() == expected
     assert drafts.parents.tolist() == list(range(-1, len(expected) - 1))
 

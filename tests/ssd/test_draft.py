@@ -1,4 +1,4 @@
-"""The arrays that go into a drafter, checked before anything reads them."""
+"""Checks of the arrays of `Progress`."""
 
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -61,7 +61,7 @@ def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, o
 
 @pytest.mark.parametrize("field", ["verified", "max_draft"])
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_counts_are_one_a_sequence(field, size):
+def test_counts_have_one_element_per_sequence(field, size):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
     with pytest.raises(ValueError, match=rf"^{field} has {size} elements, not 2: one a sequence$"):
         replace(progress, **{field: array([0] * size)}).check_arrays()

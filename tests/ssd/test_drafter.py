@@ -1,4 +1,4 @@
-"""The face of the package: what callers may rely on."""
+"""The public behaviour of the suffix drafter."""
 
 import threading
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_a_repeated_request_takes_far_fewer_steps(shape):
     assert second <= 20
 
 
-def test_the_running_request_drafts_from_itself(drafter):
+def test_a_request_drafts_from_its_own_text(drafter):
     drafter.start(1, array([1, 2, 3, 4, 5, 1, 2, 3]))
     drafts = drafter.draft(progress_of({1: []}, limit=3))
     assert drafts.tokens.tolist() == [4, 5, 1]
@@ -66,7 +66,7 @@ def test_a_batch_keeps_its_order_and_each_sequence_its_limit(drafter):
     assert [drafts.tokens_of(index).tolist() for index in range(4)] == [[6, 5], [], [2], []]
 
 
-def test_a_batch_of_many_sequences_drafts_for_each_its_own(drafter):
+def test_a_large_batch_has_the_right_draft_for_each_sequence(drafter):
     many = range(200)
     assert len(many) > 10 * LEAST_ROWS
     prompts = {number: [1000 + number, 2000 + number] * 3 for number in many}
@@ -91,7 +91,7 @@ def test_a_batch_of_many_sequences_drafts_for_each_its_own(drafter):
     assert drafter.corpus.tokens == len(many) * (6 + 3 + 1)
 
 
-def test_what_was_offered_is_known_after_the_tables_grew(drafter):
+def test_the_last_draft_is_known_after_the_tables_grew(drafter):
     drafter.start(0, array([1, 2, 1, 2]))
     assert draft(drafter, 0, limit=3) == [1, 2, 1]
     for number in range(1, 3 * LEAST_ROWS):
@@ -109,7 +109,7 @@ def test_rows_of_ended_sequences_are_used_again(drafter):
     assert drafter.memory_bytes() < drafter_of().memory_bytes() * 2
 
 
-def test_an_empty_prompt_is_a_beginning_like_any_other(drafter):
+def test_an_empty_prompt_is_valid(drafter):
     drafter.start(1, array([]))
     assert draft(drafter, 1) == []
     assert draft(drafter, 1, [4, 5, 4], limit=4) == [5, 4, 5, 4]
@@ -119,11 +119,11 @@ def test_an_empty_prompt_is_a_beginning_like_any_other(drafter):
     assert draft(drafter, 2, [4, 5], limit=2) == [4, 5]
 
 
-def test_an_empty_batch_is_no_error(drafter):
+def test_an_empty_batch_is_valid(drafter):
     assert len(drafter.draft(progress_of({}, limit=4))) == 0
 
 
-def test_what_is_finished_is_draftable_after_a_refresh(drafter):
+def test_a_finished_request_is_drafted_after_a_refresh(drafter):
     drafter.start(1, array([1, 2, 3]))
     drafter.draft(progress_of({1: [4, 5]}, limit=0))
     drafter.finish(1, array([6, 7]))
@@ -133,7 +133,7 @@ def test_what_is_finished_is_draftable_after_a_refresh(drafter):
     assert draft(drafter, 2) == [4, 5, 6, 7]
 
 
-def test_what_was_not_to_be_learned_is_not_drafted(drafter):
+def test_private_requests_are_not_drafted(drafter):
     drafter.start(1, array([1, 2, 3]))
     drafter.draft(progress_of({1: [4]}, limit=0))
     drafter.finish(1, array([5, 6]), learn=False)
@@ -161,7 +161,7 @@ def test_drafts_respect_both_limits():
             assert len(draft(drafter, 1, limit=limit)) == size
 
 
-def test_a_cost_may_be_said_with_each_step(drafter):
+def test_a_step_may_have_its_own_cost(drafter):
     drafter.start(1, array([1, 2, 3, 4, 5, 6, 1, 2]))
     configured = draft(drafter, 1, limit=32)
     assert len(draft(drafter, 1, limit=32, cost=0.0001)) > len(configured)
@@ -184,7 +184,7 @@ def test_the_next_turn_of_a_session_drafts_as_if_it_were_new(drafter):
     assert draft(drafter, 2, limit=5) == draft(drafter, 3, limit=5) == TEXT[20:25].tolist()
 
 
-def test_a_turn_that_changes_the_past_drafts_nothing_of_it(drafter):
+def test_a_turn_with_a_changed_history_does_not_draft_from_the_old_one(drafter):
     drafter.start(1, array([1, 2, 3, 4, 5, 6]), session_id="chat")
     drafter.finish(1, array([7, 8]), learn=False)
     drafter.start(2, array([1, 2, 9, 4]), session_id="chat")
@@ -236,7 +236,7 @@ def test_idle_sessions_are_bounded_by_their_tokens_too():
         assert drafter.memory_bytes() == without
 
 
-def test_a_session_that_was_cut_gives_its_memory_back(drafter):
+def test_a_shortened_session_releases_its_memory(drafter):
     without = drafter.memory_bytes()
     drafter.start(1, np.arange(100_000, dtype=np.uint32), session_id="chat")
     drafter.finish(1, array([1]), learn=False)
@@ -248,7 +248,7 @@ def test_a_session_that_was_cut_gives_its_memory_back(drafter):
     assert draft(drafter, 3, limit=2) == [3, 0]
 
 
-# What cannot be
+# Invalid input
 
 
 def broken(**arrays):
@@ -289,7 +289,7 @@ def test_arrays_that_do_not_fit_together_are_refused_without_any_effect(drafter,
     assert drafter.sizes() == {1: 4, 2: 3}
 
 
-def test_an_error_that_is_kept_keeps_nothing_that_the_maintainer_waits_for(drafter):
+def test_a_kept_exception_does_not_block_the_maintainer(drafter):
     drafter.corpus.append(TEXT, "mine")
     drafter.corpus.refresh()
     drafter.start(1, array([5]))
@@ -338,7 +338,7 @@ def test_a_context_can_be_drafted_for_without_arrays():
 
 
 @pytest.mark.parametrize("tokens", [np.array([1, -1, 5]), np.array([1.0]), np.array([[1]], np.uint32)])
-def test_what_are_no_tokens_is_refused_wherever_it_comes(drafter, tokens):
+def test_arrays_of_other_types_are_refused(drafter, tokens):
     with pytest.raises(ValueError, match="row of uint32"):
         drafter.start(1, tokens)
     with pytest.raises(ValueError, match="row of uint32"):
@@ -362,7 +362,7 @@ def test_ids_in_use_and_unknown_ones_are_refused(drafter):
         drafter.finish(1, array([]))
 
 
-def test_reserved_tokens_are_refused_wherever_they_come(drafter):
+def test_reserved_tokens_are_refused(drafter):
     with pytest.raises(ValueError, match="4,294,967,294"):
         drafter.start(1, array([naive.SEPARATOR]))
     drafter.start(1, array([5, 6, 5]))
@@ -373,7 +373,7 @@ def test_reserved_tokens_are_refused_wherever_they_come(drafter):
     assert draft(drafter, 1, limit=1) == [6]
 
 
-def test_a_finish_that_cannot_be_ends_nothing(drafter):
+def test_a_refused_finish_has_no_effect(drafter):
     drafter.start(1, array([5, 6, 5]))
     assert draft(drafter, 1, limit=2) == [6, 5]
     with pytest.raises(ValueError, match="was offered 2 tokens; it cannot have verified 3"):
@@ -384,7 +384,7 @@ def test_a_finish_that_cannot_be_ends_nothing(drafter):
 
 
 @pytest.mark.parametrize("learn", [True, False])
-def test_the_last_step_of_a_sequence_counts(drafter, learn):
+def test_the_last_step_of_a_sequence_is_counted(drafter, learn):
     drafter.start(1, array([5, 6, 5]))
     assert draft(drafter, 1, limit=2) == [6, 5]
     drafter.finish(1, array([6, 5, 8]), verified=2, learn=learn)
@@ -392,7 +392,7 @@ def test_the_last_step_of_a_sequence_counts(drafter, learn):
     assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (1, 3, 2, 2)
 
 
-def test_a_drafter_of_its_own_learns_in_the_background():
+def test_a_drafter_maintains_its_own_corpus():
     with SuffixDrafter(DrafterConfig(capacity=10_000)) as drafter:
         drafter.start(1, array([1, 2, 3]))
         drafter.finish(1, array([4, 5]))

@@ -62,7 +62,7 @@ def test_what_is_left_is_what_stood_behind_the_tokens(data, drafts):
     for index, (pick, behind) in enumerate(zip(picks, produced, strict=True)):
         draft = drafts[pick] if pick >= 0 else []
         first = int(batch.offsets[pick]) if pick >= 0 else 0
-        # Nodes below the one that the tokens lead to, by their paths.
+        # Nodes below the one that the tokens prefix to, by their paths.
         expected = {
             first + node: path_to(draft, node)[len(behind) :]
             for node in range(len(draft))
@@ -105,7 +105,7 @@ def test_shared_tokens_are_counted_up_to_the_first_that_differs(data, rows, othe
 
 
 @given(st.lists(st.lists(trees(), max_size=3), min_size=1, max_size=3))
-def test_batches_are_joined_in_a_row(lists):
+def test_batches_are_concatenated(lists):
     joined = DraftBatch.concatenate([batch_of(drafts) for drafts in lists])
 
     drafts = [draft for drafts in lists for draft in drafts]

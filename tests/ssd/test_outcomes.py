@@ -96,7 +96,7 @@ def test_nothing_later_depends_on_it():
             assert np.array_equal(own, other)
 
 
-def test_outcomes_that_cannot_be_are_refused():
+def test_impossible_outcomes_are_refused():
     with new_drafter() as drafter:
         drafter.start(1, array([5, 6, 5]))
         assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 5]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter_service.observability.facts import BOUNDS_S, Latency, LogFacts, NamespaceFacts, ServiceFacts
-from ssd.stats import ACCEPTED, COUNT, KEPT_COUNT, ODDS_BINS, POSITIONS, PROMISED, VERIFIED
+from ssd.stats import ACCEPTED, COUNT, OBSERVED, POSITIONS, PREDICTED, PROB_BINS, VERIFIED
 from ssd.types import Source
 
 LABELS = ("namespace",)
@@ -29,8 +29,8 @@ LENGTH_STARTS = (0, 1, 2, 3, 5, 9, 17, 33, 64)
 AGES = ("2^08", "2^12", "2^16", "2^20", "2^24", "2^28", "2^40")
 AGE_STARTS = (0, 9, 13, 17, 21, 25, 29)
 """Row b of the table counts ages of b bits: below 2 ** b."""
-PROB_STARTS = tuple(range(0, ODDS_BINS, 2))
-PROBS = tuple(f"{start / ODDS_BINS:.1f}-{(start + 2) / ODDS_BINS:.1f}" for start in PROB_STARTS)
+PROB_STARTS = tuple(range(0, PROB_BINS, 2))
+PROBS = tuple(f"{start / PROB_BINS:.1f}-{(start + 2) / PROB_BINS:.1f}" for start in PROB_STARTS)
 
 Numbers = np.ndarray | float
 Read = Callable[[NamespaceFacts], Numbers]
@@ -178,12 +178,12 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
     _by_path_prob(
         "ssd_drafter_predicted_tokens_by_path_prob_total",
         "Expected number of accepted draft tokens, the sum of path probabilities, by path probability.",
-        PROMISED,
+        PREDICTED,
     ),
     _by_path_prob(
         "ssd_drafter_accepted_tokens_by_path_prob_total",
         "Draft tokens that were accepted, by path probability.",
-        KEPT_COUNT,
+        OBSERVED,
     ),
     Counter(
         "ssd_drafter_appended_tokens_total",

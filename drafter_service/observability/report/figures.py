@@ -27,7 +27,7 @@ from drafter_service.observability.report.schema import (
     SourceTally,
     Tables,
 )
-from ssd.stats import ACCEPTED, AGES, COUNT, HITS, KEPT_COUNT, ODDS_BINS, PROMISED, VERIFIED, Counters
+from ssd.stats import ACCEPTED, AGES, COUNT, HITS, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Counters
 from ssd.types import Source
 
 COSTS = (0.005, 0.02, 0.05, 0.1)
@@ -145,16 +145,16 @@ def _calibration(counters: Counters) -> Calibration:
     rows = counters.calibration.tolist()
     bins = [
         PathProbBin(
-            least_path_prob=index / ODDS_BINS,
-            most_path_prob=(index + 1) / ODDS_BINS,
+            least_path_prob=index / PROB_BINS,
+            most_path_prob=(index + 1) / PROB_BINS,
             drafted=int(row[COUNT]),
-            predicted=share(row[PROMISED], row[COUNT]),
-            acceptance=share(row[KEPT_COUNT], row[COUNT]),
+            predicted=share(row[PREDICTED], row[COUNT]),
+            acceptance=share(row[OBSERVED], row[COUNT]),
         )
         for index, row in enumerate(rows)
         if row[COUNT]
     ]
-    differences = sum(abs(row[PROMISED] - row[KEPT_COUNT]) for row in rows)
+    differences = sum(abs(row[PREDICTED] - row[OBSERVED]) for row in rows)
     return Calibration(error=share(differences, sum(row[COUNT] for row in rows)), bins=bins)
 
 

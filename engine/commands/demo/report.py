@@ -14,7 +14,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from drafter_service.observability import charts
+import drafter_service.observability.charts as charts
 from drafter_service.observability.charts import Frame
 from engine.commands.demo.measure import Measurement, Part, Summary
 from ssd.errors import UserError

@@ -56,14 +56,14 @@ def test_snapshot_is_created_and_extended(tmp_path):
 def test_snapshot_keeps_its_other_contents(tmp_path):
     corpus, stats = Corpus(1 << 20, 16), Stats()
     corpus.append(np.array([5, 6, 7], np.uint32), "old")
-    corpus.odds.arrays[0][0] = 0.25
+    corpus.learned.arrays[0][0] = 0.25
     stats.counters.steps[:] = 11
     snapshot.save(corpus, tmp_path / "c.ssd", stats)
     write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1]}])
     invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c.ssd", "--capacity", "1M")
     loaded = snapshot.load(tmp_path / "c.ssd", 1 << 20, 16)
     assert loaded.corpus.tokens == 6
-    assert (loaded.corpus.odds.arrays[0][0] == 0.25).all()
+    assert (loaded.corpus.learned.arrays[0][0] == 0.25).all()
     assert (loaded.stats.counters.steps == 11).all()
 
 

@@ -11,7 +11,14 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.graph import FixedStep, Kind, Orders, Result
+from engine.executor.fixed_step import (
+    OUTCOME_COLUMNS,
+    SEQUENCE_COLUMNS,
+    FixedStep,
+    Kind,
+    StepOrder,
+    order_columns,
+)
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
@@ -78,10 +85,10 @@ def fill(runner, sequences):
             runner.forward(build_batch([sequence_of(one.sequence.tokens[:-1], one.sequence.pages)], PAGE_SIZE))
 
 
-def state_of(sequences, *, seats=8, device=CPU):
-    state = DeviceState.empty(seats, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
-    for seat, sequence in enumerate(sequences):
-        state.sit(seat, sequence.sequence)
+def state_of(sequences, *, slots=8, device=CPU):
+    state = DeviceState.empty(slots, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
+    for slot, entry in enumerate(sequences):
+        state.assign(slot, entry.sequence, entry.computed)
     return state
 
 
@@ -147,15 +154,14 @@ def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
     torch.testing.assert_close(right[1:], wrong[1:])
 
 
-def orders_for(sequences, *, most=MOST_DRAFT):
-    return Orders(
-        seats=list(range(len(sequences))),
-        paths=[sequence.draft for sequence in sequences],
-        lengths=[len(sequence.sequence) for sequence in sequences],
-        most=[min(most, len(sequence.draft)) for sequence in sequences],
-        spare=[0] * len(sequences),
-        contexts=[sequence.computed for sequence in sequences],
-    )
+def order_for(sequences):
+    """What the host sends for sequences whose text it knows, each in the slot of its place."""
+    rows = np.zeros((len(sequences), order_columns(MOST_DRAFT)), np.int32)
+    for slot, (row, entry) in enumerate(zip(rows, sequences, strict=True)):
+        size, end = len(entry.draft), SEQUENCE_COLUMNS + OUTCOME_COLUMNS
+        row[:end] = slot, 1 + size, len(entry.sequence), entry.sequence.tokens[-1], size
+        row[end : end + size] = entry.draft
+    return StepOrder(rows, [entry.computed for entry in sequences])
 
 
 def test_a_step_verifies_commits_and_counts(model, monkeypatch):
@@ -177,15 +183,15 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
         sequence.sequence.pages += range(30 + 2 * number, 32 + 2 * number)
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
-    step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE, CopyStream(CPU))
-    results = Result.of_rows(step.run(orders_for(sequences), GREEDY).read())
-    assert [len(result.draft) for result in results] == [4, 4, 0, 0]
-    assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
-    assert results[0].tokens[:4].tolist() == draft
-    for seat, sequence in enumerate(sequences):
-        length = len(sequence.sequence) + len(results[seat].tokens)
-        assert int(state.lengths[seat]) == length
-        assert state.history[seat, len(sequence.sequence) : length].tolist() == results[seat].tokens.tolist()
+    step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))
+    results = step.run(order_for(sequences), GREEDY).read()
+    assert results[:, 0].tolist() == [5, 1, 1, 0]
+    assert results[:, 1].tolist() == [4, 4, 0, 0]
+    assert results[0, 2:6].tolist() == draft
+    for slot, (entry, (count, _, *tokens)) in enumerate(zip(sequences, results.tolist(), strict=False)):
+        length = len(entry.sequence)
+        assert int(state.lengths[slot]) == length + count
+        assert state.history[slot, length : length + count].tolist() == tokens[:count]
 
 
 @pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
@@ -196,10 +202,10 @@ def test_no_value_is_looked_at(model_folder, kind):
     shape = StepShape(4, 20, 1 + MOST_DRAFT, 13)
     forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
-    step = FixedStep(forward, state, shape, 13, PAGE_SIZE, CopyStream(CPU))
+    step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
     forward.plan([LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
-        assert step._step(kind).shape == (4, 3 + 1 + 2 * MOST_DRAFT)
+        assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
 
 
 class Recorded:
@@ -211,7 +217,7 @@ class Recorded:
     def make(self, sequences, rows):
         self.runs.append((sequences, rows, "made"))
         step = type("Step", (), {})()
-        step.run = lambda orders, kind: self.runs.append((sequences, rows, len(orders.seats)))
+        step.run = lambda order, kind: self.runs.append((sequences, rows, len(order.contexts)))
         return step
 
 
@@ -219,7 +225,9 @@ def test_the_least_shape_that_holds_a_step_runs_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, None, 12, 10)
     for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
-        grid.run(Orders(list(range(len(most))), [], [], most, [0] * len(most), []), GREEDY)
+        rows = np.zeros((len(most), order_columns(10)), np.int32)
+        rows[:, 1] = 1 + np.array(most)
+        grid.run(StepOrder(rows, [0] * len(most)), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
     assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})

@@ -110,7 +110,7 @@ def test_text_in_parts_and_arguments_in_json_are_read(folder):
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000 + "]" * 100_000])
 def test_arguments_that_cannot_be_read_are_refused(folder, arguments):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not JSON"):
         prompts_of(folder, QWEN).text([USER, call])
 
 
@@ -147,8 +147,8 @@ def test_the_template_for_tools_is_taken_where_there_is_one(folder):
         ("{{ messages[0].content + 1 }}", [USER], "refuses the messages"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [USER], "refuses the messages.*unsafe"),
         ("{{ messages.append(1) }}", [USER], "refuses the messages"),
-        (QWEN, [{"role": "user", "content": [{"type": "image_url"}]}], "no text"),
-        (QWEN, [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "no JSON"),
+        (QWEN, [{"role": "user", "content": [{"type": "image_url"}]}], "not text"),
+        (QWEN, [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
     ],
 )
 def test_what_cannot_be_rendered_is_said_in_a_line(folder, template, messages, message):

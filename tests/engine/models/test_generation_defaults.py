@@ -62,6 +62,6 @@ def test_greedy_is_what_is_said_to_be(tmp_path, fields, temperature):
 )
 def test_values_that_cannot_be_are_refused(tmp_path, field, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
-    with pytest.raises(UserError, match=r"generation_config\.json holds a field that cannot be") as refusal:
+    with pytest.raises(UserError, match=r"generation_config\.json has an invalid field") as refusal:
         load_generation_defaults(tmp_path)
     assert "\n" not in str(refusal.value)

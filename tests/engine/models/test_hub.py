@@ -79,7 +79,7 @@ def refusal(kind):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (refusal(GatedRepoError), "terms accepted"),
+        (refusal(GatedRepoError), "accepting terms"),
         (refusal(RepositoryNotFoundError), "no such model"),
         (ConnectionError("broken\npipe"), r"failed \(broken\)"),
         (OSError(28, "No space left on device"), "No space left"),
@@ -98,5 +98,5 @@ def test_without_a_network_the_advice_is_to_give_a_folder(tmp_path, monkeypatch)
     """The library itself, told to stay off the network, with nothing downloaded before."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"cannot be reached .* or give a folder"):
+    with pytest.raises(UserError, match=r"cannot be reached, .* or give a folder"):
         find_model("owner/name")

@@ -14,17 +14,25 @@ from engine.scheduling.scheduler import Scheduler
 from tests.engine.chain import PAGE_SIZE, VOCAB, ChainRunner, answer, chain_engine
 from tests.engine.workload import Workload
 
-WORKLOADS = 50
+WORKLOADS = 30
 
 
 @pytest.mark.parametrize(
-    ("block", "shape", "has_backoff"),
-    [(0, "path", False), (1, "path", False), (2, "path", False), (3, "tree", False), (4, "path", True)],
+    ("block", "shape", "has_backoff", "in_flight"),
+    [
+        (0, "path", False, None),
+        (1, "path", True, None),
+        (2, "tree", False, None),
+        (3, "path", False, 0),
+        (4, "path", False, 1),
+        (5, "path", False, "any"),
+        (6, "path", True, "any"),
+    ],
 )
-def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, has_backoff):
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, has_backoff, in_flight):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
-        workload = Workload(seed, shape, has_backoff)
+        workload = Workload(seed, shape, has_backoff, in_flight)
         workload.run()
         seen += workload.seen
     # The workloads must meet all that they are for.

@@ -116,8 +116,8 @@ class Timed:
         self.now = 0.0
 
     def make(self, sequences, rows):
-        def run(orders, kind):
-            assert not orders.seats
+        def run(order, kind):
+            assert not order.contexts
             self.now += 0.01 * rows
             return self
 

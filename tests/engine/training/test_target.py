@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.models.loader import load_model
 from engine.training import run as run_module
 from engine.training import sources
+from engine.training.dataset import encode_texts, train_tokenizer
 from engine.training.prompts import function_prompts
 from engine.training.run import train_target
 from engine.training.sources import SourceFile
 from engine.training.target import Recipe, held_out_loss, resume, start, token_losses, train
-from engine.training.vocabulary import encode_texts, train_tokenizer
 
 TINY = Recipe(
     hidden_size=32,
@@ -53,14 +53,14 @@ def library(tmp_path, monkeypatch):
             FILE.replace("function", f"f{number}").replace("argument", f"a{number}")
         )
     monkeypatch.setattr(sources, "MAX_HELD_OUT_GROUP_SHARE", 1.0)
-    for module in (run_module, __import__("engine.training.corpus", fromlist=["stdlib_root"])):
+    for module in (run_module, __import__("engine.training.dataset", fromlist=["stdlib_root"])):
         monkeypatch.setattr(module, "stdlib_root", lambda: root)
     return root
 
 
 @pytest.fixture
 def text(library, tmp_path):
-    from engine.training.corpus import prepare
+    from engine.training.dataset import prepare
 
     return prepare(tmp_path / "work", TINY.vocab_size, lambda _: None)
 

@@ -156,7 +156,7 @@ def test_a_step_that_is_refused_has_no_effect(progress, message):
                     drafter.draft(progress())
             drafter.corpus.refresh()
             second = drafter.draft(progress_of({1: [6, 7], 2: [6, 9]}, limit=4, verified=4))
-            return contents(second), drafter.stats.summary(), drafter.corpus.odds.pace.tolist()
+            return contents(second), drafter.stats.summary(), drafter.corpus.learned.pace.tolist()
 
     assert run(with_refusal=True) == run(with_refusal=False)
 

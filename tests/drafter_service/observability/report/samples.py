@@ -23,7 +23,7 @@ from drafter_service.observability.facts import (
 )
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
-from ssd.stats import AGES, LENGTHS, ODDS_BINS, Stats
+from ssd.stats import AGES, LENGTHS, PROB_BINS, Stats
 
 NOW = 1_795_000_000.0
 HOUR = 3600.0
@@ -124,8 +124,8 @@ def fill(stats, steps, level):
         accepted,
         [math.exp(-((bits - 17) ** 2) / 20) if 3 < bits < 25 else 0 for bits in range(AGES)],
     )
-    for index in range(ODDS_BINS):
-        prob, count = (index + 0.5) / ODDS_BINS, int(drafted * (0.02 + (index / ODDS_BINS) ** 2) / 8)
+    for index in range(PROB_BINS):
+        prob, count = (index + 0.5) / PROB_BINS, int(drafted * (0.02 + (index / PROB_BINS) ** 2) / 8)
         counters.calibration[index] = count, count * prob, count * min(1.0, prob**1.08 + 0.02 * math.sin(9 * prob))
 
 

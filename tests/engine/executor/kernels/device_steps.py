@@ -54,7 +54,7 @@ def state_of(sequences, device):
     slots = list(range(len(sequences)))[::-1]
     state = DeviceState.empty(len(sequences) + 1, MAX_LENGTH, MAX_LENGTH // PAGE_SIZE, PAGES, torch.device(device))
     for slot, sequence in zip(slots, sequences, strict=True):
-        state.sit(slot, sequence)
+        state.assign(slot, sequence, sequence.computed)
     return state, torch.tensor(slots, dtype=torch.int64, device=device)
 
 

@@ -125,9 +125,9 @@ def test_faults_in_the_kernel_are_caught(fault, tmp_path):
 def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
     """Whatever the host still asks for."""
     sequence = Sequence(0, Request(np.arange(5, dtype=np.uint32)), 9)
-    sequence.pages = [3, 5]
+    sequence.pages, sequence.draft, sequence.produces = [3, 5], np.empty(0, np.uint32), True
     state, _ = state_of([sequence, sequence, sequence], "cpu")
-    state.rise(0)
+    state.release(0)
     state.limits[1] = 5
     slots = torch.tensor([0, 1, state.idle, state.idle])
     ones = torch.ones(4, dtype=torch.int32)

@@ -9,7 +9,7 @@ import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
-from ssd.kernels.odds import (
+from ssd.kernels.probabilities import (
     CELL_COUNT,
     CHANCE,
     SAMPLES,
@@ -17,7 +17,7 @@ from ssd.kernels.odds import (
     SEEN_CAP,
     SHARE_BUCKET,
     SHARE_BUCKETS,
-    Odds,
+    LearnedTables,
     chance_of,
     learn_cell,
     logit,
@@ -93,7 +93,7 @@ def test_logits_are_bounded_and_go_back():
 
 
 def test_all_odds_begin_as_chances_with_their_logits():
-    odds = Odds()
+    odds = LearnedTables()
     cells, logits = odds.cells, odds.logits
     assert len(cells) == len(logits) == CELL_COUNT
     chances = cells[:, CHANCE].astype(float)
@@ -123,10 +123,10 @@ def the_opposite_is_learned(odds, before):
 
 def taught_with(drafter, lesson, bug):
     """Give a lesson to the odds, and then break what was learned if there is a bug."""
-    before = copy.deepcopy(drafter.corpus.odds) if bug else None
+    before = copy.deepcopy(drafter.corpus.learned) if bug else None
     lesson()
     if bug:
-        bug(drafter.corpus.odds, before)
+        bug(drafter.corpus.learned, before)
 
 
 def requests_of_which_some_are_repeated(steps, bug=None):
@@ -227,16 +227,16 @@ def assert_both_odds_are_chances(rows):
     assert calibration_error(promised, came) < 0.05
 
 
-def test_the_children_of_a_node_share_their_odds_as_they_share_what_happens():
+def test_probabilities_of_siblings_match_their_frequencies():
     assert_both_odds_are_chances(a_request_that_chooses(3000))
 
 
-def test_children_with_the_wrong_shares_would_be_noticed():
+def test_wrong_probabilities_of_siblings_are_detected():
     with pytest.raises(AssertionError):
         assert_both_odds_are_chances(a_request_that_chooses(400, the_opposite_is_learned))
 
 
-def test_the_pace_follows_what_steps_yield_and_cost():
+def test_running_means_follow_tokens_and_cost_of_steps():
     config = DrafterConfig(capacity=CAPACITY, cost=0.1)
     with SuffixDrafter(config, corpus=Corpus(CAPACITY, 32)) as drafter:
         drafter.start(1, array([1, 2, 3] * 20))
@@ -244,10 +244,10 @@ def test_the_pace_follows_what_steps_yield_and_cost():
         for _ in range(5000):
             drafts = drafter.draft(progress_of({1: [1, 2, 3]}, limit=2, verified=2))
             assert drafts.tokens.tolist() == [1, 2]
-        assert drafter.corpus.odds.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
+        assert drafter.corpus.learned.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
 
 
-def test_shares_are_told_apart_by_the_samples_that_are_alive():
+def test_shares_use_only_samples_that_agree():
     for alive in range(1, SAMPLES + 1):
         buckets = SHARE_BUCKET[: alive + 1, alive].tolist()
         assert buckets[0] == 0

@@ -1,11 +1,11 @@
-"""Odds of acceptance, learned online from what the target produced.
+"""Probabilities of acceptance: tables and weights that are learned online from the target's output.
 
 A candidate's evidence becomes inputs, each the logit of a probability: cells of tables that are looked up by match
 length, count, share and recency, a blend of a source's levels (prediction by partial matching), and cells for
-pointers, for the token itself and for the token after the one before it. A logistic mixture weighs them, with one set
-of weights for each pair of match lengths (Mahoney, "Adaptive weighing of context models for lossless data
-compression", 2005), and a last table corrects what such mixtures came to. After a step every candidate
-that was considered on the accepted path is a lesson.
+pointers, for the token itself and for the pair of it and the previous token. A logistic mixture weights them, with one
+set of weights for each pair of match lengths (Mahoney, "Adaptive weighing of context models for lossless data
+compression", 2005), and a last table corrects the mixture's result. After a step every candidate that was considered on
+the accepted path is a training example.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ssd.kernels.jit import FloatRows, FloatsOut, inline, kernel
 SOURCES, LEVELS = 2, 2
 ROWS = SOURCES * LEVELS
 SAMPLES = 32
-"""Occurrences that stand for all of a match, a bit of a mask each; more were worth less than 0.5 %."""
+"""Occurrences of a match that are sampled, one bit of a mask each; more gained less than 0.5 %."""
 GLOBAL, LOCAL = 0, 1
 """As in `ssd.types.Source`."""
 
 LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
 RUN_BUCKETS, MISS_BUCKETS = 11, 4
 TOKEN_BITS, PAIR_BITS, TOKEN_SHARES = 14, 14, 4
-"""Tokens, and pairs of them, share cells by a hash of so many bits."""
+"""Bits of the hashes by which tokens and pairs of tokens share cells."""
 FINAL_BUCKETS, FINAL_DEPTHS, FINAL_SOURCES = 33, 4, 4
 
-# Where each table begins among the cells.
+# First cell of each table.
 MATCH_CELLS = 0
 POINTER_CELLS = MATCH_CELLS + SOURCES * LEVELS * LENGTH_BUCKETS * COUNT_BUCKETS * SHARE_BUCKETS * 2
 TOKEN_CELLS = POINTER_CELLS + SOURCES * RUN_BUCKETS * MISS_BUCKETS * 2
@@ -46,27 +46,27 @@ PAIR_INPUT = TABLE_INPUTS - 1
 BLEND_INPUT = TABLE_INPUTS
 
 INPUT_CELLS = TABLE_INPUTS + 1
-"""One more for the final correction."""
+"""Number of cells per candidate; the last one is for the final correction."""
 NO_CELL = -1
 
-# Columns of what is kept of a candidate's odds, float32: the mixture's, the blends' logits, and the final one.
+# Columns of a candidate's probabilities, float32: of the mixture, the blends' logits, and the final one.
 MIXED, BLENDS, FINAL = 0, 1, 1 + SOURCES
 CHANCE_COLUMNS = FINAL + 1
 
 SET_LENGTHS = 5
 WEIGHT_SETS = SET_LENGTHS * SET_LENGTHS
 
-# Columns of cells; their logits, which drafts read, lie apart so that more of them fit into a CPU's cache.
+# Columns of cells. Their logits, which drafts read, are a separate array, so that more of them fit into the cache.
 CHANCE, SEEN = range(2)
 
 SEEN_CAP, TOKEN_SEEN_CAP, FINAL_SEEN_CAP = 250.0, 60.0, 500.0
-"""A cell follows at least the last so many lessons; both found on recorded traffic, as everything here."""
+"""Limits of the number of examples that a cell averages over; found on recorded traffic, like all constants here."""
 LEARNING_RATE = 0.005
 START_WEIGHTS = (0.2,) * (SOURCES * LEVELS) + (0.1,) * 4 + (0.4,) * SOURCES
 START_SEEN = 0.5
 FINAL_START = 40.0
 
-# Prices: the running means behind them, and how fast they follow.
+# Rate and start of the running means from which the price is computed.
 PRICE_RATE = 0.001
 START_TOKENS_PER_COST = 1.5
 
@@ -78,7 +78,7 @@ _TABLE = 65
 
 
 def _buckets(edges: tuple[int, ...]) -> np.ndarray:
-    """The bucket of 0 to 64: the first whose edge is not below the number."""
+    """Return the buckets of 0 to 64: the first whose edge is not below the number."""
     return np.searchsorted(np.array(edges), np.arange(_TABLE)).astype(np.int32)
 
 
@@ -90,12 +90,12 @@ SET_BUCKET = _buckets(_SET_EDGES)
 
 @inline
 def bucket(table, number):  # type: ignore[no-untyped-def]
-    """The bucket of a number that is not negative."""
+    """Return the bucket of a non-negative number."""
     return table[min(number, 64)]
 
 
 def _share_buckets() -> np.ndarray:
-    """Of `votes` among `alive` samples, in row and column: 0 for none, 12 for all, the rest evenly between."""
+    """Return the bucket of `votes` (row) among `alive` samples (column): 0 for none, 12 for all, others between."""
     votes, alive = np.ogrid[: SAMPLES + 1, : SAMPLES + 1]
     share = votes * (np.float32(1.0) / np.maximum(alive, 1).astype(np.float32)).astype(np.float64)
     middle = 1 + np.minimum(SHARE_BUCKETS - 3, (share * (SHARE_BUCKETS - 2)).astype(np.int32))
@@ -105,7 +105,7 @@ def _share_buckets() -> np.ndarray:
 SHARE_BUCKET = _share_buckets()
 
 
-# Tables in place of exponentials: a draft computes hundreds.
+# Tables replace exponentials, which a draft would compute hundreds of times.
 _VALUE_RANGE, _VALUE_STEPS = 8.0, 128
 _VALUES = (np.arange(2 * int(_VALUE_RANGE) * _VALUE_STEPS) + 0.5) / _VALUE_STEPS - _VALUE_RANGE
 _CHANCES = (1.0 / (1.0 + np.exp(-_VALUES))).astype(np.float32)
@@ -116,20 +116,20 @@ _LOGITS = np.clip(np.log(_LOGITS / (1.0 - _LOGITS)), -6.9, 6.9).astype(np.float3
 
 @inline
 def quick_chance(value):  # type: ignore[no-untyped-def]
-    """The inverse of `logit` from a table, within 0.002."""
+    """Return the inverse of `logit` from a table, within 0.002."""
     at = int((value + np.float32(_VALUE_RANGE)) * np.float32(_VALUE_STEPS))
     return _CHANCES[min(max(at, 0), len(_CHANCES) - 1)]
 
 
 @inline
 def quick_logit(chance):  # type: ignore[no-untyped-def]
-    """`logit` from a table of 4096 chances."""
+    """Return `logit` from a table of 4096 probabilities."""
     return _LOGITS[min(int(chance * np.float32(_CHANCE_STEPS)), _CHANCE_STEPS - 1)]
 
 
 @inline
 def logit(chance):  # type: ignore[no-untyped-def]
-    """ln(p / (1 - p)), bounded."""
+    """Return ln(p / (1 - p)), bounded."""
     if chance <= 0.001:
         return -6.9
     if chance >= 0.999:
@@ -139,46 +139,46 @@ def logit(chance):  # type: ignore[no-untyped-def]
 
 @inline
 def chance_of(value):  # type: ignore[no-untyped-def]
-    """The inverse of `logit`."""
+    """Return the inverse of `logit`."""
     return 1.0 / (1.0 + math.exp(-value))
 
 
 @inline
 def match_cells(row, length, count):  # type: ignore[no-untyped-def]
-    """The first of the cells of a level of a source, row = source * LEVELS + level, for a length and count."""
+    """Return the first cell for a length and count; row = source * LEVELS + level."""
     cell = row * LENGTH_BUCKETS + bucket(LENGTH_BUCKET, length)
     return MATCH_CELLS + (cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)) * SHARE_BUCKETS * 2
 
 
 @inline
 def match_cell(cells, votes, alive, is_newest):  # type: ignore[no-untyped-def]
-    """Of such cells, the one for `votes` of `alive` samples."""
+    """Return the cell for `votes` of `alive` samples, given the first of its cells."""
     return cells + SHARE_BUCKET[votes, alive] * 2 + is_newest
 
 
 @inline
 def pointer_cell(source, run, misses, agrees):  # type: ignore[no-untyped-def]
-    """The cell of what a pointer says."""
+    """Return the cell of a pointer's prediction."""
     cell = (source * RUN_BUCKETS + bucket(RUN_BUCKET, run)) * MISS_BUCKETS + min(misses, MISS_BUCKETS - 1)
     return POINTER_CELLS + cell * 2 + agrees
 
 
 @inline
 def token_share(chance):  # type: ignore[no-untyped-def]
-    """Even parts of the chances."""
+    """Return the bucket of a probability; buckets are of equal width."""
     return min(TOKEN_SHARES - 1, int(chance * TOKEN_SHARES))
 
 
 @inline
 def token_cells(token):  # type: ignore[no-untyped-def]
-    """The first of a token's cells: the one for the least chance."""
+    """Return the first of a token's cells, which is for the lowest probability."""
     hashed = ((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - TOKEN_BITS)
     return TOKEN_CELLS + np.int64(hashed) * TOKEN_SHARES
 
 
 @inline
 def pair_cells(before, token):  # type: ignore[no-untyped-def]
-    """The first of the cells of a token behind the token `before`."""
+    """Return the first of the cells of a token that follows the token `before`."""
     hashed = (
         (np.uint64(token) * np.uint64(2654435761) + np.uint64(before) * np.uint64(0x9E3779B1CD))
         * np.uint64(0x9E3779B97F4A7C15)
@@ -188,7 +188,7 @@ def pair_cells(before, token):  # type: ignore[no-untyped-def]
 
 @inline
 def final_cell(depth, matched, value):  # type: ignore[no-untyped-def]
-    """The lower of the two cells between which a mixture's value is corrected, and how far it is to the upper one."""
+    """Return the lower of two cells between which a mixture's value is interpolated, and the upper one's weight."""
     at = (min(max(value, -7.9), 7.9) + 8.0) * 2.0
     low = int(at)
     return FINAL_CELLS + (min(depth, FINAL_DEPTHS - 1) * 4 + matched) * FINAL_BUCKETS + low, at - low
@@ -196,7 +196,7 @@ def final_cell(depth, matched, value):  # type: ignore[no-untyped-def]
 
 @inline
 def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-def]
-    """Move a cell towards what happened, by less the more it has seen."""
+    """Move a cell towards an outcome, by less the more outcomes it has seen."""
     seen = cells[cell, SEEN] + 1.0
     chance = cells[cell, CHANCE] + (happened - cells[cell, CHANCE]) / seen
     cells[cell, CHANCE] = chance
@@ -205,25 +205,25 @@ def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-d
 
 
 _COUNT_OF = (1.0, 2.0, 3.0, 4.0, 6.0, 12.0, 24.0, 64.0)
-"""A typical count of each bucket."""
+"""Typical count of each bucket."""
 
 
 @inline
 def _part_of(share):  # type: ignore[no-untyped-def]
-    """A typical share of its bucket."""
+    """Return the typical share of a bucket."""
     return 0.0 if share == 0 else 1.0 if share == SHARE_BUCKETS - 1 else (share - 0.5) / 11.0
 
 
 @inline
 def _match_prior(index):  # type: ignore[no-untyped-def]
-    """What a match cell begins with: its share, drawn towards 0.02 / 0.54 by half an occurrence."""
+    """Return the initial value of a match cell: its share, moved towards 0.02 / 0.54 by half an occurrence."""
     share, count = (index // 2) % SHARE_BUCKETS, (index // 2 // SHARE_BUCKETS) % COUNT_BUCKETS
     return (_part_of(share) * _COUNT_OF[count] + 0.02) / (_COUNT_OF[count] + 0.54)
 
 
 @inline
 def _pointer_prior(index):  # type: ignore[no-untyped-def]
-    """What a pointer's cell begins with: the longer it was right, the more it will be."""
+    """Return the initial value of a pointer's cell, which grows with the number of correct predictions."""
     run = (index // 2 // MISS_BUCKETS) % RUN_BUCKETS
     right = (run + 0.5) / (run + 1.5)
     return right if index % 2 == 1 else 1.0 - right
@@ -231,7 +231,7 @@ def _pointer_prior(index):  # type: ignore[no-untyped-def]
 
 @kernel(FloatRows, FloatsOut, returns=types.void)
 def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
-    """Write what all cells begin with, float32 [CELL_COUNT, 2], and their logits, float32 [CELL_COUNT]."""
+    """Write the initial values of all cells, float32 [CELL_COUNT, 2], and their logits, float32 [CELL_COUNT]."""
     for index in range(CELL_COUNT):
         if index < POINTER_CELLS:
             chance = _match_prior(index)
@@ -246,8 +246,8 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
         cells[index, SEEN] = START_SEEN if index < FINAL_CELLS else FINAL_START
 
 
-class Odds:
-    """The learned tables of one namespace."""
+class LearnedTables:
+    """The learned tables of a corpus."""
 
     def __init__(self) -> None:
         self.cells = np.zeros((CELL_COUNT, 2), np.float32)
@@ -255,10 +255,10 @@ class Odds:
         fill_prior(self.cells, self.logits)
         self.weights = np.tile(np.array(START_WEIGHTS, np.float32), (WEIGHT_SETS, 1))
         self.pace = np.array([START_TOKENS_PER_COST, 1.0])
-        """Running means of tokens a step, and of what a step costs; float64 [2]."""
+        """Running means of tokens per step and of the cost of a step; float64 [2]."""
 
         self.arrays = (self.cells, self.logits, self.weights, self.pace)
-        """As kernels take them."""
+        """Arguments of kernels."""
 
     @property
     def nbytes(self) -> int:

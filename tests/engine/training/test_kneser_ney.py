@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from engine.training.ngram import KneserNey
+from engine.training.kneser_ney import KneserNey
 
 VOCAB = 6
 

@@ -1,6 +1,6 @@
-"""The yardstick for the shipped target: an interpolated Kneser-Ney n-gram model of the same text.
+"""An interpolated Kneser-Ney n-gram model, which the shipped target is compared with.
 
-Modified Kneser-Ney smoothing with three discounts an order, after Chen and Goodman, "An Empirical Study
+Modified Kneser-Ney smoothing with three discounts per order, after Chen and Goodman, "An Empirical Study
 of Smoothing Techniques for Language Modeling" (1999), section 3.
 """
 
@@ -15,20 +15,20 @@ ORDER = 5
 
 @dataclass(frozen=True)
 class NgramTable:
-    """Counts of one order: raw ones for the highest, numbers of distinct left neighbours below it."""
+    """Counts of one order: occurrences for the highest, numbers of distinct preceding tokens below it."""
 
     keys: np.ndarray
-    """uint64 [n], ascending: the tokens of an n-gram packed into one number, newest lowest."""
+    """uint64 [n], ascending: the tokens of an n-gram packed into one number, the last token in the lowest bits."""
     discounted: np.ndarray
-    """float64 [n]: count less its discount, over the total of the context."""
+    """float64 [n]: count minus its discount, divided by the total of the context."""
     contexts: np.ndarray
-    """uint64 [m], ascending: the keys without their newest token."""
+    """uint64 [m], ascending: the keys without their last token."""
     backoff: np.ndarray
-    """float64 [m]: the share that each context leaves to the next lower order."""
+    """float64 [m]: weight of the next lower order in each context."""
 
 
 class KneserNey:
-    """An n-gram model, built once and asked for the probabilities of a text."""
+    """N-gram model that is built once and returns the probabilities of texts."""
 
     def __init__(self, tokens: np.ndarray, vocab_size: int, order: int = ORDER) -> None:
         """Count `tokens`, integers [N].
@@ -43,11 +43,11 @@ class KneserNey:
         keys, counts = np.unique(self._pack(tokens, order), return_counts=True)
         for size in range(order, 0, -1):
             self.tables.insert(0, self._smoothed(keys, counts))
-            # Below the highest order a count is the number of distinct tokens seen to the left.
+            # Below the highest order a count is the number of distinct preceding tokens.
             keys, counts = np.unique(keys & np.uint64((1 << self.bits * (size - 1)) - 1), return_counts=True)
 
     def probabilities(self, tokens: np.ndarray) -> np.ndarray:
-        """Probability of each token given those before it, float64 [N - order + 1], from token order - 1 on."""
+        """Return the probability of each token given those before, float64 [N - order + 1], from token order - 1 on."""
         order = len(self.tables)
         full = self._pack(tokens, order)
         probability = np.full(len(full), 1.0 / self.vocab_size)
@@ -58,7 +58,7 @@ class KneserNey:
         return probability
 
     def _pack(self, tokens: np.ndarray, size: int) -> np.ndarray:
-        """Every window of `size` tokens as one uint64, oldest highest."""
+        """Pack every window of `size` tokens into one uint64, the first token in the highest bits."""
         wide = tokens.astype(np.uint64)
         packed = np.zeros(len(wide) - size + 1, dtype=np.uint64)
         for offset in range(size):
@@ -78,7 +78,7 @@ def _discounts(counts: np.ndarray) -> np.ndarray:
     n1, n2, n3, n4 = (max(1, int(np.count_nonzero(counts == value))) for value in (1, 2, 3, 4))
     y = n1 / (n1 + 2 * n2)
     raw = np.array([0.0, 1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3])
-    # Tiny or odd texts can push the estimates out of range; a discount never exceeds its count.
+    # Small or unusual texts can give estimates out of range; a discount never exceeds its count.
     return np.clip(raw, 0.0, [0.0, 1.0, 2.0, 3.0])
 
 

@@ -1,4 +1,4 @@
-"""The odds of a node's candidates: their evidence looked up in the learned tables and mixed."""
+"""Estimate the probabilities of a node's candidates from their evidence and the learned tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.jit import bit_length, inline, outline, prefetch
-from ssd.kernels.odds import (
+from ssd.kernels.probabilities import (
     BLEND_INPUT,
     BLENDS,
     FINAL,
@@ -48,35 +48,35 @@ from ssd.sequences.tables import (
 )
 
 BLEND_PRIOR = np.float32(0.02)
-"""Chance of a token that no level has seen."""
+"""Probability of a token that no level has seen."""
 
 
 class Levels(NamedTuple):
-    """What a node's evidence amounts to, row by row (a level of a source)."""
+    """Summary of a node's evidence, one row per level of a source."""
 
     totals: np.ndarray
-    """int64 [ROWS]: occurrences that agree with the path, estimated from the samples; 0 for a row that says nothing."""
+    """int64 [ROWS]: occurrences that agree with the path, estimated from the samples; 0 for a row that is not used."""
     lengths: np.ndarray
     """int64 [ROWS]: tokens that they have in common with the context and the path."""
     kinds: np.ndarray
-    """int64 [ROWS]: different tokens that they go on with."""
+    """int64 [ROWS]: number of different tokens that follow them."""
     longest: np.ndarray
-    """int64 [SOURCES]: the longest match of a source, 0 for none."""
+    """int64 [SOURCES]: length of the longest match of a source, 0 for none."""
     cells: np.ndarray
-    """int64 [ROWS]: the first cell for matches like these."""
+    """int64 [ROWS]: first cell for their length and count."""
     per_sample: np.ndarray
-    """float32 [ROWS]: what one sample is of all that are alive and the kinds together."""
+    """float32 [ROWS]: 1 / (samples that agree with the path + kinds)."""
 
 
 def new_levels() -> Levels:
-    """Room for one node."""
+    """Allocate the arrays for one node."""
     totals, lengths, kinds, cells = (np.zeros(ROWS, np.int64) for _ in range(4))
     return Levels(totals, lengths, kinds, np.zeros(SOURCES, np.int64), cells, np.zeros(ROWS, np.float32))
 
 
 @inline
-def weigh_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore[no-untyped-def]
-    """Find out which rows say something that longer matches do not."""
+def summarize_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore[no-untyped-def]
+    """Compute the summary; rows that add no occurrences to those of longer matches are not used."""
     for source in range(SOURCES):
         piece, before = node[EVIDENCE + source], 0
         levels.longest[source] = 0
@@ -89,7 +89,7 @@ def weigh_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore
             total = counted.alive[row]
             if evidence.totals[piece, level] > sampled:
                 total = total * evidence.totals[piece, level] // sampled
-            # Occurrences that a longer match has already told of are not counted again.
+            # Occurrences of a longer match are not counted again.
             if total <= before:
                 levels.totals[row] = 0
                 continue
@@ -108,7 +108,7 @@ def weigh_levels(levels, node, depth, evidence, counted, kinds):  # type: ignore
 
 @inline
 def _blend(kind, source, counted, levels):  # type: ignore[no-untyped-def]
-    """A source's chance of a token: each longer match corrects the shorter ones (PPM, Cleary and Witten 1984)."""
+    """Return a source's probability of a token: longer matches correct shorter ones (PPM, Cleary and Witten 1984)."""
     chance = BLEND_PRIOR
     for level in range(LEVELS - 1, -1, -1):
         row = source * LEVELS + level
@@ -119,7 +119,7 @@ def _blend(kind, source, counted, levels):  # type: ignore[no-untyped-def]
 
 @inline
 def fetch_cells(counted, kinds, before, logits):  # type: ignore[no-untyped-def]
-    """Have the cells of tokens and pairs on their way: these tables are too large to stay near."""
+    """Prefetch the cells of tokens and pairs, whose tables are too large for the cache."""
     start = logits.ctypes.data
     for kind in range(kinds):
         prefetch(start + 4 * token_cells(counted.tokens[kind]))
@@ -128,7 +128,7 @@ def fetch_cells(counted, kinds, before, logits):  # type: ignore[no-untyped-def]
 
 @inline
 def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped-def]
-    """Note the cells that a candidate's matches and pointers point to, and where it was found."""
+    """Note the cells of a candidate's matches and pointers, and where it was found."""
     token = counted.tokens[kind]
     candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
     for source in range(SOURCES):
@@ -144,15 +144,15 @@ def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped
                     candidate[FOUND_AGE] = bit_length(max(0, counted.youngest[row]))
             candidate[CELLS + row] = cell
         cell = NO_CELL
-        if counted.said[source] != SEPARATOR:
-            agrees = 1 if counted.said[source] == token else 0
+        if counted.predicted[source] != SEPARATOR:
+            agrees = 1 if counted.predicted[source] == token else 0
             cell = pointer_cell(source, node[RUNS + source], node[MISSES + source], agrees)
         candidate[CELLS + ROWS + source] = cell
 
 
 @inline
 def _mix(candidate, chances, kind, counted, levels, logits, weights, before, depth):  # type: ignore[no-untyped-def]
-    """A candidate's odds: the weighed sum of its inputs' logits, corrected by what such sums came to."""
+    """Compute a candidate's probability: the weighted sum of its inputs' logits, corrected by the last table."""
     value = np.float32(0.0)
     for index in range(TOKEN_INPUT):
         cell = candidate[CELLS + index]
@@ -178,13 +178,13 @@ def _mix(candidate, chances, kind, counted, levels, logits, weights, before, dep
 
 
 @outline
-def assess(node, candidates, chances, depth, before, evidence, counted, levels, kinds, logits, weights):  # type: ignore[no-untyped-def]
-    """Write the odds of the first `kinds` tokens after a node, with all that they rest on.
+def estimate(node, candidates, chances, depth, before, evidence, counted, levels, kinds, logits, weights):  # type: ignore[no-untyped-def]
+    """Write the probabilities of the first `kinds` candidates of a node, and their inputs.
 
-    before: the token at the node. Returns the sum of the odds, at least 1.
+    before: the token at the node. Returns the sum of the probabilities, at least 1.
     """
     fetch_cells(counted, kinds, before, logits)
-    weigh_levels(levels, node, depth, evidence, counted, kinds)
+    summarize_levels(levels, node, depth, evidence, counted, kinds)
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
     weight_set = local * SET_LENGTHS + shared
     node[WEIGHT_SET] = weight_set
