@@ -81,8 +81,8 @@ class ToyDrafter(nn.Module):
         model = self.model[0]
         hidden = self.fc(torch.cat((model.embedding(tokens), states), dim=1))
         cos, sin = model.config.rope.turns(positions, model.frequencies)
-        residual, change = self.layer(hidden, None, PLAIN, PLAIN.turning(cos, sin, hidden.dtype), attend)
-        return self.norm.of_sum(residual, change, PLAIN)[1]
+        residual, change = self.layer(hidden, None, PLAIN, PLAIN.rotation(cos, sin, hidden.dtype), attend)
+        return self.norm.normalise_sum(residual, change, PLAIN)[1]
 
     @torch.inference_mode()
     def propose(self, plan):
