@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from engine.sampling.logprobs import Logprobs, join_logprobs
-from engine.sampling.processors import TokenCounts
 from engine.sampling.stopping import Cut, Stopping
+from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.plan import NO_TOKENS, SequenceResult
 from engine.scheduling.request import Completion, Request

@@ -165,7 +165,7 @@ DAMAGES = {
     "weights cut short": (lambda folder: cut(folder / "model.safetensors", 0.5), "cut short"),
     "weights cut in their header": (lambda folder: cut(folder / "model.safetensors", 0.0001), "cut short"),
     "weights of another shape": (lambda folder: edit_config(folder, intermediate_size=128), "shape"),
-    "weights of more layers": (lambda folder: edit_config(folder, num_hidden_layers=1), "has the tensor model.layers.1"),
+    "weights of more layers": (lambda folder: edit_config(folder, num_hidden_layers=1), "has the tensor model"),
     "a bias that the config does not name": (
         lambda folder: edit_weights(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
         "has the tensor model.layers.0.self_attn.q_proj.bias",

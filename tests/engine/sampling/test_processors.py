@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.processors import NOT_NEEDED, Rows, TokenCounts, process_logits
+from engine.sampling.processors import NOT_NEEDED, Rows, process_logits
 from engine.sampling.stopping import Stopping
+from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
