@@ -162,7 +162,7 @@ class Service:
         return OutputText(Detokenizer(self.served.tokenizer.decode, request.prompt), request.sampling.stop)
 
     def max_output_tokens(self, prompt: np.ndarray) -> int:
-        """Return the most tokens that fit behind a prompt, uint32 [P]."""
+        """Return the most tokens that fit after a prompt, uint32 [P]."""
         return max(1, self._max_tokens - len(prompt))
 
 

@@ -1,6 +1,6 @@
 """Where the demonstration ends outputs, and how much of an output is a loop.
 
-Greedy decoding of a small model soon repeats itself for ever, and a loop is trivial to draft. So an output ends where
+Greedy decoding of a small model soon repeats itself, and a loop is trivial to draft. So an output ends where
 a programmer would stop reading: see `end_of_block`. The model alone decides it: the ends are found in a run that is
 not timed, and both contestants get them as the length of their output.
 """
@@ -30,7 +30,7 @@ def end_of_block(prompt: str, text: str) -> int | None:
     """Return the number of leading characters of `text` that are the output; None while it goes on.
 
     `text` continues `prompt`, which ends within a function. The output ends with the function, that is before a line
-    that is not indented deeper than the function's `def`; before a line that the output already has; and behind
+    that is not indented deeper than the function's `def`; before a line that the output already has; and after
     `MAX_LINE` characters of one line. Prompts without a `def` have no function to end.
     """
     definitions = DEFINITION.findall(prompt)
@@ -91,7 +91,7 @@ class _GrowingOutput:
         return max(1, len(self._characters))
 
     def extend(self, tokens: np.ndarray) -> None:
-        """Append tokens, uint32 [n]; those behind the end of the block are left out."""
+        """Append tokens, uint32 [n]; those after the end of the block are left out."""
         for token in tokens.tolist():
             self._text += self._detokenizer.feed(token)
             self._characters.append(len(self._text))

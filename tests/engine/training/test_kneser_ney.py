@@ -1,4 +1,4 @@
-"""The n-gram model against one written straight from the definition."""
+"""The n-gram model compared with one that follows the definition."""
 
 from collections import Counter, defaultdict
 
@@ -47,7 +47,7 @@ class NaiveKneserNey:
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
-def test_probabilities_are_those_of_the_definition(order):
+def test_probabilities_equal_the_definition(order):
     rng = np.random.default_rng(order)
     trained = rng.choice(VOCAB, 300, p=[0.4, 0.3, 0.15, 0.1, 0.05, 0.0]).astype(np.uint16)
     held_out = rng.integers(0, VOCAB, 40).astype(np.uint16)
