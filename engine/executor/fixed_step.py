@@ -20,7 +20,7 @@ from engine.executor.kernels.sample import replayed, sampled_tokens
 from engine.executor.kernels.select import OutcomeTable, select_drafts
 from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.executor.kernels.verify import verify
-from engine.executor.transfer import Arriving, CopyStream, on_device
+from engine.executor.transfer import CopyStream, PendingArray, on_device
 
 MemoryPool = Any
 """Memory that graphs share, as `torch.cuda.graph_pool_handle` returns it."""
@@ -38,10 +38,12 @@ RESULT_COLUMNS = 2
 
 
 class Kind(NamedTuple):
-    """How much work choosing tokens takes, see `sampled_tokens`."""
+    """How tokens are chosen; each kind has a graph of its own."""
 
-    draws: bool
-    most: int | None
+    samples: bool
+    """Whether any sequence samples; otherwise all are greedy."""
+    max_ranked: int | None
+    """Largest number of logits per row that truncation has to rank, as in `sampled_tokens`; None: nothing truncates."""
 
 
 class Forward(Protocol):
@@ -89,7 +91,7 @@ class FixedStep:
         self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.inference_mode()
-    def run(self, order: StepOrder, kind: Kind) -> Arriving:
+    def run(self, order: StepOrder, kind: Kind) -> PendingArray:
         """Launch a step and return its results, int32 [B, RESULT_COLUMNS + width], on their way to the host.
 
         Captures the graph of a kind that has none yet.
@@ -103,10 +105,10 @@ class FixedStep:
         rows[: len(order.outcomes)] = order.outcomes
         self._order.copy_(on_device(rows, self._order.device), non_blocking=True)
         if not self._order.is_cuda:
-            return self._copies.bring(self._step(kind))
+            return self._copies.fetch(self._step(kind))
         graph, result = self._graphs[kind]
         graph.replay()
-        return self._copies.bring(result)
+        return self._copies.fetch(result)
 
     @torch.inference_mode()
     def capture(self, kind: Kind, pool: MemoryPool | None) -> None:
@@ -135,7 +137,7 @@ class FixedStep:
         starts = pad(order[:, 1].cumsum(0, dtype=torch.int32), (1, 0))
         inputs = build_inputs(state, slots, torch.ones_like(order[:, 0]), drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[slots])
-        chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
+        chosen = sampled_tokens(state, inputs, logits, draws=kind.samples, most=kind.max_ranked)
         # Also where nothing was recorded, so that no shape is captured twice.
         chosen = replayed(state, inputs, chosen)
         verified = verify(state, inputs.verify_rows, chosen, shape.width)

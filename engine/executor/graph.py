@@ -20,7 +20,7 @@ from engine.executor.fixed_step import (
 )
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid
-from engine.executor.transfer import Arriving
+from engine.executor.transfer import PendingArray
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
 
 
@@ -61,7 +61,7 @@ class GraphExecutor:
         if chunks:
             self._runner.forward(build_batch(chunks, self._page_size))
 
-    def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> Arriving:
+    def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
         slots = [self._slots.of(entry.sequence, entry.computed + entry.scheduled - 1) for entry in producing]
         self._slots.add_pages([entry.sequence for entry in producing])
         order = np.zeros((len(producing), order_columns(self._max_draft)), np.int32)
@@ -77,7 +77,7 @@ class GraphExecutor:
 class GraphStep:
     """A launched step."""
 
-    def __init__(self, plan: StepPlan, results: Arriving | None) -> None:
+    def __init__(self, plan: StepPlan, results: PendingArray | None) -> None:
         """results: None if no sequence produces."""
         self.plan = plan
         self._results = results
@@ -85,7 +85,7 @@ class GraphStep:
     @property
     def is_done(self) -> bool:
         """See `InFlightStep.is_done`."""
-        return self._results is None or self._results.has_come
+        return self._results is None or self._results.is_complete
 
     def result(self) -> StepResult:
         """See `InFlightStep.result`."""

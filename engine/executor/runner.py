@@ -1,4 +1,4 @@
-"""The forward pass of one batch."""
+"""Forward passes: a model, the attention over its KV cache, and the small operations between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.models.ops import PLAIN, Ops
 
 
 class Runner:
-    """A model and the attention over its cache."""
+    """A model and the attention over its KV cache."""
 
     def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
         self._model = model
@@ -32,7 +32,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward_with_states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return those logits and all tokens' hidden states after some layers, [N, layers, hidden size]."""
+        """Return the logits of `forward`, and hidden states of all tokens after `layers`, [N, layers, hidden size]."""
         tokens, positions, rows = (
             on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
         )
@@ -49,12 +49,12 @@ class Runner:
         self._attention.move(sources, targets)
 
     def fixed(self, shape: StepShape) -> FixedForward:
-        """The forward of steps of one shape, see `Attention.fixed`."""
+        """Return the forward pass of steps of one shape, see `Attention.fixed`."""
         return FixedForward(self._model, self._attention.fixed(shape), self._ops)
 
 
 class FixedForward:
-    """The forward pass of steps of one shape, by tensors that the host does not look at."""
+    """The forward pass of steps of one shape; the host does not read any of its tensors."""
 
     def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
         self._model = model
@@ -62,11 +62,11 @@ class FixedForward:
         self._ops = ops
 
     def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
-        """Before each step, see `FixedAttention.plan`."""
+        """Prepare a step, see `FixedAttention.plan`."""
         self._attention.plan(contexts, rows)
 
     def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
-        """Logits of all rows, float32 [N, vocab_size]."""
+        """Return the logits of all rows, float32 [N, vocab_size]."""
         attend = self._attention.begin(RaggedRows(inputs.cache_slots, inputs.starts, inputs.contexts, page_tables))
         hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
         return self._model.logits(hidden).float()

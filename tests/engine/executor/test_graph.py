@@ -33,7 +33,7 @@ from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
 
 PAGES, LONGEST, MOST_DRAFT = 40, 200, 6
-GREEDY = Kind(draws=False, most=None)
+GREEDY = Kind(samples=False, max_ranked=None)
 CPU = torch.device("cpu")
 
 
@@ -238,7 +238,7 @@ def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
 
     def make(sequences, rows):
         step = type("Step", (), {})()
-        step.capture = lambda kind, pool: captures.append((sequences, rows, kind.draws, pool))
+        step.capture = lambda kind, pool: captures.append((sequences, rows, kind.samples, pool))
         return step
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
