@@ -25,7 +25,6 @@ def test_misfits_fit_nowhere(bench, in_flight, monkeypatch):
     monkeypatch.setattr(FixedDrafter, "draft", lambda self, progress: asked.append(progress) or draft(self, progress))
     for figure in figures_of(Bench(replace(bench.setting, in_flight=in_flight)), "misfits"):
         assert figure.details["misfits_tokens_per_step"] == 1
-        assert figure.details["misfits_drafted_per_step"] > 0 or in_flight == 1
         assert figure.target.value == 0.98
     assert any(progress.max_draft.any() for progress in asked)
 

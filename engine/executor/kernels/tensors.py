@@ -7,19 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Prepared(NamedTuple):
-    """Paths of B sequences, made for a text that may have grown since; padded to P tokens each."""
-
-    tokens: Tensor
-    """int32 [B, P]."""
-    sizes: Tensor
-    """int32 [B]: tokens that count."""
-    lengths: Tensor
-    """int32 [B]: of the texts that they follow."""
-    most: Tensor
-    """int32 [B]: tokens to verify at most."""
-
-
 class Drafts(NamedTuple):
     """Draft paths of B sequences, padded to K tokens each."""
 

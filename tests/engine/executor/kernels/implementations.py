@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import itertools
 import os
@@ -43,12 +42,6 @@ def require_interpreter():
     pytest.importorskip("triton", reason="needs Triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are interpreted only on machines without a CUDA device")
-
-
-def interpreted_kernels(name):
-    """The module of this name, whose kernels are interpreted."""
-    require_interpreter()
-    return importlib.import_module(f"engine.executor.kernels.{name}")
 
 
 def on(device):
