@@ -34,7 +34,8 @@ residual distribution max(p - q, 0) takes the place of p. A token without a row 
 if q were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without
 replacement. A drafter samples with the noise of `Stream.DRAFT`, which is independent of the target's. Outputs follow
 the target's distribution only if whether a sampled token is proposed depends on its prefix and on earlier siblings
-alone, never on the token itself or its own probability.
+alone, never on the token itself or its own probability. For the same reason the engine does not read the `accept_prob`
+of such drafts: it verifies all tokens up to a depth that it chooses from past acceptance rates.
 
 `engine.sampling.draft_sampler` samples for both modes, with the temperature, penalties and truncation of each request.
 
