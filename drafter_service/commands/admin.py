@@ -12,9 +12,7 @@ RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reco
 
 
 @click.command()
-@click.option(
-    "--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service."
-)
+@click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
     """Exit with 0 if the service is serving. For probes."""
@@ -63,9 +61,7 @@ def namespaces(link: Link) -> None:
 @click.command()
 @click.argument("namespace")
 @click.option("--request", help="Forget what was learned under this name.")
-@click.option(
-    "--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget text that is older than this."
-)
+@click.option("--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget text that is older than this.")
 @click.option("--everything", is_flag=True, help="Forget all text; learned probabilities and statistics are kept.")
 @connection_options
 def forget(namespace: str, request: str | None, older_than: float | None, everything: bool, link: Link) -> None:

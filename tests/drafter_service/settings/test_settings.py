@@ -130,7 +130,7 @@ def test_quantities_may_be_written_short(tmp_path):
         ({"drafting.capacity": "many"}, "drafting.capacity: 'many' is not a number"),
         ({"drafting.capacity": 5}, "drafting.capacity: a corpus holds 4,096 to"),
         ({"drafting.max_draft": 100}, "drafting: max_draft must be 1 to 64, not 100"),
-        ({"drafting.cost": "nan"}, "drafting: cost is what"),
+        ({"drafting.cost": "nan"}, "drafting: cost, the fraction"),
         ({"drafting.shape": "bush"}, "drafting.shape: Input should be 'path' or 'tree'"),
         ({"drafting.policy": "article"}, "drafting.policy"),
         ({"limits.streams": 0}, "limits.streams: Input should be greater than or equal to 1"),

@@ -1,4 +1,4 @@
-"""Steps report where the draft tokens were found, and which of them were kept: in paths and in trees, cut or whole."""
+"""Results name the source of each draft token and the accepted ones, in paths and trees, cut or whole."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Log-probabilities against loops."""
+"""Log-probabilities, compared with loops."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from tests.engine import naive_sampling as naive
 
 
 @given(st.integers(1, 6), st.integers(2, 30), st.integers(0, 40), st.integers(0, 1000))
-def test_they_are_those_of_the_softmax(rows, size, count, seed):
+def test_logprobs_are_those_of_the_softmax(rows, size, count, seed):
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, (rows, size)).astype(np.float32)
     tokens = rng.integers(0, size, rows).astype(np.uint32)

@@ -12,7 +12,7 @@ SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
 
 
 def draws(logits, temperature, count, *, seed_of=lambda index: index, position_of=lambda _: 7):
-    """`count` tokens drawn from one row of logits, each with its own seed and position."""
+    """Return `count` tokens sampled from one row of logits, each with its own seed and position."""
     rows = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
     index = np.arange(count)
     return sample_tokens(
@@ -24,7 +24,7 @@ def draws(logits, temperature, count, *, seed_of=lambda index: index, position_o
 
 
 def fits_softmax(tokens, logits, temperature):
-    """Whether the tokens could be draws from the softmax, by a chi-square test at one in a million."""
+    """Whether the tokens could be samples of the softmax, by a chi-square test at one in a million."""
     expected = torch.softmax(torch.tensor(logits, dtype=torch.float64) / temperature, 0).numpy() * len(tokens)
     observed = np.bincount(tokens, minlength=len(logits))
     return chisquare(observed, expected).pvalue > 1e-6
@@ -35,16 +35,16 @@ COUNT = 100_000
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax_over_seeds(temperature):
+def test_samples_follow_the_softmax_over_seeds(temperature):
     assert fits_softmax(draws(LOGITS, temperature, COUNT), LOGITS, temperature)
 
 
-def test_draws_follow_the_softmax_over_positions():
+def test_samples_follow_the_softmax_over_positions():
     tokens = draws(LOGITS, 1.0, COUNT, seed_of=lambda _: 3, position_of=lambda index: index)
     assert fits_softmax(tokens, LOGITS, 1.0)
 
 
-def test_rare_tokens_of_a_large_vocabulary_come_at_their_rate():
+def test_rare_tokens_of_a_large_vocabulary_have_their_rate():
     logits = [0.0] * 300 + [3.0] * 5
     assert fits_softmax(draws(logits, 1.0, COUNT), logits, 1.0)
 
@@ -80,7 +80,7 @@ def test_noise_does_not_depend_on_the_batch():
     assert torch.isfinite(together).all()
 
 
-def test_greedy_and_drawn_rows_share_a_batch():
+def test_greedy_and_sampled_rows_share_a_batch():
     logits = torch.tensor([LOGITS] * 3)
     mixed = sample_tokens(logits, np.array([0.0, 1.0, 0.0]), np.array([1, 1, 1]), np.array([4, 4, 5]))
     alone = sample_tokens(logits[:1], np.array([1.0]), np.array([1]), np.array([4]))

@@ -24,7 +24,7 @@ def test_tokens_see_their_ancestors_and_themselves(parents):
 
 
 @given(parents_of_trees())
-def test_a_draft_is_straight_up_to_its_first_turn(parents):
+def test_straight_length_ends_at_the_first_branch(parents):
     expected = 0
     while expected < len(parents) and parents[expected] == expected - 1:
         expected += 1
