@@ -21,7 +21,7 @@ from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
 WARM_STEPS = 5
 
 
-def output_tokens(positions: np.ndarray, vocab_size: int) -> np.ndarray:
+def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return the recorded output of all requests at some positions of it, uint32.
 
     Neighbouring positions have different tokens, so that no drafter finds them earlier in the text.
@@ -58,7 +58,7 @@ class FixedDrafter:
         positions = within + np.repeat([self._produced[sequence_id] for sequence_id in ids], lengths)
         away = np.where(within < self._right, 0, self._random.integers(1, self._vocab_size, tokens))
         return DraftBatch(
-            tokens=output_tokens(positions + away, self._vocab_size),
+            tokens=recorded_output(positions + away, self._vocab_size),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
             accept_prob=np.full(tokens, self._accept_prob, np.float32),
             source=np.full(tokens, Source.CORPUS, np.uint8),
@@ -83,10 +83,10 @@ def binary_tree(nodes: int) -> np.ndarray:
 
 
 def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[Request]:
-    """Return requests with random prompts without common prefixes, and with `output_tokens` as recorded outputs."""
+    """Return requests with random prompts that share no prefix; their outputs are `recorded_output`."""
     random = np.random.default_rng(seed)
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-    output = output_tokens(np.arange(output_tokens), bench.config.vocab_size)
+    output = recorded_output(np.arange(output_tokens), bench.config.vocab_size)
     return [
         Request(random.integers(0, bench.config.vocab_size, prompt_tokens, np.uint32), sampling, recorded=output)
         for _ in range(count)
