@@ -1,4 +1,4 @@
-"""What is replayed: a drafter in one setting, behind a face that lets its calls be timed.
+"""Drafters in the replay benchmark: one interface, whose calls can be timed.
 
 Here are the project's own drafters; `peers.py` has the others.
 """
@@ -16,23 +16,24 @@ import numpy as np
 from benchmarks.traces import Request, Trace
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
-from ssd.build import new_corpus, new_drafter
 from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from ssd.drafter import make_drafter
 from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 
-OWN_DRAFTERS = ("ssd", "article", "ngram", "none")
+OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 
 LEAST_CAPACITY = 1 << 16
-"""A small trace needs less; no drafter is used with so little."""
+"""Least capacity of a corpus; small traces would need less than is used in practice."""
 
 
 class Draft(NamedTuple):
-    """One sequence's draft as plain lists, which a loop over a few nodes reads fastest."""
+    """The draft of one sequence as lists, which are faster than arrays for a few nodes."""
 
     tokens: list[int]
     parents: list[int]
     """Index of each token's parent, -1 for a child of the context; parents come first."""
-    path_odds: list[float] | None
+    path_probs: list[float] | None
     """Estimated probability that a token and all before it on its path are accepted; None if the drafter has none."""
 
 
@@ -41,62 +42,60 @@ class Running:
     """A request being replayed."""
 
     index: int
-    """Its place in the trace, which serves as its id."""
+    """Index in the trace, used as sequence id."""
     request: Request
     done: int = 0
-    """Output tokens so far."""
+    """Committed output tokens."""
     last: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
-    """uint32 [n]: what was committed since its last draft."""
+    """uint32 [n]: tokens committed since its last draft."""
     verified: int = 0
-    """Tokens of its last draft."""
-    accepted: int = 0
-    """How many of those were accepted."""
+    """Number of tokens in its last draft."""
 
     def __post_init__(self) -> None:
         self.output: list[int] = self.request.output.tolist()
 
     @property
     def is_finished(self) -> bool:
-        """Whether its whole output is committed."""
+        """Whether the whole output is committed."""
         return self.done == len(self.output)
 
     @property
     def length(self) -> int:
-        """Tokens of its prompt and of its output so far."""
+        """Number of tokens of the prompt and the output so far."""
         return self.request.prompt_length + self.done
 
     def advance(self, verified: int, accepted: int) -> None:
-        """Commit what was accepted of a draft, and the target's own next token if the output has one."""
+        """Commit the accepted tokens of a draft, and the bonus token if the output has one."""
         committed = self.request.output[self.done : self.done + accepted + 1]
         self.done += len(committed)
-        self.last, self.verified, self.accepted = committed, verified, accepted
+        self.last, self.verified = committed, verified
 
 
 class Contestant(Protocol):
-    """A drafter that is being measured. Every call but `draft` is timed from outside."""
+    """A measured drafter. The caller times every call but `draft`."""
 
     def start(self, sequence: Running) -> None:
         """Begin a request."""
         ...
 
     def commit(self, sequence: Running) -> None:
-        """Take in `sequence.last`, if that does not happen in `draft`."""
+        """Commit `sequence.last`, unless `draft` does."""
         ...
 
     def finish(self, sequence: Running) -> None:
-        """Take in `sequence.last` and end the request."""
+        """Commit `sequence.last` and end the request."""
         ...
 
     def refresh(self) -> None:
-        """Make everything so far draftable, if that does not happen by itself."""
+        """Index all finished requests, unless that happens by itself."""
         ...
 
     def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """A draft for each, and the seconds that the drafter took for all, without conversions to and fro."""
+        """Return a draft for each sequence, and the drafter's seconds without conversions."""
         ...
 
     def bytes_per_token(self) -> float | None:
-        """Memory of what it remembers, per token remembered; None if it remembers nothing or cannot tell."""
+        """Return the memory per remembered token; None if nothing is remembered or it is unknown."""
         ...
 
 
@@ -111,35 +110,33 @@ class Entry:
     """Most tokens in a draft."""
     shape: str = "path"
     cost: float | None = None
-    """What it was told that a token costs; None if it does not ask, so that one replay serves all costs."""
+    """Configured cost per token; None for a drafter without that setting, so that one replay serves all costs."""
 
 
 class Embedded:
-    """A drafter with the face of `ssd.types.Drafter`. It takes in what was committed as part of `draft`."""
+    """A drafter with the interface `ssd.Drafter`, which commits tokens in `draft`."""
 
-    def __init__(self, drafter: Drafter, k: int, *, has_odds: bool = False) -> None:
+    def __init__(self, drafter: Drafter, k: int, *, has_probs: bool = False) -> None:
         self._drafter = drafter
         self._k = k
-        self._has_odds = has_odds
+        self._has_odds = has_probs
 
     def start(self, sequence: Running) -> None:
         """Begin a request."""
         self._drafter.start(sequence.index, sequence.request.prompt)
 
     def commit(self, sequence: Running) -> None:
-        """Nothing: the next draft comes with it."""
+        """Do nothing; the next `draft` commits the tokens."""
 
     def finish(self, sequence: Running) -> None:
         """End a request."""
-        self._drafter.finish(
-            sequence.index, sequence.last, verified=sequence.verified, accepted=sequence.accepted, learn=True
-        )
+        self._drafter.finish(sequence.index, sequence.last, verified=sequence.verified, learn=True)
 
     def refresh(self) -> None:
-        """Nothing to make draftable."""
+        """Do nothing; there is no index."""
 
     def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """One call for the whole batch."""
+        """Draft for the whole batch in one call."""
         progress = progress_of(running, self._k)
         began = time.perf_counter()
         batch = self._drafter.draft(progress)
@@ -147,86 +144,83 @@ class Embedded:
         return drafts_of(batch, self._has_odds), seconds
 
     def bytes_per_token(self) -> float | None:
-        """Unknown or none."""
+        """Return None."""
         return None
 
 
 class Remembering(Embedded):
-    """A `SuffixDrafter` over a corpus that holds the whole trace and is refreshed when the replay says so."""
+    """A drafter over a corpus that holds the whole trace and is refreshed by the replay."""
 
     def __init__(self, trace: Trace, config: dict[str, Any], *, sessions: bool) -> None:
-        """`config`: settings of the drafter besides its capacity. `sessions`: whether it is told which turns belong
-        together.
-        """
+        """config: settings of the drafter except for its capacity. sessions: whether it gets session ids."""
         a_request_more = DrafterConfig.learned_prompt_tokens + 1
         capacity = max(LEAST_CAPACITY, trace.output_tokens + len(trace.requests) * a_request_more)
         settings = DrafterConfig(capacity=capacity, **config)
-        self._corpus = new_corpus(settings)
-        self._own = new_drafter(settings, corpus=self._corpus)
+        self._corpus = Corpus.from_config(settings)
+        self._own = make_drafter(settings, corpus=self._corpus)
         self._sessions = sessions
-        super().__init__(self._own, settings.max_draft, has_odds=True)
+        super().__init__(self._own, settings.max_draft, has_probs=True)
 
     def start(self, sequence: Running) -> None:
         """Begin a request."""
         if self._sessions:
             session = sequence.request.session
-            self._own.start(sequence.index, sequence.request.prompt, session=session)
+            self._own.start(sequence.index, sequence.request.prompt, session_id=session)
         else:
             super().start(sequence)
 
     def refresh(self) -> None:
-        """Index what was appended."""
+        """Index the appended requests."""
         self._corpus.refresh()
 
     def bytes_per_token(self) -> float | None:
-        """Of the corpus, per token in its ring."""
+        """Return the drafter's memory per token of the corpus."""
         return self._own.memory_bytes() / max(1, self._corpus.tokens)
 
 
 def progress_of(running: Sequence[Running], k: int) -> Progress:
-    """What happened to the running sequences since their last drafts."""
+    """Return the progress of the running sequences since their last drafts."""
     runs = [sequence.last for sequence in running]
     return Progress(
         sequence_ids=np.array([sequence.index for sequence in running], np.uint64),
         tokens=np.concatenate(runs),
         offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
         verified=np.array([sequence.verified for sequence in running], np.uint32),
-        accepted=np.array([sequence.accepted for sequence in running], np.uint32),
         max_draft=np.full(len(running), k, np.uint32),
     )
 
 
-def drafts_of(batch: DraftBatch, has_odds: bool) -> list[Draft]:
-    """The drafts of a batch, sequence by sequence."""
-    tokens, parents, odds = batch.tokens.tolist(), batch.parents.tolist(), batch.odds.tolist()
+def drafts_of(batch: DraftBatch, has_probs: bool) -> list[Draft]:
+    """Split a batch into the drafts of its sequences."""
+    tokens, parents, probs = batch.tokens.tolist(), batch.parents.tolist(), batch.accept_prob.tolist()
     offsets = batch.offsets.tolist()
     drafts = []
     for left, right in itertools.pairwise(offsets):
         own_parents = parents[left:right]
-        path_odds = path_odds_of(own_parents, odds[left:right]) if has_odds else None
-        drafts.append(Draft(tokens[left:right], own_parents, path_odds))
+        path_probs = path_probs_of(own_parents, probs[left:right]) if has_probs else None
+        drafts.append(Draft(tokens[left:right], own_parents, path_probs))
     return drafts
 
 
-def path_odds_of(parents: list[int], odds: list[float]) -> list[float]:
-    """Odds of each token given its parent, to odds of its whole path."""
-    path_odds: list[float] = []
-    for parent, own in zip(parents, odds, strict=True):
-        path_odds.append(own * path_odds[parent] if parent >= 0 else own)
-    return path_odds
+def path_probs_of(parents: list[int], probs: list[float]) -> list[float]:
+    """Multiply probabilities given the parent to path probabilities."""
+    path_probs: list[float] = []
+    for parent, own in zip(parents, probs, strict=True):
+        path_probs.append(own * path_probs[parent] if parent >= 0 else own)
+    return path_probs
 
 
 def own_entries(drafter: str, ks: Sequence[int], shapes: Sequence[str], costs: Sequence[float]) -> Iterator[Entry]:
-    """Every setting of one of the project's drafters."""
+    """Return the settings of one of the project's drafters."""
     if drafter == "none":
         yield Entry("none", "", lambda _trace: Embedded(NoDrafter(), 0))
         return
     for k in ks:
         if drafter == "ngram":
             yield Entry("ngram", f"k={k}", lambda _trace, k=k: Embedded(NgramDrafter(), k), k)
-        elif drafter == "article":
-            config = {"policy": "article", "max_draft": k}
-            yield Entry("article", f"k={k}", lambda trace, config=config: Remembering(trace, config, sessions=False), k)
+        elif drafter == "classic":
+            config = {"policy": "classic", "max_draft": k}
+            yield Entry("classic", f"k={k}", lambda trace, config=config: Remembering(trace, config, sessions=False), k)
         else:
             for shape in shapes:
                 for cost in costs:

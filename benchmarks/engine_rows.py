@@ -1,4 +1,4 @@
-"""From the runs of a contestant to the figures of `benchmarks.engine`."""
+"""Figures of `benchmarks.engine` from the runs of a contestant."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.scheduling.times import Stage
 
 Row = dict[str, Any]
 Contestant = tuple[str, int]
-"""A drafter or peer, and how many requests run at a time."""
+"""Name of a drafter or peer, and the number of requests that run at the same time."""
 STAGES: tuple[Stage, ...] = ("schedule", "draft", "forward", "verify", "commit")
 
 
 def rows_of(rounds: Mapping[Contestant, Sequence[Run]], *, replayed: bool) -> list[Row]:
-    """A row for each contestant: medians over its rounds, ratios to `none` within each round."""
+    """Return a row per contestant: medians over its rounds, ratios to `none` within each round."""
     return [
         row_of(drafter, concurrency, runs, rounds.get(("none", concurrency)), replayed=replayed)
         for (drafter, concurrency), runs in rounds.items()
@@ -26,7 +26,7 @@ def rows_of(rounds: Mapping[Contestant, Sequence[Run]], *, replayed: bool) -> li
 
 
 def row_of(drafter: str, concurrency: int, runs: Sequence[Run], plain: Sequence[Run] | None, *, replayed: bool) -> Row:
-    """Figures of one contestant; `plain`: the runs of `none` in the same rounds."""
+    """Return the figures of one contestant; `plain`: the runs of `none` in the same rounds."""
     pairs = [] if plain is None else list(zip(runs, plain, strict=True))
     has_steps = bool(runs[0].steps)
     return {
@@ -42,20 +42,20 @@ def row_of(drafter: str, concurrency: int, runs: Sequence[Run], plain: Sequence[
             None if runs[0].drafted is None else _median(runs, lambda run: (run.drafted or 0) / run.deliveries, 3)
         ),
         "overhead_ms_per_step": _median(runs, lambda run: 1e3 * overhead(run, concurrency), 4) if has_steps else None,
-        "share": {stage: _median(runs, lambda run: share(run, stage), 4) for stage in STAGES} if has_steps else None,  # noqa: B023  # called at once
+        "share": {stage: _median(runs, lambda run: share(run, stage), 4) for stage in STAGES} if has_steps else None,  # noqa: B023  # called immediately
         "peak_mib": _median(runs, lambda run: run.peak_bytes / (1 << 20), 0),
         "identical_to_none": None if replayed or not pairs else all(_identical(run, other) for run, other in pairs),
     }
 
 
 def overhead(run: Run, concurrency: int) -> float:
-    """Seconds of a step beside model and drafter: the median of the steps in which all produced, if there are any."""
+    """Return the seconds of a step outside model and drafter: median of the steps in which all produced, if any."""
     full = [times.overhead for times, sequences in run.steps if sequences == concurrency]
     return median(full or [times.overhead for times, _ in run.steps])
 
 
 def share(run: Run, stage: Stage) -> float:
-    """A stage's part of all steps' time."""
+    """Return a stage's share of the time of all steps."""
     return sum(getattr(times, stage) for times, _ in run.steps) / sum(times.total for times, _ in run.steps)
 
 
@@ -72,7 +72,7 @@ def _gaps(run: Run) -> list[float]:
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
-    """0 if there are none: an output of one token has no gap."""
+    """Return a percentile, 0 without values: an output of one token has no gap."""
     return float(np.percentile(values, percent)) if values else 0.0
 
 

@@ -1,4 +1,4 @@
-"""How large the index is, how fast it is searched and drafted from, and how soon new text can be drafted.
+"""Measure the index: memory, search and draft times, and the delay until new text can be drafted.
 
     python -m benchmarks.index [--tokens 16M] [--contexts 3000]
 
@@ -22,7 +22,6 @@ import numpy as np
 
 from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.settings.quantity import Quantity
-from ssd.build import new_corpus
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.search import longest_match
@@ -30,7 +29,7 @@ from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 48
-"""Tokens of a request that are its prompt; the rest is its output."""
+"""Prompt tokens of a request; the other tokens are its output."""
 FEED_TOKENS_PER_S = 50_000
 FEED_S = 10.0
 BATCH, BATCH_NODES = 64, 8
@@ -40,35 +39,35 @@ TREE = DrafterConfig(shape="tree", max_draft=16, cost=0.005)
 
 
 def resident_bytes() -> int:
-    """Memory that the process has in use."""
+    """Return the resident memory of the process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def peak_bytes() -> int:
-    """The most that it had in use since `forget_peak`."""
+    """Return the peak resident memory since `forget_peak`."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def forget_peak() -> None:
-    """Let the peak begin anew."""
+    """Reset the peak of the resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def settle(corpus: Corpus) -> None:
-    """Finish what the index is doing, so that what follows is measured at rest."""
+    """Finish all index updates, so that they do not affect the next measurement."""
     while corpus.is_merging:
         corpus.refresh()
 
 
 def percentiles(seconds: list[float], name: str) -> dict[str, float]:
-    """Median and 99th percentile in microseconds."""
+    """Return median and 99th percentile in microseconds."""
     p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
     return {f"{name}_us_p50": round(float(p50), 2), f"{name}_us_p99": round(float(p99), 2)}
 
 
 class Replayed:
-    """Requests that are drafted for and verified against what they really say, all at the same time."""
+    """A batch of requests whose drafts are verified against their known outputs."""
 
     def __init__(self, drafter: SuffixDrafter, requests: list[np.ndarray], limit: int) -> None:
         self._drafter, self._requests, self._limit = drafter, requests, limit
@@ -76,13 +75,12 @@ class Replayed:
         self._done = [PROMPT] * len(requests)
         self._last = [np.empty(0, np.uint32)] * len(requests)
         self._verified = np.zeros(len(requests), np.uint32)
-        self._accepted = np.zeros(len(requests), np.uint32)
         self.drafted, self.committed = 0, 0
         for sequence_id, request in enumerate(requests):
             drafter.start(sequence_id, request[:PROMPT])
 
     def step(self) -> float:
-        """Draft once for all, and verify; returns the seconds that the drafter took."""
+        """Draft for the batch and verify; return the drafter's seconds."""
         progress = self._progress(self._limit)
         began = time.perf_counter()
         drafts = self._drafter.draft(progress)
@@ -92,28 +90,27 @@ class Replayed:
         return seconds
 
     def note(self) -> float:
-        """Tell the drafter what was committed, and ask for nothing; returns the seconds that it took."""
+        """Commit tokens without drafting; return the drafter's seconds."""
         progress = self._progress(0)
         began = time.perf_counter()
         self._drafter.draft(progress)
         seconds = time.perf_counter() - began
         self._last = [np.empty(0, np.uint32)] * len(self._ids)
-        self._verified[:] = self._accepted[:] = 0
+        self._verified[:] = 0
         return seconds
 
     @property
     def goes_on(self) -> bool:
-        """Whether every request still has enough to say."""
+        """Return whether every request has enough output left."""
         return max(self._done) < REQUEST_TOKENS - self._limit - 1
 
     def stop(self) -> None:
-        """End the requests; nothing of them is learned."""
+        """Finish the requests; nothing is remembered."""
         for sequence_id, last in enumerate(self._last):
             self._drafter.finish(
                 sequence_id,
                 last,
                 verified=int(self._verified[sequence_id]),
-                accepted=int(self._accepted[sequence_id]),
                 learn=False,
             )
 
@@ -123,7 +120,6 @@ class Replayed:
             np.concatenate(self._last),
             offsets_of(np.array([len(last) for last in self._last])),
             self._verified.copy(),
-            self._accepted.copy(),
             np.full(len(self._ids), limit, np.uint32),
         )
 
@@ -137,13 +133,13 @@ class Replayed:
                 node, accepted = position, accepted + 1
         self._last[index] = self._requests[index][self._done[index] : self._done[index] + accepted + 1]
         self._done[index] += accepted + 1
-        self._verified[index], self._accepted[index] = end - first, accepted
+        self._verified[index] = end - first
         self.drafted += end - first
         self.committed += accepted + 1
 
 
 def time_drafts(corpus: Corpus, config: DrafterConfig, requests: list[np.ndarray], contexts: int) -> list[float]:
-    """Seconds of each whole draft for one sequence, request after request."""
+    """Return the seconds of each draft for one sequence."""
     seconds: list[float] = []
     drafter = SuffixDrafter(replace(config, capacity=corpus.capacity), corpus=corpus)
     for request in requests:
@@ -157,7 +153,7 @@ def time_drafts(corpus: Corpus, config: DrafterConfig, requests: list[np.ndarray
 
 
 def time_batches(corpus: Corpus, requests: list[np.ndarray], rounds: int) -> list[float]:
-    """Seconds of each draft for a batch of BATCH sequences, BATCH_NODES nodes each."""
+    """Return the seconds of each draft for BATCH sequences of BATCH_NODES nodes each."""
     config = DrafterConfig(capacity=corpus.capacity, shape="tree", max_draft=BATCH_NODES, cost=0.005)
     drafter = SuffixDrafter(config, corpus=corpus)
     seconds: list[float] = []
@@ -172,7 +168,7 @@ def time_batches(corpus: Corpus, requests: list[np.ndarray], rounds: int) -> lis
 
 
 def time_searches(corpus: Corpus, requests: list[np.ndarray]) -> list[float]:
-    """Seconds of each longest-match search, a context from each request."""
+    """Return the seconds of each longest-match search, with a context of each request."""
     rng = np.random.default_rng(3)
     seconds, depth = [], DrafterConfig.match_depth
     for request, end in zip(requests, rng.integers(32, REQUEST_TOKENS, len(requests)).tolist(), strict=True):
@@ -184,7 +180,7 @@ def time_searches(corpus: Corpus, requests: list[np.ndarray]) -> list[float]:
 
 
 def time_feedback(corpus: Corpus, requests: list[np.ndarray]) -> float:
-    """Microseconds per output token of taking note of what was produced: commit, learn, count."""
+    """Return the microseconds per output token for committing, learning and counting."""
     drafter = SuffixDrafter(replace(TREE, capacity=corpus.capacity), corpus=corpus)
     seconds, tokens = 0.0, 0
     for request in requests:
@@ -198,7 +194,7 @@ def time_feedback(corpus: Corpus, requests: list[np.ndarray]) -> float:
 
 
 def time_merges(corpus: Corpus, writer: Writer) -> dict[str, float]:
-    """Milliseconds until so many new tokens are draftable."""
+    """Return the milliseconds until new tokens can be drafted."""
     merge_ms = {}
     for name, tokens in (("1k", 1_000), ("4k", 4_096), ("64k", 65_536), ("1M", 1 << 20)):
         times = []
@@ -214,7 +210,7 @@ def time_merges(corpus: Corpus, writer: Writer) -> dict[str, float]:
 
 
 class Feed(threading.Thread):
-    """Appends requests at a steady rate and notes how long each waited until a view showed it."""
+    """Appends requests at a constant rate and records the delay until each is in a view."""
 
     def __init__(self, corpus: Corpus, requests: list[np.ndarray]) -> None:
         super().__init__(daemon=True)
@@ -222,10 +218,10 @@ class Feed(threading.Thread):
         self.waited_s: list[float] = []
 
     def run(self) -> None:
-        """Feed until the requests are used up and shown."""
+        """Append all requests, and wait until they are in a view."""
         corpus, interval = self._corpus, REQUEST_TOKENS / FEED_TOKENS_PER_S
         begin = time.perf_counter()
-        appended = corpus.shown
+        appended = corpus.indexed
         waiting: list[tuple[int, float]] = []
         for index, request in enumerate(self._requests):
             appended += len(request) + 1
@@ -238,13 +234,13 @@ class Feed(threading.Thread):
             waiting = self._note(waiting)
 
     def _note(self, waiting: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        shown, now = self._corpus.shown, time.perf_counter()
+        shown, now = self._corpus.indexed, time.perf_counter()
         self.waited_s += [now - since for until, since in waiting if until <= shown]
         return [entry for entry in waiting if entry[0] > shown]
 
 
 def time_feed(corpus: Corpus, writer: Writer, contexts: list[np.ndarray]) -> dict[str, float]:
-    """Freshness under a continuous feed, and drafts meanwhile."""
+    """Measure the delay of new text under continuous appending, and draft times during it."""
     corpus.maintain(DrafterConfig.refresh_interval_s)
     feed = Feed(corpus, writer.take(int(FEED_TOKENS_PER_S * FEED_S)))
     feed.start()
@@ -262,14 +258,13 @@ def time_feed(corpus: Corpus, writer: Writer, contexts: list[np.ndarray]) -> dic
 
 
 def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str, object]:
-    """All figures for a corpus of so many tokens."""
+    """Measure all figures for a corpus of `tokens` tokens."""
     writer = Writer(seed=1)
     say(f"writing {tokens:,} tokens")
     requests = writer.take(tokens)
     gc.collect()
     before = resident_bytes()
-    corpus = new_corpus(DrafterConfig(capacity=tokens))
-    assert isinstance(corpus, Corpus)
+    corpus = Corpus.from_config(DrafterConfig(capacity=tokens))
     say("building the index")
     for request in requests:
         corpus.append(request)

@@ -1,4 +1,4 @@
-"""What memory a benchmark used and what is left: of the process, or of the GPU where it runs on one."""
+"""Memory that a benchmark used and that is available: of the process, or of the GPU if it uses one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from benchmarks import index
 
 SPARE = 0.1
-"""Of a GPU's memory, left for activations, captured graphs and the workspaces of libraries."""
+"""GPU memory for activations, captured graphs and workspaces of libraries."""
 
 
 def forget_peak() -> None:
-    """Let the peak begin anew."""
+    """Reset the peak."""
     index.forget_peak()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_bytes() -> int:
-    """The most that was in use since `forget_peak`: on the GPU if this process uses one, else of the process."""
+    """Return the peak memory since `forget_peak`: of the GPU if this process uses one, else of the process."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else index.peak_bytes()
 
 
 def free_bytes(device: str) -> int | None:
-    """What a KV cache may take there; None on a CPU, whose memory others share."""
+    """Return the memory available to a KV cache on a GPU; None on a CPU."""
     if not device.startswith("cuda"):
         return None
     gc.collect()
@@ -35,5 +35,5 @@ def free_bytes(device: str) -> int | None:
 
 
 def device_name(device: str) -> str:
-    """As a report names it."""
+    """Return the name of the memory for reports."""
     return torch.cuda.get_device_name() if device.startswith("cuda") else device

@@ -1,4 +1,4 @@
-"""Other people's drafters that need no model. `make peers` installs them."""
+"""Other projects' drafters that need no model. `make peers` installs them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from benchmarks.contestants import Draft, Entry, Running
 
 PEERS = {"arctic": "arctic_inference", "pld": "transformers"}
-"""The package that each is part of."""
+"""The package of each drafter."""
 
 ARCTIC_DEPTH = 64
 """Bounds a match and its draft together. 64 is the package's default, 24 that of vLLM; 64 is better at copying."""
-ARCTIC_GRID = {"k": (16, 32), "shape": ("path", "tree"), "factor": (1.0, 4.0), "least_odds": (0.1, 0.05, 0.01)}
+ARCTIC_GRID = {"k": (16, 32), "shape": ("path", "tree"), "factor": (1.0, 4.0), "least_prob": (0.1, 0.05, 0.01)}
 
 PLD_LONGEST = 2
 """Tokens looked for first; the default of transformers."""
@@ -25,7 +25,7 @@ NO_LENGTH_LIMIT = 1 << 62
 
 
 def missing(peer: str) -> str | None:
-    """Why a peer cannot be replayed; None if it can."""
+    """Return why a peer cannot be replayed; None if it can."""
     package = PEERS[peer]
     return None if find_spec(package) else f"{package} is not installed (make peers)"
 
@@ -33,14 +33,14 @@ def missing(peer: str) -> str | None:
 class Arctic:
     """The suffix trees of Snowflake's ArcticInference, called as its vLLM integration calls them."""
 
-    def __init__(self, k: int, shape: str, factor: float, least_odds: float) -> None:
+    def __init__(self, k: int, shape: str, factor: float, least_prob: float) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
         self._cache = SuffixDecodingCache(max_tree_depth=ARCTIC_DEPTH, max_cached_requests=-1)
         self._limits = {
             "max_spec_tokens": k,
             "max_spec_factor": factor,
-            "min_token_prob": least_odds,
+            "min_token_prob": least_prob,
             "use_tree_spec": shape == "tree",
         }
         self._remembered = 0
@@ -60,10 +60,10 @@ class Arctic:
         self._cache.stop_request(sequence.index)
 
     def refresh(self) -> None:
-        """Nothing: what is added is draftable."""
+        """Do nothing; added text is indexed at once."""
 
     def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """One call for each sequence. Its probabilities are those of whole paths."""
+        """Draft for each sequence in a call of its own; the probabilities are those of paths."""
         contexts = [
             (sequence.index, sequence.request.tokens[max(0, sequence.length - ARCTIC_DEPTH) : sequence.length])
             for sequence in running
@@ -74,7 +74,7 @@ class Arctic:
         return [Draft(answer.token_ids, answer.parents, answer.probs) for answer in answers], seconds
 
     def bytes_per_token(self) -> float | None:
-        """Of the shared tree, by its own estimate, which no public method gives."""
+        """Return the memory of the shared tree per token, by its own internal estimate."""
         return self._cache._global_tree.estimate_memory() / max(1, self._remembered)
 
 
@@ -94,17 +94,17 @@ class PromptLookup:
         self._tokens[sequence.index] = torch.from_numpy(sequence.request.tokens.astype(np.int64))[None]
 
     def commit(self, sequence: Running) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def finish(self, sequence: Running) -> None:
         """Forget the request."""
         del self._tokens[sequence.index]
 
     def refresh(self) -> None:
-        """Nothing to make draftable."""
+        """Do nothing; there is no index."""
 
     def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """One call for each sequence."""
+        """Draft for each sequence in a call of its own."""
         contexts = [self._tokens[sequence.index][:, : sequence.length] for sequence in running]
         began = time.perf_counter()
         answers = [self._generator.get_candidates(context)[0] for context in contexts]
@@ -116,21 +116,21 @@ class PromptLookup:
         return drafts, seconds
 
     def bytes_per_token(self) -> float | None:
-        """Nothing is remembered."""
+        """Return None, since nothing is remembered."""
         return None
 
 
 def peer_entries(peer: str, ks: Sequence[int]) -> Iterator[Entry]:
-    """Every setting of a peer; the grid of one that has many settings says which k."""
+    """Return the settings of a peer; a grid may have its own values of k."""
     if peer == "pld":
         for k in ks:
             yield Entry("pld", f"k={k}", lambda _trace, k=k: PromptLookup(k), k)
         return
-    for k, shape, factor, least_odds in itertools.product(*ARCTIC_GRID.values()):
+    for k, shape, factor, least_prob in itertools.product(*ARCTIC_GRID.values()):
         yield Entry(
             "arctic",
-            f"{shape} k={k} factor={factor:g} p={least_odds:g}",
-            lambda _trace, settings=(k, shape, factor, least_odds): Arctic(*settings),
+            f"{shape} k={k} factor={factor:g} p={least_prob:g}",
+            lambda _trace, settings=(k, shape, factor, least_prob): Arctic(*settings),
             k,
             shape,
         )

@@ -7,10 +7,10 @@ of the draft that the output agrees with, and adds the target's own next token. 
 count as drafted. What is reported:
 
     S                tokens per step / (1 + cost * drafted per step)
-    ece, ece_all     expected calibration error of the odds of paths, after the first tenth of the output; of all
-    draft_us         of a draft call, per sequence; the project's drafters take in what was committed in that call
-    insert_us        of all other calls, per token of prompt and output
-    bytes_per_token  memory of what is remembered, per token remembered
+    ece, ece_all     expected calibration error of path probabilities, after the first tenth of the output; of all
+    draft_us         duration of a draft call, per sequence; the project's drafters commit tokens in that call
+    insert_us        duration of all other calls, per token of prompt and output
+    bytes_per_token  memory per remembered token
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.traces import Trace, copy_edit, load_trace
 from ssd.config import MAX_DRAFT, check_cost
 
 PLAIN_WIDTH = 200
-"""Columns of the tables where the output is no terminal."""
+"""Width of the tables in characters if the output is not a terminal."""
 COLUMNS = (
     *("inflight", "trace", "cost", "drafter", "setting", "S", "tokens_per_step", "drafted_per_step", "accept_rate"),
     *("ece", "draft_us_p50", "draft_us_p99", "insert_us_per_token", "bytes_per_token"),
@@ -69,14 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def entries_of(drafter: str, options: argparse.Namespace) -> list[Entry]:
-    """Every setting of a drafter that the command line asks for."""
+    """Return the settings of a drafter that the command line selects."""
     if drafter in PEERS:
         return list(peer_entries(drafter, options.k))
     return list(own_entries(drafter, options.k, options.shape, options.cost))
 
 
 def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argparse.Namespace) -> list[Row]:
-    """All replays, one after the other, with their progress on stderr."""
+    """Run all replays one after another, with progress on stderr."""
     rows: list[Row] = []
     runs = [(inflight, trace, entry) for inflight in options.inflight for trace in traces for entry in entries]
     with Progress(console=Console(stderr=True)) as progress:
@@ -94,7 +94,7 @@ def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argpa
 
 
 def print_best(console: Console, rows: Sequence[Row]) -> None:
-    """The best setting of each drafter for each trace and cost."""
+    """Print the best setting of each drafter for each trace and cost."""
     table = Table(title="best setting for each trace and cost")
     for name in COLUMNS:
         table.add_column(name.replace("_", " "), no_wrap=name in ("trace", "setting"))
@@ -104,7 +104,7 @@ def print_best(console: Console, rows: Sequence[Row]) -> None:
 
 
 def print_comparison(console: Console, comparison: Sequence[Row]) -> None:
-    """Ours against each of the others."""
+    """Print the ratio of this project's drafters to each of the others."""
     if not comparison:
         return
     who, traces = ("inflight", "cost", "ssd", "against"), comparison[0]["by_trace"]
@@ -116,7 +116,7 @@ def print_comparison(console: Console, comparison: Sequence[Row]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--refresh",
         type=refresh,
-        help="live, or index ssd's and article's corpus after every N finished requests (live)",
+        help="live, or index ssd's and classic's corpus after every N finished requests (live)",
     )
     add("--max-output-tokens", type=positive, metavar="N", help="stop after N output tokens of each trace")
     add("--json", type=Path, metavar="FILE", help="where to write the last line, too")
@@ -153,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A parser of values with commas between them."""
+    """Return a parser of comma-separated values."""
 
     def parse(text: str) -> list[Any]:
         return [kind(part) for part in text.split(",")]
@@ -162,21 +162,21 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
 def draft_size(text: str) -> int:
-    """A number of tokens that a draft may have."""
+    """Parse a number of draft tokens."""
     if positive(text) > MAX_DRAFT:
         raise argparse.ArgumentTypeError(f"a draft has at most {MAX_DRAFT} tokens, not {text}")
     return int(text)
 
 
 def share(text: str) -> float:
-    """A cost that a token can have."""
+    """Parse a cost."""
     try:
         cost = float(text)
         check_cost(cost)
@@ -186,19 +186,19 @@ def share(text: str) -> float:
 
 
 def shape(text: str) -> str:
-    """`path` or `tree`."""
+    """Parse `path` or `tree`."""
     if text not in ("path", "tree"):
         raise argparse.ArgumentTypeError(f"shapes are path and tree, not {text!r}")
     return text
 
 
 def refresh(text: str) -> int | None:
-    """None for `live`, or a number of requests."""
+    """Parse `live` to None, or a number of requests."""
     return None if text == "live" else positive(text)
 
 
 def synthetic(text: str) -> Trace:
-    """Traffic that is made up here."""
+    """Parse the name of a synthetic trace."""
     kind, _, every = text.partition(":")
     if kind != "copy-edit":
         raise argparse.ArgumentTypeError(f"{text!r} is not copy-edit:N")

@@ -1,4 +1,4 @@
-"""What is asked of a model: prompts of the demo's workload, or recorded traffic."""
+"""Requests of benchmarks: prompts of the demo's workload, or recorded traffic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssd.errors import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """What is asked of every request."""
+    """Settings of every request."""
 
     prompt_tokens: int
     """A longer prompt loses its beginning."""
@@ -30,17 +30,17 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One request of a conversation."""
+    """One request of a session."""
 
     request: Request
     session: int
-    """A request waits for the earlier ones of its session."""
+    """Requests of a session run one after the other."""
 
 
 def demo_items(model: Path | None, count: int, limits: Limits, *, repeats: bool, seed: int = 0) -> list[Item]:
-    """Requests of the demo's workload, in the vocabulary of `model` or, without one, of the shipped model.
+    """Return requests of the demo's workload in the vocabulary of `model`, None: of the shipped model.
 
-    Without `repeats`, every prompt is another one. Raises UserError if there are too few prompts.
+    Without `repeats`, all prompts differ. Raises UserError if there are too few prompts.
     """
     prompts = read_prompts(SHIPPED_MODEL / PROMPTS_FILE)
     tokenizer = Tokenizer(model or SHIPPED_MODEL)
@@ -58,7 +58,7 @@ def demo_items(model: Path | None, count: int, limits: Limits, *, repeats: bool,
 
 
 def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -> list[Item]:
-    """The first requests of a trace. Raises UserError if they hold more kinds of tokens than the model has."""
+    """Return the first requests of a trace. Raises UserError if they have more distinct tokens than the model."""
     requests = trace.requests[:count]
     texts = _texts(trace, count, limits)
     kept = [min(len(request.output), limits.max_tokens) for request in requests]
@@ -72,7 +72,7 @@ def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -
 
 
 def is_renumbered(trace: Trace, count: int, limits: Limits, model: ModelConfig) -> bool:
-    """Whether `replay_items` gives other token ids than the trace has."""
+    """Return whether `replay_items` changes the token ids of the trace."""
     return max(int(text.max()) for text in _texts(trace, count, limits)) >= model.vocab_size
 
 
@@ -84,14 +84,14 @@ def _texts(trace: Trace, count: int, limits: Limits) -> list[np.ndarray]:
 
 
 def _dense(texts: list[np.ndarray], vocab_size: int) -> list[np.ndarray]:
-    """The same texts in ids below `vocab_size`: renumbered, if they hold larger ones."""
+    """Return the texts with ids below `vocab_size`, renumbered if they have larger ones."""
     flat = np.concatenate(texts)
     if int(flat.max()) < vocab_size:
         return texts
     kinds, dense = np.unique(flat, return_inverse=True)
     if len(kinds) > vocab_size:
         raise UserError(
-            f"the trace's requests hold {len(kinds):,} kinds of tokens, the model has {vocab_size:,}; "
+            f"the trace's requests have {len(kinds):,} distinct tokens, the model has {vocab_size:,}; "
             f"take fewer requests (--requests) or a shape with a larger vocabulary"
         )
     ends = np.cumsum([len(text) for text in texts])[:-1]

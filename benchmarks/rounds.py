@@ -1,4 +1,4 @@
-"""Replaying a trace: rounds of one draft for all that run, then verification against the recorded output."""
+"""Replay a trace: draft for all running requests, then verify against the recorded outputs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.traces import Request, Trace
 
 
 class Arrivals:
-    """Requests in arrival order; a session's next turn waits for its previous one, and others overtake it."""
+    """Requests in arrival order; a turn waits for its session's previous one, and others may overtake it."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = list(enumerate(requests))
 
     def next(self, running: Sequence[Running]) -> Running | None:
-        """The first request whose session is not running; None if there is none now."""
+        """Remove and return the first request whose session is not running; None if there is none."""
         busy = {sequence.request.session for sequence in running}
         for place, (index, request) in enumerate(self._waiting):
             if request.session not in busy:
@@ -89,7 +89,7 @@ def replay(
 
 
 def verify(sequence: Running, draft: Draft, tally: Tally, is_cold: bool) -> None:
-    """One step of one sequence: accept, commit and count."""
+    """Verify one draft: accept, commit and count."""
     agrees, accepted = walk(draft, sequence.output, sequence.done)
     before = sequence.done
     sequence.advance(len(agrees), accepted)
@@ -97,15 +97,15 @@ def verify(sequence: Running, draft: Draft, tally: Tally, is_cold: bool) -> None
     tally.output_tokens += sequence.done - before
     tally.drafted += len(agrees)
     tally.accepted += accepted
-    if draft.path_odds is not None:
-        tally.has_odds = True
-        tally.path_odds += draft.path_odds
+    if draft.path_probs is not None:
+        tally.has_probs = True
+        tally.path_probs += draft.path_probs
         tally.agrees += agrees
         tally.cold_tokens += len(agrees) if is_cold else 0
 
 
 def walk(draft: Draft, output: Sequence[int], done: int) -> tuple[list[bool], int]:
-    """Which tokens of a draft behind `output[:done]` are the output's, with their whole path; the longest such path."""
+    """Return which tokens of a draft after `output[:done]` are on a path of the output, and the longest such path."""
     agrees: list[bool] = []
     depths: list[int] = []
     accepted = 0

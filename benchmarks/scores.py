@@ -1,4 +1,4 @@
-"""From what happened in a replay to figures, and from figures to a comparison of drafters."""
+"""Compute figures from the tallies of replays, and compare drafters."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ import numpy as np
 from benchmarks.contestants import Entry
 
 BINS = 10
-"""Of the expected calibration error, equally wide."""
+"""Bins of the expected calibration error, equally wide."""
 COLD_SHARE = 0.1
-"""Part of the output tokens after which a drafter should know what its odds are worth."""
+"""Fraction of the output tokens that is left out of `ece`."""
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Tally:
-    """What happened in one replay."""
+    """Counts of one replay."""
 
     output_tokens: int = 0
     prompt_tokens: int = 0
     steps: int = 0
-    """Of single sequences."""
+    """Steps of single sequences."""
     drafted: int = 0
     accepted: int = 0
-    path_odds: list[float] = field(default_factory=list)
-    """Of every drafted token."""
+    path_probs: list[float] = field(default_factory=list)
+    """Path probability of every draft token."""
     agrees: list[bool] = field(default_factory=list)
-    """Whether its whole path was the output; beside `path_odds`."""
+    """Whether the whole path of each draft token is in the output; parallel to `path_probs`."""
     cold_tokens: int = 0
-    """How many of those were drafted before `COLD_SHARE` of the output."""
-    has_odds: bool = False
+    """Number of these tokens drafted before `COLD_SHARE` of the output."""
+    has_probs: bool = False
     draft_s: list[float] = field(default_factory=list)
-    """Of each draft call: seconds for each of its sequences."""
+    """Seconds per sequence of each draft call."""
     insert_s: float = 0.0
-    """In all other calls."""
+    """Seconds of all other calls."""
     bytes_per_token: float | None = None
 
 
 def figures(tally: Tally, cost: float) -> Row:
-    """A replay's figures if each drafted token costs `cost` of a step."""
+    """Return a replay's figures if each draft token costs `cost` of a step."""
     tokens_per_step = tally.output_tokens / tally.steps
     drafted_per_step = tally.drafted / tally.steps
     p50, p99 = np.percentile(np.array(tally.draft_s) * 1e6, [50, 99])
-    odds, agrees = np.array(tally.path_odds), np.array(tally.agrees, bool)
+    probs, agrees = np.array(tally.path_probs), np.array(tally.agrees, bool)
     return {
         "output_tokens": tally.output_tokens,
         "steps": tally.steps,
@@ -56,8 +56,8 @@ def figures(tally: Tally, cost: float) -> Row:
         "drafted_per_step": round(drafted_per_step, 4),
         "accept_rate": round(tally.accepted / tally.drafted, 4) if tally.drafted else None,
         "S": round(tokens_per_step / (1 + cost * drafted_per_step), 4),
-        "ece": calibration_error(odds[tally.cold_tokens :], agrees[tally.cold_tokens :]) if tally.has_odds else None,
-        "ece_all": calibration_error(odds, agrees) if tally.has_odds else None,
+        "ece": calibration_error(probs[tally.cold_tokens :], agrees[tally.cold_tokens :]) if tally.has_probs else None,
+        "ece_all": calibration_error(probs, agrees) if tally.has_probs else None,
         "draft_us_p50": round(float(p50), 2),
         "draft_us_p99": round(float(p99), 2),
         "insert_us_per_token": round(tally.insert_s * 1e6 / (tally.prompt_tokens + tally.output_tokens), 3),
@@ -65,13 +65,13 @@ def figures(tally: Tally, cost: float) -> Row:
     }
 
 
-def calibration_error(odds: np.ndarray, agrees: np.ndarray) -> float | None:
-    """Expected calibration error: how far odds [N] and truth [N] are apart in a bin, averaged over what was drafted."""
-    if len(odds) == 0:
+def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
+    """Return the expected calibration error: the mean difference of probs [N] and truth [N], bin by bin."""
+    if len(probs) == 0:
         return None
-    bins = np.minimum((odds * BINS).astype(int), BINS - 1)
-    gaps = np.bincount(bins, odds - agrees, BINS)
-    return round(float(np.abs(gaps).sum() / len(odds)), 4)
+    bins = np.minimum((probs * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(bins, probs - agrees, BINS)
+    return round(float(np.abs(gaps).sum() / len(probs)), 4)
 
 
 def row_of(trace: str, entry: Entry, cost: float, inflight: int, tally: Tally) -> Row:
@@ -89,12 +89,12 @@ def row_of(trace: str, entry: Entry, cost: float, inflight: int, tally: Tally) -
 
 
 def contender(row: Row) -> str:
-    """What a row stands for in a comparison: ours as it is set; of another drafter the best of its settings."""
+    """Return the contender of a row: each setting of this project's drafters, other drafters as a whole."""
     return f"ssd {row['setting']}" if row["drafter"] == "ssd" else row["drafter"]
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """Of each contender the row with the largest S, for each number in flight, trace and cost."""
+    """Return each contender's row with the largest S, for each number in flight, trace and cost."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (row["inflight"], row["trace"], row["cost"], contender(row))
@@ -104,7 +104,7 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def compare(rows: Sequence[Row]) -> list[Row]:
-    """S of each setting of ours divided by the best S of each other drafter, by trace, and the geometric mean."""
+    """Return S of each own setting divided by the best S of each other drafter, by trace, and the geometric mean."""
     best = {(row["inflight"], row["cost"], contender(row), row["trace"]): row["S"] for row in best_rows(rows)}
     inflights, costs, contenders, traces = (_distinct(values) for values in zip(*best, strict=True))
     ours = [name for name in contenders if name.startswith("ssd ")]

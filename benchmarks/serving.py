@@ -1,4 +1,4 @@
-"""Requests through an engine, so many at a time, and what a client and a profiler would note of it."""
+"""Runs requests with an engine at a fixed concurrency, and records what a client and a profiler would measure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from engine.scheduling.times import StageTimes
 
 @dataclass
 class Clock:
-    """When the tokens of one request came."""
+    """Arrival times of the tokens of one request."""
 
     began: float
-    """When it was handed over."""
+    """When the request was added."""
     last: float = 0.0
-    """When the latest ones came."""
+    """When the latest tokens arrived."""
     ttft: float = 0.0
     """Seconds to the first token."""
     gaps: list[float] = field(default_factory=list)
-    """Seconds between tokens: those that came together share the time that they took."""
+    """Seconds between tokens; tokens of one step share its time."""
     deliveries: int = 0
 
     def note(self, tokens: int) -> None:
-        """So many came just now."""
+        """Record tokens that have just arrived."""
         now = perf_counter()
         if self.deliveries == 0:
             self.ttft = now - self.began
@@ -42,34 +42,34 @@ class Clock:
 
 @dataclass(eq=False)
 class Run:
-    """What one contestant did with all requests."""
+    """One run of all requests by one contestant."""
 
     seconds: float
     outputs: list[np.ndarray]
     """uint32, in the order of the requests."""
     clocks: list[Clock]
     peak_bytes: int
-    """Of the whole process; of its memory on the GPU, where there is one."""
+    """Peak memory of the process; on a GPU, of its memory there."""
     drafted: int | None = None
-    """None if the contestant does not say."""
+    """Draft tokens; None if the contestant does not report them."""
     steps: list[tuple[StageTimes, int]] = field(default_factory=list)
-    """How long every step took, and how many sequences produced in it."""
-    begun_early: int = 0
-    """Steps that were begun before the one before them was known."""
+    """Stage times of every step, and the number of sequences that produced in it."""
+    launched_ahead: int = 0
+    """Steps that were launched before the previous step's results were read."""
 
     @property
     def tokens(self) -> int:
-        """Produced in all."""
+        """Number of output tokens."""
         return sum(len(output) for output in self.outputs)
 
     @property
     def deliveries(self) -> int:
-        """Verify steps, each sequence's counted by itself."""
+        """Number of verify steps, counted per sequence."""
         return sum(clock.deliveries for clock in self.clocks)
 
 
 def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Callable[[], None]) -> Run:
-    """Keep `concurrency` requests running, in the order given but never two of a session; `advance` after each."""
+    """Keep `concurrency` requests running in the given order, at most one per session; call `advance` after each."""
     gc.collect()
     forget_peak()
     waiting = list(range(len(items)))
@@ -83,11 +83,11 @@ def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Call
             clocks[number].began = perf_counter()
             running[engine.add(items[number].request)] = number
         report = engine.step()
-        run.steps.append((report.times, len(report.outcomes)))
-        run.begun_early += report.has_next
-        for outcome in report.outcomes:
-            clocks[running[outcome.sequence_id]].note(len(outcome.tokens))
-        run.drafted = (run.drafted or 0) + sum(outcome.drafted for outcome in report.outcomes)
+        run.steps.append((report.times, len(report.results)))
+        run.launched_ahead += report.is_ahead
+        for result in report.results:
+            clocks[running[result.sequence_id]].note(len(result.tokens))
+        run.drafted = (run.drafted or 0) + sum(result.drafted for result in report.results)
         for sequence_id, completion in report.finished.items():
             run.outputs[running.pop(sequence_id)] = completion.tokens
             advance()

@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights: as fast as the real ones, but what they write means nothing."""
+"""Models of well-known shapes with random weights: as fast as the real ones, with meaningless outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.loader import give_memory
+from engine.models.loader import allocate
 from engine.models.rope import Llama3, Rope
 
 SHAPES = {
@@ -61,17 +61,17 @@ SHAPES = {
 """Llama 3 8B, Llama 3.2 1B, Qwen3 0.6B, and one for tests, with the shipped model's vocabulary."""
 
 DEVIATION = 0.02
-"""Of the weights; what the models of these families start their training with."""
+"""Standard deviation of the weights; that of these families at the start of training."""
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> Decoder:
-    """A decoder with weights drawn from seed 0 where they are to be, ready to run; each kind of device draws others.
+    """Return a decoder with weights sampled on its device with seed 0, ready to run; devices give different weights.
 
     Raises UserError if they do not fit into memory.
     """
     with torch.device("meta"):
         decoder = Decoder(config)
-    give_memory(decoder.to(dtype), device)
+    allocate(decoder.to(dtype), device)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in decoder.eval().requires_grad_(False).parameters():
         if parameter.ndim == 1:

@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.shared_log import SharedLog
-from ssd.build import new_corpus
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.redis import running_redis
@@ -80,7 +79,7 @@ class Taken:
 
     async def until_draftable(self, all_but: int) -> None:
         """Returns when no more than this number of tokens wait in the corpus."""
-        while self._corpus is not None and self._appended - self._corpus.shown > all_but:
+        while self._corpus is not None and self._appended - self._corpus.indexed > all_but:
             await asyncio.sleep(0.002)
 
 
@@ -117,7 +116,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=16_000_000)
     options = parser.parse_args()
     use_core(1)
-    corpus = new_corpus(DrafterConfig(capacity=options.capacity))
+    corpus = Corpus.from_config(DrafterConfig(capacity=options.capacity))
     # Compiles before anything is timed.
     corpus.append(np.arange(100, dtype=np.uint32))
     corpus.refresh()

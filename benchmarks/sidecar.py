@@ -298,9 +298,7 @@ def _asking(sequence: int) -> Any:
     from ssd.types import Progress
 
     none = np.zeros(1, np.uint32)
-    return Progress(
-        np.array([sequence], np.uint64), none[:0], np.zeros(2, np.uint32), none, none, none + MAX_DRAFT, COST
-    )
+    return Progress(np.array([sequence], np.uint64), none[:0], np.zeros(2, np.uint32), none, none + MAX_DRAFT, COST)
 
 
 def measure_restart(folder: Path, capacity: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An engine without a model: it runs a batch of requests whose outputs are known, and verifies drafts against them."""
+"""An engine without a model: it runs requests with known outputs, and verifies drafts against these."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from benchmarks.text import REQUEST_TOKENS, Writer
 from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 64
-"""Of REQUEST_TOKENS, the tokens that are given."""
+"""Prompt tokens of a request of REQUEST_TOKENS."""
 
 
 class SimulatedEngine:
-    """`batch` requests at a time; one that ends is replaced at once."""
+    """Runs `batch` requests at a time; a finished one is replaced at once."""
 
     def __init__(self, drafter: Any, seed: int, batch: int, *, max_draft: int, cost: float, learn: bool) -> None:
-        """`drafter`: embedded or a client."""
+        """drafter: an embedded drafter or a client."""
         self._drafter, self._batch, self._learn = drafter, batch, learn
         self._cost = cost
         self._requests: Iterator[np.ndarray] = Writer(seed).requests()
         self._limits = np.full(batch, max_draft, np.uint32)
         self._ids = np.arange(batch, dtype=np.uint64)
         self._texts = [next(self._requests) for _ in range(batch)]
-        # As if they had begun one after the other.
+        # As if they had started one after another.
         first = np.random.default_rng(seed).integers(PROMPT, REQUEST_TOKENS - max_draft - 1, batch)
         self._done = first.tolist()
         self._committed = [0] * batch
         self._verified = np.zeros(batch, np.uint32)
-        self._accepted = np.zeros(batch, np.uint32)
         self.steps, self.tokens, self.drafted, self.calls = 0, 0, 0, 0
         for index in range(batch):
             drafter.start(index, self._texts[index][: self._done[index]])
 
     def step(self) -> float:
-        """One step of the whole batch; returns the seconds that its drafts took."""
+        """Run a step of the batch; return the drafter's seconds."""
         progress = self._progress()
         began = time.perf_counter()
         drafts = self._drafter.draft(progress)
@@ -48,7 +47,7 @@ class SimulatedEngine:
         return seconds
 
     def stop(self) -> None:
-        """End what runs."""
+        """Finish the running requests."""
         for index in range(self._batch):
             self._finish(index, learn=False)
 
@@ -62,7 +61,6 @@ class SimulatedEngine:
             np.concatenate(runs),
             offsets_of(np.array(self._committed, np.uint32)),
             self._verified.copy(),
-            self._accepted.copy(),
             self._limits,
             self._cost,
         )
@@ -78,13 +76,13 @@ class SimulatedEngine:
             )
             self._committed[index] = accepted + 1
             self._done[index] = done + accepted + 1
-            self._verified[index], self._accepted[index] = len(draft), accepted
+            self._verified[index] = len(draft)
             self.drafted += len(draft)
             self.tokens += accepted + 1
         self.steps += self._batch
 
     def _replace_ended(self) -> None:
-        """Ended requests make room for new ones, which have a step of their own first: that of their prompts.
+        """Replace finished requests by new ones, whose prompts take a step of their own first.
 
         So the drafter has dealt with what began and ended when the next step is timed, as it has beside a real model.
         """
@@ -94,14 +92,14 @@ class SimulatedEngine:
                 self._finish(index, learn=self._learn)
                 self._ids[index] += self._batch
                 self._texts[index], self._done[index], self._committed[index] = next(self._requests), PROMPT, 0
-                self._verified[index] = self._accepted[index] = 0
+                self._verified[index] = 0
                 self._drafter.start(int(self._ids[index]), self._texts[index][:PROMPT])
                 new.append(index)
         if new:
             none = np.zeros(len(new), np.uint32)
             nothing = np.zeros(len(new) + 1, np.uint32)
             self.calls += 1
-            self._drafter.draft(Progress(self._ids[new], none[:0], nothing, none, none, none + 1, self._cost))
+            self._drafter.draft(Progress(self._ids[new], none[:0], nothing, none, none + 1, self._cost))
 
     def _finish(self, index: int, *, learn: bool) -> None:
         done, count = self._done[index], self._committed[index]
@@ -109,6 +107,5 @@ class SimulatedEngine:
             int(self._ids[index]),
             self._texts[index][done - count : done],
             verified=int(self._verified[index]),
-            accepted=int(self._accepted[index]),
             learn=learn,
         )

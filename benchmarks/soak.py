@@ -85,9 +85,9 @@ def call_everything(stub: DrafterServiceStub, metrics: str, rounds: itertools.co
     name = f"passing-{number % 4}"
     text = np.arange(number % 1000, number % 1000 + 200, dtype=np.uint32)
     texts = texts_message([text])
-    texts.requests.append(f"request-{number}")
+    texts.request_ids.append(f"request-{number}")
     stub.Observe(pb.ObserveRequest(namespace=name, texts=texts))
-    stub.Forget(pb.ForgetRequest(namespace=name, request=f"request-{number}"))
+    stub.Forget(pb.ForgetRequest(namespace=name, request_id=f"request-{number}"))
     stub.Report(pb.ReportRequest())
     stub.ListNamespaces(pb.ListNamespacesRequest())
     with urlopen(f"http://{metrics}/metrics") as answer:

@@ -17,10 +17,11 @@ import torch
 
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
-from engine.executor.eager import Runner
+from engine.executor.runner import Runner
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
+from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
 
@@ -34,10 +35,9 @@ def step_ms(runner: Runner, context: int, tokens: int) -> float:
     prompt = np.ones(context + 1, np.uint32)
     sequence = Sequence(0, Request(prompt), context + 1 + tokens)
     sequence.pages = list(range(-(-(context + 1 + tokens) // PAGE_SIZE)))
-    sequence.computed, sequence.scheduled = context, 1
-    sequence.draft = np.arange(1, tokens, dtype=np.uint32)
+    entry = SequencePlan(sequence, context, 1, produces=True, draft=np.arange(1, tokens, dtype=np.uint32))
     began = time.perf_counter()
-    runner.forward(build_batch([sequence], PAGE_SIZE)).argmax(-1)
+    runner.forward(build_batch([entry], PAGE_SIZE)).argmax(-1)
     return (time.perf_counter() - began) * 1e3
 
 

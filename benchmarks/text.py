@@ -1,4 +1,4 @@
-"""Text for measuring an index: as large as asked for, with matches of all lengths, the same at every run.
+"""Reproducible text of any size for measuring an index, with matches of all lengths.
 
 A request is a row of phrases, popular ones often, rare ones seldom (Zipf's law), of 3 to 24 tokens; one token in twelve
 is another one than the phrase says. So the text repeats itself as real traffic does: often, and never for long.
@@ -18,24 +18,24 @@ AT_ONCE = 2_000
 
 
 class Writer:
-    """Requests without end, from one seed."""
+    """Generates requests from a seed."""
 
     def __init__(self, seed: int) -> None:
         world = np.random.default_rng(0)
-        # Words recur as phrases do.
+        # Words repeat like phrases.
         self._words = np.minimum(world.zipf(1.3, PHRASES * LONGEST_PHRASE), VOCABULARY).astype(np.uint32) - 1
         self._words = world.permutation(VOCABULARY).astype(np.uint32)[self._words].reshape(PHRASES, LONGEST_PHRASE)
         self._lengths = world.integers(SHORTEST_PHRASE, LONGEST_PHRASE + 1, PHRASES)
         self._rng = np.random.default_rng(seed)
 
     def requests(self) -> Iterator[np.ndarray]:
-        """Requests of REQUEST_TOKENS tokens, uint32."""
+        """Generate requests of REQUEST_TOKENS tokens, uint32."""
         while True:
             text = self._text(AT_ONCE * REQUEST_TOKENS)
             yield from text[: len(text) // REQUEST_TOKENS * REQUEST_TOKENS].reshape(-1, REQUEST_TOKENS)
 
     def take(self, tokens: int) -> list[np.ndarray]:
-        """About so many tokens of requests."""
+        """Return requests of about `tokens` tokens in all."""
         requests = self.requests()
         return [next(requests) for _ in range(max(1, tokens // (REQUEST_TOKENS + 1)))]
 

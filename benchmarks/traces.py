@@ -22,7 +22,7 @@ COPIES = 10
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt and what the target made of it."""
+    """A prompt and the target's output."""
 
     tokens: np.ndarray
     """uint32 [P + O]: the prompt, then the output."""
@@ -49,11 +49,11 @@ class Trace:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of all requests."""
+        """Number of output tokens of all requests."""
         return sum(len(request.output) for request in self.requests)
 
     def first(self, output_tokens: int) -> Trace:
-        """The requests that make up the first `output_tokens` output tokens, the last of them cut short."""
+        """Return the requests of the first `output_tokens` output tokens; the last one is cut."""
         kept, left = [], output_tokens
         for request in self.requests:
             if left <= 0:
@@ -64,7 +64,7 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace. Raises ValueError for a file that is none."""
+    """Read a trace. Raises ValueError for a file that is not a trace."""
     try:
         tokens, prompts, outputs, sessions = _arrays(path)
         requests = _requests(tokens, prompts, outputs, sessions)
@@ -104,13 +104,13 @@ def _requests(tokens: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, sess
 
 
 def copy_edit(every: int) -> Trace:
-    """Outputs that copy their random prompts, with another random token in place of each `every`-th one."""
+    """Return outputs that copy their random prompts, with every `every`-th token replaced."""
     rng = np.random.default_rng(0)
     requests = []
     for session in range(COPIES):
         source = rng.integers(0, VOCABULARY, SOURCE_TOKENS, np.uint32)
         edited = source.copy()
-        # 1 to VOCABULARY - 1 further on, round the vocabulary, is any token but the one that stood there.
+        # Adding 1 to VOCABULARY - 1 modulo the vocabulary gives any other token.
         edited[every - 1 :: every] += rng.integers(1, VOCABULARY, len(edited[every - 1 :: every]), np.uint32)
         requests.append(Request(np.concatenate((source, edited % VOCABULARY)), SOURCE_TOKENS, session))
     return Trace(f"copy-edit-{every}", requests)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' `generate` as a contestant, one request after the other."""
+"""Hugging Face transformers' `generate` as a contestant, one request at a time."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from engine.models.loader import checkpoint_views
 from engine.scheduling.request import Request
 
 PEERS = ("transformers", "transformers-pld")
-"""Plain, and with prompt lookup."""
+"""Without drafts, and with prompt lookup."""
 LOOKUP_TOKENS = 10
-"""Drafted by prompt lookup, as transformers' documentation has it."""
+"""Draft tokens of prompt lookup; the value in transformers' documentation."""
 CACHES = (None, "static")
-"""None is transformers' default, a cache that grows."""
-TRIAL_TOKENS = 32
-TRIALS = 3
+"""Kinds of cache; None: transformers' default, a cache that grows."""
+PROBE_TOKENS = 32
+PROBES = 3
 
 
 def is_installed() -> bool:
-    """Whether there is a transformers to compare with."""
+    """Return whether transformers is installed."""
     return find_spec("transformers") is not None
 
 
 def same_model(folder: Path | None, decoder: Decoder, dtype: torch.dtype) -> Any:
-    """transformers' model of a folder, or without one with the weights of `decoder`, which must not be packed yet.
+    """Return transformers' model of a folder, or without one with the weights of `decoder`, which is not packed.
 
-    It lies on the decoder's device.
+    It is on the decoder's device.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -50,11 +50,11 @@ def same_model(folder: Path | None, decoder: Decoder, dtype: torch.dtype) -> Any
         config = AutoConfig.for_model(**{name: value for name, value in fields.items() if name != "rope_theta"})
         with torch.device(decoder.embedding.weight.device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        # Assigned, so that a model that fills half of a GPU needs no memory of its own for them.
+        # Assigned, not copied: the weights can fill more than half of a GPU.
         missing, unexpected = model.load_state_dict(checkpoint_views(decoder), strict=False, assign=True)
         assert not [*unexpected, *(name for name in missing if name != "lm_head.weight")]
         model.tie_weights()
-    # What the folder recommends would fill in what is left unsaid below.
+    # The folder's recommendations would replace defaults below.
     model.generation_config = GenerationConfig()
     return model.eval()
 
@@ -69,19 +69,19 @@ class TransformersPeer:
         self.cache: str | None = None
 
     def find_best_cache(self, item: Item) -> None:
-        """Try all kinds of cache and keep the fastest. Prompt lookup works with the default alone."""
+        """Measure all kinds of cache and keep the fastest. Prompt lookup works only with the default."""
         if self._lookup:
             return
         seconds: dict[str | None, float] = {}
-        for _ in range(TRIALS):
+        for _ in range(PROBES):
             for self.cache in CACHES:
                 clock = Clock(perf_counter())
-                self._generate(item, clock, TRIAL_TOKENS)
+                self._generate(item, clock, PROBE_TOKENS)
                 seconds[self.cache] = min(seconds.get(self.cache, np.inf), clock.last - clock.began)
         self.cache = min(seconds, key=lambda cache: seconds[cache])
 
     def run(self, items: Sequence[Item], advance: Callable[[], None]) -> Run:
-        """All requests; `advance` after each."""
+        """Run all requests; call `advance` after each."""
         gc.collect()
         forget_peak()
         clocks, outputs = [], []
@@ -94,20 +94,20 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def _generate(self, item: Item, clock: Clock, max_tokens: int) -> np.ndarray:
-        """What comes after the prompt, uint32."""
+        """Return the output, uint32 [n]."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         sampling = item.request.sampling
         torch.manual_seed(sampling.seed)
-        settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": 0} if sampling.is_drawn else {}
+        settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": 0} if sampling.is_sampled else {}
         config = GenerationConfig(
             max_new_tokens=max_tokens,
-            do_sample=sampling.is_drawn,
+            do_sample=sampling.is_sampled,
             eos_token_id=None if sampling.ignore_eos else self._eos,
             pad_token_id=0,
             cache_implementation=self.cache,
             prompt_lookup_num_tokens=LOOKUP_TOKENS if self._lookup else None,
-            # With a static cache on a GPU it would compile for a minute and more.
+            # With a static cache on a GPU, compilation takes more than a minute.
             disable_compile=True,
             **settings,
         )
@@ -123,7 +123,7 @@ class TransformersPeer:
 
 
 class _Replay:
-    """Leaves only the recorded token. Verified drafts pass through it too, each with the text before it."""
+    """Allows only the recorded token. Called for verified drafts as well, with the text before each token."""
 
     def __init__(self, request: Request) -> None:
         assert request.recorded is not None
@@ -138,7 +138,7 @@ class _Replay:
 
 
 class _Arrivals:
-    """A streamer that notes when tokens come; the first that it is given is the prompt."""
+    """A streamer that records when tokens arrive; its first tokens are the prompt."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

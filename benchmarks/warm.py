@@ -24,10 +24,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.text import Writer
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.offline import OfflineSink
 from drafter_service.ingest.pipeline import load
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.resume import Resume
+from drafter_service.ingest.sinks import OfflineSink
 from drafter_service.ingest.vocabulary import Vocabulary
 
 MODEL = Path(__file__).parents[1] / "engine" / "models" / "assets" / "stdlib-7m"

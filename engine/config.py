@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 DraftShape = Literal["path", "tree"]
-Loop = Literal["plain", "overlapped", "pipelined"]
 KvDtype = Literal["auto", "fp8"]
+Verification = Literal["exact", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -15,29 +15,33 @@ class EngineConfig:
     """How much runs at once, and in how much memory."""
 
     max_sequences: int = 64
-    """Most sequences that run at the same time; more wait."""
+    """Largest number of sequences that run at the same time; more wait."""
     max_step_tokens: int = 2048
-    """Most tokens in one step; longer prompts are run in parts, beside the others' decoding."""
+    """Largest number of tokens in a step; longer prompts run in chunks, beside the decoding of other sequences."""
     page_size: int = 16
     """Tokens in a page of KV cache."""
     kv_memory_mib: int = 256
-    """Memory for the KV cache; less is taken if `max_sequences` full context windows need less."""
+    """Memory for the KV cache; less is used if `max_sequences` full context windows need less."""
     kv_dtype: KvDtype = "auto"
-    """Of the KV cache. `auto`: the model's. `fp8`: float8_e4m3fn, stored without a scale; with FlashInfer alone."""
+    """Dtype of the KV cache. `auto`: the model's. `fp8`: float8_e4m3fn without a scale; needs FlashInfer."""
     prefix_cache: bool = True
-    """Whether requests reuse the keys and values of a beginning that they share with earlier ones."""
+    """Whether requests reuse the keys and values of a prefix that they share with earlier ones."""
     watermark: float = 0.01
-    """Share of the pages that is left free when a request is admitted, for those that run to grow; vLLM's value."""
+    """Share of the pages that stays free when a request is admitted, for running sequences to grow; vLLM's value."""
     max_draft: int = 16
-    """Most draft tokens verified for a sequence in one step."""
+    """Largest number of draft tokens verified for a sequence in a step."""
     draft_shape: DraftShape = "path"
-    """`path`: of a draft tree only its beginning is verified, up to the first branch. `tree`: all of it."""
-    loop: Loop = "plain"
-    """`plain`: drafting, then the forward, for what has come. `overlapped`: the drafter drafts beside the forward for
-    what may come next. `pipelined`: a step is begun before the one before it has ended."""
+    """`path`: of a draft tree only the part up to its first branch is verified. `tree`: all of it."""
+    verification: Verification = "exact"
+    """How drafts are accepted when sampling, unless a request says otherwise. `exact`: a draft token is accepted if it
+    is the one that decoding without drafts produces. `rejection`: speculative sampling; outputs have the same
+    distribution."""
+    in_flight: int | None = None
+    """Number of launched steps whose results are unknown while the next one is planned: 0 or 1. None: decided while
+    the engine runs, from what each gains. For debugging and benchmarks."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a setting out of its range."""
+        """Raise ValueError for a setting that is out of range."""
         for name, least in (("max_sequences", 1), ("page_size", 1), ("kv_memory_mib", 1), ("max_draft", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
@@ -45,10 +49,10 @@ class EngineConfig:
             raise ValueError(f"kv_dtype must be 'auto' or 'fp8', not {self.kv_dtype!r}")
         if self.draft_shape not in ("path", "tree"):
             raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
-        if self.loop not in ("plain", "overlapped", "pipelined"):
-            raise ValueError(f"loop must be 'plain', 'overlapped' or 'pipelined', not {self.loop!r}")
-        if self.loop == "pipelined" and self.draft_shape == "tree":
-            raise ValueError("the pipelined loop verifies paths alone; draft_shape must be 'path'")
+        if self.verification not in ("exact", "rejection"):
+            raise ValueError(f"verification must be 'exact' or 'rejection', not {self.verification!r}")
+        if self.in_flight not in (None, 0, 1):
+            raise ValueError(f"in_flight must be 0, 1 or None, not {self.in_flight!r}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and less than 1, not {self.watermark}")
         if self.max_step_tokens < self.max_sequences * (1 + self.max_draft):

@@ -1,81 +1,75 @@
-"""The step: schedule, draft, forward, verify, commit; its caller observes what it reports."""
+"""The engine's loop: plan a step, propose drafts, launch it, commit its results.
+
+    none in flight   device  step 1 |                   | step 2 |                   | step 3
+                     host           | commit 1, draft 2 |        | commit 2, draft 3 |
+    one in flight    device  step 1          | step 2          | step 3
+                     host    draft 2, launch | commit 1, draft 3, launch | ...
+
+With a step in flight the host plans with upper bounds of what it may commit, and drafts for likely outcomes; the device
+selects. A sequence that has ended, was cancelled or was preempted may be part of one more step, whose results for it
+are dropped; what such a step writes precedes everything that later owners of its pages write.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.executor.batch import Batch, build_batch
-from engine.executor.eager import Runner
+from engine.drafters.base import NO_OUTPUTS
+from engine.drafters.tokens import adapt, innermost
+from engine.executor.base import Executor, InFlightStep
+from engine.executor.build import build_executors
+from engine.executor.graph import GraphExecutor, GraphStep
+from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
-from engine.sampling.logprobs import Logprobs
-from engine.sampling.sampler import Chosen, choose
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.pages import PagePool
-from engine.scheduling.request import Completion, FinishReason, Request
+from engine.scheduling.plan import SequenceResult, StepPlan
+from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.times import StageTimes, Stopwatch
-from engine.speculation.drafting import Drafting
-from engine.speculation.overlap import OverlappedDrafting
-from engine.speculation.token_budget import Budget
-from engine.speculation.verify import accepted_length, accepted_path
+from engine.speculation.in_flight import InFlightDepth
+from engine.speculation.speculation import Speculation
+from engine.speculation.token_budget import TokenBudget
 from ssd.errors import UserError
-from ssd.types import Drafter
 
-ROWS = np.arange(1)
-"""Rows that a sequence without a draft may produce from."""
+if TYPE_CHECKING:
+    from engine.drafters.registry import AnyDrafter
 
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a step produced for one sequence."""
-
-    sequence_id: int
-    """As `Engine.add` gave it."""
-    tokens: np.ndarray
-    """uint32 [n]."""
-    drafted: int
-    """Draft tokens that were verified."""
-    depth: int
-    """The most of them that could be kept: all of a path; of a tree, its longest path."""
-    accepted: int
-    """How many of those were kept: the first so many of `tokens`."""
-    logprobs: Logprobs | None
-    """Of `tokens`, if asked for."""
-    sources: np.ndarray
-    """uint8 [drafted]: where each draft token was found, see `ssd.types.Source`."""
-    kept: np.ndarray
-    """int64 [accepted]: which of them were kept."""
+COMMON_SAMPLING = SamplingParams(temperature=1.0)
+"""Settings that most requests are assumed to have."""
 
 
 @dataclass
 class StepReport:
     """What one step did."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
-    """Of the sequences that produced something."""
+    results: list[SequenceResult] = field(default_factory=list)
+    """Of the sequences that produced tokens."""
     finished: dict[int, Completion] = field(default_factory=dict)
-    """By the ids that `Engine.add` gave."""
+    """Completions by the ids that `Engine.add` returned."""
     times: StageTimes = field(default_factory=StageTimes)
-    """How long it took."""
-    has_next: bool = False
-    """Whether the next step was begun before this one was known, as the pipelined loop may do."""
+    """Duration of its stages."""
+    is_ahead: bool = False
+    """Whether the next step was launched before the results of this one were read."""
 
     @property
     def tokens(self) -> dict[int, np.ndarray]:
-        """What was produced, by the same ids."""
-        return {outcome.sequence_id: outcome.tokens for outcome in self.outcomes}
+        """Committed tokens by the ids that `Engine.add` returned."""
+        return {result.sequence_id: result.tokens for result in self.results}
 
     @property
     def committed(self) -> int:
-        """Tokens produced."""
-        return sum(len(outcome.tokens) for outcome in self.outcomes)
+        """Number of committed tokens."""
+        return sum(len(result.tokens) for result in self.results)
 
 
 class Engine:
@@ -85,41 +79,55 @@ class Engine:
         self,
         model: ModelConfig,
         config: EngineConfig,
-        runner: Runner,
+        executor: Executor,
         pages: PagePool,
-        drafter: Drafter,
+        drafter: AnyDrafter,
         decode: Decode | None = None,
-        budget: Budget | None = None,
+        budget: TokenBudget | None = None,
+        graph: GraphExecutor | None = None,
+        depth: InFlightDepth | None = None,
     ) -> None:
-        """`decode` reads the output of requests that have stop strings; without it those are refused. Without a
-        `budget` everything is verified that was drafted.
+        """Without `decode`, the tokenizer's, requests with stop strings are refused. Without a `budget` all draft
+        tokens are verified. `graph` runs steps of requests that do not need the host, `executor` those of the others.
+        `depth`: by default as `config.in_flight` says.
         """
         self.model = model
         self.scheduler = Scheduler(config, pages)
         self._config = config
-        self._runner = runner
-        drafting = OverlappedDrafting if config.loop == "overlapped" else Drafting
-        self._drafting = drafting(drafter, config, model.vocab_size, budget)
+        self._executor = executor
+        self._graph = graph
+        self._depth = InFlightDepth(config.in_flight) if depth is None else depth
+        self._speculation = Speculation(drafter, config, model.vocab_size, budget)
         self._decode = decode
         self._budget = budget
+        self._in_flight: deque[InFlightStep] = deque()
+        """Launched steps, the oldest first."""
         self._next_id = 0
 
     @property
     def max_draft(self) -> int:
-        """Most draft tokens of a sequence in a step."""
+        """Largest number of draft tokens of a sequence in a step."""
         return self._config.max_draft
 
     @property
-    def drafter(self) -> Drafter:
-        """Whom drafts come from."""
-        return self._drafting.drafter
+    def drafter(self) -> object:
+        """The drafter in use, as it was given to the engine."""
+        return innermost(self._speculation.drafter)
+
+    @property
+    def captured(self) -> Captured:
+        """The CUDA graphs that were captured when the engine was built."""
+        return Captured(0, 0.0) if self._graph is None else self._graph.grid.captured
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns the id that its completion comes with. Raises UserError for one that cannot run."""
+        """Queue a request and return the id of its completion. Raises UserError for a request that cannot run."""
         return self._queue(request).sequence_id
 
     def check(self, request: Request) -> int:
-        """The length that a request may reach, prompt and output. Raises UserError for one that cannot run."""
+        """Return the largest length, prompt and output, that a request may reach.
+
+        Raises UserError for a request that cannot run.
+        """
         request.check(self.model)
         if request.sampling.stop and self._decode is None:
             raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
@@ -133,38 +141,21 @@ class Engine:
         return longest
 
     def step(self) -> StepReport:
-        """Advance the running sequences by a token or more, or by a part of a prompt, within a step's tokens."""
+        """Advance the running sequences by one token or more, or by a part of a prompt."""
         watch = Stopwatch()
-        admitted = self.scheduler.admit()
-        sequences = self.scheduler.schedule()
-        watch.lap("schedule")
-        for sequence in admitted:
-            self._drafting.introduce(sequence)
-        if not sequences:
-            return StepReport()
-        asking = self._drafting.draft(sequences)
-        watch.lap("draft")
-        batch = build_batch(sequences, self.scheduler.pages.page_size)
-        watch.lap("schedule")
-        logits = self._runner.forward(batch)
-        watch.lap("forward")
-        chosen = choose(batch, logits, sequences)
-        watch.lap("verify")
-        report = self._commit(batch, chosen, sequences)
-        watch.lap("commit")
-        self._drafting.look_back(sequences)
-        watch.lap("draft")
-        report.times = watch.times()
-        if self._budget is not None:
-            accepted = sum(outcome.accepted for outcome in report.outcomes)
-            seconds = report.times.forward + report.times.verify
-            self._budget.note(len(batch.tokens), len(sequences), accepted, seconds, asking)
+        if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
+            self._in_flight.popleft()
+        if not self._in_flight and not self._launch(watch):
+            return StepReport(times=watch.times())
+        is_ahead = self._can_run_ahead and self._launch(watch)
+        report = self._commit(self._in_flight.popleft(), watch)
+        report.is_ahead = is_ahead
         return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
-        """End a request between two steps, wherever it is; its completion has what it has produced, and says ABORT.
+        """End a request between two steps; its completion has what it has produced, and the reason ABORT.
 
-        None if there is no such request, or no more: it may have ended while its caller made up its mind.
+        Returns None if there is no such request, or if it has ended.
         """
         sequence = self.scheduler.find(sequence_id)
         if sequence is None:
@@ -174,11 +165,11 @@ class Engine:
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
     ) -> list[Completion]:
-        """Run requests and return their completions in the same order; `observe` sees every step.
+        """Run requests and return their completions in the same order; `observe` gets the report of each step.
 
-        It may cancel requests; their completions say ABORT.
+        It may cancel requests; their completions have the reason ABORT.
 
-        Raises UserError if one of them cannot run, before any does.
+        Raises UserError if one of the requests cannot run, before any of them does.
         """
         asked = list(requests)
         for request in asked:
@@ -194,83 +185,163 @@ class Engine:
 
     def close(self) -> None:
         """Release the drafter."""
-        self._drafting.close()
+        self._speculation.close()
 
     def _queue(self, request: Request) -> Sequence:
         longest = self.check(request)
+        if request.sampling.verification is None and self._config.verification != "exact":
+            request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
         stopping = Stopping(request, self.model.eos_token_ids, self._decode)
         sequence = Sequence(self._next_id, request, longest, stopping)
         self.scheduler.add(sequence)
         self._next_id += 1
         return sequence
 
-    def _commit(self, batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> StepReport:
-        """Verify the drafts, append what was produced, and let go of what has ended."""
+    @property
+    def _can_run_ahead(self) -> bool:
+        """Whether the next step may be launched before the results of the one in flight are read."""
+        is_on_graph = isinstance(self._in_flight[0], GraphStep)
+        return is_on_graph and self._speculation.can_propose_ahead and self._depth.current == 1
+
+    def _launch(self, watch: Stopwatch) -> bool:
+        """Plan a step and launch it; return whether one was launched.
+
+        With a step in flight none is launched if there is nothing to run, or if the next step needs the host.
+        """
+        plan = self.scheduler.plan()
+        watch.lap("schedule")
+        executor = self._executor_for(plan)
+        if not plan.entries or (self._in_flight and executor is not self._graph):
+            return False
+        if self._in_flight:
+            before = self._in_flight[0]
+            drafts = {entry.sequence.sequence_id: entry.draft for entry in before.plan.producing}
+            for entry in plan.producing:
+                entry.in_flight_draft = drafts.get(entry.sequence.sequence_id) if entry.sequence.in_flight else None
+            self._speculation.propose_ahead(plan)
+            # Until the device has run the step before, asking the drafter delays nothing.
+            plan.drafting_s = watch.lap("draft") if before.is_done else 0.0
+        else:
+            self._speculation.propose(plan)
+            watch.lap("draft")
+        self._in_flight.append(executor.launch(plan))
+        watch.lap("forward")
+        for entry in plan.entries:
+            # The last token counts as computed when the token after it is known.
+            ahead = entry.scheduled - entry.produces
+            if ahead:
+                entry.sequence.computed += ahead
+                self.scheduler.register_pages(entry.sequence)
+            if entry.produces:
+                entry.sequence.in_flight += 1 + entry.max_verified
+        return True
+
+    def _executor_for(self, plan: StepPlan) -> Executor:
+        """Return the executor of a step; the graph executor only runs steps in which no request needs the host."""
+        if self._graph is None:
+            return self._executor
+        if any(self._needs_host(sequence) for sequence in self.scheduler.running):
+            # The host advances all sequences now, so what the device knows of them becomes outdated.
+            if plan.entries and not self._in_flight:
+                self._graph.release()
+            return self._executor
+        return self._graph
+
+    def _needs_host(self, sequence: Sequence) -> bool:
+        sampling = sequence.request.sampling
+        verification = sampling.verification or self._config.verification
+        return sampling.needs_host or (verification == "rejection" and sampling.is_sampled)
+
+    def _commit(self, step: InFlightStep, watch: Stopwatch) -> StepReport:
+        """Wait for a step, append what it produced, and end the sequences whose output ends."""
+        result = step.result()
+        watch.lap("verify")
         report = StepReport()
-        kept = _kept_rows(batch, chosen, sequences)
-        self._compact(batch, kept)
-        for index, (sequence, rows) in enumerate(zip(sequences, kept, strict=True)):
-            if len(rows) == 0:
-                sequence.computed += sequence.scheduled
-                self.scheduler.keep(sequence)
-                continue
-            produced = chosen.tokens[batch.logit_offsets[index] + rows]
-            self._append(report, sequence, produced, rows, chosen.logprobs.get(index))
+        ended: list[tuple[Sequence, Cut]] = []
+        result.results = [each for each in result.results if each.plan.sequence.is_running]
+        for each in result.results:
+            if each.plan.produces:
+                each.plan.sequence.in_flight -= 1 + each.plan.max_verified
+                cut = self._append(each)
+                report.results.append(each)
+                if cut.reason is not None:
+                    ended.append((each.plan.sequence, cut))
+        watch.lap("commit")
+        self._speculation.observe(result)
+        watch.lap("draft")
+        for sequence, cut in ended:
+            report.finished[sequence.sequence_id] = self._finish(sequence, cut)
+        watch.lap("commit")
+        if self._in_flight:
+            self._in_flight[0].plan.select_drafts()
+        watch.lap("commit")
+        report.times = watch.times()
+        if report.results:
+            self._record(step, report)
         return report
 
-    def _append(
-        self, report: StepReport, sequence: Sequence, produced: np.ndarray, rows: np.ndarray, logprobs: Logprobs | None
-    ) -> None:
-        """Commit what was produced, from `rows`, up to where the output ends; `logprobs` has those of all rows."""
-        cut = sequence.stopping.cut(produced, sequence.room)
-        tokens = produced[: cut.length]
-        if logprobs is not None:
-            logprobs = logprobs.at(rows[: cut.length])
-            sequence.logprobs.append(logprobs)
-        accepted = rows[1 : 1 + cut.length] - 1
-        sequence.commit(tokens, len(accepted))
-        self.scheduler.keep(sequence)
-        report.outcomes.append(_outcome(sequence, tokens, accepted, logprobs))
-        if cut.reason is not None:
-            report.finished[sequence.sequence_id] = self._finish(sequence, cut)
+    def _record(self, step: InFlightStep, report: StepReport) -> None:
+        """Learn from the duration of a step how many draft tokens and how many steps in flight pay."""
+        times = report.times
+        accepted = sum(each.accepted for each in report.results)
+        # What runs on a device while the host works is in the duration of the whole step.
+        is_on_graph = isinstance(step, GraphStep)
+        seconds = times.total if is_on_graph else times.forward + times.verify
+        if self._budget is not None:
+            self._budget.record(step.plan, step.plan.tokens, accepted, seconds)
+        if is_on_graph:
+            host_s = times.schedule + times.draft + times.commit
+            self._depth.record(host_s, times.total, accepted, report.committed)
 
-    def _compact(self, batch: Batch, kept: SequenceOf[np.ndarray]) -> None:
-        """Bring the keys and values of accepted paths together, right behind the committed tokens."""
-        moves = []
-        for start, span, rows in zip(batch.logit_offsets.tolist(), batch.spans, kept, strict=False):
-            if span.tree is not None and len(rows):
-                from_rows, to_rows = batch.logit_rows[start + rows], batch.logit_rows[start : start + len(rows)]
-                moved = from_rows != to_rows
-                moves.append((batch.slots[from_rows[moved]], batch.slots[to_rows[moved]]))
-        if moves:
-            sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
-            if len(sources):
-                self._runner.move(sources, targets)
+    def _append(self, result: SequenceResult) -> Cut:
+        """Commit what a step produced for a sequence, up to where its output ends."""
+        sequence = result.plan.sequence
+        cut = sequence.stopping.cut(result.tokens, sequence.room)
+        if cut.length < len(result.tokens):
+            result.tokens = result.tokens[: cut.length]
+            result.kept = result.kept[: cut.length]
+            if result.logprobs is not None:
+                result.logprobs = result.logprobs.at(np.arange(cut.length))
+        sequence.commit(result)
+        self.scheduler.register_pages(sequence)
+        return cut
 
     def _finish(self, sequence: Sequence, cut: Cut) -> Completion:
-        self._drafting.end(sequence, learn=sequence.request.learn and cut.reason is not FinishReason.ABORT)
+        learn = sequence.request.learn and cut.reason is not FinishReason.ABORT
+        self._speculation.finish(sequence, learn)
         self.scheduler.remove(sequence)
         return sequence.complete(cut)
 
 
-def _kept_rows(batch: Batch, chosen: Chosen, sequences: SequenceOf[Sequence]) -> list[np.ndarray]:
-    """For each sequence the rows, int64, whose tokens it produces: behind its last token and accepted draft tokens."""
-    kept = []
-    bounds = batch.logit_offsets.tolist()
-    for index, sequence in enumerate(sequences):
-        first, end = bounds[index], bounds[index + 1]
-        if end - first <= 1:
-            kept.append(ROWS[: end - first])
-        elif sequence.tree is None:
-            kept.append(np.arange(accepted_length(sequence.draft, chosen.tokens[first:end]) + 1))
-        else:
-            path = accepted_path(sequence.draft, sequence.tree.parents, chosen.tokens[first:end])
-            kept.append(np.concatenate(([0], 1 + path)))
-    return kept
+def build_engine(
+    model: Decoder,
+    config: EngineConfig,
+    drafter: AnyDrafter,
+    decode: Decode | None = None,
+    *,
+    has_budget: bool = False,
+    attention: str = "auto",
+    common: SamplingParams = COMMON_SAMPLING,
+    notify: Callable[[str], None] = lambda _: None,
+) -> Engine:
+    """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
-
-def _outcome(sequence: Sequence, tokens: np.ndarray, kept: np.ndarray, logprobs: Logprobs | None) -> Outcome:
-    drafted = len(sequence.draft)
-    depth = drafted if sequence.tree is None else int(sequence.tree.depths.max())
-    sources = sequence.draft_sources[:drafted]
-    return Outcome(sequence.sequence_id, tokens, drafted, depth, len(kept), logprobs, sources, kept)
+    `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
+    seconds, and verify only draft tokens that pay; otherwise all of them. `attention`: as in `choose_backend`.
+    `common`: settings that most requests are expected to have. `notify` is called with a line before and after long
+    preparations. Raises UserError for an attention or a KV cache that is not available.
+    """
+    drafter = adapt(drafter)
+    needs_host = drafter.needs != NO_OUTPUTS or config.draft_shape == "tree"
+    executors = build_executors(
+        model, config, attention, common, notify,
+        has_graphs=False if needs_host else None,
+        measure=has_budget and config.max_draft > 0,
+        needs=drafter.needs,
+    )  # fmt: skip
+    if hasattr(drafter, "bind"):
+        drafter.bind(executors.eager.runner.draft_forward(config.page_size))
+    budget = None if executors.cost is None else TokenBudget(executors.cost)
+    return Engine(
+        model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph
+    )  # fmt: skip

@@ -1,32 +1,40 @@
-"""A drafter for speculative decoding that remembers every token a service has seen.
+"""Drafters for speculative decoding that remember every token a service has seen.
 
-    from ssd import DrafterConfig, SuffixDrafter
+    from ssd import Corpus, DrafterConfig, SuffixDrafter, snapshot
 
-Names are loaded on first use: importing the package costs nothing.
+Names are imported on first use, so that importing the package is cheap.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ssd.classic import ClassicDrafter as ClassicDrafter
     from ssd.config import DrafterConfig as DrafterConfig
+    from ssd.corpus import snapshot as snapshot
+    from ssd.corpus.corpus import Corpus as Corpus
     from ssd.drafter import SuffixDrafter as SuffixDrafter
     from ssd.types import DraftBatch as DraftBatch
     from ssd.types import Drafter as Drafter
     from ssd.types import Progress as Progress
 
-_HOMES = {
+_MODULES = {
+    "ClassicDrafter": "ssd.classic",
+    "Corpus": "ssd.corpus.corpus",
     "DraftBatch": "ssd.types",
     "Drafter": "ssd.types",
     "DrafterConfig": "ssd.config",
     "Progress": "ssd.types",
     "SuffixDrafter": "ssd.drafter",
+    "snapshot": "ssd.corpus.snapshot",
 }
+"""The module of each public name; `snapshot` is a module itself."""
 
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    module = import_module(_MODULES[name])
+    return module if name == "snapshot" else getattr(module, name)

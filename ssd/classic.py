@@ -1,271 +1,172 @@
-"""The plain scheme of the article that this project began from, kept as the baseline to measure against.
+"""The baseline drafter: the plain scheme that this project is measured against.
 
-TitanML, "The Next Leap in Speculative Decoding: Inside TitanML's Takeoff Engine": at an interval build the
-suffix array of a circular buffer of finished requests; look for the last 10 tokens, then 9, ... down to 1;
-among the matches count the whole continuations, cut to the draft's length, and take the most frequent.
+TitanML, "The Next Leap in Speculative Decoding: Inside TitanML's Takeoff Engine": index a circular buffer of finished
+requests at an interval; search for the last 10 tokens of the context, then 9, and so on down to 1; of the text after
+the matches, cut to the draft's length, take the most frequent continuation.
+
+The buffer and its index are those of `Corpus`. Where the article sorts the buffer again at each interval, the corpus
+merges new text into its index at that interval (`DrafterConfig.refresh_interval_s`), so the matches are the same.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
-
 import numpy as np
 from numba import types
-from pydivsufsort import divsufsort
 
-from ssd.config import DrafterConfig
-from ssd.corpus.ring import SEPARATOR, check_capacity, check_tokens
-from ssd.kernels.jit import Int, Tokens, TokensOut, inline, kernel
-from ssd.stats import Stats
-from ssd.types import NO_PATH, DraftBatch, Path, Progress, check_outcome
+from ssd.base import CorpusDrafter
+from ssd.config import check_cost
+from ssd.corpus.ring import SEPARATOR, check_tokens
+from ssd.corpus.suffix_array import common_length, key_is_less, place_of
+from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS
+from ssd.kernels.jit import Int, LongRows, Longs, TokensOut, inline, kernel, peek
+from ssd.kernels.match import TIER_ORDER, TIER_SIZE, TIER_TEXT
+from ssd.sequences.tables import NODES, SIZE, TEXT
+from ssd.types import DraftBatch, Path, Progress, check_verified
 
-LONGEST_PATTERN = 10
-"""Tokens looked for first, as in the article."""
-SAMPLES = 32
-"""Matches whose continuations are counted."""
-
-END = np.array([SEPARATOR], np.uint32)
-
-
-class ArticleCorpus:
-    """The last `capacity` tokens of finished requests and their suffix array, built anew at an interval."""
-
-    REST_PER_BUILD = 3.0
-    """The maintainer rests at least this many times as long as it built."""
-
-    def __init__(self, capacity: int) -> None:
-        """Raises ValueError for a capacity that no corpus can have."""
-        check_capacity(capacity)
-        self._capacity = capacity
-        self._requests: deque[np.ndarray] = deque()
-        self._size = 0
-        self._changed = False
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._maintainer: threading.Thread | None = None
-        self.view = (np.empty(0, np.uint32), np.empty(0, np.uint32))
-        """The text and its suffix array, both uint32."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens remembered, separators included."""
-        return self._size
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that is held."""
-        return 4 * self._size + sum(array.nbytes for array in self.view)
-
-    def append(self, tokens: np.ndarray) -> None:
-        """Remember one request, uint32 [N]. Raises ValueError if an id is the separator's."""
-        check_tokens(tokens)
-        with self._lock:
-            self._requests.append(np.concatenate((tokens[1 - self._capacity :], END)))
-            self._size += len(self._requests[-1])
-            while self._size > self._capacity:
-                self._size -= len(self._requests.popleft())
-            self._changed = True
-
-    def refresh(self) -> float:
-        """Build the suffix array again if anything came; returns how long that took, in seconds."""
-        with self._lock:
-            requests, changed = list(self._requests), self._changed
-            self._changed = False
-        if not changed:
-            return 0.0
-        began = time.perf_counter()
-        text = np.concatenate(requests)
-        self.view = (text, divsufsort(text).astype(np.uint32))
-        return time.perf_counter() - began
-
-    def maintain(self, interval_s: float) -> None:
-        """Refresh at an interval, in a thread of its own."""
-        self._maintainer = threading.Thread(target=self._refresh_until_stopped, args=(interval_s,), daemon=True)
-        self._maintainer.start()
-
-    def close(self) -> None:
-        """Stop the maintainer."""
-        self._stopping.set()
-        if self._maintainer is not None:
-            self._maintainer.join()
-            self._maintainer = None
-
-    def _refresh_until_stopped(self, interval_s: float) -> None:
-        rest = interval_s
-        while not self._stopping.wait(rest):
-            rest = max(interval_s, self.REST_PER_BUILD * self.refresh())
+MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
+"""Odd constant of the hash of a continuation (2**64 divided by the golden ratio)."""
 
 
-@dataclass
-class Running:
-    """A started sequence: its text so far, in a buffer with room to grow."""
+class ClassicDrafter(CorpusDrafter):
+    """Drafts the most frequent continuation of the longest match in finished requests, at most 10 tokens long.
 
-    text: np.ndarray
-    size: int
-    prompt_length: int
-    offered: int = 0
+    Drafts are paths whatever `shape` says, and their length does not depend on their cost. The scheme has no
+    probabilities: the first token's `accept_prob` is the continuation's share of the counted matches, that of the
+    others is 1.
+    """
 
-    def extend(self, tokens: np.ndarray) -> None:
-        """Append tokens, uint32 [n]."""
-        end = self.size + len(tokens)
-        if end > len(self.text):
-            self.text = np.concatenate((self.text[: self.size], np.empty(end + 256, np.uint32)))
-        self.text[self.size : end] = tokens
-        self.size = end
+    POLICY = "classic"
+    PUBLISHES = False
 
-
-class ArticleDrafter:
-    """Decreasing match lengths over a forward suffix array; the most frequent whole continuation, without odds."""
-
-    def __init__(
-        self, config: DrafterConfig, *, corpus: ArticleCorpus | None = None, stats: Stats | None = None
-    ) -> None:
-        """Without `corpus` the drafter has one of its own, refreshed in the background until `close`."""
-        self.config = config
-        self.stats = stats or Stats()
-        self._owns_corpus = corpus is None
-        self.corpus = corpus or ArticleCorpus(config.capacity)
-        if self._owns_corpus:
-            self.corpus.maintain(config.refresh_interval_s)
-        self._running: dict[int, Running] = {}
-
-    def start(
-        self, sequence_id: int, prompt: np.ndarray, *, session: Hashable = None, request: str | None = None
-    ) -> None:
-        """Begin a sequence, as `SuffixDrafter.start`; sessions and names mean nothing here."""
-        del session, request
-        if sequence_id in self._running:
-            raise ValueError(f"sequence {sequence_id} was started before and not finished")
-        check_tokens(prompt)
-        self._running[sequence_id] = Running(prompt.copy(), len(prompt), len(prompt))
-
-    def draft(self, progress: Progress) -> DraftBatch:
-        """Take note of what was committed and draft what may follow. Raises ValueError as `Progress.check` does."""
-        progress.check(self.offered())
+    def _step(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
+        self._check(rows, progress)
         offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
-        verified, accepted = progress.verified.tolist(), progress.accepted.tolist()
         steps = [1] * len(limits) if progress.steps is None else progress.steps.tolist()
         paths = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            running = self._running[sequence_id]
+        for index, (row, verified) in enumerate(zip(rows.tolist(), progress.verified.tolist(), strict=True)):
             committed = progress.tokens[offsets[index] : offsets[index + 1]]
-            self._commit(running, committed, verified[index], accepted[index], steps[index])
-            paths.append(self._path(running, min(limits[index], self.config.max_draft)))
-            running.offered = len(paths[-1].tokens)
-        return DraftBatch.of_paths(paths)
+            self._commit(row, committed, verified, max(1, steps[index]))
+            paths.append(self._draft_path(row, min(limits[index], self.config.max_draft)))
+        return DraftBatch.from_paths(paths)
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
-        """End a sequence, as `SuffixDrafter.finish`."""
-        check_tokens(tokens)
-        check_outcome(sequence_id, verified, accepted, self.offered())
-        running = self._running.pop(sequence_id)
-        self._commit(running, tokens, verified, accepted)
-        if learn and running.size:
-            lead = max(0, running.prompt_length - self.config.learned_prompt_tokens)
-            self.corpus.append(running.text[lead : running.size].copy())
+    def _check(self, rows: np.ndarray, progress: Progress) -> None:
+        check_tokens(progress.tokens)
+        if progress.cost is not None:
+            check_cost(progress.cost)
+        offered = self._sequences.state[rows, NODES].tolist()
+        each = zip(progress.sequence_ids.tolist(), progress.verified.tolist(), offered, strict=True)
+        for sequence_id, verified, nodes in each:
+            check_verified(sequence_id, verified, {sequence_id: max(0, nodes - 1)})
 
-    def offered(self) -> dict[int, int]:
-        """The running sequences, each with the tokens of its last draft."""
-        return {sequence_id: running.offered for sequence_id, running in self._running.items()}
-
-    def memory_bytes(self) -> int:
-        """Memory of the corpus."""
-        return self.corpus.nbytes
-
-    def close(self) -> None:
-        """Forget the running sequences and stop the background refresh of a corpus of its own."""
-        self._running.clear()
-        if self._owns_corpus:
-            self.corpus.close()
-
-    def _commit(self, running: Running, tokens: np.ndarray, verified: int, accepted: int, steps: int = 1) -> None:
+    def _commit(self, row: int, tokens: np.ndarray, verified: int, steps: int) -> None:
         if len(tokens):
-            self.stats.record_path(len(tokens), verified, accepted, max(1, steps))
-        running.extend(tokens)
+            draft = self._sequences.last_draft(row)[: min(verified, len(tokens))]
+            differs = np.flatnonzero(draft != tokens[: len(draft)])
+            accepted = int(differs[0]) if len(differs) else len(draft)
+            self.stats.record_path(len(tokens), verified, accepted, steps)
+        self._sequences.extend(row, tokens)
 
-    def _path(self, running: Running, limit: int) -> Path:
-        """A path of at most `limit` tokens. The scheme has no odds: the first token carries its path's share."""
-        text, order = self.corpus.view
-        left, right, length = longest_pattern(text, order, running.text[: running.size], LONGEST_PATTERN)
-        size = right - left
-        count = min(size, SAMPLES)
-        if count == 0 or limit == 0:
-            return NO_PATH
-        positions = order[left + (2 * np.arange(count) + 1) * size // (2 * count)]
-        start, size, votes = commonest_continuation(text, positions, count, length, limit)
-        odds = np.ones(size, np.float32)
-        odds[:1] = votes / count
-        return Path(text[start : start + size], odds, match_length=length)
+    def _draft_path(self, row: int, limit: int) -> Path:
+        """Draft at most `limit` tokens for the sequence of a row, and note them as its last draft."""
+        state, config, view = self._sequences.state[row], self.config, self.corpus.view
+        draft = np.empty(limit, np.uint32)
+        size, length, votes, counted = most_frequent_continuation(
+            view.arrays[0],
+            view.arrays[2],
+            int(state[TEXT]),
+            int(state[SIZE]),
+            min(config.classic_context, config.match_depth),
+            config.classic_matches,
+            draft,
+        )
+        draft = draft[:size]
+        self._sequences.note_draft(row, draft)
+        accept_prob = np.ones(size, np.float32)
+        accept_prob[:1] = votes / max(1, counted)
+        return Path(draft, accept_prob, match_length=length)
 
 
 @inline
-def _bound(text, order, context, first, after_equal):  # type: ignore[no-untyped-def]
-    """The first place in `order` whose text is not less than `context[first:]`, or not even equal to it."""
-    low, high = 0, len(order)
+def _first_of_equal(text, order, size, context, end, length):  # type: ignore[no-untyped-def]
+    """Return the first place in `order[:size]` whose key is not less than that of `context[:end]`, cut at `length`."""
+    low, high = 0, size
     while low < high:
         middle = (low + high) // 2
-        at, index = order[middle], first
-        while index < len(context) and at < len(text) and text[at] == context[index]:
-            at += 1
-            index += 1
-        is_prefix = index == len(context)
-        if after_equal if is_prefix else (at == len(text) or text[at] < context[index]):
+        position = np.int64(peek(order, middle))
+        common = common_length(text, position, context, end, 0, length)
+        if key_is_less(text, position, context, end, common, length):
             low = middle + 1
         else:
             high = middle
     return low
 
 
-@kernel(Tokens, Tokens, Tokens, Int, returns=types.UniTuple(Int, 3))
-def longest_pattern(text, order, context, longest):  # type: ignore[no-untyped-def]
-    """Where the last `longest` tokens of `context` occur, or as many fewer as it takes.
-
-    text, order (its suffix array), context: uint32. Returns (left, right, length): `order[left:right]` begin
-    with the last `length` tokens; an empty range and length 0 if not even the last token occurs.
-    """
-    for length in range(min(longest, len(context)), 0, -1):
-        first = len(context) - length
-        left = _bound(text, order, context, first, False)
-        right = _bound(text, order, context, first, True)
-        if left < right:
-            return left, right, length
-    return 0, 0, 0
-
-
 @inline
-def _continues_alike(text, left, right, size, limit):  # type: ignore[no-untyped-def]
-    """Whether the continuation from `left` is the one of `size` tokens from `right`."""
-    for offset in range(size):
-        if left + offset >= len(text) or text[left + offset] != text[right + offset]:
-            return False
-    return size == limit or left + size >= len(text) or text[left + size] == SEPARATOR
+def _continuation_hash(text, position, limit):  # type: ignore[no-untyped-def]
+    """Return a 64-bit hash of the tokens from `position` on, up to `limit` of them or to the end of the request."""
+    value = np.uint64(0)
+    for offset in range(limit):
+        token = peek(text, position + offset)
+        if token == SEPARATOR:
+            break
+        # Without the 1, tokens of id 0 would not change a hash of 0.
+        value = (value + np.uint64(token) + np.uint64(1)) * MULTIPLIER
+        value ^= value >> np.uint64(32)
+    return value
 
 
-@kernel(Tokens, TokensOut, Int, Int, Int, returns=types.UniTuple(Int, 3))
-def commonest_continuation(text, positions, count, length, limit):  # type: ignore[no-untyped-def]
-    """The continuation that most of `positions[:count]` share; of equally common ones that with the latest position.
+@kernel(LongRows, Longs, Int, Int, Int, Int, TokensOut, returns=types.UniTuple(Int, 4))
+def most_frequent_continuation(tiers, ring, context, end, longest, most, draft):  # type: ignore[no-untyped-def]
+    """Write the most frequent continuation of the longest match of a context into `draft`, uint32 [limit].
 
-    A continuation begins `length` tokens on, and ends after `limit` tokens, at a separator or at the end of the
-    text. `positions` must be in suffix order, so that equal continuations are neighbours. Returns (start, size, votes).
+    tiers, ring: of a `View`; running requests are left out. context: address of the text, whose last `longest` tokens
+    before `end` are searched for, then fewer. most: number of matches that are sampled, evenly spaced in the index; 0
+    counts all of them. Of equally frequent continuations the one with the most recent match wins. Continuations are
+    compared by 64-bit hashes. Returns (tokens drafted, tokens matched, matches with that continuation, matches
+    counted).
     """
-    best_start, best_size, best_votes, best_newest = 0, 0, 0, -1
+    limit, slots = len(draft), ring[RING_SLOTS]
+    length = 0
+    for tier in range(LIVE):
+        _, before, behind = place_of(
+            tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE], context, end, min(longest, end)
+        )
+        length = max(length, max(before, behind))
+    if length == 0 or limit == 0:
+        return 0, 0, 0, 0
+    firsts, total = np.empty(LIVE, np.int64), 0
+    ends = np.empty(LIVE, np.int64)
+    for tier in range(LIVE):
+        text, order, size = tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE]
+        firsts[tier] = _first_of_equal(text, order, size, context, end, length)
+        total += place_of(text, order, size, context, end, length)[0] - firsts[tier]
+        ends[tier] = total
+    counted = total if most == 0 else min(total, most)
+    hashes, positions = np.empty(counted, np.uint64), np.empty(counted, np.int64)
+    tier = 0
+    for index in range(counted):
+        place = (2 * index + 1) * total // (2 * counted)
+        while place >= ends[tier]:
+            tier += 1
+        begun = ends[tier - 1] if tier > 0 else 0
+        positions[index] = peek(tiers[tier, TIER_ORDER], firsts[tier] + place - begun)
+        hashes[index] = _continuation_hash(tiers[tier, TIER_TEXT], positions[index], limit)
+    text = tiers[0, TIER_TEXT]
+    by_hash = np.argsort(hashes)
+    best, best_votes, best_age = 0, 0, slots
     index = 0
-    while index < count:
-        start = positions[index] + length
-        size = 0
-        while size < limit and start + size < len(text) and text[start + size] != SEPARATOR:
-            size += 1
-        votes, newest = 0, -1
-        while index < count and _continues_alike(text, positions[index] + length, start, size, limit):
-            newest = max(newest, positions[index])
+    while index < counted:
+        value, votes, newest, age = hashes[by_hash[index]], 0, 0, slots
+        while index < counted and hashes[by_hash[index]] == value:
+            position = positions[by_hash[index]]
+            if (ring[RING_HEAD] - 1 - position) % slots < age:
+                newest, age = position, (ring[RING_HEAD] - 1 - position) % slots
             votes += 1
             index += 1
-        if votes > best_votes or (votes == best_votes and newest > best_newest):
-            best_start, best_size, best_votes, best_newest = start, size, votes, newest
-    return best_start, best_size, best_votes
+        if votes > best_votes or (votes == best_votes and age < best_age):
+            best, best_votes, best_age = newest, votes, age
+    drafted = 0
+    while drafted < limit and peek(text, best + drafted) != SEPARATOR:
+        draft[drafted] = peek(text, best + drafted)
+        drafted += 1
+    return drafted, length, best_votes, counted

@@ -1,52 +1,61 @@
-"""Settings of a drafter. Numbers that someone chose say how they were found."""
+"""Settings of a drafter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_REFRESH_INTERVAL_S = 86_400
 MAX_DRAFT = 64
 MAX_MATCH_DEPTH = 64
 
-PolicyName = Literal["suffix", "article"]
+PolicyName = Literal["suffix", "classic"]
 Shape = Literal["path", "tree"]
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """How much a drafter remembers and how it drafts."""
+    """Settings of a drafter. Raises ValueError for a value out of its range."""
 
     capacity: int = 16_000_000
     """Tokens remembered; the newest overwrite the oldest. 8 bytes each, 13 while the index is merged."""
     policy: PolicyName = "suffix"
-    """`suffix`: calibrated evidence of all matches. `article`: the plain scheme that it is measured against."""
+    """`suffix`: calibrated evidence of all matches, `SuffixDrafter`. `classic`: the baseline, `ClassicDrafter`."""
     shape: Shape = "path"
-    """`path`: one token after the other. `tree`: where several tokens may follow, several are drafted."""
+    """`path`: a draft has one token per position. `tree`: it may have several."""
     max_draft: int = 32
     """Most tokens in one draft; 16 reach 98 to 100 % of what 32 do on recorded traffic."""
     cost: float = 0.02
-    """What verifying one more token costs, as a part of a step: about 0.005 for small batches, 0.1 for large ones.
-    A step may say its own."""
+    """What verifying one more token costs, as a fraction of a step: about 0.005 for small batches, 0.1 for large ones.
+    `Progress.cost` overrides it."""
     match_depth: int = 32
-    """Most context tokens that are matched; 16 lost 0.1 % on recorded traffic, more than 32 bought nothing."""
+    """Most context tokens that are matched; 16 lost 0.1 % on recorded traffic, more than 32 gained nothing."""
     learned_prompt_tokens: int = 32
-    """How many of a prompt's last tokens are remembered with its output; all of them cost 1 % on recorded traffic."""
+    """Last tokens of a prompt that are remembered with its output; whole prompts cost 1 % on recorded traffic."""
     idle_sessions: int = 256
     """Sessions between two turns whose index is kept for the next one."""
     idle_tokens: int = 4_000_000
-    """Tokens of all those sessions together; 8 to 24 bytes each. The longest idle leave first."""
+    """Tokens of all those sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
     refresh_interval_s: float = 0.005
-    """How long finished requests wait for others before they are merged into the index together."""
+    """Seconds between two updates of the index with finished requests; the rebuild interval of `classic`."""
+    classic_context: int = 10
+    """Policy `classic`: context tokens that are searched for first, then one token fewer each time."""
+    classic_matches: int = 32
+    """Policy `classic`: matches whose continuations are counted, a sample if there are more; 0 counts all of them."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Settings of a third-party drafter, by name; the drafters of this package read none of them."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a setting out of its range."""
+        """Check all ranges."""
         for name, least, most in (
             ("max_draft", 1, MAX_DRAFT),
             ("match_depth", 1, MAX_MATCH_DEPTH),
             ("learned_prompt_tokens", 0, 1 << 20),
             ("idle_sessions", 0, 1 << 20),
             ("idle_tokens", 0, 1 << 32),
+            ("classic_context", 1, MAX_MATCH_DEPTH),
+            ("classic_matches", 0, 1 << 32),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
@@ -56,12 +65,14 @@ class DrafterConfig:
                 f"refresh_interval_s must be above 0 and at most a day ({MAX_REFRESH_INTERVAL_S} s), "
                 f"not {self.refresh_interval_s}"
             )
-        for name, choices in (("policy", ("suffix", "article")), ("shape", ("path", "tree"))):
+        for name, choices in (("policy", ("suffix", "classic")), ("shape", ("path", "tree"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
 
 
 def check_cost(cost: float) -> None:
-    """Raises ValueError for a cost that no token can have."""
+    """Raise ValueError for a cost outside (0, 1]."""
     if not 0 < cost <= 1:
-        raise ValueError(f"cost is what one more verified token costs as a part of a step, above 0 to 1, not {cost}")
+        raise ValueError(
+            f"cost, the fraction of a step that one more verified token costs, must be above 0 to 1, not {cost}"
+        )

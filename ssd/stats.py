@@ -1,4 +1,4 @@
-"""Counters of what was drafted and what became of it: flat arrays that the kernel adds to, always on."""
+"""Statistics of drafts and their acceptance: arrays of counters that the kernel adds to."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.kernels.jit import inline
-from ssd.sequences.tables import AGE, DEPTH, LENGTH, PATH_ODDS, SOURCE
+from ssd.sequences.tables import AGE, DEPTH, LENGTH, PATH_PROB, SOURCE
 
 LENGTHS = 65
-"""Match lengths counted apart; longer ones with the last."""
+"""Number of match lengths with counters of their own; longer ones share the last."""
 POSITIONS = 129
 AGES = 40
-"""Ages in tokens, by the number of their bits."""
-ODDS_BINS = 20
+"""Number of ages with counters of their own: the number of bits of an age in tokens."""
+PROB_BINS = 20
 
 # Columns of `steps`.
 STEPS, COMMITTED, HITS = range(3)
 # Columns of the tallies.
 VERIFIED, ACCEPTED = range(2)
 # Columns of the calibration.
-COUNT, PROMISED, KEPT_COUNT = range(3)
+COUNT, PREDICTED, OBSERVED = range(3)
 
 
 class Counters(NamedTuple):
-    """The arrays, as kernels take them."""
+    """The counters, as arguments of kernels."""
 
     steps: np.ndarray
-    """int64 [3]: sequence steps, tokens that the target produced, steps in which something was verified."""
+    """int64 [3]: sequence steps, committed tokens, steps in which draft tokens were verified."""
     by_source: np.ndarray
     """int64 [2, 2]: by `Source`: tokens verified, and accepted."""
     by_length: np.ndarray
@@ -39,7 +39,7 @@ class Counters(NamedTuple):
     by_age: np.ndarray
     """int64 [AGES, 2]: by log2 of the age of the text that the token came from, in tokens."""
     calibration: np.ndarray
-    """float64 [ODDS_BINS, 3]: by path odds: tokens verified, the sum of their path odds, and accepted."""
+    """float64 [PROB_BINS, 3]: by path probability: tokens verified, sum of path probabilities, tokens accepted."""
 
 
 @inline
@@ -50,20 +50,20 @@ def _tally(table, at, accepted):  # type: ignore[no-untyped-def]
 
 
 @inline
-def record_node(counters, node, odds, accepted):  # type: ignore[no-untyped-def]
+def record_node(counters, node, probs, accepted):  # type: ignore[no-untyped-def]
     """Count one verified draft token."""
     _tally(counters.by_source, node[SOURCE], accepted)
     _tally(counters.by_length, node[LENGTH], accepted)
     _tally(counters.by_position, node[DEPTH] - 1, accepted)
     _tally(counters.by_age, node[AGE], accepted)
-    at = min(int(odds[PATH_ODDS] * ODDS_BINS), ODDS_BINS - 1)
+    at = min(int(probs[PATH_PROB] * PROB_BINS), PROB_BINS - 1)
     counters.calibration[at, COUNT] += 1.0
-    counters.calibration[at, PROMISED] += odds[PATH_ODDS]
-    counters.calibration[at, KEPT_COUNT] += 1.0 if accepted else 0.0
+    counters.calibration[at, PREDICTED] += probs[PATH_PROB]
+    counters.calibration[at, OBSERVED] += 1.0 if accepted else 0.0
 
 
 class Stats:
-    """Counters since a drafter began. Only tokens that the target verified count as drafted."""
+    """Counters of a drafter. Only tokens that the target verified count as drafted."""
 
     def __init__(self) -> None:
         self.counters = Counters(
@@ -72,17 +72,17 @@ class Stats:
             np.zeros((LENGTHS, 2), np.int64),
             np.zeros((POSITIONS, 2), np.int64),
             np.zeros((AGES, 2), np.int64),
-            np.zeros((ODDS_BINS, 3), np.float64),
+            np.zeros((PROB_BINS, 3), np.float64),
         )
         self._arrays = tuple(self.counters)
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The counters, in their order."""
+        """The counters, in the order of `Counters`."""
         return self._arrays
 
     def record_path(self, committed: int, verified: int, accepted: int, steps: int = 1) -> None:
-        """Note some steps of a drafter that knows nothing but paths; verified was in the first of them."""
+        """Add steps of a drafter of paths; the first one verified `verified` draft tokens and accepted `accepted`."""
         self.counters.steps[:] += (steps, committed, verified > 0)
         self.counters.by_source[0] += (verified, accepted)
         for column, upto in ((VERIFIED, verified), (ACCEPTED, accepted)):
@@ -95,12 +95,12 @@ class Stats:
 
     @property
     def committed(self) -> int:
-        """Tokens that the target produced, over all sequences."""
+        """Committed tokens, over all sequences."""
         return int(self.counters.steps[COMMITTED])
 
     @property
     def hits(self) -> int:
-        """Sequence steps for which something was drafted and verified."""
+        """Sequence steps in which draft tokens were verified."""
         return int(self.counters.steps[HITS])
 
     @property
@@ -110,16 +110,16 @@ class Stats:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that it kept."""
+        """Draft tokens that the target accepted."""
         return int(self.counters.by_source[:, ACCEPTED].sum())
 
     def calibration_error(self) -> float:
-        """The mean difference between the odds of a path and how often such paths were accepted, over all tokens."""
+        """Return the expected calibration error of path probabilities, over all verified tokens."""
         table = self.counters.calibration
-        return float(np.abs(table[:, PROMISED] - table[:, KEPT_COUNT]).sum() / max(1.0, table[:, COUNT].sum()))
+        return float(np.abs(table[:, PREDICTED] - table[:, OBSERVED]).sum() / max(1.0, table[:, COUNT].sum()))
 
     def summary(self) -> Mapping[str, float]:
-        """The figures that people ask for first."""
+        """Return hit rate, drafted and accepted tokens, acceptance rate and tokens per step."""
         return {
             "hit_rate": self.hits / max(1, self.steps),
             "drafted": self.verified,

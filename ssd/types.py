@@ -1,7 +1,6 @@
-"""What goes into a drafter and what comes out, as flat arrays for a whole batch.
+"""Inputs and outputs of a drafter: flat arrays for a whole batch.
 
-The same arrays travel over the wire as packed bytes, so nothing here is converted token by token.
-Knows nothing of how drafts are found.
+The same arrays go over the wire as packed bytes, so that nothing is converted token by token.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Source(IntEnum):
     """Where a draft token was found."""
 
     CORPUS = 0
-    """In a finished request."""
+    """In another request."""
     LOCAL = 1
     """In the running request's own prompt and output."""
 
@@ -42,23 +41,21 @@ class Progress:
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i committed `tokens[offsets[i]:offsets[i + 1]]`."""
     verified: np.ndarray
-    """uint32 [B]: how many tokens of the last draft the target verified."""
-    accepted: np.ndarray
-    """uint32 [B]: how many of those it accepted."""
+    """uint32 [B]: number of tokens of the last draft that the target verified."""
     max_draft: np.ndarray
-    """uint32 [B]: how many draft tokens the caller can use now."""
+    """uint32 [B]: most draft tokens that the caller can use now."""
     cost: float | None = None
-    """What verifying one more token costs now, as a part of a step, above 0 to 1; None: as configured."""
+    """What verifying one more token costs now, as a fraction of a step, above 0 to 1; None: as configured."""
     steps: np.ndarray | None = None
-    """uint32 [B]: how many steps of the target produced each sequence's tokens; None: one each. The last draft was
+    """uint32 [B]: number of target steps that produced each sequence's tokens; None: one each. The last draft was
     verified in the first of them."""
 
     def check_arrays(self) -> None:
-        """Raises ValueError, which names the field, for arrays that a kernel cannot read, or that do not fit together.
+        """Raise ValueError, with the field's name, for arrays of a wrong type or shape, or that do not fit together.
 
-        Each draft begins with it: 0.8 us for one sequence, 1.3 us for 64.
+        It takes 0.8 us for one sequence, 1.3 us for 64.
         """
-        counts = [self.verified, self.accepted, self.max_draft]
+        counts = [self.verified, self.max_draft]
         if self.steps is not None:
             counts.append(self.steps)
         for array in (self.tokens, self.offsets, *counts):
@@ -76,10 +73,10 @@ class Progress:
                 raise ValueError(f"{self._name_of(array)} has {len(array)} elements, not {sequences}: one a sequence")
 
     def check(self, offered: Mapping[int, int]) -> None:
-        """Raises ValueError as `check_arrays`; for a sequence that is not running, stands here twice, or verified what
-        it was not offered; and for a cost that no token can have.
+        """Raise ValueError as `check_arrays`, for a sequence that is not running, appears twice or verified more tokens
+        than it was offered, and for a cost outside (0, 1].
 
-        `offered`: the tokens of the last draft of each running sequence.
+        offered: number of tokens in the last draft of each running sequence, by id.
         """
         self.check_arrays()
         check_tokens(self.tokens)
@@ -87,11 +84,9 @@ class Progress:
             check_cost(self.cost)
         sequence_ids = self.sequence_ids.tolist()
         if len(set(sequence_ids)) != len(sequence_ids):
-            raise ValueError("a sequence stands in a batch twice")
-        for sequence_id, verified, accepted in zip(
-            sequence_ids, self.verified.tolist(), self.accepted.tolist(), strict=True
-        ):
-            check_outcome(sequence_id, verified, accepted, offered)
+            raise ValueError("a sequence appears twice in the batch")
+        for sequence_id, verified in zip(sequence_ids, self.verified.tolist(), strict=True):
+            check_verified(sequence_id, verified, offered)
 
     def _name_of(self, array: np.ndarray) -> str:
         return next(name for name, own in vars(self).items() if own is array)
@@ -105,10 +100,10 @@ class DraftBatch:
     """uint32 [T]."""
     parents: np.ndarray
     """int32 [T]: index of the parent within the sequence's own draft, `ROOT` for a child of the context."""
-    odds: np.ndarray
+    accept_prob: np.ndarray
     """float32 [T]: estimated probability of acceptance, given that the parent is accepted."""
     source: np.ndarray
-    """uint8 [T]: a `Source` each."""
+    """uint8 [T]: the `Source` of each token."""
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i is offered `tokens[offsets[i]:offsets[i + 1]]`."""
 
@@ -117,49 +112,49 @@ class DraftBatch:
         return len(self.offsets) - 1
 
     def tokens_of(self, index: int) -> np.ndarray:
-        """Draft tokens of one sequence, uint32."""
+        """Return the draft tokens of one sequence, uint32 [n]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def parents_of(self, index: int) -> np.ndarray:
-        """Their parents, int32."""
+        """Return the parents of one sequence's draft tokens, int32 [n]."""
         return self.parents[self.offsets[index] : self.offsets[index + 1]]
 
     def sources_of(self, index: int) -> np.ndarray:
-        """Where they were found, uint8."""
+        """Return the sources of one sequence's draft tokens, uint8 [n]."""
         return self.source[self.offsets[index] : self.offsets[index + 1]]
 
     @classmethod
     def empty(cls, sequences: int) -> DraftBatch:
-        """No draft for any of `sequences`."""
+        """Return a batch without drafts for `sequences` sequences."""
         return cls(
             tokens=np.empty(0, np.uint32),
             parents=np.empty(0, np.int32),
-            odds=np.empty(0, np.float32),
+            accept_prob=np.empty(0, np.float32),
             source=np.empty(0, np.uint8),
             offsets=np.zeros(sequences + 1, np.uint32),
         )
 
     @classmethod
-    def joined(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
-        """The sequences of several batches in a row."""
+    def concatenate(cls, batches: Sequence[DraftBatch]) -> DraftBatch:
+        """Return the sequences of several batches, in order."""
         lengths = [batch.offsets[1:] - batch.offsets[:-1] for batch in batches]
         return cls(
             tokens=np.concatenate([batch.tokens for batch in batches]),
             parents=np.concatenate([batch.parents for batch in batches]),
-            odds=np.concatenate([batch.odds for batch in batches]),
+            accept_prob=np.concatenate([batch.accept_prob for batch in batches]),
             source=np.concatenate([batch.source for batch in batches]),
             offsets=offsets_of(np.concatenate(lengths)),
         )
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Path]) -> DraftBatch:
-        """One path a sequence, as a batch."""
+    def from_paths(cls, paths: Sequence[Path]) -> DraftBatch:
+        """Return a batch with one path per sequence."""
         lengths = np.array([len(path.tokens) for path in paths], np.uint32)
         parents = [np.arange(ROOT, len(path.tokens) + ROOT, dtype=np.int32) for path in paths]
         return cls(
             tokens=_joined([path.tokens for path in paths], np.uint32),
             parents=_joined(parents, np.int32),
-            odds=_joined([path.odds for path in paths], np.float32),
+            accept_prob=_joined([path.accept_prob for path in paths], np.float32),
             source=np.repeat(np.array([path.source for path in paths], np.uint8), lengths),
             offsets=offsets_of(lengths),
         )
@@ -171,18 +166,36 @@ class Path:
 
     tokens: np.ndarray
     """uint32 [n]."""
-    odds: np.ndarray
-    """float32 [n]: each given the one before it."""
+    accept_prob: np.ndarray
+    """float32 [n]: probability that each token is accepted, given the one before it."""
     source: Source = Source.CORPUS
     match_length: int = 0
-    """How many of the context's last tokens were found."""
+    """Number of the context's last tokens that were found."""
 
 
 NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """Possible outcomes of verifying the last drafts of B sequences, K outcomes in all."""
+
+    sequence_ids: np.ndarray
+    """uint64 [B]."""
+    offsets: np.ndarray
+    """uint32 [B + 1]: sequence i has the outcomes `offsets[i]` up to `offsets[i + 1]`."""
+    accepted: np.ndarray
+    """uint32 [K]: how many tokens of the sequence's last draft are accepted; these must be a path."""
+    bonus: np.ndarray
+    """uint32 [K]: the target's own token after them."""
+    max_draft: np.ndarray
+    """uint32 [B]: how many draft tokens the caller can use for each outcome of a sequence."""
+    cost: float | None = None
+    """As in `Progress`."""
+
+
 class Drafter(Protocol):
-    """The face that embedded and remote drafters share.
+    """Interface of drafters that work on tokens, embedded or remote.
 
     A sequence is started once, drafted for any number of times, and finished once.
     """
@@ -192,41 +205,38 @@ class Drafter(Protocol):
         ...
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Take note of what was committed, and draft what may follow.
+        """Commit the tokens of a step, and draft what may follow.
 
-        Raises ValueError for a sequence that was not started or stands in the batch twice, for more tokens verified
-        than were offered, for a token id that is reserved, and for arrays that do not fit together.
+        Raises ValueError for a sequence that was not started or appears twice in the batch, for more tokens verified
+        than were offered, for a reserved token id, and for arrays that do not fit together.
         """
         ...
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence. `tokens`, uint32 [n]: what was committed since its last draft.
 
-        `verified` and `accepted` tell what became of that draft, as in `Progress`. What the sequence produced becomes
-        draftable for others if `learn` is set. Raises ValueError as `draft` does.
+        verified: as in `Progress`. Other sequences may be offered what this one produced if `learn` is set. Raises
+        ValueError as `draft` does.
         """
         ...
 
     def close(self) -> None:
-        """Release threads and connections. Further calls are errors."""
+        """Release threads and connections. No method may be called after it."""
         ...
 
 
-def check_outcome(sequence_id: int, verified: int, accepted: int, offered: Mapping[int, int]) -> None:
-    """Raises ValueError for a sequence that is not running, or counts that its last draft cannot have."""
+def check_verified(sequence_id: int, verified: int, offered: Mapping[int, int]) -> None:
+    """Raise ValueError for a sequence that is not running, or that verified more than its last draft had."""
     if sequence_id not in offered:
         raise ValueError(f"sequence {sequence_id} was not started")
-    if not 0 <= accepted <= verified <= offered[sequence_id]:
+    if not 0 <= verified <= offered[sequence_id]:
         raise ValueError(
-            f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified} "
-            f"and accepted {accepted}"
+            f"sequence {sequence_id} was offered {offered[sequence_id]} tokens; it cannot have verified {verified}"
         )
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Lengths [B] to offsets, uint32 [B + 1]."""
+    """Convert lengths [B] to offsets, uint32 [B + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.uint32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

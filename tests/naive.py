@@ -1,4 +1,4 @@
-"""Slow, obvious versions of what the packages do fast. They are the specification: tests hold the fast ones to them."""
+"""Slow, obvious versions of fast functions. They are the specification that tests compare the fast ones with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 SEPARATOR = 0xFFFF_FFFF
 
 
-def joined(requests: Sequence[Sequence[int]]) -> list[int]:
-    """Requests in a row, a separator behind each that is not empty."""
+def concatenated(requests: Sequence[Sequence[int]]) -> list[int]:
+    """Return all requests that are not empty in one list, with a separator after each."""
     return [token for request in requests if request for token in (*request, SEPARATOR)]
 
 
 def key(text: Sequence[int], position: int, depth: int) -> list[int]:
-    """The text before a position, read backwards: to a depth, or up to and with the separator before its request."""
+    """Return the text before a position, read backwards: `depth` tokens, or up to and including a separator."""
     tokens: list[int] = []
     while len(tokens) < depth and SEPARATOR not in tokens:
         before = position - 1 - len(tokens)
@@ -25,7 +25,7 @@ def key(text: Sequence[int], position: int, depth: int) -> list[int]:
 
 
 def common_length(text: Sequence[int], position: int, other_text: Sequence[int], other: int, depth: int) -> int:
-    """How many tokens before two positions are the same, read backwards; no separator is the same as another."""
+    """Return how many tokens before two positions are equal, read backwards; separators are never equal."""
     pairs = zip(key(text, position, depth), key(other_text, other, depth), strict=False)
     length = 0
     for one, another in pairs:
@@ -36,19 +36,19 @@ def common_length(text: Sequence[int], position: int, other_text: Sequence[int],
 
 
 def usable_positions(text: Sequence[int]) -> list[int]:
-    """Positions behind a token and before something: where a context can be matched and go on."""
+    """Return the positions that follow a token and are followed by something."""
     return [position for position in range(1, len(text)) if text[position - 1] != SEPARATOR]
 
 
 def place_of(text: Sequence[int], order: Sequence[int], other_text: Sequence[int], other: int, depth: int) -> int:
-    """Where a position of another text belongs in a sorted order: behind all keys that are not greater."""
+    """Return where a position of another text belongs in sorted positions: after all keys that are not greater."""
     return bisect_right(order, key(other_text, other, depth), key=lambda position: key(text, position, depth))
 
 
 def merged(
     order: Sequence[int], added: Sequence[int], places: Sequence[int], oldest: int, alive: int, slots: int
 ) -> list[int]:
-    """`added` put into `order` at their places, without those outside the `alive` slots from `oldest` on."""
+    """Insert `added` into `order` at their places, without positions outside the `alive` slots from `oldest` on."""
     everything = [*order]
     for place, position in reversed(list(zip(places, added, strict=True))):
         everything.insert(place, position)
@@ -64,10 +64,10 @@ def levels(
     growth: int,
     most: int,
 ) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Matches of a context in several texts, longest first: (tokens matched, [(text, position)]).
+    """Return the matches of a context in several texts, longest first: (tokens matched, [(text, position)]).
 
-    tiers: a text each, and the positions of it that count. A shorter match is taken only if it has `growth` times the
-    occurrences of the one taken before it; `rounds` lengths are looked at, and `most` taken.
+    tiers: a text each, and the positions of it that count. A shorter match is used only if it has `growth` times the
+    occurrences of the one used before it; `rounds` lengths are tried, and at most `most` used.
     """
     lengths = {
         (tier, position): common_length(text, position, context, len(context), depth)
@@ -83,7 +83,7 @@ def levels(
 
 
 def transitions(texts: Iterable[Sequence[int]]) -> Mapping[int, set[int]]:
-    """Which tokens follow which, in any of the texts."""
+    """Return which tokens follow each token in any of the texts."""
     following: dict[int, set[int]] = {}
     for text in texts:
         for token, successor in itertools.pairwise(text):
@@ -91,9 +91,9 @@ def transitions(texts: Iterable[Sequence[int]]) -> Mapping[int, set[int]]:
     return following
 
 
-def article_draft(text: Sequence[int], context: Sequence[int], limit: int) -> tuple[list[int], int]:
-    """The article's draft, counting all matches, and the length of its match."""
-    for length in range(min(10, len(context)), 0, -1):
+def classic_draft(text: Sequence[int], context: Sequence[int], limit: int, longest: int = 10) -> tuple[list[int], int]:
+    """Return the baseline's draft, counting all matches, and the length of its match."""
+    for length in range(min(longest, len(context)), 0, -1):
         pattern = list(context[len(context) - length :])
         starts = [p for p in range(len(text) - length + 1) if list(text[p : p + length]) == pattern]
         if starts:
@@ -114,7 +114,7 @@ def _continuation(text: Sequence[int], start: int, limit: int) -> tuple[int, ...
 
 
 def ngram_draft(text: Sequence[int], limit: int, longest: int = 4, shortest: int = 2) -> list[int]:
-    """Prompt lookup: what followed the most recent earlier occurrence of the longest run that the text ends with."""
+    """Return what followed the most recent earlier occurrence of the longest suffix of the text (prompt lookup)."""
     for length in range(min(longest, len(text) - 1), shortest - 1, -1):
         run = list(text[len(text) - length :])
         for start in range(len(text) - length - 1, -1, -1):
@@ -124,7 +124,7 @@ def ngram_draft(text: Sequence[int], limit: int, longest: int = 4, shortest: int
 
 
 def accepted_length(draft: Sequence[int], chosen: Sequence[int]) -> int:
-    """Leading draft tokens that the target would have produced itself."""
+    """Return the number of leading draft tokens that equal the target's."""
     accepted = 0
     while accepted < len(draft) and draft[accepted] == chosen[accepted]:
         accepted += 1
@@ -132,7 +132,7 @@ def accepted_length(draft: Sequence[int], chosen: Sequence[int]) -> int:
 
 
 def accepted_path(draft: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """The nodes of a draft tree that the target agrees with, walking down from the context."""
+    """Return the nodes of a draft tree on the path that the target accepts."""
     path: list[int] = []
     while True:
         at = path[-1] if path else -1

@@ -1,4 +1,4 @@
-"""Driving a drafter with a recorded output in the target's place."""
+"""Drive a drafter with a recorded output instead of a target."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ssd import DraftBatch, DrafterConfig, SuffixDrafter
-from ssd.corpus.corpus import Corpus
+from ssd import Corpus, DraftBatch, DrafterConfig
+from ssd.base import CorpusDrafter
+from ssd.drafter import make_drafter
 from ssd.types import ROOT, Drafter, Progress, offsets_of
 
 
-def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> SuffixDrafter:
-    """A drafter that has learned some requests, and learns of others when its corpus is told to refresh."""
+def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> CorpusDrafter:
+    """Return a drafter over a corpus with some requests; `corpus.refresh` adds later ones."""
     config = DrafterConfig(**{"capacity": 100_000, **settings})
-    corpus = Corpus(config.capacity, config.match_depth)
+    corpus = Corpus.from_config(config)
     for request in requests:
         corpus.append(np.asarray(request, np.uint32))
     corpus.refresh()
-    return SuffixDrafter(config, corpus=corpus)
+    return make_drafter(config, corpus=corpus)
 
 
 def progress_of(
     committed: Mapping[int, Sequence[int]],
     limit: int,
     verified: int = 0,
-    accepted: int = 0,
     cost: float | None = None,
 ) -> Progress:
-    """A step's progress: tokens committed by sequence id, the same counts and limit for each."""
+    """Return the progress of a step: committed tokens by sequence id, with equal counts and limits."""
     runs = [np.asarray(tokens, np.uint32) for tokens in committed.values()]
     return Progress(
         sequence_ids=np.array(list(committed), np.uint64),
         tokens=np.concatenate([*runs, np.empty(0, np.uint32)]).astype(np.uint32),
         offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
         verified=np.full(len(runs), verified, np.uint32),
-        accepted=np.full(len(runs), accepted, np.uint32),
         max_draft=np.full(len(runs), limit, np.uint32),
         cost=cost,
     )
 
 
 def accepted_path(drafts: DraftBatch, index: int, output: Sequence[int]) -> list[int]:
-    """The draft tokens of a sequence that lead through what the target produces, by their place in its draft."""
+    """Return the indices of a sequence's draft tokens that are a path through the target's output."""
     own = slice(drafts.offsets[index], drafts.offsets[index + 1])
     children = {
         (parent, token): node
@@ -68,16 +67,16 @@ def replay_one(
     *,
     learn: bool = True,
 ) -> int:
-    """Run one request whose greedy output is known; returns the steps that it took."""
+    """Run one request whose greedy output is known; return the number of steps."""
     drafter.start(sequence_id, prompt)
-    done, steps, verified, accepted = 0, 0, 0, 0
+    done, steps, verified = 0, 0, 0
     last = np.empty(0, np.uint32)
     while done < len(output):
-        drafts = drafter.draft(progress_of({sequence_id: last}, min(limit, len(output) - done - 1), verified, accepted))
+        drafts = drafter.draft(progress_of({sequence_id: last}, min(limit, len(output) - done - 1), verified))
         verified = len(drafts.tokens)
         accepted = len(accepted_path(drafts, 0, output[done:]))
         last = output[done : done + accepted + 1]
         done += len(last)
         steps += 1
-    drafter.finish(sequence_id, last, verified=verified, accepted=accepted, learn=learn)
+    drafter.finish(sequence_id, last, verified=verified, learn=learn)
     return steps

@@ -1,4 +1,4 @@
-"""The wire contract is well formed, and what it says today is understood by clients of the last release."""
+"""The wire contract is well formed, and compatible with the baseline of the last release."""
 
 import os
 import shutil
@@ -14,16 +14,16 @@ BASELINE = Path("protos/baseline.binpb")
 
 PLANTED = {
     "a field of another type": ("uint64 step = 1;", "string step = 1;", "changed type"),
-    "a field of another number": ("repeated Start starts = 2;", "repeated Start starts = 20;", "deleted"),
-    "a field that is gone": ("  bytes odds = 3;\n", "", "was deleted"),
+    "a field of another number": ("repeated Start starts = 3;", "repeated Start starts = 30;", "deleted"),
+    "a removed field": ("  bytes accept_prob = 3;\n", "", "was deleted"),
     "a field of another name": ("  bytes parents = 2;", "  bytes ancestors = 2;", "changed name"),
-    "a call that is gone": ("  rpc Observe(ObserveRequest) returns (ObserveResponse);\n", "", "was deleted"),
-    "a stream that is none": ("returns (stream WarmResponse)", "returns (WarmResponse)", "server streaming"),
+    "a removed call": ("  rpc Observe(ObserveRequest) returns (ObserveResponse);\n", "", "was deleted"),
+    "a stream that becomes a message": ("returns (stream WarmResponse)", "returns (WarmResponse)", "server streaming"),
 }
 
 
 def find_buf():
-    """The program: $BUF, beside this Python (the dev extra), on the path, or from npm."""
+    """Return the program: $BUF, beside this Python (the dev extra), on the path, or from npm."""
     folders = [
         Path(sys.executable).parent,
         *os.environ.get("PATH", "").split(os.pathsep),
@@ -46,13 +46,13 @@ def buf():
 
 @pytest.fixture
 def copy(tmp_path):
-    """The contract and its settings in a folder that can be spoilt."""
+    """A copy of the contract and its settings that a test may change."""
     shutil.copytree(ROOT / "protos", tmp_path / "protos")
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     return tmp_path
 
 
-def spoil(copy, before, after):
+def change(copy, before, after):
     text = (copy / PROTO).read_text()
     assert before in text
     (copy / PROTO).write_text(text.replace(before, after, 1))
@@ -63,32 +63,32 @@ def test_it_is_well_formed(buf):
     assert done.returncode == 0, done.stdout
 
 
-def test_it_is_as_buf_formats_it(buf):
+def test_it_is_formatted(buf):
     done = buf(ROOT, "format", "--diff", "--exit-code")
     assert done.returncode == 0, done.stdout
 
 
-def test_the_last_release_understands_it(buf):
+def test_it_is_compatible_with_the_baseline(buf):
     done = buf(ROOT, "breaking", "--against", str(BASELINE))
     assert done.returncode == 0, f"{done.stdout}\nafter a release that may break: make protos-baseline"
 
 
 @pytest.mark.parametrize(("before", "after", "complaint"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_break_is_found(buf, copy, before, after, complaint):
-    spoil(copy, before, after)
+def test_a_planted_incompatibility_is_found(buf, copy, before, after, complaint):
+    change(copy, before, after)
     done = buf(copy, "breaking", "--against", str(BASELINE))
     assert done.returncode == 100
     assert complaint in done.stdout
 
 
-def test_what_is_new_breaks_nothing(buf, copy):
-    spoil(copy, "message Error {", "message Error {\n  // Where more is said.\n  string link = 99;")
+def test_a_new_field_is_compatible(buf, copy):
+    change(copy, "message Error {", "message Error {\n  // A further explanation.\n  string link = 99;")
     done = buf(copy, "breaking", "--against", str(BASELINE))
     assert done.returncode == 0, done.stdout
 
 
 def test_planted_bad_style_is_found(buf, copy):
-    spoil(copy, "  int32 code = 1;", "  int32 Code = 1;")
+    change(copy, "  int32 code = 1;", "  int32 Code = 1;")
     done = buf(copy, "lint")
     assert done.returncode == 100
     assert 'Field name "Code" should be lower_snake_case' in done.stdout

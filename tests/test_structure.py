@@ -1,4 +1,4 @@
-"""What may import what, and that generated files are what their source says."""
+"""Rules of the source tree: what each package may import, how many entries it shows, and that stubs are up to date."""
 
 import ast
 import subprocess
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-
-GRPC_EXTRAS = ("grpc_health", "grpc_reflection")
+PACKAGES = ("ssd", "drafter_service", "engine")
+MOST_ENTRIES = 13
+"""Files and folders at the top of a package, without `__init__.py` and `py.typed`."""
 
 ALLOWED = {
     "ssd": {"ssd", "numpy", "numba", "llvmlite", "pydivsufsort"},
@@ -21,7 +22,8 @@ ALLOWED = {
         "fsspec",
         "google.protobuf",
         "grpc",
-        *GRPC_EXTRAS,
+        "grpc_health",
+        "grpc_reflection",
         "jinja2",
         "numpy",
         "opentelemetry",
@@ -57,11 +59,19 @@ ALLOWED = {
         "uvicorn",
     },
 }
-"""Beside the standard library, of which `ssd` may not open sockets."""
+"""Modules that a package may import, beside the standard library; `ssd` may not import `socket`."""
+
+TORCH_FREE_IMPORT = """
+import pkgutil, sys, ssd, drafter_service
+for package in (ssd, drafter_service):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        __import__(module.name)
+assert "torch" not in sys.modules, "torch was imported"
+"""
 
 
-def imports_of(path):
-    """Modules that a file imports, wherever in it."""
+def imported_modules(path):
+    """Names of the modules that a file imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,47 +80,69 @@ def imports_of(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def sources(package):
+def source_files(package):
     return [path for path in (ROOT / package).rglob("*.py") if "stubs" not in path.parts]
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_packages_import_only_what_they_may(package):
-    def may_import(module):
+def import_graph():
+    """For each module of the packages, the modules of the packages that it imports."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for package in PACKAGES
+        for path in source_files(package)
+    }
+    return {name: {module for module in imported_modules(path) if module in modules} for name, path in modules.items()}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_is_allowed(package):
+    def allowed(module):
         if any(module == name or module.startswith(name + ".") for name in ALLOWED[package]):
             return True
         return module.split(".")[0] in sys.stdlib_module_names and (package, module) != ("ssd", "socket")
 
     offences = [
         f"{path.relative_to(ROOT)} imports {module}"
-        for path in sources(package)
-        for module in imports_of(path)
-        if not may_import(module)
+        for path in source_files(package)
+        for module in imported_modules(path)
+        if not allowed(module)
     ]
     assert not offences
 
 
-def test_no_module_imports_those_that_import_it():
-    """Within a package imports form no cycle."""
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for package in ALLOWED for path in sources(package)
-    }
-    arrows = {name: {module for module in imports_of(path) if module in modules} for name, path in modules.items()}
-    done: set[str] = set()
+def test_library_and_sidecar_do_not_import_torch():
+    subprocess.run([sys.executable, "-c", TORCH_FREE_IMPORT], cwd=ROOT, check=True)
+
+
+def test_imports_form_no_cycle():
+    graph = import_graph()
+    done = set()
 
     def visit(name, trail):
         assert name not in trail, " -> ".join([*trail, name])
         if name not in done:
-            for other in sorted(arrows[name]):
+            for other in sorted(graph[name]):
                 visit(other, [*trail, name])
             done.add(name)
 
-    for name in sorted(modules):
+    for name in sorted(graph):
         visit(name, [])
 
 
-def test_generated_stubs_are_those_of_the_contract(tmp_path):
-    pytest.importorskip("grpc_tools", reason="grpcio-tools is part of the dev extra")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_top_of_a_package_has_few_entries(package):
+    hidden = {"__init__.py", "__pycache__", "py.typed"}
+    entries = {path.name for path in (ROOT / package).iterdir()} - hidden
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_declares_its_types(package):
+    assert (ROOT / package / "py.typed").exists()
+
+
+def test_stubs_match_the_protocol(tmp_path):
+    pytest.importorskip("grpc_tools", reason="grpcio-tools (extra dev) is not installed")
     subprocess.run(
         [
             sys.executable,

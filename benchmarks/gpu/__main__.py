@@ -1,6 +1,6 @@
 """What the engine does on a GPU, in named parts, against the figures it is meant to reach.
 
-    python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--loop pipelined]
+    python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--in-flight 1]
         [--shape llama3-8b] [--trace FILE.npz]
 
 Weights are random, of a well-known shape; acceptance comes from recorded traffic, whose token ids are renumbered if
@@ -14,7 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
+import subprocess
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.command import PAGE, RESULTS, TRACE, build_parser, child_arguments
-from benchmarks.gpu.machine import describe, today
 from benchmarks.gpu.page import merged, read_results, update_page
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.processes import run_part
+from benchmarks.memory import device_name
 from ssd.errors import UserError
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "numpy", "numba")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,7 +71,9 @@ def list_parts(parts: Sequence[Part]) -> None:
 
 def run(parts: Sequence[Part], options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Run the parts one after the other; `path` holds what is known so far, should this process be stopped."""
-    settings = {name: getattr(options, name) for name in ("device", "dtype", "attention", "loop", "shape", "scale")}
+    settings = {
+        name: getattr(options, name) for name in ("device", "dtype", "attention", "in_flight", "shape", "scale")
+    }
     document: dict[str, Any] = {**describe(options.device, options.commit), "settings": settings, "parts": []}
     left = 0.0
     for part in parts:
@@ -97,6 +105,41 @@ def new_results_path(folder: Path, date: str) -> Path:
     """A file that does not exist yet: gpu-DATE.json, gpu-DATE-b.json and so on."""
     names = chain([f"gpu-{date}.json"], (f"gpu-{date}-{letter}.json" for letter in "bcdefghijklmnopqrstuvwxyz"))
     return next(folder / name for name in names if not (folder / name).exists())
+
+
+def describe(device: str, commit: str | None) -> dict[str, object]:
+    """The head of a document."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "gpu": device_name(device),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions()},
+        "commit": commit or commit_of_git(),
+    }
+
+
+def today() -> str:
+    """The date, as files are named."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def versions() -> dict[str, str | None]:
+    """Of packages that decide how fast it is; None for those that are not there."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit_of_git() -> str:
+    """The commit of the source tree, marked if files have changed since; "unknown" where it was copied without git."""
+    try:
+        asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() or "unknown"
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from torch import Tensor
 from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
 from benchmarks.memory import free_bytes
 from benchmarks.shapes import SHAPES, random_model
-from engine.build import build_engine
-from engine.config import DraftShape, EngineConfig, Loop
-from engine.engine import Engine
+from engine.config import DraftShape, EngineConfig
+from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import DTYPES
 from engine.models.packed import pack
-from engine.speculation.overlap import furthest
 from ssd.types import Drafter
 
 DRAFT = 16
@@ -102,8 +100,8 @@ class Setting:
     shape: str
     scale: Scale
     trace: Path | None
-    loop: Loop = "pipelined"
-    """Of all engines but those that verify trees, for which there is the plain loop."""
+    in_flight: int | None = None
+    """As in `EngineConfig`."""
 
 
 class Bench:
@@ -161,13 +159,13 @@ class Bench:
             kv_memory_mib=max(64, -(-min(wanted, free or wanted) >> 20)),
             max_draft=max_draft,
             draft_shape=shape,
-            loop="plain" if shape == "tree" else self.setting.loop,
+            in_flight=0 if shape == "tree" else self.setting.in_flight,
         )
 
     @property
     def longest_draft(self) -> int:
-        """That is worth asking a drafter for, where a step verifies `DRAFT` tokens."""
-        return DRAFT if self.setting.loop == "plain" else furthest(DRAFT)
+        """Largest number of tokens that the engine asks a drafter for."""
+        return DRAFT
 
     @property
     def kv_bytes(self) -> int:

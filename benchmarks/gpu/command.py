@@ -9,7 +9,7 @@ from benchmarks.gpu.bench import SCALES, Setting
 from benchmarks.gpu.factor import factor
 from benchmarks.gpu.parts import PARTS
 from benchmarks.shapes import SHAPES
-from engine.commands.options import ATTENTIONS, LOOPS
+from engine.commands.options import ATTENTIONS
 from engine.models.loader import DTYPES
 
 TRACE = Path("../shared/traces/agent-tau-airline-gpt4o.npz")
@@ -34,7 +34,10 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="whose kernels run it (auto: FlashInfer's, if installed)",
     )
     add(
-        "--loop", choices=LOOPS, default="pipelined", help="of all parts but trees, which run the plain one (pipelined)"
+        "--in-flight",
+        type=int,
+        choices=(0, 1),
+        help="steps in flight while the next one is planned (decided at run time)",
     )
     add("--shape", choices=SHAPES, default="llama3-8b", help="of the random weights (llama3-8b)")
     add("--scale", choices=SCALES, default="full", help="how much of everything: tiny tries the benchmark (full)")
@@ -49,10 +52,13 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
 def setting_of(options: argparse.Namespace) -> Setting:
     """What the parts need to know."""
     scale = SCALES[options.scale]
-    return Setting(options.device, options.dtype, options.attention, options.shape, scale, options.trace, options.loop)
+    return Setting(
+        options.device, options.dtype, options.attention, options.shape, scale, options.trace, options.in_flight
+    )
 
 
 def child_arguments(options: argparse.Namespace) -> list[str]:
     """The command line of a part's process, less the part."""
-    names = ("device", "dtype", "attention", "loop", "shape", "scale", "trace")
-    return [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+    names = ("device", "dtype", "attention", "in_flight", "shape", "scale", "trace")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]

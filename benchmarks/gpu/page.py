@@ -56,7 +56,8 @@ def tables(document: Document | None) -> str:
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     lines = [
         f"{document['date']}, {document['gpu']}, {known}. "
-        f"Random weights of the shape {settings['shape']}, {settings['dtype']}; the {settings['loop']} loop.",
+        f"Random weights of the shape {settings['shape']}, {settings['dtype']}; "
+        f"steps in flight: {'decided at run time' if settings['in_flight'] is None else settings['in_flight']}.",
         "",
         "| figure | measured | median of | target | |",
         "|---|---|---|---|---|",

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.drafting import drafting
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.served import misfits, peers, replay
-from benchmarks.gpu.single import ceilings, decode, start, streams, verify
-from benchmarks.gpu.trees import trees
+from benchmarks.gpu.served import drafting, misfits, peers, replay
+from benchmarks.gpu.single import ceilings, decode, start, streams, trees, verify
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ PARTS = (
     Part("start", "capturing CUDA graphs for the most streams that are served", 30, start),
     Part("decode", "plain decoding of one stream, against the bandwidth; GPU idle between steps", 30, decode),
     Part("verify", "verifying 16 draft tokens, against a plain step", 35, verify),
-    Part("trees", "a tree of 32 nodes at 32k tokens, against a path and against a mask over everything", 45, trees),
+    Part("trees", "a tree of 32 nodes at 32k tokens, against a path", 45, trees),
     Part("replay", "ssd against none on recorded traffic", 90, replay),
     Part("misfits", "drafts that never fit, against none", 40, misfits),
     Part("drafting", "CPU drafting on the GPU's timeline, embedded and remote", 40, drafting),

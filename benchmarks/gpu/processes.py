@@ -1,4 +1,8 @@
-"""A part in a process of its own, within its time."""
+"""Run a part of the benchmark in a process of its own, within its time limit.
+
+A part that runs out of time or memory, or into an illegal access, then costs no other part its figures. The process
+prints what it measures to stdout, one JSON document a line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-from benchmarks.gpu.parts import Part
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.command import build_parser, setting_of
+from benchmarks.gpu.figures import SkippedError
+from benchmarks.gpu.parts import PARTS, Part
+from ssd.errors import UserError
 
 REASON_CHARACTERS = 2000
 """Of what a process that failed said last."""
@@ -20,7 +28,7 @@ REASON_CHARACTERS = 2000
 
 def run_part(part: Part, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
     """What the part reported, and how it ended: `ok`, `skipped`, `failed` or `out of time`."""
-    command = [sys.executable, "-m", "benchmarks.gpu.part", "--part", part.name, *arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu.processes", "--part", part.name, *arguments]
     began = perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         # A group of its own, so that a sidecar ends with it.
@@ -68,3 +76,18 @@ def read_output(output: str) -> tuple[list[dict[str, Any]], str | None]:
             figures += [document["figure"]] if "figure" in document else []
             skipped = document.get("skipped", skipped)
     return figures, skipped
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the part that the command line names, in this process."""
+    options = build_parser().parse_args(arguments)
+    [part] = [part for part in PARTS if part.name in options.part]
+    try:
+        for figure in part.run(Bench(setting_of(options))):
+            print(json.dumps({"figure": figure.as_row()}), flush=True)
+    except (SkippedError, UserError) as reason:
+        print(json.dumps({"skipped": str(reason)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

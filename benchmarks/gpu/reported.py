@@ -1,4 +1,4 @@
-"""A plugin of pytest: what tests recorded with `record_property` stands at the end of its output."""
+"""A pytest plugin that lists at the end of the output what tests recorded with `record_property`."""
 
 from __future__ import annotations
 

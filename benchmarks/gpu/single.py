@@ -13,12 +13,12 @@ import torch
 from benchmarks.gpu.bench import CEILING_TRIES, DRAFT, Bench
 from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
 from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
-from benchmarks.gpu.stepping import FixedDrafter, path, ratios, time_steps
+from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
 from benchmarks.gpu.timeline import LEAST_GAP_US, Interval, by_name, idle_share, span
 from engine.drafters.none import NoDrafter
-from engine.executor.pipeline import PipelinedEngine
 
 RECORDED_STEPS = 20
+TREE_NODES = 32
 SHORT = 256
 """Tokens of a sequence where none runs."""
 CAPTURE_S = 60.0
@@ -35,14 +35,13 @@ def ceilings(bench: Bench) -> Iterator[Figure]:
 
 def start(bench: Bench) -> Iterator[Figure]:
     """Graphs of the largest engine that is served, captured as at its start; all kernels have been compiled before."""
-    if not bench.on_gpu or bench.setting.loop != "pipelined":
-        raise SkippedError("graphs are captured by the pipelined loop, on a CUDA device")
+    if not bench.on_gpu:
+        raise SkippedError("graphs are captured on a CUDA device")
     counts = {"small": 1, "large": max(bench.scale.concurrencies)}
     found = {}
     for name, sequences in counts.items():
         began = perf_counter()
         with closing(bench.engine(NoDrafter(), sequences, SHORT, has_budget=True)) as engine:
-            assert isinstance(engine, PipelinedEngine)
             found[name] = engine.captured, perf_counter() - began
     (graphs, seconds), whole = found["large"]
     details = {"graphs": graphs, "ms_a_graph": round(1e3 * seconds / graphs, 1), "whole_start_s": round(whole, 2)}
@@ -82,17 +81,28 @@ def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
 
 def verify(bench: Bench) -> Iterator[Figure]:
     """A step that verifies 16 draft tokens, of which none fits, against one without drafts, in turns."""
-    # The pipelined loop verifies what is left of a draft behind the tokens of the step that is under way: here one.
-    right = 1 if bench.setting.loop == "pipelined" else 0
+    # With a step in flight, the draft is what follows the token that this step adds.
+    right = 1 if bench.setting.in_flight == 1 else 0
     wrong = FixedDrafter(path(right + DRAFT), bench.config.vocab_size, right=right)
     timed = time_steps(bench, {"plain": NoDrafter(), "verify": wrong}, 1, bench.scale.context)
     ratio = median(ratios(timed["verify"], timed["plain"]))
-    outcomes = [outcome for report in timed["verify"].reports for outcome in report.outcomes]
+    results = [result for report in timed["verify"].reports for result in report.results]
     details: dict[str, object] = {f"{name}_ms": round(1e3 * median(own.medians), 3) for name, own in timed.items()}
-    details["draft_tokens"] = min(outcome.drafted for outcome in outcomes)
-    details["accepted"] = max(outcome.accepted for outcome in outcomes)
+    details["draft_tokens"] = min(result.drafted for result in results)
+    details["accepted"] = max(result.accepted for result in results)
     details["steps_a_round"] = bench.scale.steps
     yield Figure("verify of 16 draft tokens, by a plain step", ratio, "x", bench.scale.rounds, at_most(1.10), details)
+
+
+def trees(bench: Bench) -> Iterator[Figure]:
+    """Steps that verify a draft tree, by steps that verify a path of as many tokens, in turns; no token fits."""
+    shapes = {"path": path(TREE_NODES), "tree": binary_tree(TREE_NODES)}
+    drafters = {name: FixedDrafter(parents, bench.config.vocab_size) for name, parents in shapes.items()}
+    timed = time_steps(bench, drafters, 1, bench.scale.long_context, max_draft=TREE_NODES, shape="tree")
+    ratio = median(ratios(timed["tree"], timed["path"]))
+    details = {f"{name}_ms": round(1e3 * median(own.medians), 3) for name, own in timed.items()}
+    name = f"a tree of {TREE_NODES} nodes at {bench.scale.long_context} tokens, by a path of {TREE_NODES}"
+    yield Figure(name, ratio, "x", bench.scale.rounds, at_most(1.05), details)
 
 
 def streams(bench: Bench) -> Iterator[Figure]:

@@ -59,14 +59,12 @@ class FixedDrafter:
         return DraftBatch(
             tokens=said(places + away, self._vocab_size),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
-            odds=np.full(tokens, self._odds, np.float32),
+            accept_prob=np.full(tokens, self._odds, np.float32),
             source=np.full(tokens, Source.CORPUS, np.uint8),
             offsets=offsets,
         )
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """Nothing to note."""
 
     def close(self) -> None:
@@ -102,7 +100,7 @@ class Stream:
         self._count = len(requests)
         for request in requests:
             engine.add(request)
-        while len(engine.step().outcomes) < self._count:
+        while len(engine.step().results) < self._count:
             pass
         for _ in range(WARM_STEPS):
             self.step()
@@ -110,8 +108,8 @@ class Stream:
     def step(self) -> StepReport:
         """One step; raises RuntimeError if not every sequence produced in it, as then it is no step to be timed."""
         report = self._engine.step()
-        if len(report.outcomes) != self._count:
-            raise RuntimeError(f"{len(report.outcomes)} of {self._count} sequences produced: some ended or waited")
+        if len(report.results) != self._count:
+            raise RuntimeError(f"{len(report.results)} of {self._count} sequences produced: some ended or waited")
         return report
 
     def timed(self, steps: int) -> tuple[list[float], list[StepReport]]:

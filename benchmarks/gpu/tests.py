@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,18 +41,11 @@ class Group:
     """Tests of one process."""
 
     file: str
-    chosen: str = ""
-    """As pytest's `-k`."""
-
-    @property
-    def name(self) -> str:
-        """As people read it."""
-        return f"{self.file} ({self.chosen})" if self.chosen else self.file
 
     @property
     def arguments(self) -> list[str]:
         """Of pytest."""
-        return ["-m", "gpu", "-q", "-ra", "--durations=3", *(["-k", self.chosen] if self.chosen else []), self.file]
+        return ["-m", "gpu", "-q", "-ra", "--durations=3", self.file]
 
 
 def files(folder: Path = Path("tests")) -> list[str]:
@@ -64,16 +57,6 @@ def has_sign(path: Path) -> bool:
     """Whether some of a file's tests may need a GPU."""
     sources = [own.read_text() for own in (path, path.parent / "conftest.py") if own.exists()]
     return any(sign in source for sign in SIGNS for source in sources)
-
-
-def groups(chosen: Sequence[str]) -> Iterator[Group]:
-    """A group a file; XQA's kernels, which take longest to compile and are no default, run apart."""
-    for file in chosen:
-        if "xqa" in Path(file).read_text():
-            yield Group(file, "not xqa")
-            yield Group(file, "xqa")
-        else:
-            yield Group(file)
 
 
 class Running:
@@ -107,7 +90,7 @@ class Running:
         """Print what came of it; returns whether all is well."""
         is_well = self._process.returncode in WELL
         status = "ok" if is_well else "OUT OF TIME" if is_late else "FAILED"
-        print(f"\n{self.group.name}: {status}, {perf_counter() - self._began:.0f} s")
+        print(f"\n{self.group.file}: {status}, {perf_counter() - self._began:.0f} s")
         print(self._output.read_text().rstrip(), flush=True)
         return is_well
 
@@ -169,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tests that need a GPU, on {torch.cuda.get_device_name()}, at most {limit_s:.0f} s:", flush=True)
         # Once, before many processes would do it at the same time, and before the clock runs.
         import_module("ssd.drafter")
-        return run(list(groups(chosen)), limit_s)
+        return run([Group(file) for file in chosen], limit_s)
     print("There is no CUDA device here, so no test was run. On a machine with one these would have been:", flush=True)
     counts = counted(chosen)
     for file, count in sorted(counts.items()):

@@ -1,1 +1,1 @@
-"""Who may connect to the sidecar, and what they may do there."""
+"""Authentication and authorization: TLS, tokens, callers and their rights."""

@@ -1,4 +1,4 @@
-"""The file that says who may do what.
+"""Callers of the service, their rights in namespaces, and the file that lists them.
 
     [[caller]]
     name = "team-a"
@@ -13,8 +13,12 @@
     rights = ["admin"]
 
 `certificate` is the common name or a subject alternative name (DNS, URI, e-mail, address) of a client certificate.
-Several entries may share a name: so a token is replaced while the old one still holds. Only hashes of tokens are kept;
-they are safe because the tokens are long and random, as `ssd-drafter token` makes them.
+Several entries may have the same name, so that a token can be replaced while the old one is still valid. The file only
+contains hashes of tokens; they are safe because tokens are long and random, as `ssd-drafter token` makes them.
+
+A check depends only on the caller's own rights and the requested name, and precedes every lookup. So neither the text
+nor the duration of a refusal reveals anything about a namespace that the caller has no right to, not even whether it
+exists.
 """
 
 from __future__ import annotations
@@ -25,20 +29,89 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Flag, auto
+from fnmatch import fnmatchcase
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
+import grpc
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from drafter_service.auth.rights import Caller, Right
 from drafter_service.auth.watched import read_file
 from ssd.errors import UserError
+
+MAX_NAME_SHOWN = 80
+"""Characters of a namespace's name in a refusal."""
 
 RightName = Literal["read", "learn", "admin"]
 Printable = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+# --- Rights
+
+
+class Right(Flag):
+    """A right to a namespace. Rights are independent: ADMIN alone does not include drafting."""
+
+    READ = auto()
+    """Draft from it, and read its statistics."""
+    LEARN = auto()
+    """Add text to it."""
+    ADMIN = auto()
+    """Forget text, drop it, snapshot it, and read passages of it."""
+
+
+EVERY_RIGHT = Right.READ | Right.LEARN | Right.ADMIN
+
+
+class AccessDeniedError(Exception):
+    """A call is refused; `code` is the gRPC status that it ends with."""
+
+    code: ClassVar[grpc.StatusCode]
+
+
+class UnauthenticatedError(AccessDeniedError):
+    """The caller is not known."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(AccessDeniedError):
+    """The caller is known and does not have the right."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A caller with the same rights in all namespaces that match one of its patterns."""
+
+    name: str
+    namespaces: tuple[str, ...]
+    """Shell patterns, such as `team-a-*`; they are case-sensitive."""
+    rights: Right
+
+    def may(self, right: Right, namespace: str) -> bool:
+        """Return whether the caller has all of `right` in `namespace`, which need not exist."""
+        return right in self.rights and any(fnmatchcase(namespace, pattern) for pattern in self.namespaces)
+
+    def require(self, right: Right, namespace: str) -> None:
+        """Raise PermissionDeniedError unless the caller has all of `right` in `namespace`."""
+        if not self.may(right, namespace):
+            shown = ascii(namespace[:MAX_NAME_SHOWN])
+            wanted = "/".join(str(part.name).lower() for part in right)
+            raise PermissionDeniedError(f"caller {self.name!a} has no {wanted} right to namespace {shown}")
+
+
+EVERYBODY = Caller("everybody", ("*",), EVERY_RIGHT)
+"""The caller where there is no callers file: only the address itself is protected."""
+
+
+# --- The callers file
 
 
 class Entry(BaseModel):
@@ -54,7 +127,7 @@ class Entry(BaseModel):
 
     @property
     def caller(self) -> Caller:
-        """Whom it describes."""
+        """The caller that the entry describes."""
         rights = reduce(or_, (Right[right.upper()] for right in self.rights))
         return Caller(self.name, tuple(self.namespaces), rights)
 
@@ -66,14 +139,14 @@ class _File(BaseModel):
 
 
 class Callers:
-    """Everybody who is known, found by what they present."""
+    """All known callers, found by token or certificate."""
 
     def __init__(self, entries: Collection[Entry]) -> None:
         self._by_token = [(entry.token_sha256, entry.caller) for entry in entries if entry.token_sha256]
         self._by_certificate = {entry.certificate: entry.caller for entry in entries if entry.certificate}
 
     def with_token(self, token_sha256: str) -> Caller | None:
-        """Whose token has this hash. Takes equally long whoever it is, if anybody."""
+        """Return the caller whose token has this hash, in a time that does not depend on the result."""
         found = None
         for known, caller in self._by_token:
             if hmac.compare_digest(known, token_sha256):
@@ -81,23 +154,23 @@ class Callers:
         return found
 
     def with_certificate(self, names: Collection[str]) -> Caller | None:
-        """Whose certificate it is; its names in order of precedence."""
+        """Return the caller with a certificate of one of these names, the first name first."""
         return next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
 
 
 def sha256_of(token: str) -> str:
-    """What a callers file keeps of a token."""
+    """Return the hash that a callers file has of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read_callers(path: Path, *, certificates: bool) -> Callers:
-    """The callers in a file; `certificates` says whether callers present any.
+    """Read a callers file; `certificates` says whether clients present certificates.
 
-    Raises UserError, with the key, for a file that cannot be used or that everybody may write to.
+    Raises UserError, with the key, for a file that cannot be used or that is writable by everybody.
     """
     data = read_file(path, "callers")
     if path.stat().st_mode & stat.S_IWOTH:
-        raise UserError(f"callers: everybody may write to {path} and so give rights; run: chmod o-w {path}")
+        raise UserError(f"callers: {path} is writable by everybody, who could grant rights; run: chmod o-w {path}")
     try:
         return Callers(parse_callers(data.decode(), certificates=certificates))
     except (ValueError, UserError) as problem:
@@ -105,11 +178,11 @@ def read_callers(path: Path, *, certificates: bool) -> Callers:
 
 
 def parse_callers(text: str, *, certificates: bool) -> list[Entry]:
-    """The entries of a callers file. Raises ValueError, or UserError with the key; neither quotes the text."""
+    """Return the entries of a callers file. Raises ValueError, or UserError with the key; neither quotes the text."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).caller
     except ValidationError as problem:
-        # Messages without the values: a token may stand where its hash should.
+        # Messages without values: a token may have been written in place of its hash.
         first = problem.errors(include_url=False)[0]
         raise UserError(f"{_key_of(first['loc'])}: {first['msg']}") from None
     for index, entry in enumerate(entries):
@@ -123,14 +196,14 @@ def _check_identity(key: str, entry: Entry, *, certificates: bool) -> None:
     if (entry.token_sha256 is None) == (entry.certificate is None):
         raise UserError(f"{key}: give either token_sha256 or certificate")
     if entry.certificate is not None and not certificates:
-        raise UserError(f"{key}.certificate: no client presents a certificate unless client_ca is set")
+        raise UserError(f"{key}.certificate: clients present certificates only if client_ca is set")
 
 
 def _check_uniqueness(field: str, values: list[str | None]) -> None:
     for value, count in Counter(values).items():
         if value is not None and count > 1:
             last = len(values) - 1 - values[::-1].index(value)
-            raise UserError(f"caller[{last}].{field}: caller[{values.index(value)}] has the same; who would it be?")
+            raise UserError(f"caller[{last}].{field}: already used by caller[{values.index(value)}]")
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:

@@ -1,19 +1,22 @@
-"""Opening the address: never wider than was asked for."""
+"""Open the server's address: exposure check, TLS with certificates that may be renewed, socket permissions."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 import grpc
 
-from drafter_service.auth.config import AccessConfig
-from drafter_service.auth.credentials import server_credentials
+from drafter_service.auth.watched import Watched, check_ca, check_pair, read_file
+from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 from ssd.errors import UserError
 
 
 def listen(server: grpc.aio.Server, address: Address, config: AccessConfig) -> Address:
-    """Open the address for a server that has not started; returns it with the real port.
+    """Open the address for a server that has not started. Return it with the actual port.
 
-    Raises UserError for an address that is exposed, in use or not to be had, and for files that cannot be used.
+    Raises UserError for an exposed or unavailable address, and for unusable files.
     """
     check_exposure(address, config)
     credentials = server_credentials(config)
@@ -25,21 +28,76 @@ def listen(server: grpc.aio.Server, address: Address, config: AccessConfig) -> A
             else:
                 port = server.add_secure_port(address.text, credentials)
     except RuntimeError:
-        raise UserError(f"cannot listen at {address.text}: is the port in use, or not yours to use?") from None
+        raise UserError(f"cannot listen at {address.text}: is the port in use, or reserved?") from None
     return address.at_port(port)
 
 
 def check_exposure(address: Address, config: AccessConfig) -> None:
-    """Raises UserError where strangers could read the traffic, or draft and learn, and nobody has asked for that."""
+    """Raise UserError if others on the network could read the traffic or use the service, unless that is allowed."""
     if address.is_local or config.allow_plaintext:
         return
     if not config.has_tls:
         raise UserError(
             f"{address.text} is open to the network and its traffic would not be encrypted; give a certificate and "
-            "a key, listen on a Unix socket or 127.0.0.1, or say --allow-plaintext"
+            "a key, listen on a Unix socket or 127.0.0.1, or add --allow-plaintext"
         )
     if config.callers is None and config.client_ca is None:
         raise UserError(
-            f"{address.text} is open to the network and everybody there would have every right; say who may call "
+            f"{address.text} is open to the network and everybody there would have every right; restrict callers "
             "with a callers file (ssd-drafter token makes its entries) or with client_ca"
         )
+
+
+# --- TLS
+
+
+class _Pem(NamedTuple):
+    key: bytes
+    certificate: bytes
+    client_ca: bytes | None
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        pair = (self.key, self.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=self.client_ca)
+
+
+class _Renewal:
+    """gRPC calls this for every connection."""
+
+    def __init__(self, files: Watched[_Pem], served: _Pem) -> None:
+        self._files = files
+        self._served = served
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the certificates if they have changed. gRPC takes ownership, so the object is always new."""
+        pem = self._files.current()
+        if pem is self._served:
+            return None
+        self._served = pem
+        return pem.configuration()
+
+
+def server_credentials(config: AccessConfig) -> grpc.ServerCredentials | None:
+    """Return credentials for `add_secure_port`; None without TLS. Changed files apply to the next connection.
+
+    Raises UserError for unusable files. Later changes that make them unusable are logged and ignored.
+    """
+    certificate, key, client_ca = config.certificate, config.key, config.client_ca
+    if certificate is None or key is None:
+        return None
+    paths = [path for path in (certificate, key, client_ca) if path is not None]
+    # Checking three files is cheap compared with a connection.
+    files = Watched(paths, lambda: _read_pem(certificate, key, client_ca), check_interval_s=0)
+    first = files.current()
+    return grpc.dynamic_ssl_server_credentials(
+        first.configuration(), _Renewal(files, first), require_client_authentication=client_ca is not None
+    )
+
+
+def _read_pem(certificate: Path, key: Path, client_ca: Path | None) -> _Pem:
+    check_pair(certificate, key)
+    roots = None
+    if client_ca is not None:
+        check_ca(client_ca, "client_ca")
+        roots = read_file(client_ca, "client_ca")
+    return _Pem(read_file(key, "key"), read_file(certificate, "certificate"), roots)

@@ -1,8 +1,9 @@
-"""Values read from files, and read again when the files change."""
+"""Files of certificates, tokens and callers: reading, checking, and reading again when they change."""
 
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched(Generic[T]):
-    """What `read` makes of some files. Any thread may ask."""
+    """A value that `read` makes from files. Any thread may use it."""
 
     def __init__(
         self,
@@ -30,19 +31,19 @@ class Watched(Generic[T]):
         check_interval_s: float = CHECK_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read them a first time. `read` raises UserError, here and never later, for files that it cannot use."""
+        """Read the files. Raises the UserError that `read` raises for unusable files; later ones are logged."""
         self._paths = paths
         self._read = read
         self._check_interval_s = check_interval_s
         self._clock = clock
         self._checking = threading.Lock()
-        # The signature is taken first: what changes while it is being read is read again.
+        # The signature is taken first, so that a change during the reading is noticed.
         self._signature = self._sign()
         self._value = read()
         self._next_check = clock() + check_interval_s
 
     def current(self) -> T:
-        """The value, the same object until a file changes. Files that cannot be used leave it as it was."""
+        """Return the value, the same object until a file changes. Unusable files leave it as it was."""
         if self._clock() < self._next_check:
             return self._value
         with self._checking:
@@ -50,16 +51,16 @@ class Watched(Generic[T]):
             signature = self._sign()
             if signature != self._signature:
                 self._signature = signature
-                self._take_over()
+                self._reload()
             return self._value
 
-    def _take_over(self) -> None:
+    def _reload(self) -> None:
         try:
             self._value = self._read()
         except (UserError, OSError) as problem:
-            LOG.error("%s; what was read before stays in force", problem)
+            LOG.error("%s; the previous contents stay in force", problem)
         else:
-            LOG.info("read again: %s", ", ".join(map(str, self._paths)))
+            LOG.info("reloaded: %s", ", ".join(map(str, self._paths)))
 
     def _sign(self) -> Signature:
         return tuple(map(_sign, self._paths))
@@ -74,8 +75,29 @@ def _sign(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_file(path: Path, what: str) -> bytes:
-    """The contents of a file. Raises UserError, in which `what` names the setting."""
+    """Return the contents of a file. Raises UserError; `what` names the setting."""
     try:
         return path.read_bytes()
     except OSError as problem:
         raise UserError(f"{what}: cannot read {path}: {problem.strerror or problem}") from None
+
+
+def check_pair(certificate: Path, key: Path) -> None:
+    """Raise UserError unless these are a certificate and its key. gRPC itself would only fail every handshake."""
+    read_file(certificate, "certificate")
+    read_file(key, "key")
+    try:
+        # With a password an encrypted key is an error instead of a prompt at the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, OSError, ValueError) as problem:
+        reason = getattr(problem, "reason", None) or problem
+        raise UserError(f"certificate, key: {certificate} and {key} are not a pair in PEM form: {reason}") from None
+
+
+def check_ca(path: Path, what: str) -> None:
+    """Raise UserError unless the file has certificates of CAs; `what` names the setting."""
+    read_file(path, what)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+    except (ssl.SSLError, OSError, ValueError) as problem:
+        raise UserError(f"{what}: {path} has no certificates in PEM form ({problem})") from None

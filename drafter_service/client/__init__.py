@@ -4,6 +4,6 @@ A step waits for its drafts until a deadline and goes on without them afterwards
 nothing else: it is made again in the background, and running sequences are registered again.
 """
 
-from drafter_service.client.sync import DrafterClient
+from drafter_service.client.client import DrafterClient
 
 __all__ = ["DrafterClient"]

@@ -1,6 +1,6 @@
-"""Chat templates as transformers renders them: from a model's folder, in a sandbox.
+"""Chat templates, rendered in a sandbox as transformers does, from a model's folder.
 
-Engines and those who warm a corpus for them render with this one module: what is learned must be what will be asked.
+Engines and the `warm` command use the same module, so that the text that is learned equals the text that is served.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
-"""Name of the template for requests with tools, where a model has one of its own for them."""
+"""Name of the template for requests with tools, if a model has a separate one."""
 
 
 class RefusedMessagesError(ValueError):
-    """What a template raises about messages. It may quote them."""
+    """A template refuses messages. The text may quote them."""
 
 
 class ChatTemplate:
-    """The compiled templates of one model. Any thread may use it."""
+    """The compiled templates of one model. Thread-safe."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         """sources: templates by name; tokens: special tokens by the name that templates have for them.
@@ -44,9 +44,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """What the model sees. Raises RefusedMessagesError.
+        """Return the text that the model gets. Raises RefusedMessagesError.
 
-        arguments: further names for the template, such as `enable_thinking`.
+        arguments: further variables of the template, such as `enable_thinking`.
         """
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
         known = {
@@ -58,12 +58,12 @@ class ChatTemplate:
         }
         try:
             return str(self._templates[name].render(known))
-        except Exception as problem:  # Templates raise what they like.
+        except Exception as problem:  # Templates may raise anything.
             raise RefusedMessagesError(str(problem)) from None
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template of a model folder; None if it has none. Raises UserError for one that cannot be used."""
+    """Return the template of a model folder; None if it has none. Raises UserError for one that cannot be used."""
     config = _config(folder)
     tokens = {name: _token_text(value) for name, value in config.items() if name.endswith("_token")}
     try:
@@ -71,9 +71,9 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         return ChatTemplate(sources, tokens) if DEFAULT in sources else None
     except ImportError:
         raise UserError("chat templates need jinja2: run `pip install jinja2`") from None
-    except Exception as problem:  # Whatever a foreign template may do.
+    except Exception as problem:  # A template may raise anything.
         reason = " ".join(str(problem).split())
-        raise UserError(f"the chat template of {folder} is refused ({reason}); mend it or download it again") from None
+        raise UserError(f"the chat template of {folder} is refused ({reason}); correct it or copy it again") from None
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -101,12 +101,12 @@ def _token_text(value: object) -> str:
 
 
 def _environment() -> Any:
-    """A sandbox with the few names that templates count on."""
+    """Return a sandbox with the few names that templates use."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A tag around what a model writes, which matters to training only."""
+        """A tag around the model's output, which only training uses."""
 
         tags = {"generation"}  # noqa: RUF012  # as the base class has it
 

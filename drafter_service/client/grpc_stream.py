@@ -1,43 +1,83 @@
-"""The stream of gRPC, which has threads of its own."""
+"""What the client needs of a Draft stream, and the stream over gRPC, which has threads of its own."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import grpc
 
-from drafter_service.client.outgoing import Outgoing
+from drafter_service.client.messages import OutgoingRequest
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 
 
+class Stream(Protocol):
+    """An open Draft stream.
+
+    Two threads use it: the engine's, which sends requests and waits for drafts, and the client's, which runs `pump`
+    until the end. They take turns with everything but `wait` and `pump`.
+    """
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why it ended, None if normally. Known when `pump` has returned and all responses were received."""
+
+    def send(self, requests: Sequence[OutgoingRequest]) -> None:
+        """Queue requests for sending; never waits."""
+
+    def end(self) -> None:
+        """Send the end of the stream after all queued requests."""
+
+    def receive(self) -> list[pb.DraftResponse]:
+        """Return the responses that have come; never waits."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there may be a response to receive, or the stream is closed; returns False after the timeout."""
+
+    def watch(self) -> None:
+        """Make `pump` report responses: some are outstanding, and no other thread waits for them."""
+
+    def pump(self, on_arrival: Callable[[], None]) -> None:
+        """Run the stream until its end. Calls `on_arrival` when there may be responses to receive."""
+
+    def cancel(self) -> None:
+        """End the stream at once."""
+
+    def close(self) -> None:
+        """Release everything, and end the waits of other threads."""
+
+    def abandon(self) -> None:
+        """Release what can be released without harm to the parent process, whose stream this is."""
+
+
 class GrpcStream:
-    """A `Stream` over a channel."""
+    """A `Stream` over a gRPC channel."""
 
     def __init__(self, channel: grpc.Channel, metadata: Sequence[tuple[str, str]]) -> None:
         self.failure: grpc.RpcError | None = None
         """See `Stream.failure`."""
         self._channel = channel
-        self._messages: SimpleQueue[Outgoing | None] = SimpleQueue()
+        self._requests: SimpleQueue[OutgoingRequest | None] = SimpleQueue()
         self._responses: SimpleQueue[pb.DraftResponse] = SimpleQueue()
-        self._news: SimpleQueue[None] = SimpleQueue()
-        """For each response, and for the end: to wait for."""
+        self._arrivals: SimpleQueue[None] = SimpleQueue()
+        """One element for each response and one for the end, to wait for."""
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
-        self._call = stub.Draft(self._requests(), metadata=metadata)
+        self._call = stub.Draft(self._messages(), metadata=metadata)
 
-    def send(self, messages: Sequence[Outgoing]) -> None:
-        """Hand over to the thread that sends."""
-        for message in messages:
-            self._messages.put(message)
+    def send(self, requests: Sequence[OutgoingRequest]) -> None:
+        """Pass requests to gRPC's sending thread."""
+        for request in requests:
+            self._requests.put(request)
 
     def end(self) -> None:
-        """Let the thread that sends end."""
-        self._messages.put(None)
+        """End the iterator of gRPC's sending thread."""
+        self._requests.put(None)
 
     def receive(self) -> list[pb.DraftResponse]:
-        """What `pump` has put by."""
+        """Return the responses that `pump` has queued."""
         responses: list[pb.DraftResponse] = []
         with contextlib.suppress(Empty):
             while True:
@@ -47,24 +87,24 @@ class GrpcStream:
     def wait(self, timeout_s: float) -> bool:
         """Wait for `pump`."""
         with contextlib.suppress(Empty):
-            self._news.get(timeout=max(0.0, timeout_s))
+            self._arrivals.get(timeout=max(0.0, timeout_s))
             return True
         return False
 
     def watch(self) -> None:
-        """Nothing to do: `pump` always calls."""
+        """Do nothing: `pump` reports every response."""
 
     def pump(self, on_arrival: Callable[[], None]) -> None:
-        """Take responses from gRPC."""
+        """Queue the responses that gRPC yields."""
         try:
             for response in self._call:
                 self._responses.put(response)
-                self._news.put(None)
+                self._arrivals.put(None)
                 on_arrival()
         except grpc.RpcError as failure:
             self.failure = failure
         finally:
-            self._messages.put(None)
+            self._requests.put(None)
 
     def cancel(self) -> None:
         """Cancel the call."""
@@ -73,11 +113,11 @@ class GrpcStream:
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
-        self._news.put(None)
+        self._arrivals.put(None)
 
     def abandon(self) -> None:
-        """gRPC's descriptors stay: in a fork none of its calls is safe."""
+        """Do nothing: none of gRPC's calls is safe in a fork, so its descriptors stay open."""
 
-    def _requests(self) -> Iterator[pb.DraftRequest]:
-        for message in iter(self._messages.get, None):
-            yield message.message()
+    def _messages(self) -> Iterator[pb.DraftRequest]:
+        for request in iter(self._requests.get, None):
+            yield request.message()

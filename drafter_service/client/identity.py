@@ -1,23 +1,22 @@
-"""What an engine says it serves, from the folders that it loads."""
+"""The identity of the model that an engine serves, from the folders that it loads."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.identity import fingerprint
 from ssd.errors import UserError
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def model_identity(folder: Path, *, adapter: Path | None = None, name: str = "") -> ModelIdentity:
-    """The identity of the model in a Hugging Face folder, with a LoRA adapter's folder if there is one.
+    """Return the identity of the model in a Hugging Face folder, with a LoRA adapter's folder if there is one.
 
-    name: what it is called, by default as its folder is, or as the hub calls what lies in its cache.
-
-    Raises UserError if a file that is needed cannot be read.
+    name: by default the name of the folder, or of the hub's repository for a folder in the hub's cache. Raises
+    UserError if a file that is needed cannot be read.
     """
     return ModelIdentity(
         name=name or _name(folder.resolve()),
@@ -27,8 +26,17 @@ def model_identity(folder: Path, *, adapter: Path | None = None, name: str = "")
     )
 
 
+def fingerprint(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex; for a folder that of its tokenizer.json. Raises UserError."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as problem:
+        raise UserError(f"cannot read {file}: {problem.strerror}") from None
+
+
 def _name(folder: Path) -> str:
-    """In the hub's cache a folder is called after a revision, and lies in models--owner--name/snapshots."""
+    """In the hub's cache a folder is named after a revision, and is in models--owner--name/snapshots."""
     snapshots = folder.parent
     if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
         return snapshots.parent.name.removeprefix("models--").replace("--", "/")
@@ -39,4 +47,4 @@ def _vocabulary_size(path: Path) -> int:
     try:
         return int(json.loads(path.read_text())["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path} does not say the model's vocab_size; download or copy it again") from None
+        raise UserError(f"{path} does not contain the model's vocab_size; download or copy it again") from None

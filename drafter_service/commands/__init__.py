@@ -1,1 +1,1 @@
-"""The commands of `ssd-drafter`, a file each or a few."""
+"""The command line `ssd-drafter`."""

@@ -1,4 +1,4 @@
-"""Commands that speak to a running service: health, namespaces, forget, snapshot, drop."""
+"""Commands for a running service: health, namespaces, forget, snapshot, drop."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import click
 from drafter_service.commands.connection import Link, connection_options
 
 HEALTH_TIMEOUT_S = 3.0
-OFTEN = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
-"""How often one that is starting is looked for."""
+RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
+"""Connect again quickly while the service is starting."""
 
 
 @click.command()
-@click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="For one that is starting.")
+@click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
-    """Say whether the service serves; exit code 0 if so. For probes."""
+    """Exit with 0 if the service is serving. For probes."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from ssd.errors import UserError
 
     connector = link.connector()
-    with connector.open(OFTEN) as channel:
+    with connector.open(RECONNECT_OPTIONS) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(),
@@ -31,7 +31,7 @@ def health(wait: float, link: Link) -> None:
                 wait_for_ready=wait > 0,
             )
         except grpc.RpcError as error:
-            raise UserError(link.told(error)) from None
+            raise UserError(link.describe(error)) from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise UserError(f"the drafter at {link.server} is not serving; it may be starting or shutting down")
     click.echo("serving")
@@ -40,7 +40,7 @@ def health(wait: float, link: Link) -> None:
 @click.command()
 @connection_options
 def namespaces(link: Link) -> None:
-    """List the namespaces, those on disk included."""
+    """List the namespaces, including those on disk."""
     from rich.console import Console
     from rich.table import Table
 
@@ -61,19 +61,19 @@ def namespaces(link: Link) -> None:
 @click.command()
 @click.argument("namespace")
 @click.option("--request", help="Forget what was learned under this name.")
-@click.option("--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget what was learned before.")
-@click.option("--everything", is_flag=True, help="Forget all of it; odds and statistics stay.")
+@click.option("--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget text that is older than this.")
+@click.option("--everything", is_flag=True, help="Forget all text; learned probabilities and statistics are kept.")
 @connection_options
 def forget(namespace: str, request: str | None, older_than: float | None, everything: bool, link: Link) -> None:
-    """Take text out of a namespace, and out of its snapshot."""
+    """Remove text from a namespace and from its snapshot."""
     from drafter_service.stubs import drafter_pb2 as pb
     from ssd.errors import UserError
 
     if (request is not None) + (older_than is not None) + everything != 1:
-        raise UserError("say one of --request, --older-than and --everything")
+        raise UserError("give one of --request, --older-than and --everything")
     message = pb.ForgetRequest(namespace=namespace)
     if request is not None:
-        message.request = request
+        message.request_id = request
     elif older_than is not None:
         message.older_than_s = older_than
     else:
@@ -84,7 +84,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
 
 
 @click.command()
-@click.option("--namespace", default="", help="Only this one.")
+@click.option("--namespace", default="", help="Save this namespace only.")
 @connection_options
 def snapshot(namespace: str, link: Link) -> None:
     """Save the namespaces to the service's snapshot folder now."""
@@ -104,10 +104,10 @@ def snapshot(namespace: str, link: Link) -> None:
 
 @click.command()
 @click.argument("namespace")
-@click.confirmation_option(prompt="All that it has learned will be gone, its snapshot included. Go on?")
+@click.confirmation_option(prompt="This deletes everything that it has learned, including its snapshot. Continue?")
 @connection_options
 def drop(namespace: str, link: Link) -> None:
-    """Forget a namespace whole: corpus, odds, statistics and snapshot."""
+    """Delete a namespace: corpus, learned probabilities, statistics and snapshot."""
     from drafter_service.stubs import drafter_pb2 as pb
 
     with link.stub() as (stub, metadata):

@@ -1,4 +1,4 @@
-"""How commands reach a running service: its address, and what they present there."""
+"""Options with which commands connect to a running service."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
-"""Where `ssd-drafter serve` listens unless told otherwise."""
+"""Default address of `ssd-drafter serve`."""
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command --server and the files that it presents, as one argument `link`."""
+    """Add the connection options to a command, passed as one argument `link`."""
 
     @functools.wraps(command)
     def with_link(
@@ -32,18 +32,18 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, link=Link(server, ca, certificate, key, token_file), **options)
 
     for option in (
-        click.option("--token-file", type=_FILE, help="A file that holds a bearer token."),
-        click.option("--key", type=_FILE, help="The private key of --certificate."),
-        click.option("--certificate", type=_FILE, help="The caller's own certificate, for mutual TLS."),
-        click.option("--ca", type=_FILE, help="The CAs of the service's certificate; switches TLS on."),
-        click.option("--server", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Where the service listens."),
+        click.option("--token-file", type=_FILE, help="File with a bearer token."),
+        click.option("--key", type=_FILE, help="Private key of --certificate."),
+        click.option("--certificate", type=_FILE, help="Certificate of the caller, for mutual TLS."),
+        click.option("--ca", type=_FILE, help="CAs of the service's certificate; switches TLS on."),
+        click.option("--server", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Address of the service."),
     ):
         with_link = option(with_link)
     return with_link
 
 
 class Link:
-    """A way to a service, not yet walked."""
+    """Address of a service and the files for authentication. Nothing is opened yet."""
 
     def __init__(
         self, server: str, ca: Path | None, certificate: Path | None, key: Path | None, token: Path | None
@@ -52,8 +52,8 @@ class Link:
         self._files = ca, certificate, key, token
 
     def connector(self) -> Any:
-        """The `Connector` for the address and files. Raises UserError for files that cannot be used."""
-        from drafter_service.auth.client import ClientAccess, Connector
+        """Return the `Connector` for the address and files. Raises UserError for unusable files."""
+        from drafter_service.auth.connector import ClientAccess, Connector
         from drafter_service.transport.address import Address
         from ssd.errors import UserError
 
@@ -66,7 +66,7 @@ class Link:
 
     @contextmanager
     def stub(self) -> Iterator[tuple[Any, Any]]:
-        """A stub of the service and the metadata of its calls; what goes wrong is a UserError."""
+        """Yield a stub of the service and the metadata of its calls. RPC errors become UserError."""
         import grpc
 
         from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
@@ -79,14 +79,14 @@ class Link:
             try:
                 yield DrafterServiceStub(channel), connector.metadata()
             except grpc.RpcError as error:
-                raise UserError(self.told(error)) from None
+                raise UserError(self.describe(error)) from None
 
-    def told(self, error: Any) -> str:
-        """What went wrong, for a person."""
+    def describe(self, error: Any) -> str:
+        """Return a message to the user about an RPC error."""
         import grpc
 
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            # The last of what gRPC says is the system's own reason.
+            # The last part of gRPC's message is the reason of the operating system.
             why = str(error.details() or "").rpartition(": ")[2]
             if "denied" in why:
                 return f"you may not use {self.server} ({why}); ask its owner, or see serve --socket-mode"

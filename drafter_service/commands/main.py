@@ -1,4 +1,4 @@
-"""`ssd-drafter`: run the drafter as a service, and look after it. Heavy modules are imported by those who need them."""
+"""`ssd-drafter`: run and administer the drafter as a service. Commands import heavy modules when they run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 import click
 
-from drafter_service.auth.command import token
 from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
+from drafter_service.commands.report import report, top
 from drafter_service.commands.serve import serve
-from drafter_service.ingest.command import warm
-from drafter_service.observability.report.command import report, top
+from drafter_service.commands.tokens import token
+from drafter_service.commands.warm import warm
 from ssd.errors import UserError
 
 
@@ -22,7 +22,7 @@ def cli() -> None:
 
 @cli.command()
 def precompile() -> None:
-    """Compile the kernels into a cache, so that nobody waits for a compiler later."""
+    """Compile the kernels into a cache, so that later starts are fast."""
     import time
 
     began = time.perf_counter()
@@ -38,7 +38,7 @@ for command in (serve, warm, report, top, namespaces, forget, snapshot, drop, to
 
 
 def main() -> None:
-    """Run the command line; what the user can mend is one line and exit code 2."""
+    """Run the command line. A UserError is printed as one line, with exit code 2."""
     try:
         cli()
     except UserError as problem:

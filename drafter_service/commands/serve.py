@@ -1,4 +1,4 @@
-"""`ssd-drafter serve`."""
+"""`ssd-drafter serve`: run the service."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from drafter_service.commands.connection import DEFAULT_ADDRESS
 from drafter_service.settings.quantity import Quantity
+from ssd.config import MAX_DRAFT
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -16,10 +17,11 @@ FLAGS = {
     "listen": "listen",
     "capacity": "drafting.capacity",
     "max_draft": "drafting.max_draft",
-    "shape": "drafting.shape",
+    "policy": "drafting.policy",
+    "draft_shape": "drafting.shape",
     "cost": "drafting.cost",
     "refresh_interval": "drafting.refresh_interval_s",
-    "budget": "namespaces.budget",
+    "memory_limit": "namespaces.memory_limit",
     "snapshot_folder": "snapshots.folder",
     "snapshot_interval": "snapshots.interval_s",
     "log": "log.url",
@@ -34,36 +36,47 @@ FLAGS = {
     "log_level": "reports.log_level",
     "log_format": "reports.log_format",
 }
-"""Flags and the settings they stand for; a flag that is not given is None."""
+"""Settings of the flags. A flag that is not given is None."""
 
 
 @click.command()
-@click.option("--config", type=_FILE, help="TOML file with settings; flags and SSD_DRAFTER_... override it.")
+@click.option("--config", type=_FILE, help="TOML file with settings; flags and SSD_DRAFTER_... variables override it.")
 @click.option("--listen", metavar="ADDRESS", help=f"unix:/path or host:port.  [default: {DEFAULT_ADDRESS}]")
-@click.option("--capacity", type=Quantity(), help="Tokens a namespace remembers.  [default: 16M]")
-@click.option("--max-draft", type=int, help="Most tokens in one draft, up to 64.  [default: 32]")
-@click.option("--shape", type=click.Choice(["path", "tree"]), help="What the engines can verify.  [default: path]")
+@click.option("--capacity", type=Quantity(), help="Tokens that a namespace remembers.  [default: 16M]")
 @click.option(
-    "--cost", type=float, help="Of one more verified token, as a part of a step, for engines that do not say."
+    "--policy",
+    type=click.Choice(["suffix", "classic"]),
+    help="How drafts are found: all matches, calibrated (suffix), or the baseline scheme (classic).  [default: suffix]",
 )
-@click.option("--refresh-interval", type=float, metavar="SECONDS", help="Finished requests are merged so often.")
-@click.option("--budget", type=Quantity(), help="Bytes for all namespaces in memory.  [default: 4G]")
-@click.option("--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Where namespaces are kept.")
-@click.option("--snapshot-interval", type=float, metavar="SECONDS", help="How often they are saved.  [default: 300]")
-@click.option("--log", metavar="URL", help="redis://... of a log that several sidecars share.")
-@click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds the metrics.")
+@click.option(
+    "--max-draft",
+    type=int,
+    help=f"Maximum number of tokens in a draft; the drafters support up to {MAX_DRAFT}.  [default: 32]",
+)
+@click.option("--draft-shape", type=click.Choice(["path", "tree"]), help="Shape of drafts.  [default: path]")
+@click.option(
+    "--cost",
+    type=float,
+    help="Cost of verifying one more token, as a fraction of a step, where engines do not report it.  [default: 0.02]",
+)
+@click.option("--refresh-interval", type=float, metavar="SECONDS", help="Time between two updates of the index.")
+@click.option("--memory-limit", type=Quantity(), help="Bytes of all loaded namespaces.  [default: 4G]")
+@click.option(
+    "--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Where namespaces are stored."
+)
+@click.option("--snapshot-interval", type=float, metavar="SECONDS", help="Time between two snapshots.  [default: 300]")
+@click.option("--log", metavar="URL", help="redis://... of a log that replicas share.")
+@click.option("--metrics", metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
 @click.option("--certificate", type=_FILE, help="The service's certificate; switches TLS on.")
 @click.option("--key", type=_FILE, help="Its private key.")
-@click.option("--client-ca", type=_FILE, help="CAs of the callers' certificates; without one nobody connects then.")
-@click.option("--callers", type=_FILE, help="TOML file that says who may do what (ssd-drafter token).")
+@click.option("--client-ca", type=_FILE, help="CAs of the callers' certificates, which are then required.")
+@click.option("--callers", type=_FILE, help="TOML file with callers and their rights (see ssd-drafter token).")
 @click.option("--allow-plaintext", is_flag=True, default=None, help="Listen on a network without TLS.")
 @click.option("--socket-mode", metavar="OCTAL", help="Permissions of a Unix socket.  [default: 0600]")
-@click.option("--passages", is_flag=True, default=None, help="Let administrators see the text that drafts came from.")
+@click.option("--passages", is_flag=True, default=None, help="Let administrators read the text that drafts came from.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]")
 @click.option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any other setting, such as limits.grace_s=3."
-)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as limits.streams=64.")
 @click.option("--print-config", is_flag=True, help="Print all settings as TOML and exit.")
 def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **flags: Any) -> None:
     """Serve drafts to engines until interrupted (SIGINT or SIGTERM)."""
@@ -83,8 +96,8 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
     server = DrafterServer(tree)
 
     def announce() -> None:
-        remembers = f"remembering up to {tree.drafting.capacity:,} tokens a namespace"
-        click.echo(f"drafter listening at {server.address.text}, {remembers}")
+        capacity = f"up to {tree.drafting.capacity:,} tokens per namespace"
+        click.echo(f"drafter listening at {server.address.text}, {capacity}")
 
     asyncio.run(serve_until_signalled(server, announce))
     click.echo(server.summary)

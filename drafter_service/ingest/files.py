@@ -1,7 +1,4 @@
-"""From paths and URLs to files, and from a file to a stream of its bytes, through fsspec.
-
-Knows nothing of what is in the files.
-"""
+"""Find files by path or URL and open them as streams of bytes, through fsspec. The contents do not matter here."""
 
 from __future__ import annotations
 
@@ -19,36 +16,36 @@ from fsspec.implementations.local import LocalFileSystem
 from ssd.errors import UserError
 
 CODECS = {"gz": "gzip", "zst": "zstd", "bz2": "bz2", "xz": "xz", "lz4": "lz4"}
-"""By suffix, as fsspec calls them."""
+"""Compression by suffix, with the names of fsspec."""
 PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
-"""What to install for those that Python lacks."""
+"""Packages to install for those that Python lacks."""
 VERSIONS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "md5Hash")
-"""What file systems say of a file that changes when it does; the first that there is counts."""
-SKIPPED_AT_ONCE = 1 << 20
+"""Metadata of file systems that change when a file changes; the first available one is used."""
+SKIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class File:
-    """One file to be read."""
+    """A file to read."""
 
     fs: Any
     path: str
-    """As its file system calls it."""
+    """Path in its file system."""
     name: str
-    """As a person calls it: an absolute path or a URL."""
+    """Absolute path or URL, for messages."""
     size: int
-    """Bytes; 0 if nobody knows."""
+    """Bytes; 0 if not known."""
     version: str
     """Changes when the file does."""
 
     @property
     def codec(self) -> str | None:
-        """How it is compressed."""
+        """Name of the compression; None without one."""
         return CODECS.get(PurePosixPath(self.path).suffix.lstrip(".").lower())
 
     @property
     def suffix(self) -> str:
-        """What its name ends with, such as ".jsonl", apart from the compression."""
+        """Suffix of the name without that of the compression, such as ".jsonl"."""
         path = PurePosixPath(self.path)
         return (path.with_suffix("") if self.codec else path).suffix.lower()
 
@@ -59,7 +56,7 @@ class File:
 
 
 class Opened:
-    """An open file: `data` is its content, no longer compressed."""
+    """An open file. `data` is the uncompressed content."""
 
     def __init__(self, file: File) -> None:
         self.file = file
@@ -72,15 +69,15 @@ class Opened:
 
     @property
     def bytes_read(self) -> int:
-        """How far the file was read, of `File.size`."""
+        """Bytes read so far, relative to `File.size`."""
         return int(self._raw.tell())
 
     def skip(self, size: int) -> None:
-        """Go on behind the first `size` bytes of the content; nothing was read so far."""
+        """Skip the first `size` bytes of the content, before anything is read."""
         if size and self.data.seekable():
             self.data.seek(size)
             return
-        while size > 0 and (part := self.data.read(min(size, SKIPPED_AT_ONCE))):
+        while size > 0 and (part := self.data.read(min(size, SKIP_BYTES))):
             size -= len(part)
 
     def __enter__(self) -> Self:
@@ -94,19 +91,19 @@ class Opened:
 
 
 def list_files(sources: Iterable[str]) -> list[File]:
-    """All files of paths, folders, globs and URLs, in a stable order: a source after the other, a folder's by name.
+    """Return all files of paths, folders, globs and URLs, in the order of the sources, and by name within folders.
 
-    Raises UserError for a source that is missing or cannot be reached.
+    Raises UserError for a source that is missing or unreachable.
     """
     return [file for source in sources for file in _files_of(source)]
 
 
 def check_codecs(files: Iterable[File]) -> None:
-    """Raises UserError, naming what to install, if one of the files cannot be decompressed here."""
+    """Raise UserError with the package to install if a file cannot be decompressed."""
     for file in files:
         if file.codec and file.codec not in compr:
             raise UserError(
-                f"{file.name} is compressed with {file.codec}; pip install {PACKAGES.get(file.codec, file.codec)}"
+                f"{file.name} is compressed with {file.codec}; run: pip install {PACKAGES.get(file.codec, file.codec)}"
             )
 
 
@@ -130,7 +127,7 @@ def _absolute(source: str) -> str:
 
 
 def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
-    """Of the files at a path; what lies in a folder under a name that begins with a dot is left out."""
+    """Metadata of the files at a path, without hidden files and folders."""
     if any(sign in path for sign in "*?[") and not fs.exists(path):
         for found in sorted(fs.glob(path)):
             yield from _infos(fs, found)

@@ -1,4 +1,4 @@
-"""Chat messages, in the few forms that logs have them, as the roles and texts that chat templates expect."""
+"""Chat messages in the formats of logs, converted to the roles and texts that chat templates expect."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool
 
 
 class Chat(NamedTuple):
-    """What was said before an answer."""
+    """The messages before an answer."""
 
     messages: list[Message]
     tools: list[Any] | None = None
 
 
 class Reply(NamedTuple):
-    """An answer that calls tools: how that reads is for the model's chat template to say."""
+    """An answer with tool calls, whose text depends on the model's chat template."""
 
     message: Message
 
 
 def chat_of(messages: object, tools: object = None) -> Chat | None:
-    """A list of messages; None if it is none."""
+    """Return a list of messages as a chat; None if it is not one."""
     if not isinstance(messages, list) or not messages:
         return None
     read = [_message(message) for message in messages]
@@ -34,7 +34,7 @@ def chat_of(messages: object, tools: object = None) -> Chat | None:
 
 
 def reply_of(message: object) -> str | Reply | None:
-    """What an assistant's message says; None if that is nothing."""
+    """Return the contents of an assistant's message; None if there are none."""
     read = _message(message) if isinstance(message, dict) else None
     if read is None:
         return None
@@ -42,14 +42,14 @@ def reply_of(message: object) -> str | Reply | None:
 
 
 def plain_text(message: Message) -> str:
-    """What a message says, without any template: its reasoning, its content, and what it gives to tools."""
+    """Return the text of a message without a template: reasoning, content and arguments of tool calls."""
     calls = message.get("tool_calls") or []
-    given = [orjson.dumps(call["function"]["arguments"], default=str).decode() for call in calls]
-    return "\n\n".join(filter(None, [message.get("reasoning_content", ""), message["content"], *given]))
+    arguments = [orjson.dumps(call["function"]["arguments"], default=str).decode() for call in calls]
+    return "\n\n".join(filter(None, [message.get("reasoning_content", ""), message["content"], *arguments]))
 
 
 def text_of(content: object) -> str | None:
-    """The text of a message's content: a string, or a list of parts of which some are text; None if it is neither."""
+    """Return the text of a message's content, a string or a list of parts; None for anything else."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -83,7 +83,7 @@ def _message(message: object) -> Message | None:
 
 
 def _tool_call(call: object) -> Message | None:
-    """A call with its arguments as an object: templates write them as JSON themselves."""
+    """A call with its arguments as an object, because templates convert them to JSON themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return None

@@ -1,4 +1,4 @@
-"""Parquet files, some rows at a time. Columns of token ids never become Python numbers."""
+"""Parquet files, a batch of rows at a time. Columns of token ids are never converted to Python numbers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from drafter_service.ingest.chunk import Chunk, Position
-from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.documents import Chunk, Position, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import KNOWN
 from ssd.errors import UserError
 
-MOST_ROWS = 4096
-NO_COLUMNS = "no column that is known; name it with --field"
+MAX_ROWS = 4096
+NO_COLUMNS = "no known column; name one with --field"
 
 
 def check_parquet() -> None:
-    """Raises UserError, naming what to install, if Parquet files cannot be read here."""
+    """Raise UserError with the package to install if Parquet files cannot be read."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
-        raise UserError("Parquet files need pyarrow; pip install 'ssd-drafter[parquet]'") from None
+        raise UserError("Parquet files need pyarrow; run: pip install 'ssd-drafter[parquet]'") from None
 
 
 def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Chunks of rows; positions count rows. Raises RecordError if no column is known."""
+    """Yield chunks of rows; positions count rows. Raises RecordError if there is no known column."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(opened.data, pre_buffer=False, buffer_size=reading.block_bytes)
@@ -41,7 +40,7 @@ def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[
             row += group.num_rows
             continue
         row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
-        at_once = min(MOST_ROWS, max(1, reading.block_bytes // row_bytes))
+        at_once = min(MAX_ROWS, max(1, reading.block_bytes // row_bytes))
         for batch in file.iter_batches(at_once, row_groups=[index], columns=columns):
             first, row = row, row + batch.num_rows
             if row <= start.offset:
@@ -53,7 +52,7 @@ def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[
 
 
 def _values(column: Any) -> list[Any]:
-    """A column's values; lists of whole numbers as arrays."""
+    """Values of a column; lists of integers as arrays."""
     import pyarrow as pa
 
     kind = column.type

@@ -1,36 +1,41 @@
-"""A load: read and parse in one thread, tokenize in the tokenizer's own, learn in the caller's."""
+"""A load: one thread reads and parses, the tokenizer's threads tokenize, and the caller's thread learns."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from queue import Empty, Queue
+from typing import NamedTuple, TypeVar
 
-from drafter_service.ingest.document import Documents
-from drafter_service.ingest.encode import encode
-from drafter_service.ingest.faults import NO_TOKENIZER, Faults
+from drafter_service.ingest.batches import Batch, read_batches
+from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Learned, Sink
 from drafter_service.ingest.files import File
-from drafter_service.ingest.flow import ahead, mapped
-from drafter_service.ingest.read import Batch, read_batches
-from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.reading import Reading, encode
 from drafter_service.ingest.resume import Resume
-from drafter_service.ingest.sink import Learned, Sink
 from ssd.errors import UserError
 
+A = TypeVar("A")
+B = TypeVar("B")
+
+PAUSE_S = 0.05
+"""Interval at which a waiting thread checks whether to stop."""
+
 BATCHES_READ = 2
-"""That wait to be tokenized."""
+"""Batches that wait to be tokenized."""
 TOKENIZERS = 2
-"""Batches that are tokenized at a time: while the ids of one are fetched, the library's threads have the other."""
+"""Batches that are tokenized at the same time: while the ids of one are copied, the library works on the other."""
 BATCHES_ENCODED = 16
-"""That wait for the sink. They are small, and it may take seconds over one, when it sorts or saves."""
-HOPELESS = 1000
-"""So many texts, no tokenizer, and not one document so far."""
+"""Batches that wait for the sink. They are small, and the sink takes seconds when it sorts or saves."""
+MAX_UNREADABLE = 1000
+"""Texts without a tokenizer before the load fails, if there is no document."""
 
 
 class Progress(NamedTuple):
-    """How far a load is."""
+    """Progress of a load."""
 
     bytes_read: int
     documents: int
@@ -38,11 +43,11 @@ class Progress(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What came of a load."""
+    """Result of a load."""
 
     learned: Learned
     kinds: Counter[str]
-    """Files by what they are."""
+    """Number of files by format."""
     faults: Faults
     seconds: float
 
@@ -50,23 +55,25 @@ class Summary(NamedTuple):
 def load(
     files: Sequence[File], reading: Reading, sink: Sink, resume: Resume, watch: Callable[[Progress], None]
 ) -> Summary:
-    """Learn all files. `watch` is told after each batch. Raises UserError; what was committed until then stays."""
+    """Learn all files. `watch` is called after each batch. Raises UserError; committed documents stay learned."""
     began = time.perf_counter()
     kinds: Counter[str] = Counter()
     documents = tokens = uncommitted = 0
     with closing(_encoded(files, resume, reading, kinds)) as encoded:
-        for batch, some in encoded:
-            if resume.is_kept and uncommitted and uncommitted + some.room > sink.window:
+        for batch, batch_documents in encoded:
+            if resume.is_kept and uncommitted and uncommitted + batch_documents.room > sink.window:
                 sink.commit()
                 resume.write()
                 uncommitted = 0
-            if len(some):
-                sink.accept(some)
+            if len(batch_documents):
+                sink.accept(batch_documents)
             for mark in batch.marks:
                 resume.note(*mark)
-            documents, tokens, uncommitted = documents + len(some), tokens + len(some.tokens), uncommitted + some.room
+            documents += len(batch_documents)
+            tokens += len(batch_documents.tokens)
+            uncommitted += batch_documents.room
             if documents == 0:
-                _check_readable(reading, HOPELESS)
+                _check_readable(reading, MAX_UNREADABLE)
             watch(Progress(batch.bytes_read, documents, tokens))
     if documents == 0:
         _check_readable(reading, 1)
@@ -78,20 +85,75 @@ def load(
 def _encoded(
     files: Sequence[File], resume: Resume, reading: Reading, kinds: Counter[str]
 ) -> Generator[tuple[Batch, Documents], None, None]:
-    """Batches with their documents."""
+    """Yield batches with their documents."""
 
     def with_documents(batch: Batch) -> tuple[Batch, Documents]:
         return batch._replace(items=[]), encode(batch.items, reading)
 
     with (
-        closing(ahead(read_batches(files, resume, reading, kinds), BATCHES_READ)) as batches,
+        closing(prefetched(read_batches(files, resume, reading, kinds), BATCHES_READ)) as batches,
         closing(mapped(with_documents, batches, TOKENIZERS)) as encoded,
     ):
-        yield from ahead(encoded, BATCHES_ENCODED)
+        yield from prefetched(encoded, BATCHES_ENCODED)
 
 
 def _check_readable(reading: Reading, most: int) -> None:
-    """Some text among token ids is only counted when there is no tokenizer; nothing but text is a mistake."""
+    """Without a tokenizer, some text among token ids is only counted; text alone is an error."""
     fault = reading.faults.by_reason.get(NO_TOKENIZER)
     if fault and fault.count >= most:
         raise UserError(f"{fault.places[0]} is text; give the folder of the model's tokenizer with --tokenizer FOLDER")
+
+
+# --- Threads
+
+
+class _End:
+    """Marks the end of the items, with the error if there was one."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+def prefetched(items: Iterable[A], most: int) -> Generator[A, None, None]:
+    """Yield items that a thread of its own fetches in advance, at most `most` + 1 of them.
+
+    Errors of fetching are raised here. The thread ends when this iterator is closed.
+    """
+    queue: Queue[A | _End] = Queue(most)
+    stopped = threading.Event()
+
+    def fetch() -> None:
+        end = _End(None)
+        try:
+            for item in items:
+                queue.put(item)
+                if stopped.is_set():
+                    break
+        except BaseException as error:
+            end.error = error
+        queue.put(end)
+
+    thread = threading.Thread(target=fetch, name="warm-reader", daemon=True)
+    thread.start()
+    try:
+        while not isinstance(item := queue.get(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        stopped.set()
+        while thread.is_alive():
+            with suppress(Empty):
+                queue.get(timeout=PAUSE_S)
+
+
+def mapped(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[B, None, None]:
+    """Yield `function` of each item, in order, computed by `workers` threads."""
+    pending: deque[Future[B]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="warm-tokenizer") as pool:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

@@ -1,40 +1,41 @@
-"""What a load wants of its files, and what it could not have: from a record or a text to the items of a chunk."""
+"""Options of a load, and the way from records and texts to documents."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafter_service.ingest.chunk import Item, Part
-from drafter_service.ingest.faults import NO_TOKENIZER, Faults, RecordError
+from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Item, Part, RecordError
 from drafter_service.ingest.files import File
 from drafter_service.ingest.messages import Chat, Reply
 from drafter_service.ingest.records import Found, find_outputs
 from drafter_service.ingest.vocabulary import Vocabulary
 from ssd.config import DrafterConfig
+from ssd.types import offsets_of
 
 BLOCK_BYTES = 1 << 20
-LEAD = DrafterConfig.learned_prompt_tokens
-LEAD_CHARS = 32 * LEAD
-"""Enough of a prompt's end for its last `LEAD` tokens; prompts are long, and tokenizing them whole takes longest."""
+PREFIX_TOKENS = DrafterConfig.learned_prompt_tokens
+PREFIX_CHARS = 32 * PREFIX_TOKENS
+"""Characters of a prompt's end that contain its last `PREFIX_TOKENS` tokens. Tokenizing whole prompts is slow."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How all files of a load are read."""
+    """Options and fault counts of a load."""
 
     vocabulary: Vocabulary | None = None
     fields: tuple[str, ...] = ()
-    """Where to look in a record, the output last; empty: in the known places."""
+    """Fields to read in a record, the output last; empty: the known fields."""
     whole_prompts: bool = False
-    """Whether prompts are learned whole, and not only their end."""
+    """Whether whole prompts are learned instead of their ends."""
     block_bytes: int = BLOCK_BYTES
-    """About how much of a file is read, and handed on, at once."""
+    """Approximate size of a chunk."""
     faults: Faults = field(default_factory=Faults)
 
     def items_of(self, record: object, file: File, number: int) -> list[Item]:
-        """The documents of record `number` of a file; what cannot be had is counted."""
+        """Return the documents of record `number` of a file, and count those that cannot be read."""
         place = f"{file.name}:{number}"
         try:
             found = find_outputs(record, self.fields)
@@ -51,36 +52,56 @@ class Reading:
         return items
 
     def text_item(self, text: str, place: str) -> Item | None:
-        """A text as a document of its own."""
+        """Return a text as a document; None without a tokenizer."""
         if self.vocabulary is None:
             self.faults.note(NO_TOKENIZER, place)
             return None
         return Item(place, None, text)
 
-    def lead_of(self, prompt: np.ndarray) -> np.ndarray:
-        """What is remembered of a prompt's tokens; a copy, so that nothing holds the rest of them."""
-        return prompt if self.whole_prompts else prompt[-LEAD:].copy()
+    def prefix_of(self, prompt: np.ndarray) -> np.ndarray:
+        """Return the tokens of a prompt to learn, as a copy that does not keep the others in memory."""
+        return prompt if self.whole_prompts else prompt[-PREFIX_TOKENS:].copy()
 
     def _item(self, found: Found, name: str) -> Item:
         output: Part
         if isinstance(found.output, Reply):
             chat = found.prompt if isinstance(found.prompt, Chat) else None
-            output = self._known().chat.reply_text(chat, found.output.message)
+            output = self._vocabulary().chat.reply_text(chat, found.output.message)
         else:
             output = found.output
         if isinstance(output, str):
-            self._known()
+            self._vocabulary()
         return Item(name, self._prompt(found.prompt), output)
 
     def _prompt(self, prompt: Part | Chat | None) -> Part | None:
         if isinstance(prompt, np.ndarray):
-            return self.lead_of(prompt)
+            return self.prefix_of(prompt)
         if prompt is None or self.vocabulary is None:
             return None
         text = self.vocabulary.chat.prompt_text(prompt) if isinstance(prompt, Chat) else prompt
-        return text if self.whole_prompts else text[-LEAD_CHARS:]
+        return text if self.whole_prompts else text[-PREFIX_CHARS:]
 
-    def _known(self) -> Vocabulary:
+    def _vocabulary(self) -> Vocabulary:
         if self.vocabulary is None:
             raise RecordError(NO_TOKENIZER)
         return self.vocabulary
+
+
+def encode(items: Sequence[Item], reading: Reading) -> Documents:
+    """Tokenize items and return them as documents, in order, without those that have no output tokens."""
+    texts = [part for item in items for part in (item.prompt, item.output) if isinstance(part, str)]
+    encoded = iter(reading.vocabulary.encode(texts) if reading.vocabulary else ())
+    parts: list[np.ndarray] = []
+    lengths: list[int] = []
+    names: list[str] = []
+    for item in items:
+        prompt = next(encoded) if isinstance(item.prompt, str) else item.prompt
+        output = next(encoded) if isinstance(item.output, str) else item.output
+        if len(output) == 0:
+            continue
+        prefix = reading.prefix_of(prompt) if prompt is not None else output[:0]
+        parts += (prefix, output)
+        lengths.append(len(prefix) + len(output))
+        names.append(item.name)
+    tokens = np.concatenate(parts) if parts else np.empty(0, np.uint32)
+    return Documents(tokens, offsets_of(np.array(lengths, np.int64)), names)

@@ -1,6 +1,6 @@
-"""One record of a log, as JSON or a row of a table has it, to the outputs in it and what they answered.
+"""Find outputs and their prompts in one record of a log, from JSON or a table row.
 
-Knows the forms that records come in, and nothing of tokenizers, files or positions.
+This module knows the formats of records, and nothing about tokenizers, files or positions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from drafter_service.ingest.chunk import Part
-from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.documents import Part, RecordError
 from drafter_service.ingest.messages import Chat, Reply, chat_of, reply_of
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
 
@@ -29,14 +28,14 @@ EXCHANGE = ("request", "response", "body", "choices", "id", "request_id", "tools
 KNOWN = frozenset(
     (*PROMPT_IDS, *OUTPUT_IDS, *WHOLE_IDS, *PROMPTS, *OUTPUTS, *CONVERSATIONS, *EXCHANGE, "text", "messages")
 )
-"""Names of all fields that are looked at."""
+"""Names of all fields that are read."""
 
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 
-NOT_A_RECORD = "no JSON object"
-NO_OUTPUT = "no output in any known form"
-BAD_IDS = f"token ids that are no whole numbers from 0 to {MAX_TOKEN_ID:,}"
-NO_FIELD = "lacks a field of --field, or it is neither text nor token ids"
+NOT_A_RECORD = "not a JSON object"
+NO_OUTPUT = "no output in any known field"
+BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
+NO_FIELD = "a field of --field is missing, or neither text nor token ids"
 
 
 class Found(NamedTuple):
@@ -45,13 +44,13 @@ class Found(NamedTuple):
     output: Part | Reply
     prompt: Part | Chat | None = None
     request: str | None = None
-    """The name that the service gave it."""
+    """Name of the request in the log."""
 
 
 def find_outputs(record: object, fields: tuple[str, ...] = ()) -> list[Found]:
-    """All outputs of a record, at least one. `fields`: where to look, the output last, if not in the known places.
+    """Return all outputs of a record, at least one. `fields`: fields to read, the output last; empty: the known ones.
 
-    Raises RecordError if there is none.
+    Raises RecordError if there is no output.
     """
     if not isinstance(record, dict):
         raise RecordError(NOT_A_RECORD)
@@ -64,21 +63,21 @@ def find_outputs(record: object, fields: tuple[str, ...] = ()) -> list[Found]:
 
 
 def _exchange(record: Record) -> Iterator[Found]:
-    """A request to an OpenAI-style service and what it answered, or only the answer."""
+    """A request to an OpenAI-compatible service with its answer, or only the answer."""
     answer = _body(record.get("response")) or record
     choices = answer.get("choices")
     if not isinstance(choices, list):
         return
-    asked = _body(record.get("request")) or _body(record.get("body")) or record
+    request = _body(record.get("request")) or _body(record.get("body")) or record
     name = record.get("request_id") or answer.get("id")
     for index, choice in enumerate(choices):
         if isinstance(choice, dict) and (output := _output_of(choice)) is not None:
-            prompt = _prompt_of(asked, answer, choice, index, len(choices))
+            prompt = _prompt_of(request, answer, choice, index, len(choices))
             yield Found(output, prompt, name if isinstance(name, str) and name else None)
 
 
 def _body(value: object) -> Record | None:
-    """An object, which may stand in JSON of its own, and in a field `body` of another."""
+    """An object, which may be encoded as a JSON string, or be the field `body` of another object."""
     value = _parsed(value)
     if not isinstance(value, dict):
         return None
@@ -100,20 +99,20 @@ def _output_of(choice: Record) -> Part | Reply | None:
     return ids if ids is not None else reply_of(choice.get("message")) or _text(choice.get("text"))
 
 
-def _prompt_of(asked: Record, answer: Record, choice: Record, index: int, choices: int) -> Part | Chat | None:
-    for source in (choice, answer, asked):
+def _prompt_of(request: Record, answer: Record, choice: Record, index: int, choices: int) -> Part | Chat | None:
+    for source in (choice, answer, request):
         if (ids := _ids(source.get("prompt_token_ids"))) is not None:
             return ids
-    chat = chat_of(asked.get("messages"), asked.get("tools"))
+    chat = chat_of(request.get("messages"), request.get("tools"))
     if chat is not None:
         return chat
-    prompt = asked.get("prompt")
+    prompt = request.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        # Several prompts, each with as many choices as the next.
+        # Several prompts, each with the same number of choices.
         number = choice.get("index")
         number = number if isinstance(number, int) else index
-        place = number // max(1, choices // len(prompt))
-        prompt = prompt[place] if 0 <= place < len(prompt) else None
+        prompt_index = number // max(1, choices // len(prompt))
+        prompt = prompt[prompt_index] if 0 <= prompt_index < len(prompt) else None
     return _part(prompt)
 
 
@@ -134,7 +133,7 @@ def _text_columns(record: Record) -> Iterator[Found]:
 
 
 def _conversation(record: Record) -> Iterator[Found]:
-    """Each turn of the assistant answers all that was said before it."""
+    """Each message of the assistant is an output; all messages before it are its prompt."""
     for name in CONVERSATIONS:
         chat = chat_of(record.get(name), record.get("tools"))
         if chat is None:
@@ -167,7 +166,7 @@ def _from_fields(record: Record, fields: tuple[str, ...]) -> Found:
 
 
 def _dig(record: Record, field: str) -> object:
-    """The value of a field such as "answer" or "meta.answer"."""
+    """Return the value of a field such as "answer" or "meta.answer"."""
     value: object = record
     if field in record:
         return record[field]
@@ -200,7 +199,7 @@ def _first_ids(record: Record, names: tuple[str, ...]) -> np.ndarray | None:
 
 
 def _ids(value: object) -> np.ndarray | None:
-    """Token ids, uint32 [N]; None if there are none. Raises RecordError for numbers that are none."""
+    """Token ids, uint32 [N]; None if the value is not a list of numbers. Raises RecordError for invalid ids."""
     if isinstance(value, np.ndarray):
         return token_ids(value) if len(value) else None
     if not isinstance(value, list) or not value or not isinstance(value[0], (int, float)):
@@ -210,12 +209,12 @@ def _ids(value: object) -> np.ndarray | None:
     except (TypeError, OverflowError):
         raise RecordError(BAD_IDS) from None
     ids = np.frombuffer(data, np.uint32)
-    # A search for its bytes is a tenth of a look at the numbers.
+    # Searching its bytes takes a tenth of the time of comparing numbers.
     return token_ids(ids) if SEPARATOR_BYTES in data else ids
 
 
 def token_ids(values: np.ndarray) -> np.ndarray:
-    """Numbers [N] as token ids, uint32. Raises RecordError if they can be none."""
+    """Return numbers [N] as token ids, uint32. Raises RecordError for invalid ids."""
     if values.dtype.kind not in "iu" or (len(values) and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID):
         raise RecordError(BAD_IDS)
     return values.astype(np.uint32, copy=False)

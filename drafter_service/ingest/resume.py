@@ -1,4 +1,4 @@
-"""How far a load came, in a small file, so that the next one goes on from there."""
+"""Progress of a load, in a small file from which the next load continues."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from drafter_service.ingest.chunk import Position
+from drafter_service.ingest.documents import Position
 from drafter_service.ingest.files import File
 from ssd.errors import UserError
 
 
 class Done(BaseModel):
-    """What was learned of a file."""
+    """Progress in one file."""
 
     size: int
     version: str
@@ -24,19 +24,19 @@ class Done(BaseModel):
 
 
 class State(BaseModel):
-    """The content of the file."""
+    """Contents of the progress file."""
 
     format: int = 1
     into: str
-    """Where to it was learned."""
+    """Destination of the load."""
     files: dict[str, Done] = {}
 
 
 class Resume:
-    """Where to begin with each file, and what to begin with the next time. Without a path it forgets."""
+    """Positions from which to continue with each file. Without a path nothing is stored."""
 
     def __init__(self, path: Path | None, into: str) -> None:
-        """`into`: says where to the load goes. Raises UserError for a file that is none of this load's."""
+        """`into`: the destination of the load. Raises UserError for a file of another load."""
         self._path = path
         self._state = State(into=into)
         if path is None or not path.exists():
@@ -44,36 +44,36 @@ class Resume:
         try:
             state = State.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
-            raise UserError(f"--resume: {path} does not say how far a load came; remove it to begin anew") from None
+            raise UserError(f"--resume: {path} is not a progress file; remove it to start again") from None
         if state.into != into or state.format != self._state.format:
-            raise UserError(f"--resume: {path} belongs to a load into {state.into}; remove it to begin anew")
+            raise UserError(f"--resume: {path} belongs to a load into {state.into}; remove it to start again")
         self._state = state
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a file."""
+        """Whether progress is stored."""
         return self._path is not None
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was learned yet."""
+        """Whether nothing has been learned yet."""
         return not self._state.files
 
     def start_of(self, file: File) -> Position | None:
-        """Where to go on reading a file; None if it was read to its end. One that changed begins anew."""
+        """Return the position to continue from; None if the file was read to its end. A changed file starts again."""
         done = self._state.files.get(file.name)
         if done is None or (done.size, done.version) != (file.size, file.version):
             return Position()
         return None if done.is_done else Position(done.offset, done.item)
 
     def note(self, file: File, position: Position, is_done: bool) -> None:
-        """A file was learned up to a position."""
+        """Note that a file was learned up to a position."""
         self._state.files[file.name] = Done(
             size=file.size, version=file.version, offset=position.offset, item=position.item, is_done=is_done
         )
 
     def write(self) -> None:
-        """Put what was noted on disk. Only once all of it is safe where it was learned. Raises UserError."""
+        """Write the progress to disk, after the sink has committed. Raises UserError."""
         if self._path is None:
             return
         try:

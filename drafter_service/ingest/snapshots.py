@@ -1,4 +1,4 @@
-"""Snapshots of corpora as sources: their requests, from the oldest on."""
+"""Snapshots of corpora as sources: their requests, oldest first."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
-from drafter_service.ingest.chunk import Chunk, Item, Position
-from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.documents import Chunk, Item, Position, RecordError
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.sections import SnapshotError, read_sections
 
-NOT_SOUND = "a snapshot that cannot be used"
+DAMAGED = "a snapshot that is damaged or incomplete"
 
 
 def read_snapshot(file: File, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Chunks of requests; positions count tokens and requests. Raises RecordError for a damaged snapshot."""
+    """Yield chunks of requests; positions count tokens and requests. Raises RecordError for a damaged snapshot."""
     path = file.path if file.is_local else fsspec.open_local(f"simplecache::{file.name}")
     try:
         sections = read_sections(Path(path))
         text, firsts, names = (sections[name] for name in ("text", "requests.first", "requests.name"))
     except (SnapshotError, KeyError):
-        raise RecordError(NOT_SOUND) from None
+        raise RecordError(DAMAGED) from None
     offset, number = start
     while offset < len(text):
-        end = _end_of_some(text, offset, reading.block_bytes // text.itemsize)
+        end = _chunk_end(text, offset, reading.block_bytes // text.itemsize)
         items = []
         for first, last in _requests(text, offset, end):
             number += 1
@@ -37,8 +36,8 @@ def read_snapshot(file: File, start: Position, reading: Reading) -> Iterator[Chu
         yield Chunk(items, Position(offset, number), file.size * offset // len(text))
 
 
-def _end_of_some(text: np.ndarray, first: int, size: int) -> int:
-    """Behind the last separator among the `size` tokens from `first` on, or behind the next one."""
+def _chunk_end(text: np.ndarray, first: int, size: int) -> int:
+    """Position after the last separator among the `size` tokens from `first` on, or after the next separator."""
     while True:
         ends = np.flatnonzero(text[first : first + size] == SEPARATOR)
         if len(ends):
@@ -49,7 +48,7 @@ def _end_of_some(text: np.ndarray, first: int, size: int) -> int:
 
 
 def _requests(text: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where requests begin and end; what was forgotten is separators only."""
+    """Beginning and end of each request. Forgotten text consists of separators."""
     for last in (first + np.flatnonzero(text[first:end] == SEPARATOR)).tolist():
         if last > first:
             yield first, last
@@ -57,7 +56,7 @@ def _requests(text: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int
 
 
 def _name(file: File, number: int, first: int, firsts: np.ndarray, names: np.ndarray) -> str:
-    """By the hash that the snapshot has of a request's name, so that the same request is known from any snapshot."""
+    """A name from the hash of the request's name, so that the same request is recognized in any snapshot."""
     row = int(np.searchsorted(firsts, first, side="right")) - 1
     hashed = int(names[row]) if row >= 0 else 0
     return f"#{hashed & 0xFFFF_FFFF_FFFF_FFFF:016x}" if hashed else f"{file.name}:{number}"

@@ -1,7 +1,7 @@
-"""Token ids in numpy's files, or raw: read as a stream, whatever their size.
+"""Token ids in files of numpy, or raw, read as a stream.
 
-Where documents end: each row of a 2-D array is one; an .npz file may have `offsets` [D + 1] beside `tokens`, or
-`prompt_len` and `output_len` [D]. What is longer than a piece is cut.
+Each row of a 2-D array is a document. An .npz file may have `offsets` [D + 1] beside `tokens`, or `prompt_len` and
+`output_len` [D]. Longer documents are split into pieces.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-from drafter_service.ingest.chunk import Chunk, Item, Position
-from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.documents import Chunk, Item, Position, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import token_ids
 
 PIECE_TOKENS = 1 << 16
-MOST_HIGH_HALF = 64
-"""Vocabularies are below 4 million: of 32-bit ids the upper half is smaller than this."""
+MAX_UPPER_HALF = 64
+"""Vocabularies have less than 4 million tokens: the upper 16 bits of 32-bit ids are below this."""
 HEAD_BYTES = 1 << 16
-"""By which 16 and 32 bits are told apart."""
+"""Bytes examined to distinguish 16 and 32 bits."""
 TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))
-NO_TOKENS = "no array `tokens` of whole numbers, in one or two dimensions"
-NO_ENDS = "ends of documents that do not fit the tokens"
-CUT_OFF = "fewer tokens than the file says it has"
+NO_TOKENS = "no array `tokens` of integers with one or two dimensions"
+BAD_LENGTHS = "lengths of documents that do not match the tokens"
+CUT_OFF = "fewer tokens than the header says"
 
 Lengths = Iterable[tuple[int, int]]
-"""Of each document: tokens of its prompt and of its output."""
+"""Number of tokens of the prompt and of the output, for each document."""
 
 
 class _CutOffError(RecordError):
-    """The tokens end before all documents do."""
+    """The file has fewer tokens than its documents."""
 
 
 def read_npy(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Chunks of an .npy file; positions count tokens and documents. Raises RecordError if it holds no token ids."""
+    """Yield chunks of an .npy file; positions count tokens and documents. Raises RecordError for other contents."""
     shape, dtype = _header(opened.data)
     yield from _read(opened, opened.data, dtype, _rows(shape), start, reading)
 
 
 def read_npz(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Chunks of an .npz file, as `read_npy`."""
+    """Yield chunks of an .npz file, like `read_npy`."""
     with zipfile.ZipFile(opened.data) as archive:
         names = set(archive.namelist())
         if TOKENS not in names:
@@ -54,16 +53,16 @@ def read_npz(opened: Opened, start: Position, reading: Reading) -> Iterator[Chun
         with archive.open(TOKENS) as member:
             stream = cast(BinaryIO, member)
             shape, dtype = _header(stream)
-            has_ends = len(shape) == 1 and (OFFSETS in names or {PROMPTS, OUTPUTS} <= names)
-            lengths = _lengths(archive, names, shape[0]) if has_ends else _rows(shape)
+            has_lengths = len(shape) == 1 and (OFFSETS in names or {PROMPTS, OUTPUTS} <= names)
+            lengths = _lengths(archive, names, shape[0]) if has_lengths else _rows(shape)
             yield from _read(opened, stream, dtype, lengths, start, reading)
 
 
 def read_raw(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Chunks of raw little-endian token ids, of 16 or of 32 bits: ids of 32 bits have small upper halves."""
+    """Yield chunks of raw little-endian token ids of 16 or 32 bits. The upper halves of 32-bit ids are small."""
     data = opened.data.read(HEAD_BYTES)
     head = np.frombuffer(data[: len(data) // 4 * 4], "<u2")
-    dtype = np.dtype("<u4" if len(head) and head[1::2].max() < MOST_HIGH_HALF else "<u2")
+    dtype = np.dtype("<u4" if len(head) and head[1::2].max() < MAX_UPPER_HALF else "<u2")
     opened.data.seek(0)
     with suppress(_CutOffError):
         yield from _read(opened, opened.data, dtype, repeat((0, PIECE_TOKENS)), start, reading)
@@ -84,24 +83,24 @@ def _rows(shape: tuple[int, ...]) -> Lengths:
 
 def _lengths(archive: zipfile.ZipFile, names: set[str], tokens: int) -> Lengths:
     if OFFSETS in names:
-        offsets = _whole_numbers(archive, OFFSETS)
+        offsets = _integers(archive, OFFSETS)
         if offsets[:1].any():
-            raise RecordError(NO_ENDS)
+            raise RecordError(BAD_LENGTHS)
         outputs = np.diff(offsets)
         prompts = np.zeros_like(outputs)
     else:
-        prompts, outputs = _whole_numbers(archive, PROMPTS), _whole_numbers(archive, OUTPUTS)
-    is_sound = len(prompts) == len(outputs) and (prompts >= 0).all() and (outputs >= 0).all()
-    if not is_sound or int(prompts.sum() + outputs.sum()) != tokens:
-        raise RecordError(NO_ENDS)
+        prompts, outputs = _integers(archive, PROMPTS), _integers(archive, OUTPUTS)
+    is_consistent = len(prompts) == len(outputs) and (prompts >= 0).all() and (outputs >= 0).all()
+    if not is_consistent or int(prompts.sum() + outputs.sum()) != tokens:
+        raise RecordError(BAD_LENGTHS)
     return zip(prompts.tolist(), outputs.tolist(), strict=True)
 
 
-def _whole_numbers(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+def _integers(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(name) as member:
         array = np.asarray(npy.read_array(member, allow_pickle=False))
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RecordError(NO_ENDS)
+        raise RecordError(BAD_LENGTHS)
     return array.astype(np.int64)
 
 
@@ -119,7 +118,7 @@ def _read(
     offset, number = start
     _skip(stream, offset * dtype.itemsize)
     items: list[Item] = []
-    weight = 0
+    nbytes = 0
     for index, (prompt, output) in enumerate(_in_pieces(lengths)):
         if index < start.item:
             continue
@@ -127,11 +126,11 @@ def _read(
         values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
         offset, number = offset + len(values), number + 1
         items += _items(values, prompt, f"{opened.file.name}:{number}", reading)
-        weight += values.nbytes
+        nbytes += values.nbytes
         is_cut_off = len(values) < prompt + output
-        if is_cut_off or weight >= reading.block_bytes:
+        if is_cut_off or nbytes >= reading.block_bytes:
             yield Chunk(items, Position(offset, number), opened.bytes_read)
-            items, weight = [], 0
+            items, nbytes = [], 0
         if is_cut_off:
             raise _CutOffError(CUT_OFF)
     yield Chunk(items, Position(offset, number), opened.bytes_read)
@@ -147,8 +146,8 @@ def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> lis
         return []
     if prompt == 0:
         return [Item(place, None, tokens)]
-    # A copy, so that nothing holds the prompt.
-    return [Item(place, reading.lead_of(tokens[:prompt]), tokens[prompt:].copy())]
+    # A copy, which does not keep the prompt in memory.
+    return [Item(place, reading.prefix_of(tokens[:prompt]), tokens[prompt:].copy())]
 
 
 def _skip(stream: BinaryIO, size: int) -> None:

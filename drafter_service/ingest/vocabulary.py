@@ -1,4 +1,4 @@
-"""Text to token ids, by the tokenizer and the chat template of a model folder."""
+"""Text to token ids, with the tokenizer and the chat template of a model folder."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from pathlib import Path
 
 import numpy as np
 
-from drafter_service.ingest.chat_template import ChatTemplate
+from drafter_service.client.chat_template import RefusedMessagesError, load_chat_template
+from drafter_service.ingest.documents import RecordError
+from drafter_service.ingest.messages import Chat, Message, plain_text
 from ssd.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
 CHARS_AT_ONCE = 1 << 18
-"""The library holds some hundred bytes for each token of a call; smaller calls keep its threads less busy."""
+"""Characters per call of the library, which needs hundreds of bytes per token; small calls use fewer threads."""
+REFUSED = "messages that the model's chat template refuses"
+WITHOUT = "the messages of a prompt are concatenated"
 
 
 class Vocabulary:
-    """How one model reads text. Any thread may use it."""
+    """Tokenizer and chat template of one model. Any thread may use it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if `folder` has no usable tokenizer.json."""
-        from tokenizers import Tokenizer
+        """Raises UserError if `folder` has no usable tokenizer.json, or the tokenizers library is missing."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
 
         path = folder / TOKENIZER_FILE
         if not path.exists():
@@ -35,23 +42,62 @@ class Vocabulary:
         self.chat = ChatTemplate(folder)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, uint32 [N], without what a tokenizer puts around a prompt."""
+        """Return the token ids of each text, uint32 [N], without special tokens around it."""
         return [
             np.frombuffer(array("I", encoding.ids), np.uint32)
-            for some in _calls(texts)
-            for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            for group in _groups(texts)
+            for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
         ]
 
 
-def _calls(texts: list[str]) -> Iterator[list[str]]:
-    """The texts, so many at once as one call of the library should have."""
-    some: list[str] = []
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """Groups of texts for one call of the library each."""
+    group: list[str] = []
     chars = 0
     for text in texts:
-        some.append(text)
+        group.append(text)
         chars += len(text)
         if chars >= CHARS_AT_ONCE:
-            yield some
-            some, chars = [], 0
-    if some:
-        yield some
+            yield group
+            group, chars = [], 0
+    if group:
+        yield group
+
+
+class ChatTemplate:
+    """The chat template of a model folder. Without one, messages are concatenated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.note: str | None = None
+        """Message to the user about why there is no template."""
+        self.was_missing = False
+        """Whether messages were concatenated because there is no template."""
+        try:
+            self._template = load_chat_template(folder)
+            if self._template is None:
+                self.note = f"{folder} has no chat template; {WITHOUT}"
+        except UserError as problem:
+            self._template = None
+            self.note = f"{problem}; {WITHOUT}"
+
+    def prompt_text(self, chat: Chat) -> str:
+        """Return the text that the model gets before its answer. Raises RecordError."""
+        if self._template is None:
+            self.was_missing = True
+            return "".join(f"{plain_text(message)}\n" for message in chat.messages)
+        return self._render(chat, True)
+
+    def reply_text(self, chat: Chat | None, message: Message) -> str:
+        """Return the text that the model wrote if it was parsed as `message` after `chat`. Raises RecordError."""
+        if self._template is None or chat is None:
+            return plain_text(message)
+        prompt = self._render(chat, True)
+        whole = self._render(chat._replace(messages=[*chat.messages, message]), False)
+        return whole[len(prompt) :] if whole.startswith(prompt) else plain_text(message)
+
+    def _render(self, chat: Chat, for_answer: bool) -> str:
+        assert self._template is not None
+        try:
+            return self._template.render(chat.messages, tools=chat.tools, add_generation_prompt=for_answer)
+        except RefusedMessagesError:  # Its message may contain text of users.
+            raise RecordError(REFUSED) from None

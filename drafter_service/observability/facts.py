@@ -1,32 +1,109 @@
-"""What is known of a namespace and of the service, as reports and metrics read it."""
+"""Facts about a namespace and the service, as reports and metrics read them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from drafter_service.observability.history import History
-from drafter_service.observability.latency import Latency
 from ssd.stats import Stats
+
+MAX_SAMPLES = 512
+BOUNDS_S = tuple(1e-5 * 2 ** (step / 2) for step in range(41))
+"""Upper bounds of the bins of `Latency` in seconds, 10 us to 10 s, each 1.41 times the previous one; a last bin has no
+bound."""
+
+
+class Sample(NamedTuple):
+    """Totals of a namespace at one time."""
+
+    time: float
+    """Seconds since 1970."""
+    steps: int
+    committed: int
+    hits: int
+    drafted: int
+    accepted: int
+    corpus_tokens: int
+    appended_tokens: int
+    memory_bytes: int
+    timeouts: int
+
+
+class History:
+    """Samples of totals, oldest first, in bounded memory: the older they are, the larger the intervals between them."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+
+    def note(self, sample: Sample) -> None:
+        """Add a sample. When there are too many, drop every second one of the older half."""
+        # If the clock was set back, samples that are now in the future have wrong times.
+        while self.samples and self.samples[-1].time >= sample.time:
+            self.samples.pop()
+        self.samples.append(sample)
+        if len(self.samples) > MAX_SAMPLES:
+            half = MAX_SAMPLES // 2
+            self.samples[1:half] = self.samples[1:half:2]
+
+
+class Latency:
+    """A histogram of durations; adding one takes a fraction of a microsecond. One thread writes it."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.total_s = 0.0
+        self.longest_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Add a duration."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+    @property
+    def count(self) -> int:
+        """Number of durations."""
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """Return the upper bound in seconds of the bin that contains a quantile, 0 <= share <= 1; 0 without data."""
+        return quantile(zip((*BOUNDS_S, self.longest_s), self.counts, strict=True), share, self.longest_s)
+
+
+def quantile(bins: Iterable[tuple[float, int]], share: float, longest: float) -> float:
+    """Return the upper bound of the bin that contains a quantile, at most `longest`; 0 without data.
+
+    bins: pairs of upper bound and number of durations, ascending.
+    """
+    bins = [(bound, count) for bound, count in bins if count]
+    wanted, seen = share * sum(count for _, count in bins), 0
+    for bound, count in bins:
+        seen += count
+        if seen >= wanted:
+            return min(bound, longest)
+    return 0.0
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What decides whether token ids mean the same, and whether text is alike."""
+    """What must be equal for token ids to mean the same (tokenizer, vocabulary) and for texts to be similar."""
 
     name: str = ""
     tokenizer: str = ""
-    """A fingerprint."""
+    """Fingerprint of the tokenizer."""
     adapter: str = ""
-    """Of a LoRA adapter; empty without one."""
+    """Name of the LoRA adapter; empty without one."""
     vocabulary_size: int = 0
-    """Token ids are below this; 0 if that is not known."""
+    """Token ids are below this; 0 if it is not known."""
 
 
 @dataclass
 class ClientTotals:
-    """Sums of what clients count, over all that ever were."""
+    """Sums of the counters of all clients that ever connected."""
 
     timeouts: int = 0
     dropped: int = 0
@@ -36,15 +113,15 @@ class ClientTotals:
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """How full a corpus is and what became of it."""
+    """Contents of a corpus, and its counters."""
 
     capacity: int
     tokens: int
-    """Remembered now, separators included."""
+    """Remembered now, including separators."""
     requests: int
-    """Remembered now; pieces of very long ones count each."""
+    """Remembered now; pieces of very long requests count separately."""
     appended_tokens: int
-    """Ever, those that were forgotten or overwritten since included."""
+    """Total over the lifetime, including tokens forgotten or overwritten since."""
     waiting_tokens: int
     """Learned, but not draftable yet."""
     merges: int
@@ -62,14 +139,14 @@ class Passage:
     accepted: int
     """Draft tokens from it that were accepted."""
     age_tokens: int
-    """How many tokens were remembered after it."""
+    """Number of tokens remembered after it."""
     tokens: np.ndarray
     """uint32 [n]."""
 
 
 @dataclass(frozen=True)
 class NamespaceFacts:
-    """All that is known of one namespace. The statistics are those of the running service, not copies."""
+    """Facts about one namespace. Statistics are references to those of the running service, not copies."""
 
     name: str
     model: ModelIdentity
@@ -78,29 +155,29 @@ class NamespaceFacts:
     corpus: CorpusFacts
     memory_bytes: int
     streams: int
-    """That draft from it now."""
+    """Connected now."""
     sequences: int
-    """That run in it now."""
+    """Running now."""
     draft_latency: Latency = field(default_factory=Latency)
-    """Of one message: its whole batch."""
+    """Time to answer one message, which asks for the drafts of a whole batch."""
     merge_latency: Latency = field(default_factory=Latency)
-    """Of the maintainer's refreshes in which something was done."""
+    """Time of the refreshes that merged something."""
     clients: ClientTotals = field(default_factory=ClientTotals)
     duplicates: int = 0
-    """Texts that were offered again after they had been learned."""
+    """Texts that were sent again after they had been learned."""
     passages: tuple[Passage, ...] | None = None
-    """None unless they were asked for; most productive first."""
+    """Most productive first; None unless the caller asked for them."""
 
 
 @dataclass(frozen=True)
 class LogFacts:
-    """The shared log, as this replica sees it."""
+    """The shared log as this replica sees it."""
 
     published_tokens: int = 0
     consumed_tokens: int = 0
     duplicates: int = 0
     dropped_tokens: int = 0
-    """That waited for the log for too long."""
+    """Not written because too many tokens were waiting."""
     malformed: int = 0
     """Entries that were skipped."""
     gaps: int = 0
@@ -121,7 +198,7 @@ class ServiceFacts:
     """Seconds since 1970."""
     now: float
     memory_bytes: int
-    """Resident, of the whole process."""
+    """Resident memory of the whole process."""
     namespaces: tuple[NamespaceFacts, ...]
     refused: int = 0
     """Requests and streams that were refused."""

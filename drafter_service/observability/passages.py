@@ -1,6 +1,6 @@
-"""The pieces of remembered text that were accepted most.
+"""Counts of the pieces of remembered text that were accepted.
 
-They are users' text, so nothing is kept unless the service is configured to show them.
+They are users' text, so they are counted only if the service is configured to show them.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from drafter_service.observability.facts import Passage
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.search import longest_match
 
-SHORTEST, LONGEST = 8, 32
-"""Tokens of a piece: fewer say nothing, and no more are matched."""
-MOST_KEPT, MOST_SHOWN = 2048, 50
+MIN_LENGTH, MAX_LENGTH = 8, 32
+"""Tokens of a piece: shorter ones are not informative, and longer ones are not matched."""
+MAX_COUNTED, MAX_SHOWN = 2048, 50
 
 
 class Passages:
-    """Counts of accepted pieces. Memory is bounded; what is rare makes room for what is new."""
+    """Counts of accepted pieces in bounded memory: when there are too many, the least frequent half is dropped."""
 
     def __init__(self) -> None:
         self._accepted: dict[bytes, int] = {}
 
     def note(self, accepted: np.ndarray, corpus: Corpus) -> None:
-        """A run of draft tokens was accepted, uint32 [n]; it counts if finished text has it."""
-        if len(accepted) < SHORTEST or not _is_remembered(accepted[:LONGEST], corpus):
+        """Count consecutive accepted draft tokens, uint32 [n], if they occur in finished text."""
+        if len(accepted) < MIN_LENGTH or not _is_remembered(accepted[:MAX_LENGTH], corpus):
             return
-        piece = accepted[:LONGEST].tobytes()
+        piece = accepted[:MAX_LENGTH].tobytes()
         self._accepted[piece] = self._accepted.get(piece, 0) + len(accepted)
-        if len(self._accepted) > MOST_KEPT:
-            frequent = sorted(self._accepted.items(), key=lambda item: -item[1])[: MOST_KEPT // 2]
+        if len(self._accepted) > MAX_COUNTED:
+            frequent = sorted(self._accepted.items(), key=lambda item: -item[1])[: MAX_COUNTED // 2]
             self._accepted = dict(frequent)
 
     def purge(self, corpus: Corpus) -> None:
-        """Drop what the corpus does not hold any more: it was forgotten, or overwritten."""
+        """Drop pieces that the corpus no longer contains because they were forgotten or overwritten."""
         self._accepted = {
             piece: count
             for piece, count in self._accepted.items()
@@ -41,9 +41,9 @@ class Passages:
         }
 
     def most_productive(self, corpus: Corpus) -> tuple[Passage, ...]:
-        """The pieces that were accepted most, as far as the corpus still holds them."""
+        """Return the pieces that were accepted most, among those that the corpus still contains."""
         self.purge(corpus)
-        best = sorted(self._accepted.items(), key=lambda item: -item[1])[:MOST_SHOWN]
+        best = sorted(self._accepted.items(), key=lambda item: -item[1])[:MAX_SHOWN]
         pieces = [(np.frombuffer(piece, np.uint32), count) for piece, count in best]
         return tuple(
             Passage(accepted=count, age_tokens=longest_match(corpus.view, tokens, corpus.depth).age, tokens=tokens)

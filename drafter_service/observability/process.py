@@ -1,4 +1,4 @@
-"""What the operating system says of this process."""
+"""Memory and limits of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STATM = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int:
-    """Memory of the process that lies in RAM; where the system does not say, the most it ever was."""
+    """Return the resident memory of the process; on systems without /proc, its maximum so far."""
     if STATM.exists():
         return int(STATM.read_text().split()[1]) * resource.getpagesize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -18,7 +18,10 @@ def resident_bytes() -> int:
 
 
 def allow_files(number: int) -> bool:
-    """Have this process open so many files if the system lets it; whether it does. A shell's limit is often 1,024."""
+    """Raise the limit on open files to `number` if the system permits; return whether it does.
+
+    The limit of a shell is often 1,024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= number:
         return True

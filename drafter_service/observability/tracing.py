@@ -1,7 +1,6 @@
-"""Traces of calls, optional, through OpenTelemetry's own instrumentation of gRPC.
+"""Optional traces of calls, through OpenTelemetry's instrumentation of gRPC.
 
-A span is a call: a unary one, or a stream from its beginning to its end. Steps within a stream have none; their
-latencies are metrics.
+A unary call is a span, and so is a whole stream. Steps within a stream have no spans; their latencies are metrics.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ SERVICE_NAME = "ssd-drafter"
 
 
 def interceptors(enabled: bool) -> list[Any]:
-    """Interceptors for `grpc.aio.server`; none unless `enabled`.
+    """Return interceptors for `grpc.aio.server`; none unless `enabled`.
 
-    Spans go to the tracer provider that the process has. If it has none, one is made that exports by OTLP over HTTP, as
-    the variables OTEL_... say. Raises UserError if OpenTelemetry is not installed.
+    Spans go to the tracer provider of the process. If there is none, create one that exports by OTLP over HTTP and is
+    configured by the environment variables OTEL_... Raises UserError if OpenTelemetry is not installed.
     """
     if not enabled:
         return []
@@ -41,7 +40,7 @@ def _export() -> None:
 
     provider = TracerProvider(
         resource=Resource.create({"service.name": SERVICE_NAME}).merge(OTELResourceDetector().detect()),
-        # Events hold the messages of exceptions, in which text of users could stand.
+        # Events contain the messages of exceptions, which could contain text of users.
         span_limits=SpanLimits(max_events=0),
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -1,1 +1,1 @@
-"""The log of finished requests that replicas share: its events, its format, and both of its ends."""
+"""The shared log of finished requests through which replicas learn the same text."""

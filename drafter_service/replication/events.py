@@ -1,11 +1,24 @@
-"""What replicas tell each other."""
+"""Events that replicas exchange, and their encoding as entries of the log.
+
+An entry has the columns of N events, packed as little-endian bytes: kinds u1 [N], times f8 [N], lengths u4 [N] of the
+events' tokens, tokens u4 (all events), name_lengths u4 [N] in bytes, names in UTF-8 (all events). This module alone
+knows the format. Entries may come from other versions, so `decode` validates everything.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+from drafter_service.transport.wire import WireError, pack, unpack, unpack_tokens
+
+VERSION = b"1"
+FINISHED, FORGOTTEN, FORGOTTEN_BEFORE, DROPPED = range(4)
+NO_TOKENS = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,25 +26,25 @@ class Finished:
     """A request has finished and may be learned."""
 
     request: str
-    """Its name, by which it is learned only once and forgotten. Empty: it has none, and neither holds."""
+    """Name of the request: it is learned once per name and can be forgotten by name. Empty: no name."""
     tokens: np.ndarray
     """uint32 [N]."""
     time: float
-    """When, in seconds since 1970."""
+    """Time of finishing, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What a request produced until `time` is to be forgotten."""
+    """Forget what a request produced up to `time`."""
 
     request: str
     time: float
-    """When this was asked for, in seconds since 1970."""
+    """Time of the request to forget, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForgottenBefore:
-    """Everything that finished before `time` is to be forgotten."""
+    """Forget everything that finished before `time`."""
 
     time: float
     """In seconds since 1970; finite."""
@@ -43,10 +56,96 @@ class ForgottenBefore:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The namespace with all that finished until `time` is to be forgotten."""
+    """Forget the namespace with everything that finished up to `time`."""
 
     time: float
-    """When this was asked for, in seconds since 1970."""
+    """Time of the request to forget, in seconds since 1970."""
 
 
 Event = Finished | Forgotten | ForgottenBefore | Dropped
+
+KINDS = {Finished: FINISHED, Forgotten: FORGOTTEN, ForgottenBefore: FORGOTTEN_BEFORE, Dropped: DROPPED}
+
+
+class Entry(NamedTuple):
+    """A decoded entry."""
+
+    writer: bytes
+    """Name of the replica that wrote it."""
+    events: list[Event]
+
+
+def encode(events: Sequence[Event], writer: bytes) -> dict[bytes, bytes]:
+    """Return the fields of an entry."""
+    tokens = [event.tokens if isinstance(event, Finished) else NO_TOKENS for event in events]
+    names = [
+        event.request.encode(errors="surrogatepass") if isinstance(event, Finished | Forgotten) else b""
+        for event in events
+    ]
+    return {
+        b"version": VERSION,
+        b"writer": writer,
+        b"kinds": pack(np.array([KINDS[type(event)] for event in events]), "u1"),
+        b"times": pack(np.array([event.time for event in events], np.float64), "f8"),
+        b"lengths": pack(np.array([len(part) for part in tokens]), "u4"),
+        b"tokens": pack(np.concatenate(tokens), "u4"),
+        b"name_lengths": pack(np.array([len(name) for name in names]), "u4"),
+        b"names": b"".join(names),
+    }
+
+
+def decode(fields: Mapping[bytes, bytes]) -> Entry:
+    """Return the entry of fields; its tokens are views of them. Raises WireError for invalid fields."""
+    if _field(fields, "version") != VERSION:
+        raise WireError("the entry has another version")
+    kinds = unpack(_field(fields, "kinds"), "u1", "kinds")
+    if not len(kinds):
+        raise WireError("kinds is empty")
+    times = unpack(_field(fields, "times"), "f8", "times")
+    if len(times) != len(kinds) or not np.all(np.isfinite(times)):
+        raise WireError(f"times must be {len(kinds)} finite numbers")
+    tokens = unpack_tokens(_field(fields, "tokens"), "tokens")
+    names = _field(fields, "names")
+    ends = _ends(fields, "lengths", len(kinds), len(tokens))
+    name_ends = _ends(fields, "name_lengths", len(kinds), len(names))
+    events, first, first_name = [], 0, 0
+    for kind, time, end, name_end in zip(
+        kinds.tolist(), times.tolist(), ends.tolist(), name_ends.tolist(), strict=True
+    ):
+        events.append(_event(kind, names[first_name:name_end], tokens[first:end], time))
+        first, first_name = end, name_end
+    return Entry(_field(fields, "writer"), events)
+
+
+def _event(kind: int, name: bytes, tokens: np.ndarray, time: float) -> Event:
+    if kind == FINISHED:
+        return Finished(_text(name), tokens, time)
+    if kind == FORGOTTEN:
+        return Forgotten(_text(name), time)
+    if kind == FORGOTTEN_BEFORE:
+        return ForgottenBefore(time)
+    if kind == DROPPED:
+        return Dropped(time)
+    raise WireError(f"kinds contains {kind}")
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode(errors="surrogatepass")
+    except UnicodeDecodeError:
+        raise WireError("names is not UTF-8") from None
+
+
+def _ends(fields: Mapping[bytes, bytes], name: str, number: int, total: int) -> np.ndarray:
+    lengths = unpack(_field(fields, name), "u4", name)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if len(lengths) != number or int(ends[-1]) != total:
+        raise WireError(f"{name} must be {number} lengths with the sum {total}")
+    return ends
+
+
+def _field(fields: Mapping[bytes, bytes], name: str) -> bytes:
+    try:
+        return fields[name.encode()]
+    except KeyError:
+        raise WireError(f"{name} is missing") from None

@@ -1,74 +1,89 @@
-"""From Redis to whoever learns: what other replicas have published, once and in order, no faster than it is taken."""
+"""Reading: events that other replicas published, each once and in order, no faster than they are learned.
+
+Entries are read twice if the answer to a writer was lost, and a replica that was disconnected may publish a request
+after another one has forgotten it. `Recent` filters both.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from drafter_service.replication.counters import Lag, LogCounters
-from drafter_service.replication.entry import decode
-from drafter_service.replication.events import Event, Finished
-from drafter_service.replication.recent import Recent
-from drafter_service.replication.retry import Retry
-from drafter_service.replication.stream import OLDEST, Extent, LogUnavailable, Position, Stream
+from drafter_service.replication.events import Dropped, Event, Finished, Forgotten, ForgottenBefore, decode
+from drafter_service.replication.stream import (
+    OLDEST,
+    Extent,
+    Lag,
+    LogCounters,
+    LogUnavailable,
+    Position,
+    Retry,
+    Stream,
+)
 from drafter_service.transport.wire import WireError
+from ssd.corpus.requests import NO_NAME, hash_of
 
 ENTRIES_AT_ONCE = 16
-"""In one answer of Redis: with entries of usual size a megabyte."""
-LOOKED_EVERY_S = 1.0
+"""Entries per answer of Redis: about one megabyte at the usual size."""
+LAG_INTERVAL_S = 1.0
+"""Time between two measurements of the lag."""
+MAX_NAMES = 1 << 16
+"""About 10 MB. Duplicates are at most an outbox apart, which is some thousand requests."""
 
 TakeEvents = Callable[[list[Event]], Awaitable[None]]
 
 
 class Reader:
-    """Reads the log of one namespace from a position on."""
+    """Reads the log of one namespace, starting after a position."""
 
     def __init__(
         self, stream: Stream, recent: Recent, counters: LogCounters, logger: Any, *, own: bytes, after: Position
     ) -> None:
-        """`own`: the name of the writer whose entries are not handed on."""
+        """`own`: name of this replica, whose entries are skipped."""
         self._stream, self._recent, self._counters = stream, recent, counters
         self._logger = logger.bind(task="read")
         self._retry = Retry(self._logger, counters)
         self._own = own
         self.position = after
-        """Of the last entry whose events were taken. A reader that begins here misses nothing."""
-        self._lag, self._looked = Lag(0, 0.0), time.monotonic()
-        self._has_all = False
+        """Position of the last entry whose events were taken. A reader that starts here misses nothing."""
+        self._lag, self._measured = Lag(0, 0.0), time.monotonic()
+        self._is_current = False
 
     @property
     def is_connected(self) -> bool:
-        """Whether the log answered when it was last asked."""
+        """Whether the last call to the log succeeded."""
         return not self._retry.is_failing
 
     @property
     def lag(self) -> Lag:
-        """How far it is behind. While Redis is away or events are being taken the seconds count on."""
-        if self._has_all:
+        """Distance from the newest entry. The seconds grow while Redis is unavailable or events are being learned."""
+        if self._is_current:
             return Lag(0, 0.0)
-        return Lag(self._lag.entries, self._lag.seconds + time.monotonic() - self._looked)
+        return Lag(self._lag.entries, self._lag.seconds + time.monotonic() - self._measured)
 
     async def run(self, take: TakeEvents) -> None:
-        """Hand on the events of each entry until cancelled; the next follow when `take` has returned.
+        """Pass the events of each entry to `take` until cancelled, the next ones after it has returned.
 
-        Tokens of the events are views of what was read. What `take` raises ends it.
+        Tokens of the events are views of the entry. An exception of `take` ends the reader.
         """
         while True:
             try:
-                await self._look()
+                await self._measure_lag()
                 while True:
                     await self._read(take)
             except LogUnavailable as problem:
-                self._is_behind()
+                self._note_lag()
                 await self._retry.pause(problem)
 
     async def _read(self, take: TakeEvents) -> None:
-        entries = await self._stream.read(self.position, ENTRIES_AT_ONCE, wait=self._has_all)
+        entries = await self._stream.read(self.position, ENTRIES_AT_ONCE, wait=self._is_current)
         self._retry.succeeded()
         if entries:
-            self._is_behind()
+            self._note_lag()
         malformed = 0
         for position, fields in entries:
             try:
@@ -76,53 +91,104 @@ class Reader:
             except WireError:
                 malformed += 1
             else:
-                await self._hand_on(entry.writer, entry.events, take)
+                await self._pass_on(entry.writer, entry.events, take)
             self.position = position
         if malformed:
             self._counters.malformed += malformed
             self._logger.warning("shared_log_entries_malformed", entries=malformed)
         if len(entries) < ENTRIES_AT_ONCE:
-            self._has_all = True
-        if entries and time.monotonic() - self._looked > LOOKED_EVERY_S:
-            await self._look()
+            self._is_current = True
+        if entries and time.monotonic() - self._measured > LAG_INTERVAL_S:
+            await self._measure_lag()
 
-    async def _hand_on(self, writer: bytes, events: list[Event], take: TakeEvents) -> None:
-        # Own events are noted too: others may publish the same again.
-        news = [event for event in events if self._recent.passes(event)]
-        if writer == self._own or not news:
+    async def _pass_on(self, writer: bytes, events: list[Event], take: TakeEvents) -> None:
+        # Own events are noted, too: other replicas may publish the same requests.
+        new = [event for event in events if self._recent.is_new(event)]
+        if writer == self._own or not new:
             await asyncio.sleep(0)
             return
-        await take(news)
-        finished = [event for event in news if isinstance(event, Finished)]
+        await take(new)
+        finished = [event for event in new if isinstance(event, Finished)]
         self._counters.consumed_requests += len(finished)
         self._counters.consumed_tokens += sum(len(event.tokens) for event in finished)
 
-    def _is_behind(self) -> None:
-        if self._has_all:
-            self._has_all, self._lag, self._looked = False, Lag(0, 0.0), time.monotonic()
+    def _note_lag(self) -> None:
+        if self._is_current:
+            self._is_current, self._lag, self._measured = False, Lag(0, 0.0), time.monotonic()
 
-    async def _look(self) -> None:
-        """See how far it is behind, and whether the log still goes on where it stopped reading."""
+    async def _measure_lag(self) -> None:
+        """Measure the lag, and check that the log still contains the entry after the position."""
         extent = await self._stream.extent()
         if extent.last < self.position:
-            # Redis came back with an older state; what it kept of the log was read before.
-            self._miss("shared_log_lost_entries")
+            # Redis has restarted with an older state, whose entries have all been read.
+            self._note_gap("shared_log_lost_entries")
             self.position = extent.last
         elif self.position != OLDEST and extent.first > self.position:
-            self._miss("shared_log_trimmed_before_read")
+            self._note_gap("shared_log_trimmed_before_read")
             self.position = OLDEST
-        self._has_all = self.position >= extent.last
-        self._lag, self._looked = _lag(extent, self.position), time.monotonic()
+        self._is_current = self.position >= extent.last
+        self._lag, self._measured = _lag(extent, self.position), time.monotonic()
 
-    def _miss(self, event: str) -> None:
+    def _note_gap(self, event: str) -> None:
         self._counters.gaps += 1
         self._logger.warning(event)
 
 
 def _lag(extent: Extent, position: Position) -> Lag:
     first = max(extent.first.ms, position.ms)
-    behind_ms, spread_ms = extent.last.ms - first, extent.last.ms - extent.first.ms
+    behind_ms, extent_ms = extent.last.ms - first, extent.last.ms - extent.first.ms
     if position >= extent.last:
         return Lag(0, 0.0)
-    entries = extent.entries if spread_ms == 0 else max(1, round(extent.entries * behind_ms / spread_ms))
+    entries = extent.entries if extent_ms == 0 else max(1, round(extent.entries * behind_ms / extent_ms))
     return Lag(entries, behind_ms / 1000)
+
+
+class Recent:
+    """Hashes of the names that were learned and forgotten last."""
+
+    def __init__(self, counters: LogCounters, known: Iterable[int] = ()) -> None:
+        """`known`: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last."""
+        self._counters = counters
+        self._learned: OrderedDict[int, None] = OrderedDict()
+        self._forgotten: OrderedDict[int, float] = OrderedDict()
+        self._before = -math.inf
+        for name in known:
+            self._learn(name)
+
+    def is_new(self, event: Event) -> bool:
+        """Return whether an event that was read is new, and remember it."""
+        match event:
+            case Finished(request=request, time=time):
+                return self._is_new_request(hash_of(request or None), time)
+            case Forgotten(request=request, time=time):
+                name = hash_of(request)
+                self._learned.pop(name, None)
+                self._forgotten[name] = max(time, self._forgotten.pop(name, time))
+                _limit(self._forgotten)
+            case ForgottenBefore(time=time):
+                self._before = max(self._before, time)
+            case Dropped(time=time):
+                self._before = max(self._before, time)
+                self._learned.clear()
+        return True
+
+    def _is_new_request(self, name: int, time: float) -> bool:
+        if time < self._before or time <= self._forgotten.get(name, -math.inf):
+            self._counters.outdated += 1
+            return False
+        if name in self._learned:
+            self._learned.move_to_end(name)
+            self._counters.duplicates += 1
+            return False
+        self._learn(name)
+        return True
+
+    def _learn(self, name: int) -> None:
+        if name != NO_NAME:
+            self._learned[name] = None
+            _limit(self._learned)
+
+
+def _limit(names: OrderedDict[int, None] | OrderedDict[int, float]) -> None:
+    if len(names) > MAX_NAMES:
+        names.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Keeps namespaces in step with other replicas through the shared log, if there is one."""
+"""Synchronize namespaces with other replicas through the shared log, if there is one."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ from drafter_service.settings.tree import Log
 logger = structlog.get_logger(__name__)
 
 BYTES_PER_TOKEN = 4
-"""In the log."""
+"""Size of a token in the log."""
 
 
 class Replication:
-    """Publishes what is learned here first, and learns what others published. The event loop alone uses it."""
+    """Publishes what this replica learns, and learns what others publish. Only the event loop uses it."""
 
     def __init__(self, config: Log, learning: Learning) -> None:
-        """Raises UserError for a URL that cannot be used."""
+        """Raises UserError for an unusable URL."""
         self._learning = learning
-        self._members: dict[str, Member] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._replicas: dict[str, Replica] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._past = LogFacts(is_connected=True)
-        """Of namespaces that have left."""
+        """Totals of namespaces that have left memory."""
         self._log: SharedLog | None = None
         if config.url is not None:
             self._log = SharedLog(
                 config.url,
                 prefix=config.prefix,
-                max_bytes=BYTES_PER_TOKEN * config.most_tokens,
+                max_bytes=BYTES_PER_TOKEN * config.max_tokens,
                 outbox_tokens=config.queue_tokens,
             )
 
     async def stop(self) -> None:
-        """Disconnect; namespaces have left before."""
-        await asyncio.gather(*self._leaving)
+        """Disconnect, after all namespaces have been removed."""
+        await asyncio.gather(*self._closing)
         if self._log is not None:
             await self._log.close()
 
-    def joined(self, namespace: Namespace) -> None:
-        """A namespace was loaded."""
+    def add(self, namespace: Namespace) -> None:
+        """Start replicating a namespace that was loaded."""
         if self._log is not None:
-            self._members[namespace.name] = Member(namespace, self._log.open(namespace.name), self._learning)
+            self._replicas[namespace.name] = Replica(namespace, self._log.open(namespace.name), self._learning)
 
-    def left(self, namespace: Namespace) -> None:
-        """A namespace leaves memory."""
-        member = self._members.pop(namespace.name, None)
-        if member is not None:
-            self._past = _sum(self._past, replace(member.facts(), is_connected=True, lag_entries=0, lag_s=0.0))
-            task = asyncio.get_running_loop().create_task(member.close())
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+    def remove(self, namespace: Namespace) -> None:
+        """Stop replicating a namespace that leaves memory."""
+        replica = self._replicas.pop(namespace.name, None)
+        if replica is not None:
+            self._past = _sum(self._past, replace(replica.facts(), is_connected=True, lag_entries=0, lag_s=0.0))
+            task = asyncio.get_running_loop().create_task(replica.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def facts(self) -> LogFacts | None:
-        """How the log is doing; None without one."""
+        """Return the state of the log; None without one."""
         if self._log is None:
             return None
         total = self._past
-        for member in self._members.values():
-            total = _sum(total, member.facts())
+        for replica in self._replicas.values():
+            total = _sum(total, replica.facts())
         return total
 
 
-class Member:
-    """One namespace's part in the log."""
+class Replica:
+    """The replication of one namespace."""
 
     def __init__(self, namespace: Namespace, log: NamespaceLog, learning: Learning) -> None:
         self._namespace, self._log, self._learning = namespace, log, learning
@@ -83,13 +83,13 @@ class Member:
         self._reading.add_done_callback(self._note_end)
 
     async def close(self) -> None:
-        """Publish what waits, if that is possible soon, and stop."""
+        """Publish waiting events if that is quickly possible, and stop."""
         self._reading.cancel()
         await asyncio.wait([self._reading])
         await self._log.close()
 
     def facts(self) -> LogFacts:
-        """How this namespace's log is doing."""
+        """Return the state of this namespace's log."""
         counters, lag = self._log.counters, self._reader.lag
         return LogFacts(
             published_tokens=counters.published_tokens,
@@ -117,11 +117,11 @@ class Member:
 
     def _note_end(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and reading.exception() is not None:
-            logger.error("reading the shared log ended", namespace=self._namespace.name, exc_info=reading.exception())
+            logger.error("reading the shared log failed", namespace=self._namespace.name, exc_info=reading.exception())
 
 
 def _position(namespace: Namespace) -> Position:
-    """Where a namespace's snapshot had read to; from the oldest entry if there is none."""
+    """Reading position of a namespace's snapshot; the oldest entry without a snapshot."""
     try:
         return Position.parse(namespace.restored_position) if namespace.restored_position else OLDEST
     except ValueError:

@@ -1,9 +1,8 @@
-"""The log of finished requests that replicas share: what one has learned, all learn.
+"""The log of finished requests that replicas share, a Redis Stream for each namespace.
 
-A Redis Stream for each namespace. Every replica publishes what finishes with it and reads what others have published.
-It reads from a position of its own, which is kept beside a snapshot, so that a new replica loads the snapshot and then
-only the end of the log. Delivery is at least once, and duplicates are dropped by name. While Redis is away each replica
-goes on alone.
+Every replica publishes the requests that finish with it and learns those that others published. Its reading position is
+stored with its snapshot, so a new replica loads a snapshot and reads only the rest of the log. Delivery is at least
+once, and duplicates are dropped by name. While Redis is unavailable each replica continues alone.
 """
 
 from __future__ import annotations
@@ -16,18 +15,15 @@ from typing import Any
 
 import structlog
 
-from drafter_service.replication.counters import LogCounters
 from drafter_service.replication.events import Event, Finished
-from drafter_service.replication.outbox import Outbox
-from drafter_service.replication.reader import Reader
-from drafter_service.replication.recent import Recent
-from drafter_service.replication.stream import OLDEST, Position, Stream, connect
-from drafter_service.replication.writer import Writer
+from drafter_service.replication.reader import Reader, Recent
+from drafter_service.replication.stream import OLDEST, LogCounters, Position, Stream, connect
+from drafter_service.replication.writer import Outbox, Writer
 
 MAX_BYTES = 256 << 20
-"""Of a namespace's log in Redis: some 64 M tokens, four times a corpus of 16 M."""
+"""Memory of a namespace's log in Redis: about 64 M tokens, four times a corpus of 16 M."""
 OUTBOX_TOKENS = 4 << 20
-"""Of a namespace, in memory, while Redis is away: 16 MB."""
+"""Tokens of a namespace that wait in memory while Redis is unavailable: 16 MB."""
 FLUSH_S = 2.0
 
 logger = structlog.get_logger(__name__)
@@ -39,22 +35,22 @@ class SharedLog:
     def __init__(
         self, url: str, *, prefix: str = "default", max_bytes: int = MAX_BYTES, outbox_tokens: int = OUTBOX_TOKENS
     ) -> None:
-        """Nothing is sent yet.
+        """Create the client, which has not connected yet.
 
-        url: redis://, rediss:// or unix://, as redis-py reads them. prefix: replicas with the same one share their
-        logs. max_bytes: of memory that Redis uses for a namespace, about. outbox_tokens: how many tokens of a namespace
-        wait for Redis; the oldest requests are dropped for newer ones.
+        url: redis://, rediss:// or unix://, as redis-py reads them. prefix: replicas with the same prefix share their
+        logs. max_bytes: approximate limit of the memory that Redis uses for a namespace. outbox_tokens: maximum number
+        of tokens of a namespace that wait for Redis; beyond it the oldest requests are dropped.
 
-        Raises UserError for a URL that cannot be used, or where redis-py is not installed.
+        Raises UserError for an unusable URL, or without redis-py.
         """
         self._client = connect(url)
         self._prefix, self._max_bytes, self._outbox_tokens = prefix, max_bytes, outbox_tokens
-        # Not one that outlives the process: after a restart what the last life published is to be read again, since
-        # its snapshot may not hold it.
+        # Different after a restart: the restarted process must read what it published before, since its snapshot may
+        # not contain it.
         self._name = secrets.token_bytes(8)
 
     def open(self, namespace: str) -> NamespaceLog:
-        """The log of one namespace. Close it before this one."""
+        """Open the log of one namespace. Close it before closing this object."""
         stream = Stream(self._client, self._prefix, namespace)
         return NamespaceLog(
             stream,
@@ -70,7 +66,7 @@ class SharedLog:
 
 
 class NamespaceLog:
-    """Both ends of one namespace's log."""
+    """Writer and reader of one namespace's log."""
 
     def __init__(self, stream: Stream, outbox: Outbox, logger: Any, *, name: bytes, max_bytes: int) -> None:
         self.counters = LogCounters()
@@ -80,16 +76,16 @@ class NamespaceLog:
 
     @property
     def is_connected(self) -> bool:
-        """Whether what was written last arrived."""
+        """Whether the last write succeeded."""
         return self._writer.is_connected
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens that were never published, because too many waited."""
+        """Tokens that were never published because too many were waiting."""
         return self._outbox.dropped_tokens
 
     def publish(self, event: Event) -> None:
-        """Tell the other replicas, soon; tokens are copied. Neither waits nor fails."""
+        """Queue an event for the other replicas; its tokens are copied. Neither waits nor fails."""
         if isinstance(event, Finished) and not len(event.tokens):
             return
         overflowed = self._outbox.is_overflowing
@@ -98,21 +94,21 @@ class NamespaceLog:
             self._logger.warning("shared_log_drops_requests")
 
     async def flush(self) -> None:
-        """Returns when Redis has all that was published until now. Waits as long as that takes."""
+        """Wait without a limit until Redis has everything published so far."""
         await self._outbox.flush()
 
     def reader(self, after: Position = OLDEST, known: Iterable[int] = ()) -> Reader:
-        """Reads what other replicas publish, from the entry after a position on.
+        """Return a reader of what other replicas publish, starting with the entry after a position.
 
-        known: hashes (`ssd.corpus.requests.hash_of`) of names that were learned already, the newest last: the
-        position of a snapshot is that of the last entry in it, and it may hold what lies behind that too.
+        known: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last. A snapshot contains
+        all entries up to its position, and may contain later ones.
         """
         return Reader(
             self._stream, Recent(self.counters, known), self.counters, self._logger, own=self._name, after=after
         )
 
     async def close(self) -> None:
-        """Publish what waits, if that is possible soon, and stop."""
+        """Publish waiting events if that is possible within `FLUSH_S`, and stop."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 await self.flush()

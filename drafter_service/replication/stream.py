@@ -1,15 +1,17 @@
-"""The Redis Stream that holds the log of one namespace.
+"""The Redis Stream of a namespace's log: calls, retries and counters.
 
-The only place that knows Redis. Its errors say what kind of thing went wrong and nothing more: those of the client
-quote what was sent, which is users' text, and URLs hold passwords.
+This module alone calls Redis. Its errors contain only the type of the problem: errors of redis-py quote what was sent,
+which is users' text, and URLs contain passwords.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssd.errors import UserError
@@ -18,49 +20,51 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 BLOCK_S = 5.0
-"""How long Redis may keep a read waiting for something new."""
+"""Maximum time that Redis blocks a read until there is a new entry."""
 TIMEOUT_S = 10.0
-"""How long an answer may take, `BLOCK_S` included, before the connection is given up."""
-MOST_CONNECTIONS = 10_000
-"""A namespace has one for reading and, while it writes, one for that."""
+"""Maximum time of an answer, including `BLOCK_S`; afterwards the connection is closed."""
+MAX_CONNECTIONS = 10_000
+"""A namespace has one connection for reading, and one while it writes."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+MAX_DOUBLINGS = 10
 ALL_NODES = 0
 SCHEMES = ("redis://", "rediss://", "unix://")
 
 
-class LogUnavailable(Exception):  # noqa: N818 - it is a state of the world that passes
-    """Redis did not do what it was asked to; the text is the kind of error."""
+class LogUnavailable(Exception):  # noqa: N818 - a temporary state rather than an error
+    """A call to Redis failed; the text is the type of the error."""
 
 
 class Position(NamedTuple):
-    """The id of an entry; entries are in its order."""
+    """The id of an entry. Entries are ordered by it."""
 
     ms: int
-    """By the clock of Redis, since 1970."""
+    """Milliseconds since 1970, by the clock of Redis."""
     number: int
-    """Within the millisecond."""
+    """Number within the millisecond."""
 
     def __str__(self) -> str:
         return f"{self.ms}-{self.number}"
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """Raises ValueError for what `str` does not make of a position."""
+        """Parse the result of `str`. Raises ValueError for anything else."""
         if not re.fullmatch("[0-9]{1,20}-[0-9]{1,20}", text):
-            raise ValueError(f"{text!r} is no position in a log")
+            raise ValueError(f"{text!r} is not a position in a log")
         ms, number = text.split("-")
         return cls(int(ms), int(number))
 
 
 OLDEST = Position(0, 0)
-"""Before all entries."""
+"""The position before all entries."""
 
 
 class Extent(NamedTuple):
-    """What a log holds."""
+    """Extent of a log."""
 
     first: Position
     last: Position
-    """The newest entry that there ever was, kept or not; `OLDEST` where there was none."""
+    """The newest entry ever added, even if it was trimmed; `OLDEST` if there was none."""
     entries: int
 
 
@@ -69,11 +73,11 @@ class Addition(NamedTuple):
 
     fields: dict[bytes, bytes]
     trim_before: float | None = None
-    """Entries before it that were added before this time, in seconds, are trimmed."""
+    """Trim earlier entries that were added before this time, in seconds since 1970."""
 
 
 def connect(url: str) -> Redis:
-    """A client; nothing is sent yet. Raises UserError for a URL that cannot be used, or where redis-py is missing."""
+    """Return a client, which has not connected yet. Raises UserError for an unusable URL, or without redis-py."""
     try:
         from redis.asyncio import Redis
         from redis.asyncio.retry import Retry
@@ -86,14 +90,14 @@ def connect(url: str) -> Redis:
         client = Redis.from_url(
             url,
             protocol=2,
-            # Whoever asks decides about trying again.
+            # The callers retry.
             retry=Retry(NoBackoff(), 0),
             # Its own timeout loses cancellations (asyncio.wait_for before Python 3.12).
             socket_timeout=None,
             socket_connect_timeout=TIMEOUT_S,
-            max_connections=MOST_CONNECTIONS,
+            max_connections=MAX_CONNECTIONS,
         )
-        # Options that it does not know come to light only here.
+        # Unknown options raise only here.
         client.connection_pool.make_connection()
     except Exception:
         raise UserError(
@@ -103,16 +107,16 @@ def connect(url: str) -> Redis:
 
 
 class Stream:
-    """The log of one namespace. Every method raises LogUnavailable when Redis fails it."""
+    """The log of one namespace. Every method raises LogUnavailable if Redis fails."""
 
     def __init__(self, client: Redis, prefix: str, namespace: str) -> None:
         self._client = client
-        # In a cluster the part in braces decides which node holds a key.
+        # In a cluster the part in braces determines the node of a key.
         self._key = f"ssd:{{{prefix}}}:{namespace}"
 
     async def add(self, additions: Sequence[Addition]) -> None:
-        """Add entries in order. After an error any of them may have been added."""
-        async with _asking_redis():
+        """Add entries in order. After an error any subset of them may have been added."""
+        async with _redis_call():
             pipeline = self._client.pipeline(transaction=False)
             for addition in additions:
                 fields: dict[Any, Any] = {**addition.fields}
@@ -124,16 +128,16 @@ class Stream:
                     await self._client.xtrim(self._key, minid=str(oldest_kept), approximate=False)
 
     async def read(self, after: Position, most: int, *, wait: bool) -> list[tuple[Position, Mapping[bytes, bytes]]]:
-        """The next entries. Where there are none, none, after waiting up to `BLOCK_S` for one if so told."""
+        """Return the next entries, at most `most`. With `wait`, wait up to `BLOCK_S` if there are none."""
         block_ms = round(BLOCK_S * 1000) if wait else None
-        async with _asking_redis():
+        async with _redis_call():
             after_it: dict[Any, Any] = {self._key: str(after)}
             answer: Any = await self._client.xread(after_it, count=most, block=block_ms)
             return [(_position(name), fields) for _key, entries in answer or () for name, fields in entries]
 
     async def extent(self) -> Extent:
-        """What the log holds now."""
-        async with _asking_redis():
+        """Return the current extent of the log."""
+        async with _redis_call():
             if not await self._client.exists(self._key):
                 return Extent(OLDEST, OLDEST, 0)
             info = await self._client.xinfo_stream(self._key)
@@ -142,13 +146,13 @@ class Stream:
             return Extent(first, last, info["length"])
 
     async def trim(self, max_bytes: int) -> None:
-        """Take the oldest entries out of a log that uses more memory than it may."""
-        async with _asking_redis():
+        """Remove the oldest entries while the log uses more than `max_bytes` of memory."""
+        async with _redis_call():
             while (entries := await self._client.xlen(self._key)) > 1:
                 used = await self._client.memory_usage(self._key, samples=ALL_NODES)
                 if not used or used <= max_bytes:
                     return
-                # By their number: the oldest may be smaller than others, then there is more to take.
+                # Sizes of entries differ, so one pass may remove too few.
                 kept = max(1, int(entries * max_bytes / used))
                 await self._client.xtrim(self._key, maxlen=kept, approximate=False)
 
@@ -158,16 +162,80 @@ def _position(name: bytes | str) -> Position:
 
 
 def _oldest_kept(trim_before: float, position: Position) -> Position:
-    """What of the entries up to `position` is kept: always the last one, whatever the clocks say."""
+    """The oldest entry to keep among those up to `position`, which itself is always kept."""
     if trim_before * 1000 > position.ms:
         return position
     return Position(max(0, int(trim_before * 1000)), 0)
 
 
 @asynccontextmanager
-async def _asking_redis() -> AsyncIterator[None]:
+async def _redis_call() -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield
     except Exception as problem:
         raise LogUnavailable(type(problem).__name__) from None
+
+
+# --- Counters and retries
+
+
+@dataclass
+class LogCounters:
+    """Totals since the start of this replica. Only the event loop writes them."""
+
+    published_requests: int = 0
+    """Finished requests that were written to Redis."""
+    published_tokens: int = 0
+    consumed_requests: int = 0
+    """Finished requests of other replicas that were learned."""
+    consumed_tokens: int = 0
+    duplicates: int = 0
+    """Finished requests that had already been learned."""
+    outdated: int = 0
+    """Finished requests that were read after the event that forgets them."""
+    dropped: int = 0
+    """Finished requests that were never published because too many were waiting."""
+    malformed: int = 0
+    """Entries that were skipped."""
+    gaps: int = 0
+    """Times that entries may have been missed: trimmed before they were read, or lost with Redis."""
+    errors: int = 0
+    """Failed attempts to write or read; each was repeated."""
+
+
+class Lag(NamedTuple):
+    """Distance of a reader from the newest entry."""
+
+    entries: int
+    """An estimate that assumes entries at a constant rate."""
+    seconds: float
+
+
+class Retry:
+    """Retries of one task with exponential pauses. The first failure and the recovery are logged."""
+
+    def __init__(self, logger: Any, counters: LogCounters) -> None:
+        """`logger`: a structlog logger bound to the task."""
+        self._logger, self._counters = logger, counters
+        self._failures = 0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._failures > 0
+
+    async def pause(self, problem: LogUnavailable) -> None:
+        """Note a failed attempt, and wait until the next one."""
+        if self._failures == 0:
+            self._logger.warning("shared_log_unavailable", error=str(problem))
+        self._counters.errors += 1
+        longest = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, MAX_DOUBLINGS))
+        self._failures += 1
+        await asyncio.sleep(random.uniform(0.5, 1) * longest)
+
+    def succeeded(self) -> None:
+        """Note a successful attempt."""
+        if self._failures:
+            self._logger.info("shared_log_available", attempts=self._failures)
+        self._failures = 0

@@ -1,40 +1,156 @@
-"""From the outbox to Redis: many events an entry, many entries a round trip, until Redis has them."""
+"""Publishing: events wait in an outbox of bounded size, and a writer sends them to Redis until it has accepted them.
+
+An entry has many events, and a round trip many entries. When too many tokens wait, the oldest requests are dropped.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import math
+from collections import deque
+from typing import Any, NamedTuple
 
-from drafter_service.replication.counters import LogCounters
-from drafter_service.replication.entry import encode
-from drafter_service.replication.events import Dropped, Event, Finished, ForgottenBefore
-from drafter_service.replication.outbox import Outbox
-from drafter_service.replication.retry import Retry
-from drafter_service.replication.stream import Addition, LogUnavailable, Stream
+import numpy as np
 
+from drafter_service.replication.events import Dropped, Event, Finished, ForgottenBefore, encode
+from drafter_service.replication.stream import Addition, LogCounters, LogUnavailable, Retry, Stream
+
+ENTRY_TOKENS = 1 << 14
+"""An entry is complete when it has at least this number of tokens; larger ones would block a reader for longer."""
+ENTRY_EVENTS = 256
+ENTRIES_AT_ONCE = 16
+EVENT_WEIGHT = 64
+"""Memory of an event's objects, in tokens."""
 GATHER_S = 0.005
-"""How long events wait for others to travel with."""
-MEASURED_EVERY = 64
-"""The log is measured, and trimmed if need be, whenever this part of its bound has been written."""
+"""Time that events wait for others to be sent together."""
+TRIM_FRACTION = 64
+"""The log is measured, and trimmed if necessary, each time 1 / TRIM_FRACTION of its maximum has been written."""
+
+
+class _Waiting(NamedTuple):
+    number: int
+    event: Event
+
+
+class Outbox:
+    """Events that wait to be published, in order. Only the event loop may use it."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: maximum number of waiting tokens, plus `EVENT_WEIGHT` for each request."""
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._finished: deque[_Waiting] = deque()
+        # Separate, because these are never dropped: they are few, and forgetting must not get lost.
+        self._forgetting: deque[_Waiting] = deque()
+        self._next = 0
+        self._taken_from: int | None = None
+        self._filled = asyncio.Event()
+        self._settled = asyncio.Event()
+        self.is_overflowing = False
+        """Whether requests were dropped since the outbox was last empty."""
+        self.dropped_tokens = 0
+        """Tokens of all requests that were ever dropped."""
+
+    def put(self, event: Event) -> int:
+        """Add an event; its tokens are copied. Return the number of finished requests dropped to make room."""
+        waiting = _Waiting(self._next, event)
+        self._next += 1
+        if not isinstance(event, Finished):
+            self._forgetting.append(waiting)
+            self._filled.set()
+            return 0
+        if _weight(event) > self._max_tokens:
+            self.is_overflowing = True
+            self.dropped_tokens += len(event.tokens)
+            return 1
+        self._finished.append(waiting._replace(event=Finished(event.request, np.array(event.tokens), event.time)))
+        self._tokens += _weight(event)
+        self._filled.set()
+        return self._make_room()
+
+    async def wait(self) -> None:
+        """Wait until there is an event to take."""
+        await self._filled.wait()
+
+    def take(self) -> list[list[Event]]:
+        """Remove and return the oldest events, one list per entry. For `flush` they are pending until `settle`."""
+        self._taken_from = self._oldest_waiting
+        entries: list[list[Event]] = []
+        while len(entries) < ENTRIES_AT_ONCE and (entry := self._take_entry()):
+            entries.append(entry)
+        if self._oldest_waiting == self._next:
+            self._filled.clear()
+            self.is_overflowing = False
+        return entries
+
+    def settle(self) -> None:
+        """Note that the events taken last have been published."""
+        self._taken_from = None
+        self._settled.set()
+        self._settled.clear()
+
+    async def flush(self) -> None:
+        """Wait until everything that has been added so far is published or dropped."""
+        end = self._next
+        while (self._oldest_waiting if self._taken_from is None else self._taken_from) < end:
+            await self._settled.wait()
+
+    @property
+    def _oldest_waiting(self) -> int:
+        return min(queue[0].number if queue else self._next for queue in (self._finished, self._forgetting))
+
+    def _make_room(self) -> int:
+        dropped = 0
+        while self._tokens > self._max_tokens:
+            self.dropped_tokens += len(self._pop_finished().tokens)
+            dropped += 1
+        self.is_overflowing |= dropped > 0
+        return dropped
+
+    def _pop_finished(self) -> Finished:
+        event = self._finished.popleft().event
+        assert isinstance(event, Finished)
+        self._tokens -= _weight(event)
+        return event
+
+    def _take_entry(self) -> list[Event]:
+        entry: list[Event] = []
+        tokens = 0
+        while tokens < ENTRY_TOKENS and len(entry) < ENTRY_EVENTS and (self._finished or self._forgetting):
+            forget_from = self._forgetting[0].number if self._forgetting else math.inf
+            if self._finished and self._finished[0].number < forget_from:
+                finished = self._pop_finished()
+                tokens += len(finished.tokens)
+                entry.append(finished)
+            elif entry and isinstance(self._forgetting[0].event, ForgottenBefore | Dropped):
+                # These come first in their entry, so that all earlier entries can be trimmed.
+                break
+            else:
+                entry.append(self._forgetting.popleft().event)
+        return entry
+
+
+def _weight(event: Finished) -> int:
+    return len(event.tokens) + (len(event.request) >> 2) + EVENT_WEIGHT
 
 
 class Writer:
-    """Publishes what is in an outbox."""
+    """Publishes the events of an outbox."""
 
     def __init__(
         self, stream: Stream, outbox: Outbox, counters: LogCounters, logger: Any, *, name: bytes, max_bytes: int
     ) -> None:
-        """`name`: what readers know it by. `max_bytes`: the bound of the log."""
+        """`name`: identifies this replica in its entries. `max_bytes`: maximum size of the log."""
         self._stream, self._outbox, self._counters = stream, outbox, counters
         self._logger = logger.bind(task="write")
         self._retry = Retry(self._logger, counters)
         self._name, self._max_bytes = name, max_bytes
-        # Others may have left the log too large.
-        self._unmeasured = max_bytes
+        # The log may already be too large.
+        self._bytes_since_trim = max_bytes
 
     @property
     def is_connected(self) -> bool:
-        """Whether the log took what was written last."""
+        """Whether the last write succeeded."""
         return not self._retry.is_failing
 
     async def run(self) -> None:
@@ -47,8 +163,8 @@ class Writer:
             await self._add(additions)
             self._count(entries)
             self._outbox.settle()
-            self._unmeasured += sum(len(column) for addition in additions for column in addition.fields.values())
-            if self._unmeasured >= self._max_bytes // MEASURED_EVERY:
+            self._bytes_since_trim += sum(len(column) for addition in additions for column in addition.fields.values())
+            if self._bytes_since_trim >= self._max_bytes // TRIM_FRACTION:
                 await self._trim()
 
     async def _add(self, additions: list[Addition]) -> None:
@@ -67,7 +183,7 @@ class Writer:
         self._counters.published_tokens += sum(len(event.tokens) for event in finished)
 
     async def _trim(self) -> None:
-        self._unmeasured = 0
+        self._bytes_since_trim = 0
         try:
             await self._stream.trim(self._max_bytes)
         except LogUnavailable as problem:

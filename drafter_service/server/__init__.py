@@ -1,1 +1,1 @@
-"""The gRPC service: streams, sessions, namespaces and their storage."""
+"""The service: streams, sessions, namespaces and their storage, and administration."""

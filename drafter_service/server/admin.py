@@ -1,4 +1,4 @@
-"""The calls beside Draft: learning from other text, forgetting, reports, snapshots, namespaces."""
+"""The calls other than Draft: learning from other text, forgetting, reports, snapshots, namespaces."""
 
 from __future__ import annotations
 
@@ -11,46 +11,43 @@ from contextlib import asynccontextmanager
 import grpc
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.control import AccessControl, Visit
-from drafter_service.auth.rights import Right
+from drafter_service.auth.callers import Right
+from drafter_service.auth.control import AccessControl, AuthorizedCall
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
-from drafter_service.server.identity import default_namespace
 from drafter_service.server.learning import Learned, Learning
 from drafter_service.server.namespaces import NamespaceError, Namespaces
-from drafter_service.server.stream import REFUSALS, Drafting
+from drafter_service.server.stream import REFUSALS
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import read_model
+from drafter_service.transport.messages import default_namespace, read_model
 from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
 
 
 class Admin:
-    """The unary calls and Warm. The event loop alone uses it."""
+    """The unary calls and Warm. Used by the event loop alone."""
 
     def __init__(
         self,
         namespaces: Namespaces,
         access: AccessControl,
-        drafting: Drafting,
         learning: Learning,
         facts: Callable[[Collection[str], bool], ServiceFacts],
         *,
         may_show_passages: bool,
     ) -> None:
-        """`facts`: of the named namespaces, with their passages or without."""
+        """`facts` returns those of the named namespaces, with their passages or without."""
         self._namespaces = namespaces
         self._access = access
-        self._drafting = drafting
         self._learning = learning
         self._facts = facts
         self._may_show_passages = may_show_passages
 
     async def observe(self, request: pb.ObserveRequest, context: grpc.aio.ServicerContext) -> pb.ObserveResponse:
         """Learn from finished text."""
-        async with _call(self._access, context) as visit:
+        async with _call(self._access, context) as authorized:
             model = read_model(request.model)
             name = request.namespace or default_namespace(model)
-            visit.require(Right.LEARN, name)
+            authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
                 learned = await self._learning.learn(namespace, request.texts)
                 return pb.ObserveResponse(tokens=learned.tokens, texts=learned.texts, duplicates=learned.duplicates)
@@ -59,62 +56,62 @@ class Admin:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WarmResponse]:
         """Learn from a stream of finished texts."""
-        async with _call(self._access, context) as visit:
+        async with _call(self._access, context) as authorized:
             data = await anext(aiter(requests), None)
             if data is None:
                 return
             first = _read_warm(data)
             model = read_model(first.model)
             name = first.namespace or default_namespace(model)
-            visit.require(Right.LEARN, name)
+            authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
                 total = await self._learning.learn(namespace, first.texts)
                 yield _warm_response(total, namespace.corpus.waiting)
                 async for data in requests:
-                    visit.require(Right.LEARN, name)
+                    authorized.require(Right.LEARN, name)
                     total += await self._learning.learn(namespace, _read_warm(data).texts)
                     yield _warm_response(total, namespace.corpus.waiting)
 
     async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
         """Forget, wait until it is forgotten, and save the namespace again."""
-        async with _call(self._access, context) as visit:
-            visit.require(Right.ADMIN, request.namespace)
+        async with _call(self._access, context) as authorized:
+            authorized.require(Right.ADMIN, request.namespace)
             what = request.WhichOneof("what")
             if what is None:
-                raise WireError("what to forget is missing: give request, older_than_s or everything")
+                raise WireError("what to forget is missing: give request_id, older_than_s or everything")
             if what == "older_than_s" and not 0 <= request.older_than_s < math.inf:
                 raise WireError(f"older_than_s is {request.older_than_s}; it is an age in seconds, 0 or more")
             self._check_exists(request.namespace)
             async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
-                if what == "request":
-                    await self._learning.forget(namespace, request.request)
+                if what == "request_id":
+                    await self._learning.forget(namespace, request.request_id)
                 else:
-                    # Not until now: the clock may have been ahead when something was learned.
+                    # Everything is not "until now": the clock may have been ahead when something was learned.
                     moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
                     await self._learning.forget_before(namespace, moment)
                 store = self._namespaces.store
                 if store is not None:
                     await self._namespaces.save(namespace)
-                    # Nobody can tell what is in there.
-                    store.remove_aside(namespace.name)
+                    # It may contain what is to be forgotten.
+                    store.remove_refused(namespace.name)
                 return pb.ForgetResponse(snapshot_saved=store is not None)
 
     async def report(self, request: pb.ReportRequest, context: grpc.aio.ServicerContext) -> pb.ReportResponse:
-        """What drafting was worth."""
+        """Return the statistics of namespaces."""
         from drafter_service.observability.report.build import build_report
 
-        async with _call(self._access, context) as visit:
+        async with _call(self._access, context) as authorized:
             right = Right.READ | Right.ADMIN if request.passages else Right.READ
             if request.passages and not self._may_show_passages:
                 raise WireError("this service does not show passages; they are users' text (reports.passages)")
-            names = self._chosen(visit, request.namespace, right)
+            names = self._chosen(authorized, request.namespace, right)
             report = await asyncio.to_thread(build_report, self._facts(names, request.passages))
             return pb.ReportResponse(json=report.model_dump_json())
 
     async def snapshot(self, request: pb.SnapshotRequest, context: grpc.aio.ServicerContext) -> pb.SnapshotResponse:
         """Save namespaces now."""
-        async with _call(self._access, context) as visit:
-            names = self._chosen(visit, request.namespace, Right.ADMIN)
+        async with _call(self._access, context) as authorized:
+            names = self._chosen(authorized, request.namespace, Right.ADMIN)
             response = pb.SnapshotResponse()
             for name in sorted(names & self._namespaces.loaded.keys()):
                 async with self._namespaces.use(name, ModelIdentity()) as namespace:
@@ -125,29 +122,29 @@ class Admin:
     async def list_namespaces(
         self, _request: pb.ListNamespacesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListNamespacesResponse:
-        """The namespaces that the caller may read."""
-        async with _call(self._access, context) as visit:
-            names = self._chosen(visit, "", Right.READ)
+        """List the namespaces that the caller may read."""
+        async with _call(self._access, context) as authorized:
+            names = self._chosen(authorized, "", Right.READ)
             return pb.ListNamespacesResponse(namespaces=[self._described(name) for name in sorted(names)])
 
     async def drop_namespace(
         self, request: pb.DropNamespaceRequest, context: grpc.aio.ServicerContext
     ) -> pb.DropNamespaceResponse:
-        """Forget a namespace whole."""
-        async with _call(self._access, context) as visit:
-            visit.require(Right.ADMIN, request.namespace)
+        """Delete a namespace."""
+        async with _call(self._access, context) as authorized:
+            authorized.require(Right.ADMIN, request.namespace)
             self._check_exists(request.namespace)
-            # Loaded first, so that the shared log is told.
+            # It is loaded first, so that the shared log gets the event.
             async with self._namespaces.use(request.namespace, ModelIdentity()):
-                self._drafting.orphans.drop_all(request.namespace)
+                pass
             await self._namespaces.drop(request.namespace)
             return pb.DropNamespaceResponse()
 
-    def _chosen(self, visit: Visit, namespace: str, right: Right) -> set[str]:
-        """The namespaces that a request is about. Raises PermissionDeniedError before anything is looked up."""
+    def _chosen(self, authorized: AuthorizedCall, namespace: str, right: Right) -> set[str]:
+        """Return the namespaces that a request names. Raises PermissionDeniedError before anything is looked up."""
         if not namespace:
-            return {name for name in self._namespaces.names() if visit.caller.may(right, name)}
-        visit.require(right, namespace)
+            return {name for name in self._namespaces.names() if authorized.caller.may(right, name)}
+        authorized.require(right, namespace)
         self._check_exists(namespace)
         return {namespace}
 
@@ -158,11 +155,12 @@ class Admin:
     def _described(self, name: str) -> pb.Namespace:
         namespace, store = self._namespaces.loaded.get(name), self._namespaces.store
         if namespace is None:
-            kept = store.describe(name) if store is not None else None
-            model = kept.model if kept is not None else None
+            stored = store.describe(name) if store is not None else None
+            model = stored.model if stored is not None else None
+            config = self._namespaces.drafting(name, stored.policy if stored is not None else "")
         else:
-            model = namespace.model
-        message = pb.Namespace(name=name, capacity=self._namespaces.drafting(name).capacity)
+            model, config = namespace.model, namespace.config
+        message = pb.Namespace(name=name, capacity=config.capacity, policy=config.policy)
         if model is not None:
             message.model.CopyFrom(pb.Model(**vars(model)))
         if namespace is not None:
@@ -175,11 +173,11 @@ class Admin:
 
 
 @asynccontextmanager
-async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> AsyncIterator[Visit]:
-    """A call: who makes it, and the right status for what it is refused."""
-    async with access.admit(context) as visit:
+async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> AsyncIterator[AuthorizedCall]:
+    """Admit a call, and end it with the status of the exception that refuses it."""
+    async with access.authorize(context) as authorized:
         try:
-            yield visit
+            yield authorized
         except SnapshotError as problem:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
         except tuple(REFUSALS) as refused:

@@ -1,4 +1,4 @@
-"""What is done at intervals: samples for reports, snapshots, letting idle namespaces go."""
+"""Periodic work: samples for reports, snapshots, and unloading of idle namespaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = structlog.get_logger(__name__)
 
 
 class Housekeeping:
-    """The service's clockwork; it goes by monotonic time, so that a jump of the clock stops nothing."""
+    """Runs the periodic work, by monotonic time, so that a jump of the clock does not stop it."""
 
     def __init__(self, namespaces: Namespaces, config: ServiceConfig) -> None:
         self._namespaces = namespaces
@@ -26,14 +26,14 @@ class Housekeeping:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin."""
+        """Start the tasks."""
         self._tasks = [
             asyncio.create_task(self._repeat(self._sample_s, self._sample)),
-            asyncio.create_task(self._repeat(self._save_s, self._keep)),
+            asyncio.create_task(self._repeat(self._save_s, self._save)),
         ]
 
     async def stop(self) -> None:
-        """End, after what is being done."""
+        """Stop the tasks, after work in progress."""
         self._stopping.set()
         await asyncio.gather(*self._tasks)
 
@@ -46,12 +46,12 @@ class Housekeeping:
                 try:
                     await act()
                 except Exception:
-                    logger.exception("housekeeping failed; it goes on")
+                    logger.exception("housekeeping failed; it is tried again")
 
     async def _sample(self) -> None:
         for namespace in self._namespaces.loaded.values():
             namespace.note_sample(time.time())
 
-    async def _keep(self) -> None:
+    async def _save(self) -> None:
         await self._namespaces.save_changed()
-        await self._namespaces.let_idle_go(self._idle_s)
+        await self._namespaces.unload_idle(self._idle_s)

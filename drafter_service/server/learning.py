@@ -1,4 +1,4 @@
-"""Learning and forgetting at the pace of the index: whoever brings much waits, instead of filling memory."""
+"""Learning and forgetting at the rate of the index: callers with much text wait, so that memory does not fill up."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.messages import read_texts
 
-PAUSE_S = 0.005
-"""Between two looks at whether the index has caught up."""
-AT_ONCE = 256
-"""Texts that are taken before others have a turn on the event loop."""
+POLL_S = 0.005
+"""Interval at which the length of the index's queue is read."""
+TEXTS_PER_TURN = 256
+"""Texts that are learned before other tasks of the event loop run."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class Learned:
 
 
 class Learning:
-    """Brings text into namespaces, and takes it out. The event loop alone uses it."""
+    """Adds text to namespaces and removes it. Used by the event loop alone."""
 
-    def __init__(self, most_waiting: int) -> None:
-        """`most_waiting`: tokens of a namespace that may wait to become draftable."""
-        self._most_waiting = most_waiting
+    def __init__(self, max_waiting: int) -> None:
+        """`max_waiting`: tokens of a namespace that may wait to become draftable."""
+        self._max_waiting = max_waiting
 
     async def learn(self, namespace: Namespace, message: pb.Texts) -> Learned:
         """Learn finished texts once there is room.
 
-        Raises WireError, with no effect, for a message that cannot be, and ClosedError.
+        Raises WireError, with no effect, for an invalid message, and ClosedError.
         """
         texts = read_texts(message, namespace.model.vocabulary_size)
         tokens = learned = 0
-        for index, name in enumerate(texts.names):
-            if index % AT_ONCE == 0:
+        for index, name in enumerate(texts.request_ids):
+            if index % TEXTS_PER_TURN == 0:
                 await asyncio.sleep(0)
                 await self.wait_for_room(namespace)
             text = texts.text(index)
@@ -50,25 +50,25 @@ class Learning:
                 tokens, learned = tokens + len(text), learned + 1
         return Learned(tokens, learned, len(texts) - learned)
 
-    async def forget(self, namespace: Namespace, request: str) -> None:
-        """Returns once no draft can hold what was learned under a name."""
-        namespace.forget(request)
-        await self._take_effect(namespace)
+    async def forget(self, namespace: Namespace, request_id: str) -> None:
+        """Forget what was learned under a name; returns once no draft can contain it."""
+        namespace.forget(request_id)
+        await self._refresh(namespace)
 
     async def forget_before(self, namespace: Namespace, moment: float) -> None:
-        """Returns once no draft can hold what was learned before a time, in seconds since 1970."""
+        """Forget what was learned before a time, in seconds since 1970; returns once no draft can contain it."""
         namespace.forget_before(moment)
-        await self._take_effect(namespace)
+        await self._refresh(namespace)
 
     async def wait_for_room(self, namespace: Namespace) -> None:
-        """Returns once less than the most that may wait does. Raises ClosedError."""
+        """Return once fewer tokens than the limit wait. Raises ClosedError."""
         while not namespace.is_closed:
-            if namespace.corpus.waiting <= self._most_waiting:
+            if namespace.corpus.waiting <= self._max_waiting:
                 return
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(POLL_S)
         raise ClosedError(f"namespace {namespace.name!r} was dropped")
 
-    async def _take_effect(self, namespace: Namespace) -> None:
+    async def _refresh(self, namespace: Namespace) -> None:
         await asyncio.to_thread(namespace.corpus.refresh)
         if namespace.passages is not None:
             namespace.passages.purge(namespace.corpus)

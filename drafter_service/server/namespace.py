@@ -1,4 +1,4 @@
-"""An isolated corpus, with all that was learned and counted in it."""
+"""A namespace: an isolated corpus with its learned probabilities, counters and streams."""
 
 from __future__ import annotations
 
@@ -11,47 +11,54 @@ from itertools import islice
 
 import numpy as np
 
-from drafter_service.observability.facts import ClientTotals, CorpusFacts, ModelIdentity, NamespaceFacts
-from drafter_service.observability.history import History, Sample
-from drafter_service.observability.latency import Latency
+from drafter_service.observability.facts import (
+    ClientTotals,
+    CorpusFacts,
+    History,
+    Latency,
+    ModelIdentity,
+    NamespaceFacts,
+    Sample,
+)
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
+from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
-from ssd.drafter import SuffixDrafter
+from ssd.drafter import make_drafter
 from ssd.stats import Stats
 
-MOST_NAMES = 1 << 17
-"""Names of learned requests that are remembered to learn none twice; 16 MB at most."""
+MAX_NAMES = 1 << 17
+"""Names of learned requests that are kept so that none is learned twice; 16 MB at most."""
 
 
 class IdentityError(ValueError):
-    """A client serves another model than the namespace was made for."""
+    """A client serves another model than the namespace was made for, or wants another policy."""
 
 
 class ClosedError(RuntimeError):
-    """The namespace has left memory, with all that was told to it since."""
+    """The namespace was unloaded."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """One engine's stream, as others see it."""
+    """One engine's stream, as others may end it."""
 
     task: asyncio.Task[object]
     is_answering: bool = False
-    """Whether gRPC has a response to send: if it is cancelled then, the stream ends without a status, and hangs."""
+    """Whether gRPC is sending a response: a stream that is cancelled then ends without a status, and hangs."""
     is_over: bool = False
 
     def end(self) -> None:
-        """Have it end, after the response in hand."""
+        """End the stream, after the response in progress."""
         self.is_over = True
         if not self.is_answering:
             self.task.cancel()
 
 
 class Namespace:
-    """One corpus, its odds, its counters and those who draft from it. The event loop alone uses it."""
+    """One corpus and the drafters that use it. Used by the event loop alone."""
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class Namespace:
         stats: Stats | None = None,
         passages: Passages | None = None,
     ) -> None:
-        """`corpus` is refreshed in the background from now on, until it is closed."""
+        """Refresh `corpus` in the background from now on, until it is closed."""
         self.name = name
         self.model = model
         self.config = config
@@ -71,32 +78,32 @@ class Namespace:
         self.stats = stats or Stats()
         self.history = History()
         self.passages = passages
-        """None unless they are to be shown."""
+        """None unless reports may contain them."""
         self.clients = ClientTotals()
         self.draft_latency = Latency()
         self.merge_latency = Latency()
         self.duplicates = 0
-        self.drafters: set[SuffixDrafter] = set()
+        self.drafters: set[CorpusDrafter] = set()
         self.streams: set[Stream] = set()
         self.holds = 0
-        """How many calls use it now."""
+        """Number of calls that use it now."""
         self.is_closed = False
-        """Whether it has left memory."""
+        """Whether it was unloaded."""
         self.last_used = time.monotonic()
         self.restored_position: str | None = None
-        """How far the shared log had been read when the snapshot was saved that this began with."""
+        """Position of the shared log when the snapshot that this was restored from was saved."""
         self.log_position: Callable[[], str | None] = lambda: self.restored_position
-        """How far it has been read."""
+        """Returns the position up to which the shared log has been read."""
         self.publish: Callable[[Event], None] = lambda _: None
-        """Tells the shared log what happens here first."""
-        self._learned = corpus.named()
-        """Hashes of names, with when they were learned."""
+        """Writes an event that happened here to the shared log."""
+        self._learned = corpus.request_times()
+        """Hashes of names, with the times when they were learned."""
         self._saved_at = self._total
-        corpus.times.heard = self.merge_latency.note
+        corpus.times.on_refresh = self.merge_latency.note
         corpus.maintain(config.refresh_interval_s)
 
     def adopt(self, model: ModelIdentity) -> None:
-        """A client says what it serves. Raises IdentityError if token ids would mean something else."""
+        """Add what a client says about its model. Raises IdentityError if its token ids mean something else."""
         own = self.model
         if own.tokenizer and model.tokenizer and own.tokenizer != model.tokenizer:
             raise IdentityError(f"namespace {self.name!r} belongs to another tokenizer; choose another namespace")
@@ -113,49 +120,49 @@ class Namespace:
         )
         self.last_used = time.monotonic()
 
-    def new_drafter(self) -> SuffixDrafter:
+    def new_drafter(self) -> CorpusDrafter:
         """A drafter for one stream."""
-        drafter = SuffixDrafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
+        drafter = make_drafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
         self.drafters.add(drafter)
         return drafter
 
-    def release(self, drafter: SuffixDrafter) -> None:
-        """The stream of a drafter has ended for good."""
+    def release(self, drafter: CorpusDrafter) -> None:
+        """Close a drafter whose stream has ended."""
         self.drafters.discard(drafter)
         drafter.close()
 
-    def learn(self, tokens: np.ndarray, request: str | None, *, logged_at: float | None = None) -> bool:
-        """Remember a finished text, uint32 [n], unless one of its name was learned before; whether it was not.
+    def learn(self, tokens: np.ndarray, request_id: str | None, *, logged_at: float | None = None) -> bool:
+        """Remember a finished text, uint32 [n], unless one of its name was learned before; returns whether it did.
 
-        logged_at: when it finished elsewhere, for what comes from the shared log.
+        logged_at: when the text finished, for one that comes from the shared log.
         """
-        if request is not None:
-            name = hash_of(request)
+        if request_id is not None:
+            name = hash_of(request_id)
             if name in self._learned:
                 self.duplicates += 1
                 return False
             self._learned[name] = self.corpus.clock() if logged_at is None else logged_at
-            if len(self._learned) > MOST_NAMES:
-                for oldest in list(islice(self._learned, MOST_NAMES // 8)):
+            if len(self._learned) > MAX_NAMES:
+                for oldest in list(islice(self._learned, MAX_NAMES // 8)):
                     del self._learned[oldest]
-        self.corpus.append(tokens, request, time=logged_at)
+        self.corpus.append(tokens, request_id, time=logged_at)
         if logged_at is None:
-            # The log needs a name to tell a text that comes twice from two that are alike.
-            self.publish(Finished(request or secrets.token_hex(8), tokens, time.time()))
+            # The log needs a name to distinguish a text that arrives twice from two equal texts.
+            self.publish(Finished(request_id or secrets.token_hex(8), tokens, time.time()))
         return True
 
     def learned_names(self) -> list[int]:
-        """Hashes of the names that were learned lately, the newest last."""
+        """Hashes of the names that were learned last, the newest at the end."""
         return list(self._learned)
 
-    def forget(self, request: str, *, is_from_log: bool = False) -> None:
-        """Forget what was produced under a name, what still runs included; it is gone once the corpus is refreshed."""
+    def forget(self, request_id: str, *, is_from_log: bool = False) -> None:
+        """Forget what was produced under a name, also by running sequences; effective once the corpus is refreshed."""
         if not is_from_log:
-            self.publish(Forgotten(request, time.time()))
-        self._learned.pop(hash_of(request), None)
-        self.corpus.forget(request)
+            self.publish(Forgotten(request_id, time.time()))
+        self._learned.pop(hash_of(request_id), None)
+        self.corpus.forget(request_id)
         for drafter in self.drafters:
-            drafter.forget_own(request)
+            drafter.forget_own(request_id)
 
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> None:
         """Forget what was learned before a time, in seconds since 1970, as `forget`."""
@@ -168,12 +175,12 @@ class Namespace:
 
     @property
     def sequences(self) -> int:
-        """Sequences that run now."""
+        """Number of running sequences."""
         return sum(drafter.running for drafter in self.drafters)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody drafts from it."""
+        """Whether no stream and no call uses it."""
         return not self.drafters and not self.holds
 
     @property
@@ -182,21 +189,21 @@ class Namespace:
         return self._saved_at != self._total
 
     def note_saved(self, total: tuple[int, int]) -> None:
-        """A snapshot holds what there was when `_total` was `total`."""
+        """Record that a snapshot contains everything up to a `total`."""
         self._saved_at = total
 
     @property
     def total(self) -> tuple[int, int]:
-        """Grows with all that a snapshot would hold."""
+        """A pair of counts that changes with the contents of a snapshot."""
         return self._total
 
     @property
     def memory_bytes(self) -> int:
-        """Held by the corpus, the odds and the running sequences."""
+        """Memory of the corpus, the learned probabilities and the running sequences."""
         return self.corpus.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
 
     def note_sample(self, now: float) -> None:
-        """Write the totals into the history."""
+        """Add the totals at a time, in seconds since 1970, to the history."""
         stats = self.stats
         self.history.note(
             Sample(
@@ -214,7 +221,7 @@ class Namespace:
         )
 
     def facts(self, *, with_passages: bool = False) -> NamespaceFacts:
-        """What reports and metrics say of it."""
+        """Return what reports and metrics show."""
         show = self.passages if with_passages else None
         corpus, times = self.corpus, self.corpus.times
         return NamespaceFacts(
@@ -244,7 +251,7 @@ class Namespace:
         )
 
     def close(self) -> None:
-        """End what runs in it. Its corpus is to be closed then, by a thread that may wait."""
+        """Drop all running sequences. The corpus must be closed afterwards, in a thread that may wait."""
         self.is_closed = True
         for drafter in list(self.drafters):
             self.release(drafter)

@@ -1,4 +1,4 @@
-"""All namespaces of a service: made or restored on first use, saved, let go when they are idle, within one budget."""
+"""All namespaces of a service: made or restored on first use, saved, unloaded when idle, within a memory limit."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import asdict, replace
+from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import structlog
 
-from drafter_service.observability.facts import ModelIdentity
-from drafter_service.observability.history import History
+from drafter_service.observability.facts import ClientTotals, History, ModelIdentity
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Dropped
-from drafter_service.server.namespace import ClosedError, Namespace
-from drafter_service.server.store import NAME, Description, Store, describe
+from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
+from drafter_service.server.store import NAME, Description, Store
 from drafter_service.settings.tree import ServiceConfig
-from ssd.config import DrafterConfig
+from ssd.config import DrafterConfig, PolicyName
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import SnapshotError
@@ -29,21 +28,21 @@ from ssd.errors import UserError
 logger = structlog.get_logger(__name__)
 
 BYTES_PER_TOKEN = 15
-"""Of capacity, at the peak of a merge."""
-BYTES_AT_LEAST = 25_000_000
-"""Of a small namespace: odds, live text, buffers."""
+"""Memory per token of capacity, at the peak of a merge."""
+MIN_BYTES = 25_000_000
+"""Memory of a small namespace: learned probabilities, running text, buffers."""
 
 
 class NamespaceError(ValueError):
-    """A namespace cannot have this name, or there is none of this name and none may be made."""
+    """The name is not valid for a namespace, or no namespace has it and none may be made."""
 
 
-class BudgetError(RuntimeError):
-    """There is no memory for another namespace."""
+class MemoryLimitError(RuntimeError):
+    """The memory limit does not allow another namespace."""
 
 
 class Saved(NamedTuple):
-    """What came of saving a namespace."""
+    """A saved namespace."""
 
     name: str
     bytes: int
@@ -51,26 +50,26 @@ class Saved(NamedTuple):
 
 
 class Namespaces:
-    """The namespaces by name. The event loop alone uses it; what takes long is done in other threads."""
+    """The namespaces by name. Used by the event loop alone; long operations run in other threads."""
 
     def __init__(
         self,
         config: ServiceConfig,
         *,
         on_loaded: Callable[[Namespace], None] = lambda _: None,
-        on_leaving: Callable[[Namespace], None] = lambda _: None,
+        on_unload: Callable[[Namespace], None] = lambda _: None,
     ) -> None:
-        """`on_loaded` and `on_leaving` are told when a namespace comes into memory, and before it leaves it.
+        """`on_loaded` is called after a namespace is loaded, `on_unload` before it is unloaded.
 
-        Raises UserError if the snapshot folder cannot be used, or the budget does not suffice for one namespace.
+        Raises UserError if the snapshot folder cannot be used, or the memory limit is too low for one namespace.
         """
-        if most_bytes(config.drafting.capacity) > config.namespaces.budget:
+        if max_bytes(config.drafting.capacity) > config.namespaces.memory_limit:
             raise UserError(
-                f"namespaces.budget: {config.namespaces.budget:,} bytes are too few for a namespace of "
-                f"{config.drafting.capacity:,} tokens, which needs {most_bytes(config.drafting.capacity):,}"
+                f"namespaces.memory_limit: {config.namespaces.memory_limit:,} bytes are too few for a namespace of "
+                f"{config.drafting.capacity:,} tokens, which needs {max_bytes(config.drafting.capacity):,}"
             )
         self._config = config
-        self._on_loaded, self._on_leaving = on_loaded, on_leaving
+        self._on_loaded, self._on_unload = on_loaded, on_unload
         self.store = Store(config.snapshots.folder) if config.snapshots.folder else None
         self.loaded: dict[str, Namespace] = {}
         self.failed_saves = 0
@@ -79,21 +78,27 @@ class Namespaces:
         self._saves: set[asyncio.Task[Saved]] = set()
 
     def names(self) -> list[str]:
-        """All namespaces, those on disk included."""
+        """Names of all namespaces, including those on disk."""
         return sorted({*self.loaded, *(self.store.names() if self.store else [])})
 
     @asynccontextmanager
-    async def use(self, name: str, model: ModelIdentity) -> AsyncIterator[Namespace]:
-        """A namespace, made or restored if it is not in memory, which it does not leave meanwhile.
+    async def use(self, name: str, model: ModelIdentity, policy: str = "") -> AsyncIterator[Namespace]:
+        """Make or restore a namespace if it is not loaded, and keep it loaded within the block.
 
-        Raises NamespaceError, BudgetError, and IdentityError for another model than it was made for.
+        policy: how a new namespace drafts; "" for the service's default. Raises NamespaceError, MemoryLimitError, and
+        IdentityError for another model or policy than the namespace was made with.
         """
         if not NAME.fullmatch(name):
             raise NamespaceError(
                 f"a namespace cannot be called {name[:200]!r}; use 1 to 128 letters, digits, '_', '.', '@' and '-'"
             )
         async with self._loading.of(name):
-            namespace = self.loaded.get(name) or await self._load(name, model)
+            namespace = self.loaded.get(name) or await self._load(name, model, policy)
+            if policy not in ("", namespace.config.policy):
+                raise IdentityError(
+                    f"namespace {name!r} drafts with the policy {namespace.config.policy!r}, not {policy[:64]!r}; "
+                    "choose another namespace"
+                )
             namespace.adopt(model)
             namespace.holds += 1
         try:
@@ -103,13 +108,13 @@ class Namespaces:
             namespace.last_used = time.monotonic()
 
     async def save(self, namespace: Namespace) -> Saved:
-        """Write a namespace to its folder, even if the caller goes away meanwhile.
+        """Write a namespace to its folder, even if the caller is cancelled meanwhile.
 
-        Raises SnapshotError, the old files stay then, and ClosedError.
+        Raises SnapshotError, in which case the old files stay, and ClosedError.
         """
         if self.store is None:
             raise SnapshotError("there is no snapshot folder; start the service with --snapshot-folder")
-        # The lock must be held for as long as the thread writes: a later save must not be overtaken by an earlier one.
+        # The lock must be held while the thread writes, so that an earlier save does not replace a later one.
         saving = asyncio.create_task(self._save(self.store, namespace))
         self._saves.add(saving)
         saving.add_done_callback(self._saves.discard)
@@ -120,9 +125,9 @@ class Namespaces:
         async with self._saving.of(namespace.name):
             if namespace.is_closed:
                 raise ClosedError(f"namespace {namespace.name!r} was dropped")
-            total, kept = namespace.total, _description(namespace)
+            total, description = namespace.total, _describe(namespace)
             try:
-                size = await asyncio.to_thread(_write, store, namespace, kept)
+                size = await asyncio.to_thread(_write, store, namespace, description)
             except (SnapshotError, OSError) as problem:
                 self.failed_saves += 1
                 logger.error("snapshot not saved", namespace=namespace.name, reason=str(problem))
@@ -131,28 +136,28 @@ class Namespaces:
         return Saved(namespace.name, size, time.monotonic() - began)
 
     async def save_changed(self) -> None:
-        """Save all that has something new; what cannot be saved is logged and tried again the next time."""
+        """Save all namespaces with changes; a failure is logged, and the next call tries again."""
         for namespace in list(self.loaded.values()) if self.store else []:
             if namespace.is_changed:
                 with suppress(SnapshotError, ClosedError):
                     await self.save(namespace)
 
-    async def let_idle_go(self, idle_s: float) -> None:
-        """Save the namespaces that nobody used for so long, and take them out of memory, as `save_changed`."""
+    async def unload_idle(self, idle_s: float) -> None:
+        """Save and unload the namespaces that were not used for `idle_s` seconds; failures as in `save_changed`."""
         for namespace in list(self.loaded.values()) if self.store else []:
             if namespace.is_idle and time.monotonic() - namespace.last_used >= idle_s:
                 with suppress(SnapshotError):
-                    await self._let_go(namespace)
+                    await self._save_and_unload(namespace)
 
     async def drop(self, name: str) -> bool:
-        """Forget a namespace whole; whether there was one. Raises SnapshotError if files of it stay."""
+        """Delete a namespace; returns whether there was one. Raises SnapshotError if files of it stay."""
         async with self._loading.of(name), self._saving.of(name):
             namespace = self.loaded.get(name)
             if namespace is not None:
                 namespace.publish(Dropped(time.time()))
                 for stream in list(namespace.streams):
                     stream.end()
-                await self._leave(namespace)
+                await self._unload(namespace)
             if self.store is None or not self.store.has(name):
                 return namespace is not None
             try:
@@ -162,23 +167,28 @@ class Namespaces:
             return True
 
     async def close(self) -> None:
-        """Save what is new and stop."""
+        """Save all changes and unload all namespaces."""
         await self.save_changed()
         for namespace in list(self.loaded.values()):
-            await self._leave(namespace)
+            await self._unload(namespace)
 
-    def drafting(self, name: str) -> DrafterConfig:
-        """How a namespace drafts."""
+    def drafting(self, name: str, policy: str = "") -> DrafterConfig:
+        """Return the drafter configuration of a namespace. Raises NamespaceError for an unknown policy."""
         capacity = self._config.namespaces.capacities.get(name, self._config.drafting.capacity)
-        return replace(self._config.drafting, capacity=capacity)
+        config = self._config.drafting
+        chosen = self._config.namespaces.policies.get(name) or policy or config.policy
+        try:
+            return replace(config, capacity=capacity, policy=cast("PolicyName", chosen))
+        except ValueError as problem:
+            raise NamespaceError(str(problem)[:500]) from None
 
-    async def _load(self, name: str, model: ModelIdentity) -> Namespace:
+    async def _load(self, name: str, model: ModelIdentity, policy: str) -> Namespace:
         is_known = name in self._config.namespaces.capacities or (self.store is not None and self.store.has(name))
         if not is_known and not self._config.namespaces.create:
             raise NamespaceError(f"there is no namespace {name!r}, and clients may not make any")
-        kept = self.store.describe(name) if self.store else None
-        drafting = self.drafting(name)
-        await self._reserve(name, most_bytes(drafting.capacity))
+        stored = self.store.describe(name) if self.store else None
+        drafting = self.drafting(name, stored.policy if stored is not None else policy)
+        await self._reserve(name, max_bytes(drafting.capacity))
         try:
             loaded = await asyncio.to_thread(self._restore, name, drafting)
             corpus = loaded.corpus if loaded else Corpus(drafting.capacity, drafting.match_depth)
@@ -188,10 +198,10 @@ class Namespaces:
         except BaseException:
             del self._reserved[name]
             raise
-        if kept is not None:
-            _take_over(kept, namespace)
+        if stored is not None:
+            _restore_description(stored, namespace)
         if loaded is None:
-            # Without its corpus the namespace has read nothing.
+            # Without its corpus the namespace has read nothing of the log.
             namespace.restored_position = None
         self.loaded[name] = namespace
         namespace.note_sample(time.time())
@@ -200,7 +210,7 @@ class Namespaces:
         return namespace
 
     def _restore(self, name: str, drafting: DrafterConfig) -> Loaded | None:
-        """The corpus that lies on disk; one that cannot be used is set aside, with a word of why."""
+        """Load the stored corpus; one that cannot be used is renamed, and the reason logged."""
         if self.store is None or not self.store.corpus_path(name).exists():
             return None
         try:
@@ -208,84 +218,86 @@ class Namespaces:
         except SnapshotError as problem:
             logger.error("snapshot refused", namespace=name, reason=str(problem))
             try:
-                logger.info("snapshot set aside", namespace=name, path=self.store.set_aside(name))
+                logger.info("snapshot renamed", namespace=name, path=self.store.move_refused(name))
             except OSError as stuck:
-                logger.error("snapshot not set aside", namespace=name, reason=str(stuck))
+                logger.error("snapshot not renamed", namespace=name, reason=str(stuck))
             return None
 
     async def _reserve(self, name: str, size: int) -> None:
-        """Make room in the budget, by letting idle namespaces go, the longest idle first. Raises BudgetError."""
-        budget = self._config.namespaces.budget
-        while sum(self._reserved.values()) + size > budget:
+        """Reserve memory, by unloading idle namespaces if needed, the longest idle first. Raises MemoryLimitError."""
+        limit = self._config.namespaces.memory_limit
+        while sum(self._reserved.values()) + size > limit:
             idle = [namespace for namespace in self.loaded.values() if namespace.is_idle]
-            if not idle or self.store is None or size > budget:
-                raise BudgetError(
+            if not idle or self.store is None or size > limit:
+                raise MemoryLimitError(
                     f"namespace {name!r} needs up to {size:,} bytes; {sum(self._reserved.values()):,} of the "
-                    f"budget of {budget:,} are in use: raise --budget, or lower --capacity"
+                    f"limit of {limit:,} are in use: raise --memory-limit, or lower --capacity"
                 )
             try:
-                await self._let_go(min(idle, key=lambda namespace: namespace.last_used))
+                await self._save_and_unload(min(idle, key=lambda namespace: namespace.last_used))
             except SnapshotError as problem:
-                raise BudgetError(f"no idle namespace can be saved to make room: {problem}") from None
+                raise MemoryLimitError(f"no idle namespace can be saved to make room: {problem}") from None
         self._reserved[name] = size
 
-    async def _let_go(self, namespace: Namespace) -> None:
+    async def _save_and_unload(self, namespace: Namespace) -> None:
         async with self._loading.of(namespace.name):
             if namespace.is_idle and self.loaded.get(namespace.name) is namespace:
                 if namespace.is_changed:
                     await self.save(namespace)
-                logger.info("namespace let go", namespace=namespace.name)
-                await self._leave(namespace)
+                logger.info("namespace unloaded", namespace=namespace.name)
+                await self._unload(namespace)
 
-    async def _leave(self, namespace: Namespace) -> None:
-        self._on_leaving(namespace)
+    async def _unload(self, namespace: Namespace) -> None:
+        self._on_unload(namespace)
         del self.loaded[namespace.name]
         namespace.close()
         try:
-            # Waits for a merge, which may take seconds.
+            # This waits for a merge, which may take seconds.
             await asyncio.to_thread(namespace.corpus.close)
         finally:
             del self._reserved[namespace.name]
 
 
 class Locks:
-    """A lock for each name, while anybody holds it or waits for it."""
+    """A lock for each name, kept while it is held or waited for."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, name: str) -> asyncio.Lock:
-        """The lock of a name."""
+        """Return the lock of a name."""
         return self._locks.setdefault(name, asyncio.Lock())
 
 
-def most_bytes(capacity: int) -> int:
-    """What a namespace that remembers so many tokens can cost."""
-    return BYTES_AT_LEAST + BYTES_PER_TOKEN * capacity
+def max_bytes(capacity: int) -> int:
+    """Most memory of a namespace that remembers `capacity` tokens."""
+    return MIN_BYTES + BYTES_PER_TOKEN * capacity
 
 
-def _description(namespace: Namespace) -> Description:
-    return describe(
-        namespace.name,
-        namespace.model,
-        namespace.clients,
-        namespace.duplicates,
-        namespace.log_position(),
-        time.time(),
-        namespace.history.samples,
+def _describe(namespace: Namespace) -> Description:
+    """Copy what is stored beside a corpus, to be written by another thread."""
+    return Description(
+        name=namespace.name,
+        model=namespace.model,
+        policy=namespace.config.policy,
+        clients=ClientTotals(**asdict(namespace.clients)),
+        duplicates=namespace.duplicates,
+        log_position=namespace.log_position(),
+        saved_at=time.time(),
+        history=[tuple(sample) for sample in namespace.history.samples],
     )
 
 
-def _take_over(kept: Description, namespace: Namespace) -> None:
-    namespace.model, namespace.clients, namespace.duplicates = kept.model, kept.clients, kept.duplicates
-    namespace.restored_position = kept.log_position
+def _restore_description(stored: Description, namespace: Namespace) -> None:
+    namespace.model, namespace.clients, namespace.duplicates = stored.model, stored.clients, stored.duplicates
+    namespace.restored_position = stored.log_position
     namespace.history = History()
-    for sample in kept.samples():
+    for sample in stored.samples():
         namespace.history.note(sample)
 
 
-def _write(store: Store, namespace: Namespace, kept: Description) -> int:
-    store.make_room_for(namespace.name)
+def _write(store: Store, namespace: Namespace, description: Description) -> int:
+    store.make_folder(namespace.name)
     size = snapshot.save(namespace.corpus, store.corpus_path(namespace.name), namespace.stats)
-    store.write_description(kept)
+    store.write_description(description)
     return size

@@ -1,7 +1,7 @@
-"""The sidecar: everything that serves, put together, started and stopped.
+"""The service: assembles, starts and stops all of its parts.
 
-One event loop serves all streams, which keeps the round trip short; merging, snapshots and long prompts have threads of
-their own.
+One event loop serves all streams, which keeps the round trip short; merges, snapshots and long prompts run in other
+threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import check_exposure, listen
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
-from drafter_service.observability.metrics.endpoint import MetricsEndpoint, asked_of
+from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
 from drafter_service.observability.process import allow_files, resident_bytes
 from drafter_service.observability.tracing import interceptors
 from drafter_service.replication.replicas import Replication
@@ -31,9 +31,9 @@ from drafter_service.server.admin import Admin
 from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.server.learning import Learning
 from drafter_service.server.namespace import Namespace
-from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces
-from drafter_service.server.store import alone_in
-from drafter_service.server.stream import Drafting
+from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
+from drafter_service.server.store import exclusive_use
+from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -46,9 +46,9 @@ logger = structlog.get_logger(__name__)
 PACKAGE = pb.DESCRIPTOR.package
 SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 FILES = 256
-"""Open at a time, beside those of streams."""
+"""Descriptors needed at a time, beside those of streams."""
 GRACE_S = 2.0
-"""How long the last responses may take to leave after the server was told to stop."""
+"""How long the last responses may take when the server stops."""
 
 
 class DrafterServer:
@@ -58,20 +58,19 @@ class DrafterServer:
         """Raises UserError for an address or a file that cannot be used."""
         self._config = config
         self.address = Address.parse(config.listen)
-        """With the real port, once it listens."""
+        """With the actual port, once it listens."""
         self._started_at = time.time()
         learning = Learning(config.limits.waiting_tokens)
         self._replication = Replication(config.log, learning)
-        self.namespaces = Namespaces(config, on_loaded=self._replication.joined, on_leaving=self._replication.left)
+        self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
         access = AccessControl(config.access)
-        self._drafting = Drafting(self.namespaces, access, config.limits)
-        self._held = ExitStack()
-        """What is this service's alone while it runs."""
-        self._step_socket = StepSocket(self._drafting, config.limits.streams)
+        self._streams = DraftStreams(self.namespaces, access, config.limits)
+        self._locks = ExitStack()
+        """The lock of the snapshot folder."""
+        self._step_socket = StepSocket(self._streams, config.limits.streams)
         self._admin = Admin(
             self.namespaces,
             access,
-            self._drafting,
             learning,
             self.facts,
             may_show_passages=config.reports.passages,
@@ -81,17 +80,17 @@ class DrafterServer:
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
-        """What drafting was worth, in a line; written when it stops."""
+        """Statistics of drafting in a line; set when the server stops."""
 
     async def start(self) -> None:
-        """Restore what is configured, then serve. Raises UserError if the address cannot be had."""
+        """Load the configured namespaces, then serve. Raises UserError if the address cannot be used."""
         try:
             await self._start()
         except BaseException:
             await self._step_socket.stop(0)
             if self._server is not None:
                 await self._server.stop(None)
-            self._held.close()
+            self._locks.close()
             raise
 
     async def _start(self) -> None:
@@ -103,7 +102,7 @@ class DrafterServer:
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                # Without this two servers share a port and each gets some of the streams.
+                # Otherwise two servers could share a port, and each would get some of the streams.
                 ("grpc.so_reuseport", 0),
             ],
         )
@@ -111,19 +110,19 @@ class DrafterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         self._server = server
-        self._held.enter_context(alone_in(self._config.snapshots.folder))
+        self._locks.enter_context(exclusive_use(self._config.snapshots.folder))
         self._listen(server)
         for name in self._config.namespaces.capacities:
             try:
                 async with self.namespaces.use(name, ModelIdentity()):
                     pass
-            except (NamespaceError, BudgetError) as problem:
+            except (NamespaceError, MemoryLimitError) as problem:
                 raise UserError(f"namespaces.capacities: {problem}") from None
         self._housekeeping.start()
         await self._step_socket.start()
         await server.start()
         if self._config.reports.metrics is not None:
-            facts = asked_of(asyncio.get_running_loop(), self.facts)
+            facts = facts_from_loop(asyncio.get_running_loop(), self.facts)
             self._metrics = MetricsEndpoint(facts, self._config.reports.metrics)
             self._metrics.start()
         for service in (SERVICE, ""):
@@ -138,22 +137,22 @@ class DrafterServer:
         self.address = listen(server, self.address, access)
 
     async def stop(self) -> None:
-        """Say so to those that ask for health, end every stream after the message in hand, save, release everything."""
+        """Report it to health checks, end every stream after the request in progress, save, and release everything."""
         await self._health.enter_graceful_shutdown()
-        self._drafting.stop()
+        self._streams.stop()
         if self._server is not None:
             await asyncio.gather(self._server.stop(GRACE_S), self._step_socket.stop(GRACE_S))
         await self._housekeeping.stop()
         if self._metrics is not None:
-            # A scrape that is under way waits for this loop.
+            # A scrape in progress waits for this loop.
             await asyncio.to_thread(self._metrics.stop)
         self.summary = _summary(self.namespaces.loaded.values())
         await self.namespaces.close()
         await self._replication.stop()
-        self._held.close()
+        self._locks.close()
 
     def facts(self, names: Collection[str] | None = None, with_passages: bool = False) -> ServiceFacts:
-        """What is known of the service, and of all loaded namespaces or the named ones."""
+        """Return the facts about the service, and about all loaded namespaces or the named ones."""
         chosen = [
             namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
         ]
@@ -163,7 +162,7 @@ class DrafterServer:
             now=time.time(),
             memory_bytes=resident_bytes(),
             namespaces=tuple(namespace.facts(with_passages=with_passages) for namespace in chosen),
-            refused=self._drafting.refused,
+            refused=self._streams.refused,
             failed_saves=self.namespaces.failed_saves,
             log=self._replication.facts(),
         )
@@ -178,13 +177,13 @@ class DrafterServer:
             "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
             "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
         }
-        # Requests stay bytes for gRPC, which would call it the service's fault if one cannot be parsed.
+        # gRPC passes requests as bytes: if it parsed them, it would report a malformed one as the service's fault.
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(_of_bytes(method, request), response_serializer=_serialised)
+            name: grpc.unary_unary_rpc_method_handler(_parsing(method, request), response_serializer=_serialized)
             for name, (method, request) in unary.items()
         }
-        for name, stream in (("Draft", self._drafting.draft), ("Warm", admin.warm)):
-            handlers[name] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialised)
+        for name, stream in (("Draft", self._streams.draft), ("Warm", admin.warm)):
+            handlers[name] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialized)
         return handlers
 
 
@@ -197,8 +196,8 @@ def _summary(namespaces: Iterable[Namespace]) -> str:
     )
 
 
-def _of_bytes(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], kind: Any) -> Callable[..., Any]:
-    """A method that takes a message of a kind as one that takes its bytes."""
+def _parsing(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], kind: Any) -> Callable[..., Any]:
+    """Wrap a method that takes a message, so that it takes the message's bytes."""
 
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
         try:
@@ -210,12 +209,12 @@ def _of_bytes(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]],
     return call
 
 
-def _serialised(message: pb.DraftResponse) -> bytes:
+def _serialized(message: pb.DraftResponse) -> bytes:
     return message.SerializeToString()
 
 
 async def serve_until_signalled(server: DrafterServer, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; `ready` is called once streams are welcome."""
+    """Serve until SIGINT or SIGTERM; `ready` is called once streams are accepted."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

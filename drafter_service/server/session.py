@@ -1,4 +1,4 @@
-"""One engine's sequences: checks a whole request, then applies it, or refuses it without any effect."""
+"""The sequences of one stream: checks a whole request, then applies it, or refuses it without any effect."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from drafter_service.observability.passages import Passages
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import MOST_FIELDS, Begin, End, read_begin, read_end, read_steps
-from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch
-from ssd.drafter import Opening
+from drafter_service.transport.messages import (
+    MAX_FIELDS,
+    FinishedSequence,
+    StartedSequence,
+    read_finish,
+    read_start,
+)
+from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes
+from ssd.base import Opening
 from ssd.stats import STEPS
-from ssd.types import DraftBatch, Progress, offsets_of
+from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 LONG_PROMPT = 8192
-"""Tokens from which a prompt is indexed beside the event loop: about 2 ms."""
+"""Tokens from which a prompt is indexed in another thread: this many take about 2 ms."""
 
 NO_TOKENS = np.empty(0, np.uint32)
 
@@ -33,11 +39,11 @@ class Indexing:
     task: asyncio.Task[None]
     opening: Opening
     committed: list[np.ndarray] = field(default_factory=list)
-    """What it produced meanwhile."""
+    """What it committed meanwhile."""
 
 
 class Session:
-    """The sequences of one client, over the corpus of a namespace. The event loop alone uses it."""
+    """The sequences of one stream, over the corpus of a namespace. Used by the event loop alone."""
 
     def __init__(self, namespace: Namespace, limits: Limits) -> None:
         self.namespace = namespace
@@ -45,24 +51,20 @@ class Session:
         self._may_learn = False
         self._drafter = namespace.new_drafter()
         self._indexing: dict[int, Indexing] = {}
-        self._used: dict[int, int] = {}
-        """The sequences, the one that was silent for longest first, each with how many tokens it has."""
+        self._sizes: dict[int, int] = {}
+        """Tokens of each sequence, prompt included; the sequence that was inactive for longest is first."""
         self._tokens = 0
         """Their sum."""
         self._reported: ClientTotals | None = None
-        """The totals that the client last said."""
+        """The totals that the client sent last."""
 
     @property
     def max_draft(self) -> int:
-        """The most tokens that a draft ever has."""
+        """The most tokens of any draft."""
         return self.namespace.config.max_draft
 
-    def sizes(self) -> dict[int, int]:
-        """The sequences that run, each with how many tokens it has, prompt included."""
-        return dict(self._used)
-
     def answer(self, request: pb.DraftRequest, *, may_learn: bool) -> pb.DraftResponse:
-        """The response to a request; an error, and no effect, for one that cannot be.
+        """Return the response to a request; an error, and no effect, for an invalid one.
 
         `may_learn`: whether the client has the right to have anything learned.
         """
@@ -74,72 +76,72 @@ class Session:
                 self.namespace.draft_latency.note(time.perf_counter() - began)
             return response
         except WireError as problem:
-            return refusal(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+            return error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem))
 
     def close(self) -> None:
-        """Drop what is still running; nothing of it is learned."""
+        """Drop all sequences; nothing of them is learned."""
         for indexing in self._indexing.values():
             indexing.task.cancel()
         self.namespace.release(self._drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
-        in_batch = len(request.batch.sequence_ids) // 8
-        if in_batch > MOST_FIELDS:
-            raise WireError(f"batch.sequence_ids has {in_batch} elements; at most {MOST_FIELDS} are possible")
-        begins = [read_begin(message, index) for index, message in enumerate(request.starts)]
-        new = {begin.sequence_id for begin in begins}
-        if begins:
-            self._check_begins(begins, new)
-        ends = [read_end(message, index) for index, message in enumerate(request.finishes)]
-        if ends:
-            self._check_ends(ends, new)
+        starts = [read_start(message, index) for index, message in enumerate(request.starts)]
+        new = {start.sequence_id for start in starts}
+        if starts:
+            self._check_starts(starts, new)
+        finishes = [read_finish(message, index) for index, message in enumerate(request.finishes)]
+        if finishes:
+            self._check_finishes(finishes, new)
         batch = None
+        outcomes: tuple[DraftBatch, list[int]] | None = None
         if request.HasField("batch"):
+            _check_count(request.batch.sequence_ids, "batch")
             batch = read_batch(request.batch)
-            steps = read_steps(request.batch, len(batch.sequence_ids))
             self._check_batch(batch, new)
+        elif request.HasField("outcomes"):
+            _check_count(request.outcomes.sequence_ids, "outcomes")
+            outcomes = self._propose_after(read_outcomes(request.outcomes))
         # Nothing below can fail.
-        for begin in begins:
-            self._begin(begin)
-        lost = [end.sequence_id for end in ends if not self._end(end)]
+        for start in starts:
+            self._start(start)
+        lost = [finish.sequence_id for finish in finishes if not self._finish(finish)]
         if request.HasField("counters"):
-            self._note_counters(request.counters)
-        if batch is None:
-            return pb.DraftResponse(
-                step=request.step, drafts=drafts_message(DraftBatch.empty(0)), lost_ids=_packed_ids(lost)
-            )
-        if self.namespace.passages is not None:
-            self._note_passages(batch, self.namespace.passages)
-        drafts, lost_in_batch = self._draft(batch)
-        self._make_room()
-        self.namespace.stats.counters.steps[STEPS] += steps
+            self._add_counters(request.counters)
+        if batch is not None:
+            drafts, lost_in_batch = self._draft(batch)
+            self._make_room()
+        elif outcomes is not None:
+            drafts, lost_in_batch = outcomes
+        else:
+            drafts, lost_in_batch = DraftBatch.empty(0), []
         return pb.DraftResponse(
             step=request.step, drafts=drafts_message(drafts), lost_ids=_packed_ids(lost + lost_in_batch)
         )
 
-    def _check_ends(self, ends: list[End], new: set[int]) -> None:
-        """Counts must be possible; for sequences that are not known they do not matter."""
-        if len({end.sequence_id for end in ends}) < len(ends):
-            raise WireError("finishes names a sequence twice")
-        offered = self._drafter.offered_to([end.sequence_id for end in ends])
-        for index, (end, most) in enumerate(zip(ends, offered.tolist(), strict=True)):
-            is_known = most >= 0 or end.sequence_id in new
-            if is_known and end.verified > max(0, most):
+    def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
+        """Check counts; those of unknown sequences do not matter."""
+        if len({finish.sequence_id for finish in finishes}) < len(finishes):
+            raise WireError("finishes contains a sequence twice")
+        offered = self._drafter.offered_to([finish.sequence_id for finish in finishes])
+        for index, (finish, limit) in enumerate(zip(finishes, offered.tolist(), strict=True)):
+            is_known = limit >= 0 or finish.sequence_id in new
+            if is_known and finish.verified > max(0, limit):
                 raise WireError(
-                    f"finishes[{index}].verified is {end.verified}; the sequence's last draft had {max(0, most)} tokens"
+                    f"finishes[{index}].verified is {finish.verified}; the sequence's last draft had {max(0, limit)} "
+                    "tokens"
                 )
 
-    def _check_begins(self, begins: list[Begin], new: set[int]) -> None:
-        """Sequences must be new, and there must be room: what is being indexed cannot be let go for it."""
-        if len(new) < len(begins) or not new.isdisjoint(self._used):
-            raise WireError("starts names a sequence that is running already")
-        tokens = sum(len(begin.prompt) + len(begin.committed) for begin in begins)
-        tokens += sum(self._used[sequence_id] for sequence_id in self._indexing)
+    def _check_starts(self, starts: list[StartedSequence], new: set[int]) -> None:
+        """Sequences must be new, and there must be room: a sequence that is being indexed cannot be dropped."""
+        if len(new) < len(starts) or not new.isdisjoint(self._sizes):
+            raise WireError("starts contains a sequence that is running already")
+        tokens = sum(len(start.prompt) + len(start.committed) for start in starts)
+        tokens += sum(self._sizes[sequence_id] for sequence_id in self._indexing)
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts brings {tokens} tokens at once; a stream may have {self._limits.stream_tokens}")
 
     def _check_batch(self, batch: Progress, new: set[int]) -> None:
-        """Counts must be possible; for sequences that are not known they do not matter."""
+        """Check counts; those of unknown sequences do not matter."""
         offered = self._drafter.offered_to(batch.sequence_ids.tolist())
         wrong = (offered >= 0) & (batch.verified > offered)
         if new:
@@ -150,21 +152,17 @@ class Session:
                 f"batch.verified[{index}] is {batch.verified[index]}; the sequence's last draft had "
                 f"{max(0, int(offered[index]))} tokens"
             )
-        over = batch.accepted > batch.verified
-        if over.any():
-            index = int(over.argmax())
-            raise WireError(f"batch.accepted[{index}] is {batch.accepted[index]}, of {batch.verified[index]} verified")
 
-    def _begin(self, begin: Begin) -> None:
+    def _start(self, start: StartedSequence) -> None:
         opening = self._drafter.open(
-            begin.prompt,
-            committed=begin.committed,
-            session=begin.session,
-            request=begin.request,
-            learn=begin.learn and self._may_learn,
+            start.prompt,
+            committed=start.committed,
+            session_id=start.session_id,
+            request_id=start.request_id,
+            learn=start.learn and self._may_learn,
         )
-        sequence_id = begin.sequence_id
-        self._used[sequence_id] = len(opening.text)
+        sequence_id = start.sequence_id
+        self._sizes[sequence_id] = len(opening.text)
         self._tokens += len(opening.text)
         self._make_room()
         if len(opening.text) < LONG_PROMPT:
@@ -178,96 +176,121 @@ class Session:
             await asyncio.to_thread(opening.index)
         except MemoryError:
             del self._indexing[sequence_id]
-            self._lose(sequence_id)
+            self._remove(sequence_id)
             return
         indexing = self._indexing.pop(sequence_id)
         self._drafter.begin(sequence_id, opening)
-        self._drafter.draft(_told([sequence_id], [np.concatenate([NO_TOKENS, *indexing.committed])]))
+        self._drafter.draft(_committed_alone(sequence_id, indexing.committed))
 
-    def _end(self, end: End) -> bool:
-        """End a sequence; whether it was known."""
-        if end.sequence_id not in self._used:
+    def _finish(self, finish: FinishedSequence) -> bool:
+        """End a sequence; returns whether it was known."""
+        if finish.sequence_id not in self._sizes:
             return False
-        self._lose(end.sequence_id)
-        learn = end.learn and self._may_learn
-        indexing = self._indexing.pop(end.sequence_id, None)
+        self._remove(finish.sequence_id)
+        learn = finish.learn and self._may_learn
+        indexing = self._indexing.pop(finish.sequence_id, None)
         if indexing is not None:
             indexing.task.cancel()
-            self._end_unindexed(indexing, end, learn)
+            self._finish_unindexed(indexing, finish, learn)
             return True
-        self._drafter.finish(end.sequence_id, end.tokens, verified=end.verified, accepted=end.accepted, learn=learn)
-        self.namespace.stats.counters.steps[STEPS] += end.steps - 1 if len(end.tokens) else 0
+        self._drafter.finish(finish.sequence_id, finish.tokens, verified=finish.verified, learn=learn)
+        self.namespace.stats.counters.steps[STEPS] += finish.steps - 1 if len(finish.tokens) else 0
         return True
 
-    def _end_unindexed(self, indexing: Indexing, end: End, learn: bool) -> None:
+    def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool) -> None:
         """End a sequence whose index is of no use any more."""
         running = indexing.opening.running
-        committed = np.concatenate([*indexing.committed, end.tokens])
+        committed = np.concatenate([*indexing.committed, finish.tokens])
         if len(committed):
             self.namespace.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
-            self.namespace.learn(np.concatenate([indexing.opening.text[running.lead :], committed]), running.request)
+            text = np.concatenate([indexing.opening.learned, committed])
+            self.namespace.learn(text, running.request_id)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
-        """Drafts, and which sequences are not known."""
+        """Return drafts, and the sequences that are unknown."""
         ids = batch.sequence_ids.tolist()
-        are_known = self._note_committed(ids, batch)
+        if self.namespace.passages is not None:
+            self._note_passages(batch, self.namespace.passages)
+        are_known = self._update_sizes(ids, batch)
         if are_known and not self._indexing:
             return self._drafter.draft(batch), []
         return self._draft_some(batch, ids)
 
-    def _note_committed(self, ids: list[int], batch: Progress) -> bool:
-        """The sequences of a batch were heard of, and have more tokens; whether all of them are known."""
-        used, are_known = self._used, True
+    def _update_sizes(self, ids: list[int], batch: Progress) -> bool:
+        """Record that sequences are active and have more tokens; returns whether all of them are known."""
+        sizes, are_known = self._sizes, True
         bounds = batch.offsets.tolist()
         for index, sequence_id in enumerate(ids):
-            tokens = used.pop(sequence_id, None)
+            tokens = sizes.pop(sequence_id, None)
             if tokens is None:
                 are_known = False
             else:
                 committed = bounds[index + 1] - bounds[index]
-                used[sequence_id] = tokens + committed
+                sizes[sequence_id] = tokens + committed
                 self._tokens += committed
         return are_known
 
     def _draft_some(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
-        """Drafts for those of a batch that are known and ready."""
+        """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
         lost, ready = [], []
         for index, sequence_id in enumerate(ids):
             indexing = self._indexing.get(sequence_id)
             if indexing is not None:
                 indexing.committed.append(batch.tokens[batch.offsets[index] : batch.offsets[index + 1]].copy())
-            elif sequence_id in self._used:
+            elif sequence_id in self._sizes:
                 ready.append(index)
             else:
                 lost.append(sequence_id)
-        return _spread(self._drafter.draft(_part(batch, ready)), ready, len(ids)), lost
+        return _spread(self._drafter.draft(_part(batch, ready)), np.array(ready, np.int64), len(ids)), lost
 
-    def _lose(self, sequence_id: int) -> None:
-        self._tokens -= self._used.pop(sequence_id)
+    def _propose_after(self, outcomes: Outcomes) -> tuple[DraftBatch, list[int]]:
+        """Return drafts for possible outcomes, and the unknown sequences, without any effect. Raises WireError."""
+        ids = outcomes.sequence_ids.tolist()
+        lost = [sequence_id for sequence_id in ids if sequence_id not in self._sizes]
+        is_ready = np.array([each in self._sizes and each not in self._indexing for each in ids], bool)
+        counts = np.diff(outcomes.offsets)
+        is_kept = is_ready.repeat(counts)
+        kept = Outcomes(
+            outcomes.sequence_ids[is_ready],
+            offsets_of(counts[is_ready]),
+            outcomes.accepted[is_kept],
+            outcomes.bonus[is_kept],
+            outcomes.max_draft[is_ready],
+            outcomes.cost,
+        )
+        try:
+            drafts = self._drafter.propose_after(kept)
+        except ValueError as problem:
+            raise WireError(f"outcomes: {problem}") from None
+        return _spread(drafts, is_kept.nonzero()[0], len(is_kept)), lost
+
+    def _remove(self, sequence_id: int) -> None:
+        self._tokens -= self._sizes.pop(sequence_id)
 
     def _make_room(self) -> None:
-        """Let sequences go that were silent for longest, until the rest is within the limits."""
+        """Drop the sequences that were inactive for longest, until the others are within the limits."""
         limits = self._limits
-        if len(self._used) <= limits.sequences and self._tokens <= limits.stream_tokens:
+        if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
             return
-        for sequence_id in [sequence_id for sequence_id in self._used if sequence_id not in self._indexing]:
-            self._lose(sequence_id)
+        for sequence_id in [sequence_id for sequence_id in self._sizes if sequence_id not in self._indexing]:
+            self._remove(sequence_id)
             self._drafter.finish(sequence_id, NO_TOKENS, learn=False)
-            if len(self._used) <= limits.sequences and self._tokens <= limits.stream_tokens:
+            if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
                 return
 
     def _note_passages(self, batch: Progress, passages: Passages) -> None:
-        for index, accepted in enumerate(batch.accepted.tolist()):
+        for index, verified in enumerate(batch.verified.tolist()):
             first, end = batch.offsets[index : index + 2].tolist()
-            passages.note(batch.tokens[first : min(end, first + accepted)], self.namespace.corpus)
+            # The last token is the target's own.
+            passages.note(batch.tokens[first : min(end - 1, first + verified)], self.namespace.corpus)
 
-    def _note_counters(self, counters: pb.ClientCounters) -> None:
-        """Add what grew since the client last said its totals."""
+    def _add_counters(self, counters: pb.ClientCounters) -> None:
+        """Add what grew since the client sent its totals last."""
         totals = ClientTotals(**{name: getattr(counters, name) for name in vars(self.namespace.clients)})
         reported = self._reported
         if reported is None:
-            # A client that has come back told most of it before, to a session that is gone.
+            # A client that has connected again sent most of it before, on another stream.
             reported = replace(totals, reconnects=totals.reconnects - 1) if totals.reconnects else ClientTotals()
         for name, total in vars(totals).items():
             grown = max(0, total - getattr(reported, name))
@@ -275,39 +298,53 @@ class Session:
         self._reported = totals
 
 
-def refusal(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
-    """The response to a request that has no effect."""
+def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
+    """Return the response to a request that has no effect."""
     return pb.DraftResponse(step=step, error=pb.Error(code=status.value[0], message=message))
+
+
+def _check_count(sequence_ids: bytes, owner: str) -> None:
+    """Raises WireError for a batch that is too large."""
+    count = len(sequence_ids) // 8
+    if count > MAX_FIELDS:
+        raise WireError(f"{owner}.sequence_ids has {count} elements; at most {MAX_FIELDS} are possible")
 
 
 def _packed_ids(ids: list[int]) -> bytes:
     return pack(np.array(ids, np.uint64), "u8") if ids else b""
 
 
-def _told(ids: list[int], runs: list[np.ndarray]) -> Progress:
-    """A batch that tells what was committed and wants no drafts."""
-    nothing = np.zeros(len(ids), np.uint32)
-    offsets = offsets_of(np.array([len(run) for run in runs], np.uint32))
-    return Progress(np.array(ids, np.uint64), np.concatenate([NO_TOKENS, *runs]), offsets, nothing, nothing, nothing)
-
-
-def _part(batch: Progress, indices: list[int]) -> Progress:
-    """Some sequences of a batch."""
-    at = np.array(indices, np.int64)
-    runs = [batch.tokens[batch.offsets[index] : batch.offsets[index + 1]] for index in indices]
+def _committed_alone(sequence_id: int, runs: list[np.ndarray]) -> Progress:
+    """Return a batch that reports what was committed, in a step for each run, and wants no draft."""
+    tokens = np.concatenate([NO_TOKENS, *runs])
+    nothing = np.zeros(1, np.uint32)
     return Progress(
-        batch.sequence_ids[at],
-        np.concatenate([NO_TOKENS, *runs]),
-        offsets_of(np.array([len(run) for run in runs], np.uint32)),
-        batch.verified[at],
-        batch.accepted[at],
-        batch.max_draft[at],
-        batch.cost,
+        sequence_ids=np.array([sequence_id], np.uint64),
+        tokens=tokens,
+        offsets=np.array([0, len(tokens)], np.uint32),
+        verified=nothing,
+        max_draft=nothing,
+        steps=np.array([max(1, len(runs))], np.uint32),
     )
 
 
-def _spread(drafts: DraftBatch, indices: list[int], sequences: int) -> DraftBatch:
-    """Drafts for some sequences as drafts for all of a batch; the others have none."""
-    lengths = np.zeros(sequences, np.uint32)
+def _part(batch: Progress, indices: list[int]) -> Progress:
+    """Return some sequences of a batch."""
+    at = np.array(indices, np.int64)
+    runs = [batch.tokens[batch.offsets[index] : batch.offsets[index + 1]] for index in indices]
+    return Progress(
+        sequence_ids=batch.sequence_ids[at],
+        tokens=np.concatenate([NO_TOKENS, *runs]),
+        offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
+        verified=batch.verified[at],
+        max_draft=batch.max_draft[at],
+        cost=batch.cost,
+        steps=None if batch.steps is None else batch.steps[at],
+    )
+
+
+def _spread(drafts: DraftBatch, indices: np.ndarray, count: int) -> DraftBatch:
+    """Return drafts for some of `count` items as drafts for all of them; the others are empty."""
+    lengths = np.zeros(count, np.uint32)
     lengths[indices] = np.diff(drafts.offsets)
     return replace(drafts, offsets=offsets_of(lengths))

@@ -1,4 +1,4 @@
-"""Namespaces on disk: a folder each, with the corpus and what belongs to it. Every file is put in place whole."""
+"""Namespaces on disk: a folder each, with the corpus and its description. Every file is replaced atomically."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity
-from drafter_service.observability.history import Sample
+from drafter_service.observability.facts import ClientTotals, ModelIdentity, Sample
 from ssd.errors import UserError
 
 CORPUS = "corpus.ssd"
 DESCRIPTION = "namespace.json"
-ASIDE = "corpus.refused"
+REFUSED = "corpus.refused"
 LOCK = ".lock"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
-"""What a namespace may be called: it is a folder's name, too."""
+"""Valid names of namespaces; each is the name of a folder, too."""
 
 
 class Description(BaseModel):
-    """What is kept of a namespace beside its corpus."""
+    """What is stored of a namespace beside its corpus."""
 
     name: str
     model: ModelIdentity
+    policy: str = ""
+    """How it drafts; "" in files of earlier versions."""
     clients: ClientTotals = ClientTotals()
     duplicates: int = 0
     log_position: str | None = None
@@ -40,17 +40,17 @@ class Description(BaseModel):
     history: list[tuple[float, ...]] = []
 
     def samples(self) -> list[Sample]:
-        """The history; empty if it was kept by another version."""
+        """Return the history; empty if another version wrote it."""
         if any(len(row) != len(Sample._fields) for row in self.history):
             return []
         return [Sample(row[0], *map(int, row[1:])) for row in self.history]
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path | None) -> Iterator[None]:
-    """No other service uses a folder of snapshots within the block: two would overwrite each other's.
+def exclusive_use(folder: Path | None) -> Iterator[None]:
+    """Lock a folder of snapshots: two services would overwrite each other's files.
 
-    Raises UserError if one does.
+    Raises UserError if another service uses it.
     """
     if folder is None:
         yield
@@ -78,30 +78,30 @@ class Store:
             raise UserError(f"snapshots.folder: cannot write to {folder}: {problem.strerror}") from None
 
     def names(self) -> list[str]:
-        """The namespaces that lie here."""
+        """Names of the stored namespaces."""
         return sorted({path.parent.name for file in (CORPUS, DESCRIPTION) for path in self.folder.glob(f"*/{file}")})
 
     def has(self, name: str) -> bool:
-        """Whether a namespace lies here."""
+        """Whether a namespace is stored."""
         return any((self.folder / name / file).exists() for file in (CORPUS, DESCRIPTION))
 
     def corpus_path(self, name: str) -> Path:
-        """Where the snapshot of a namespace's corpus lies, or will."""
+        """Path of the snapshot of a namespace's corpus, whether it exists or not."""
         return self.folder / name / CORPUS
 
     def describe(self, name: str) -> Description | None:
-        """What was kept of a namespace; None if there is nothing, or nothing that can be read."""
+        """Return the stored description of a namespace; None without a readable one."""
         try:
             return Description.model_validate_json((self.folder / name / DESCRIPTION).read_bytes())
         except (OSError, ValidationError):
             return None
 
-    def make_room_for(self, name: str) -> None:
+    def make_folder(self, name: str) -> None:
         """Make a namespace's folder. Raises OSError."""
         (self.folder / name).mkdir(mode=0o700, exist_ok=True)
 
     def write_description(self, description: Description) -> None:
-        """Raises OSError if the disk will not take it; what was there before stays then."""
+        """Write a description. Raises OSError if that fails; the file from before stays then."""
         folder = self.folder / description.name
         descriptor, part = tempfile.mkstemp(prefix=f".{DESCRIPTION}.", dir=folder)
         try:
@@ -114,36 +114,15 @@ class Store:
             Path(part).unlink(missing_ok=True)
             raise
 
-    def set_aside(self, name: str) -> Path:
-        """Move a corpus that cannot be used out of the way, for someone to look at; returns where it lies now."""
-        return self.corpus_path(name).replace(self.folder / name / ASIDE)
+    def move_refused(self, name: str) -> Path:
+        """Rename a corpus that cannot be used, so that it can be examined; returns its new path."""
+        return self.corpus_path(name).replace(self.folder / name / REFUSED)
 
-    def remove_aside(self, name: str) -> None:
-        """Remove what was set aside, if anything was. Raises OSError if it stays."""
-        (self.folder / name / ASIDE).unlink(missing_ok=True)
+    def remove_refused(self, name: str) -> None:
+        """Remove a corpus that was renamed, if there is one. Raises OSError if that fails."""
+        (self.folder / name / REFUSED).unlink(missing_ok=True)
 
     def delete(self, name: str) -> None:
-        """Remove a namespace. Raises OSError if something of it stays."""
+        """Remove a namespace. Raises OSError if files of it stay."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)
-
-
-def describe(
-    name: str,
-    model: ModelIdentity,
-    clients: ClientTotals,
-    duplicates: int,
-    position: str | None,
-    now: float,
-    history: list[Sample],
-) -> Description:
-    """A copy of all that is kept beside a corpus, to be written by another thread."""
-    return Description(
-        name=name,
-        model=model,
-        clients=ClientTotals(**asdict(clients)),
-        duplicates=duplicates,
-        log_position=position,
-        saved_at=now,
-        history=[tuple(sample) for sample in history],
-    )

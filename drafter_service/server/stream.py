@@ -1,4 +1,4 @@
-"""The Draft stream: who is there, then one response for each request."""
+"""The Draft stream: a handshake, then one response for each request."""
 
 from __future__ import annotations
 
@@ -11,56 +11,48 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.control import AccessControl, Context, Visit
-from drafter_service.auth.rights import Right
-from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.identity import default_namespace
+from drafter_service.auth.callers import Right
+from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
 from drafter_service.server.namespace import ClosedError, IdentityError, Stream
-from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces
-from drafter_service.server.session import Session, refusal
-from drafter_service.server.sessions import Orphans
+from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
+from drafter_service.server.session import Session, error_response
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import MOST_FIELDS, has_few_fields, pack_resumed, read_model
+from drafter_service.transport.messages import MAX_FIELDS, default_namespace, has_few_fields, read_model
 from drafter_service.transport.wire import WireError
 
 logger = structlog.get_logger(__name__)
 
-PROTOCOL = 2
-OLDEST_PROTOCOL = 1
-"""Clients of protocol 1 say no hello."""
-DEFAULT_NAMESPACE = "default"
-CLIENT_ID_BYTES = 16
+PROTOCOL = 3
 
 REFUSALS = {
     NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
-    BudgetError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.ABORTED,
 }
-"""What ends a stream or a call, with which status."""
+"""The exceptions that end a stream or a call, and the status that it ends with."""
 
 
-class VersionError(ValueError):
-    """Client and service have no protocol in common."""
+class ProtocolError(ValueError):
+    """The client speaks another protocol."""
 
 
-class Drafting:
-    """All Draft streams of a service. The event loop alone uses it."""
+class DraftStreams:
+    """All Draft streams of a service. Used by the event loop alone."""
 
     def __init__(self, namespaces: Namespaces, access: AccessControl, limits: Limits) -> None:
         self._namespaces = namespaces
         self._access = access
         self._limits = limits
-        self.orphans = Orphans(limits.grace_s, limits.streams)
         self.streams: set[Stream] = set()
         self.refused = 0
-        """Streams and requests."""
+        """Number of refused streams and requests."""
         self._stopping = False
 
     async def draft(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[pb.DraftResponse, None]:
-        """One engine's stream."""
+        """Serve one engine's stream."""
         if len(self.streams) >= self._limits.streams:
             self.refused += 1
             await context.abort(
@@ -69,14 +61,17 @@ class Drafting:
         stream = Stream(cast("asyncio.Task[object]", asyncio.current_task()))
         self.streams.add(stream)
         try:
-            async with self._access.admit(context) as visit, aclosing(self._serve(requests, visit, stream)) as served:
+            async with (
+                self._access.authorize(context) as authorized,
+                aclosing(self._serve(requests, authorized, stream)) as served,
+            ):
                 async for response in served:
                     stream.is_answering = True
                     yield response
                     stream.is_answering = False
                     if stream.is_over:
                         stream.task.cancel()
-        except (*REFUSALS, VersionError) as refused:
+        except (*REFUSALS, ProtocolError) as refused:
             self.refused += 1
             logger.warning("stream refused", reason=str(refused))
             await context.abort(REFUSALS.get(type(refused), grpc.StatusCode.FAILED_PRECONDITION), str(refused))
@@ -87,65 +82,67 @@ class Drafting:
             self.streams.discard(stream)
 
     def stop(self) -> None:
-        """End every stream after the message in hand."""
+        """End every stream after the request in progress."""
         self._stopping = True
         for stream in self.streams:
             stream.end()
 
     async def _serve(
-        self, requests: AsyncIterator[bytes], visit: Visit, stream: Stream
+        self, requests: AsyncIterator[bytes], authorized: AuthorizedCall, stream: Stream
     ) -> AsyncGenerator[pb.DraftResponse, None]:
         first = await anext(aiter(requests), None)
         if first is None:
             return
         request = _parsed(first)
-        hello = request.hello if request is not None and request.HasField("hello") else pb.Hello(protocol=1)
-        model, name = _read_hello(hello)
-        visit.require(Right.READ, name)
+        if request is None or not request.HasField("hello"):
+            raise WireError("the first request of a stream has no hello")
+        hello = request.hello
+        if hello.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"the client speaks protocol {hello.protocol}, this service {PROTOCOL}; use the same version of both"
+            )
+        model = read_model(hello.model)
+        name = hello.namespace or default_namespace(model)
+        authorized.require(Right.READ, name)
         async with AsyncExitStack() as stack:
-            namespace = await stack.enter_async_context(self._namespaces.use(name, model))
-            owner, client_id = visit.caller.name, hello.client_id
-            session = self.orphans.adopt(owner, client_id, namespace)
-            if session is None:
-                session = Session(namespace, self._limits)
+            namespace = await stack.enter_async_context(self._namespaces.use(name, model, hello.policy))
+            session = Session(namespace, self._limits)
             namespace.streams.add(stream)
             try:
-                welcome = _welcome(session, name, visit, self._limits) if hello.protocol >= PROTOCOL else None
-                response = self._answer(session, request, visit, is_first=True)
-                if welcome is not None:
-                    response.welcome.CopyFrom(welcome)
+                response = self._answer(session, request, authorized, is_first=True)
+                response.welcome.CopyFrom(_welcome(session, authorized, self._limits))
                 yield response
                 async for data in requests:
-                    yield self._answer(session, _parsed(data), visit)
+                    yield self._answer(session, _parsed(data), authorized)
             except asyncio.CancelledError:
                 if namespace.is_closed:
                     raise ClosedError(f"namespace {name!r} was dropped") from None
                 raise
             finally:
                 namespace.streams.discard(stream)
-                self.orphans.keep(owner, client_id, session)
+                session.close()
 
     def _answer(
-        self, session: Session, request: pb.DraftRequest | None, visit: Visit, *, is_first: bool = False
+        self, session: Session, request: pb.DraftRequest | None, authorized: AuthorizedCall, *, is_first: bool = False
     ) -> pb.DraftResponse:
-        """The response to a request. Raises AccessDeniedError once the caller's rights are gone."""
+        """Return the response to a request. Raises AccessDeniedError once the caller's rights are gone."""
         name = session.namespace.name
-        visit.require(Right.READ, name)
+        authorized.require(Right.READ, name)
         if request is None:
-            message = f"the message is not a DraftRequest of ssd.drafter.v1 with at most {MOST_FIELDS} sequences"
-            response = refusal(0, grpc.StatusCode.INVALID_ARGUMENT, message)
+            message = f"the message is not a DraftRequest of ssd.drafter.v1 with at most {MAX_FIELDS} sequences"
+            response = error_response(0, grpc.StatusCode.INVALID_ARGUMENT, message)
         elif request.HasField("hello") and not is_first:
-            message = "hello belongs into the first request of a stream, and into no other"
-            response = refusal(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
+            message = "hello is only valid in the first request of a stream"
+            response = error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
         else:
-            response = session.answer(request, may_learn=visit.caller.may(Right.LEARN, name))
+            response = session.answer(request, may_learn=authorized.caller.may(Right.LEARN, name))
         self.refused += response.HasField("error")
         return response
 
 
 def _parsed(data: bytes) -> pb.DraftRequest | None:
     # Empty sequences take fifty times their bytes once they are parsed.
-    if not has_few_fields(data, MOST_FIELDS):
+    if not has_few_fields(data, MAX_FIELDS):
         return None
     request = pb.DraftRequest()
     try:
@@ -155,33 +152,14 @@ def _parsed(data: bytes) -> pb.DraftRequest | None:
     return request
 
 
-def _read_hello(hello: pb.Hello) -> tuple[ModelIdentity, str]:
-    """What is served, and the namespace's name. Raises VersionError and WireError."""
-    if hello.oldest_protocol > PROTOCOL:
-        raise VersionError(
-            f"the client speaks protocol {hello.oldest_protocol} or later, this service {OLDEST_PROTOCOL} to "
-            f"{PROTOCOL}; upgrade the service first"
-        )
-    if hello.protocol < OLDEST_PROTOCOL:
-        raise VersionError("hello.protocol is missing")
-    if len(hello.client_id) not in (0, CLIENT_ID_BYTES):
-        raise WireError(f"hello.client_id has {len(hello.client_id)} bytes, not {CLIENT_ID_BYTES}")
-    model = read_model(hello.model)
-    if hello.protocol < PROTOCOL:
-        return model, DEFAULT_NAMESPACE
-    return model, hello.namespace or default_namespace(model)
-
-
-def _welcome(session: Session, name: str, visit: Visit, limits: Limits) -> pb.Welcome:
-    """Before the first request has any effect."""
-    ids, lengths = pack_resumed(session.sizes())
+def _welcome(session: Session, authorized: AuthorizedCall, limits: Limits) -> pb.Welcome:
+    namespace = session.namespace
     return pb.Welcome(
         protocol=PROTOCOL,
-        namespace=name,
-        learns=visit.caller.may(Right.LEARN, name),
+        namespace=namespace.name,
+        policy=namespace.config.policy,
+        may_learn=authorized.caller.may(Right.LEARN, namespace.name),
         max_draft=session.max_draft,
-        resumed_ids=ids,
-        resumed_lengths=lengths,
-        most_sequences=limits.sequences,
-        most_tokens=limits.stream_tokens,
+        max_sequences=limits.sequences,
+        max_tokens=limits.stream_tokens,
     )

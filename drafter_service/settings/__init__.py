@@ -1,1 +1,1 @@
-"""Settings of the sidecar: what there is, and where it is read from."""
+"""Settings of the service and where they are read from."""

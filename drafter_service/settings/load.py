@@ -1,4 +1,4 @@
-"""Settings from a TOML file, the environment and flags, each overriding the one before."""
+"""Load settings from a TOML file, environment variables and flags; later sources take precedence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
@@ -19,13 +19,13 @@ from drafter_service.settings.tree import ServiceConfig
 from ssd.errors import UserError
 
 PREFIX = "SSD_DRAFTER_"
-"""Of environment variables: SSD_DRAFTER_LISTEN, SSD_DRAFTER_DRAFTING__CAPACITY for the key drafting.capacity. An empty
-one counts as none."""
+"""Prefix of environment variables, such as SSD_DRAFTER_DRAFTING__CAPACITY for the key drafting.capacity. Empty ones are
+ignored."""
 
 PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
 
 KUBERNETES = re.compile(PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP).*)?)")
-"""Variables that Kubernetes gives every pod beside a Service called ssd-drafter."""
+"""Variables that Kubernetes sets in every pod if there is a Service called ssd-drafter."""
 
 Tree = dict[str, Any]
 
@@ -33,7 +33,7 @@ Tree = dict[str, Any]
 def load_settings(
     file: Path | None = None, flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
 ) -> ServiceConfig:
-    """The settings; `flags` by dotted key, such as "drafting.capacity". Raises UserError that names the key."""
+    """Return the settings; `flags` by dotted key, such as "drafting.capacity". Raises UserError that names the key."""
     layers = [
         (_read_file(file), f"{file}") if file else ({}, ""),
         (_nested(_environment_keys(environment)), "environment"),
@@ -46,22 +46,22 @@ def load_settings(
     try:
         return TypeAdapter(ServiceConfig).validate_python(_with_quantities(merged, ServiceConfig))
     except ValidationError as problem:
-        raise UserError("\n".join(map(_told, problem.errors()))) from None
+        raise UserError("\n".join(map(_message, problem.errors()))) from None
 
 
 def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE texts by key. Raises UserError for one that is none."""
+    """Return the values of KEY=VALUE texts by key. Raises UserError for another text."""
     flat = {}
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise UserError(f"{text!r} sets nothing; write KEY=VALUE, such as limits.grace_s=3")
-        flat[key.strip()] = _read_value(value.strip())
+            raise UserError(f"{text!r} is not of the form KEY=VALUE, such as limits.streams=64")
+        flat[key.strip()] = _parse_value(value.strip())
     return flat
 
 
 def to_toml(config: ServiceConfig) -> str:
-    """Settings as a file that `load_settings` reads; what is not set is left out, and passwords are."""
+    """Return settings as a file that `load_settings` reads, without unset values and with passwords masked."""
     tree = TypeAdapter(ServiceConfig).dump_python(config, mode="json", exclude_none=True)
     if "url" in tree["log"]:
         tree["log"]["url"] = PASSWORD.sub(r"\1***@", tree["log"]["url"])
@@ -79,14 +79,14 @@ def _read_file(path: Path) -> Tree:
 
 def _environment_keys(environment: Mapping[str, str]) -> dict[str, Any]:
     return {
-        name.removeprefix(PREFIX).lower().replace("__", "."): _read_value(value)
+        name.removeprefix(PREFIX).lower().replace("__", "."): _parse_value(value)
         for name, value in environment.items()
         if name.startswith(PREFIX) and value and not KUBERNETES.fullmatch(name)
     }
 
 
-def _read_value(text: str) -> Any:
-    """A table as in TOML; anything else stays text until it is known what is wanted."""
+def _parse_value(text: str) -> Any:
+    """Parse a TOML table; other values stay text until their type is known."""
     if not text.startswith("{"):
         return text
     try:
@@ -102,7 +102,7 @@ def _nested(flat: Mapping[str, Any]) -> Tree:
         branch = tree
         for part in path:
             if not isinstance(branch.setdefault(part, {}), dict):
-                raise UserError(f"{key}: {part} is set to a value elsewhere, and cannot have keys of its own")
+                raise UserError(f"{key}: {part} has been set to a value and cannot have keys")
             branch = branch[part]
         branch[last] = value
     return tree
@@ -130,7 +130,7 @@ def _check_keys(tree: Tree, section: type, origin: str, path: str = "") -> None:
 
 
 def _with_quantities(tree: Tree, section: type, path: str = "") -> Tree:
-    """The tree with "16M" as a number wherever a whole number is wanted."""
+    """Return the tree with texts such as "16M" converted where the setting is an integer."""
     hints = get_type_hints(section)
     read: Tree = dict(tree)
     for field in fields(section):
@@ -141,7 +141,8 @@ def _with_quantities(tree: Tree, section: type, path: str = "") -> Tree:
             read[field.name] = _quantity(value, f"{path}{field.name}")
         elif isinstance(value, dict):
             items = value.items()
-            read[field.name] = {name: _quantity(item, f"{path}{field.name}.{name}") for name, item in items}
+            if get_args(hints[field.name])[-1:] == (int,):
+                read[field.name] = {name: _quantity(item, f"{path}{field.name}.{name}") for name, item in items}
     return read
 
 
@@ -152,8 +153,8 @@ def _quantity(value: Any, key: str) -> Any:
         raise UserError(f"{key}: {problem}") from None
 
 
-def _told(error: Any) -> str:
-    """One line for one error, with its key first."""
+def _message(error: Any) -> str:
+    """One line for one error, starting with the key."""
     key = ".".join(map(str, error["loc"]))
     message = error["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message

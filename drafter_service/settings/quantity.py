@@ -1,4 +1,4 @@
-"""Numbers as people write them: 16M tokens, 4G of memory."""
+"""Integers with suffixes: 16M tokens, 4G of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
 
 
 def parse_quantity(text: str) -> int:
-    """500k, 16M, 4G or 16_000_000 as a number. Raises ValueError."""
+    """Parse an integer such as 500k, 16M, 4G or 16_000_000. Raises ValueError."""
     lowered = text.strip().lower().replace("_", "").replace(",", "")
     scale = SUFFIXES.get(lowered[-1:], 1)
     try:
@@ -20,16 +20,16 @@ def parse_quantity(text: str) -> int:
             return int(amount)
     except ArithmeticError:
         pass
-    raise ValueError(f"{text!r} is no quantity; write 16000000, 500k or 16M")
+    raise ValueError(f"{text!r} is not a number such as 16000000, 500k or 16M")
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no argument
-    """A number such as 500k or 16M."""
+    """Option type for integers such as 500k or 16M."""
 
     name = "number"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number that `value` says."""
+        """Convert an option's text."""
         try:
             return parse_quantity(str(value))
         except ValueError as problem:

@@ -7,36 +7,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("step", "starts", "finishes", "batch", "hello", "counters")
+    __slots__ = ("step", "hello", "starts", "finishes", "batch", "outcomes", "counters")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHES_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
-    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     step: int
+    hello: Hello
     starts: _containers.RepeatedCompositeFieldContainer[Start]
     finishes: _containers.RepeatedCompositeFieldContainer[Finish]
     batch: Batch
-    hello: Hello
+    outcomes: Outcomes
     counters: ClientCounters
-    def __init__(self, step: _Optional[int] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "oldest_protocol", "client", "client_id", "model", "namespace")
+    __slots__ = ("protocol", "client", "model", "namespace", "policy")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    oldest_protocol: int
     client: str
-    client_id: bytes
     model: Model
     namespace: str
-    def __init__(self, protocol: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., client: _Optional[str] = ..., client_id: _Optional[bytes] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ...) -> None: ...
+    policy: str
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "tokenizer", "adapter", "vocabulary_size")
@@ -51,64 +51,59 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocabulary_size: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "namespace", "learns", "max_draft", "resumed_ids", "resumed_lengths", "most_sequences", "most_tokens")
+    __slots__ = ("protocol", "namespace", "policy", "may_learn", "max_draft", "max_sequences", "max_tokens")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    LEARNS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MAY_LEARN_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
-    MOST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    MOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     namespace: str
-    learns: bool
+    policy: str
+    may_learn: bool
     max_draft: int
-    resumed_ids: bytes
-    resumed_lengths: bytes
-    most_sequences: int
-    most_tokens: int
-    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., learns: bool = ..., max_draft: _Optional[int] = ..., resumed_ids: _Optional[bytes] = ..., resumed_lengths: _Optional[bytes] = ..., most_sequences: _Optional[int] = ..., most_tokens: _Optional[int] = ...) -> None: ...
+    max_sequences: int
+    max_tokens: int
+    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., policy: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "prompt", "committed", "session", "request", "is_private")
+    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    IS_PRIVATE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LEARN_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     prompt: bytes
     committed: bytes
-    session: str
-    request: str
-    is_private: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session: _Optional[str] = ..., request: _Optional[str] = ..., is_private: bool = ...) -> None: ...
+    session_id: str
+    request_id: str
+    learn: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("sequence_id", "tokens", "learn", "verified", "accepted", "steps")
+    __slots__ = ("sequence_id", "tokens", "learn", "verified", "steps")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEARN_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     tokens: bytes
     learn: bool
     verified: int
-    accepted: int
     steps: int
-    def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft", "cost", "steps")
+    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "max_draft", "cost", "steps")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -116,11 +111,26 @@ class Batch(_message.Message):
     tokens: bytes
     offsets: bytes
     verified: bytes
-    accepted: bytes
     max_draft: bytes
     cost: float
     steps: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., steps: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., steps: _Optional[bytes] = ...) -> None: ...
+
+class Outcomes(_message.Message):
+    __slots__ = ("sequence_ids", "offsets", "accepted", "bonus", "max_draft", "cost")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    BONUS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    offsets: bytes
+    accepted: bytes
+    bonus: bytes
+    max_draft: bytes
+    cost: float
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., bonus: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ...) -> None: ...
 
 class ClientCounters(_message.Message):
     __slots__ = ("timeouts", "dropped", "resyncs", "reconnects")
@@ -149,18 +159,18 @@ class DraftResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lost_ids: _Optional[bytes] = ...) -> None: ...
 
 class Drafts(_message.Message):
-    __slots__ = ("tokens", "parents", "odds", "source", "offsets")
+    __slots__ = ("tokens", "parents", "accept_prob", "source", "offsets")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
-    ODDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_PROB_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     parents: bytes
-    odds: bytes
+    accept_prob: bytes
     source: bytes
     offsets: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., odds: _Optional[bytes] = ..., source: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., accept_prob: _Optional[bytes] = ..., source: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -171,14 +181,14 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Texts(_message.Message):
-    __slots__ = ("tokens", "offsets", "requests")
+    __slots__ = ("tokens", "offsets", "request_ids")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     offsets: bytes
-    requests: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., requests: _Optional[_Iterable[str]] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ObserveRequest(_message.Message):
     __slots__ = ("namespace", "model", "texts")
@@ -223,16 +233,16 @@ class WarmResponse(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., texts: _Optional[int] = ..., duplicates: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
-    __slots__ = ("namespace", "request", "older_than_s", "everything")
+    __slots__ = ("namespace", "request_id", "older_than_s", "everything")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     OLDER_THAN_S_FIELD_NUMBER: _ClassVar[int]
     EVERYTHING_FIELD_NUMBER: _ClassVar[int]
     namespace: str
-    request: str
+    request_id: str
     older_than_s: float
     everything: bool
-    def __init__(self, namespace: _Optional[str] = ..., request: _Optional[str] = ..., older_than_s: _Optional[float] = ..., everything: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[str] = ..., request_id: _Optional[str] = ..., older_than_s: _Optional[float] = ..., everything: bool = ...) -> None: ...
 
 class ForgetResponse(_message.Message):
     __slots__ = ("snapshot_saved",)
@@ -287,7 +297,7 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ...) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s")
+    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s", "policy")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     IS_LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +306,7 @@ class Namespace(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: Model
     is_loaded: bool
@@ -304,7 +315,8 @@ class Namespace(_message.Message):
     memory_bytes: int
     streams: int
     idle_s: float
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+    policy: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class DropNamespaceRequest(_message.Message):
     __slots__ = ("namespace",)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DrafterServiceStub(object):
-    """Drafts for the sequences of many engines, and what keeps them good.
+    """Drafts for the sequences of many engines, and the administration of what is remembered.
     """
 
     def __init__(self, channel):
@@ -78,21 +78,21 @@ class DrafterServiceStub(object):
 
 
 class DrafterServiceServicer(object):
-    """Drafts for the sequences of many engines, and what keeps them good.
+    """Drafts for the sequences of many engines, and the administration of what is remembered.
     """
 
     def Draft(self, request_iterator, context):
-        """One stream per engine. A step of the engine is one request for its whole batch; sequences may begin and end in
-        requests of their own, as soon as they do. One response per request, in order.
-        A request that cannot be understood is answered with an error, has no effect, and the stream goes on.
-        When a stream breaks its sequences are kept for a grace time, for a stream with the same client_id to go on with.
+        """One stream per engine. A step of the engine is one request for its whole batch; sequences may start and finish in
+        requests of their own. One response per request, in order.
+        An invalid request is answered with an error, has no effect, and the stream continues.
+        The sequences of a stream end with it. A client that connects again starts them again, with their committed tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Observe(self, request, context):
-        """Learns from finished text that was not served through Draft. Answers when the text was taken, which may take
+        """Learns from finished text that was not served through Draft. Answers when the text was accepted, which may take
         a while when much is to be learned at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -108,14 +108,14 @@ class DrafterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Forgets: once answered, no draft and no later snapshot holds what was named. Snapshots are saved again.
+        """Forgets: once answered, no draft and no later snapshot contains what was named. Snapshots are saved again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """What drafting was worth so far, as the JSON document that docs/report.schema.json describes.
+        """Returns statistics of drafting, as the JSON document that docs/report.schema.json describes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,14 +129,14 @@ class DrafterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """All namespaces that the caller may administer, those on disk included.
+        """Lists the namespaces that the caller may read, including those on disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropNamespace(self, request, context):
-        """Forgets a namespace whole: its corpus, odds, statistics and snapshot. Its streams end.
+        """Deletes a namespace: its corpus, learned probabilities, statistics and snapshot. Its streams end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,7 +194,7 @@ def add_DrafterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterService(object):
-    """Drafts for the sequences of many engines, and what keeps them good.
+    """Drafts for the sequences of many engines, and the administration of what is remembered.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""The wire format, and the sockets it travels over."""
+"""What client and server share: the wire format, frames, addresses; and the server's step socket."""

@@ -1,4 +1,4 @@
-"""Where a drafter listens: a Unix socket or a TCP port, and whether it is free."""
+"""Addresses of a drafter service: a Unix socket or a TCP port, and whether it is free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssd.errors import UserError
 
 PROBE_TIMEOUT_S = 1.0
 STEPS = ".steps"
-"""Behind the path of a socket: the one for steps."""
+"""Suffix of the path of a service's step socket."""
 MAX_SOCKET_PATH_BYTES = 103 - len(STEPS)
 """What every Unix allows, macOS the least, for both sockets."""
 OWNER_ONLY = 0o600
@@ -42,19 +42,19 @@ class Address:
 
     @property
     def socket_path(self) -> Path | None:
-        """The file of a Unix socket."""
+        """The file of a Unix socket; None for a port."""
         return Path(self.text.removeprefix("unix:")) if self.text.startswith("unix:") else None
 
     @property
     def steps(self) -> Address | None:
-        """The socket for steps (see `frames`), beside that of gRPC; None for a port."""
+        """The step socket (see `frames`), beside the gRPC socket; None for a port."""
         return None if self.socket_path is None else Address(self.text + STEPS)
 
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it: a Unix socket, loopback, or the name `localhost`.
 
-        Other names count as open, whatever they resolve to now.
+        Other names count as remote, whatever they resolve to now.
         """
         if self.socket_path is not None:
             return True
@@ -67,14 +67,14 @@ class Address:
             return False
 
     def at_port(self, port: int) -> Address:
-        """Itself, with the port that the system chose where it left that open (port 0)."""
+        """Return the address with the port that the system chose, if it was left open (port 0)."""
         host, _, chosen = self.text.rpartition(":")
         return Address(f"{host}:{port}") if self.socket_path is None and int(chosen) == 0 else self
 
     def claim(self) -> None:
-        """Make sure that nobody else listens at a Unix socket, and clear away what a dead server left.
+        """Check that no other server listens at a Unix socket, and remove the file that a dead server left.
 
-        gRPC itself would silently take the path over from a living server. Raises UserError.
+        gRPC itself would silently take the path over from a running server. Raises UserError.
         """
         path = self.socket_path
         if path is None:
@@ -89,15 +89,15 @@ class Address:
             return
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise UserError(f"{path} exists and is not a socket; choose another path")
-        if _is_answered(path):
+        if _is_in_use(path):
             raise UserError(f"{path} is in use by another server; stop that one or choose another path")
         path.unlink()
 
     @contextmanager
     def permissions(self, mode: int) -> Iterator[None]:
-        """A Unix socket that is bound within has this mode afterwards, and was the owner's alone until then.
+        """Give a Unix socket that is bound within the block this mode afterwards, and the owner's alone before.
 
-        The mask that this takes is the whole process's, so files made meanwhile by other threads are the owner's alone.
+        This sets the umask of the whole process, so files that other threads make meanwhile are the owner's alone.
         """
         path = self.socket_path
         if path is None:
@@ -111,7 +111,7 @@ class Address:
         path.chmod(mode)
 
 
-def _is_answered(path: Path) -> bool:
+def _is_in_use(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(PROBE_TIMEOUT_S)
         try:

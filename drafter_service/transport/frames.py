@@ -1,10 +1,10 @@
-"""The Draft stream over a plain Unix socket, which HTTP/2 would make several times slower.
+"""Frames: the Draft stream over a plain Unix socket, several times faster than HTTP/2.
 
-    client    MAGIC, then frames: the metadata "authorization" of the call ("" for none), every DraftRequest
-    service   frames: every DraftResponse, then one that is marked as the last and holds an Error; its code is that of
-              gRPC, 0 for a stream that ended in good order
+    client    MAGIC, then frames: the "authorization" metadata of the call ("" for none), then every DraftRequest
+    service   frames: every DraftResponse, then one that is marked as the last and holds an Error; its code is a gRPC
+              status code, 0 for a stream that ended normally
 
-A frame is a length, uint32 little endian, and so many bytes. The highest bit of the length marks the last one.
+A frame is its length, uint32 little endian, and that many bytes. The highest bit of the length marks the last frame.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ LAST = 1 << 31
 
 
 def framed(data: bytes) -> bytes:
-    """A message as a frame."""
+    """Return a message as a frame."""
     return HEADER.pack(len(data)) + data
 
 
 def last_frame(code: int, message: str) -> bytes:
-    """What ends a stream; `code` is a gRPC status code."""
+    """Return the frame that ends a stream; `code` is a gRPC status code."""
     data = pb.Error(code=code, message=message).SerializeToString()
     return HEADER.pack(len(data) | LAST) + data
 
 
 def read_header(header: bytes | bytearray, begin: int = 0) -> tuple[int, bool]:
-    """How many bytes follow, and whether it is the last frame. Raises WireError for more than there may be."""
+    """Return the number of bytes that follow, and whether the frame is the last. Raises WireError for one too long."""
     (length,) = HEADER.unpack_from(header, begin)
     size = length & ~LAST
     if size > MAX_MESSAGE_BYTES:
@@ -40,13 +40,13 @@ def read_header(header: bytes | bytearray, begin: int = 0) -> tuple[int, bool]:
 
 
 class Frames:
-    """Takes bytes as they come, and gives whole frames."""
+    """Splits bytes into frames as they arrive."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
-        """The frames that are whole now, each with whether it is the last. Raises WireError for one too long."""
+        """Return the frames that are complete now, each with whether it is the last. Raises as `read_header`."""
         self._data += data
         frames, begin = [], 0
         while len(self._data) >= begin + HEADER.size:

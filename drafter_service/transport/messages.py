@@ -1,28 +1,30 @@
-"""What a server reads from messages beyond arrays: every field checked, errors that name it."""
+"""Checks of the other messages of a service: every field is checked, and errors name it."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError, pack, unpack, unpack_tokens
+from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, read_offsets, unpack_tokens
 
-MOST_NAME_BYTES = 512
-"""Of names of sessions and requests, and of what a model is called."""
-MOST_STEPS = 1 << 20
-MOST_FIELDS = 1 << 16
-"""Of a request, each sequence that begins or ends being one; and sequences of a batch."""
-_NUMBER, _TEXT = 0, 2
-LEAST_FIELD_BYTES = 2
-_FIXED = {1: 8, 5: 4}
-"""Wire types of Protocol Buffers: numbers, fields with a length, and those of so many bytes."""
+MAX_FIELDS = 1 << 16
+"""Most fields of a request, each starting or finishing sequence being one; and most sequences of a batch."""
+MIN_FIELD_BYTES = 2
+MAX_READABLE = 64
+"""Characters of a model's name in the name of its namespace."""
+# Wire types of Protocol Buffers.
+VARINT, LENGTH_PREFIXED = 0, 2
+FIXED_BYTES = {1: 8, 5: 4}
+"""Bytes of the values of the other wire types."""
 
 
 @dataclass(frozen=True, eq=False)
-class Begin:
+class StartedSequence:
     """A checked start."""
 
     sequence_id: int
@@ -30,20 +32,19 @@ class Begin:
     """uint32 [P]."""
     committed: np.ndarray
     """uint32 [n]."""
-    session: str | None
-    request: str | None
+    session_id: str | None
+    request_id: str | None
     learn: bool
 
 
 @dataclass(frozen=True, eq=False)
-class End:
+class FinishedSequence:
     """A checked finish."""
 
     sequence_id: int
     tokens: np.ndarray
     """uint32 [n]."""
     verified: int
-    accepted: int
     steps: int
     learn: bool
 
@@ -56,107 +57,102 @@ class Texts:
     """uint32 [T]."""
     offsets: np.ndarray
     """uint32 [D + 1]."""
-    names: list[str | None]
+    request_ids: list[str | None]
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.request_ids)
 
     def text(self, index: int) -> np.ndarray:
-        """uint32 [n]."""
+        """Return one text, uint32 [n]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
-def has_few_fields(data: bytes, most: int) -> bool:
-    """Whether a message has at most so many fields, those within fields not counted; a damaged one may seem to."""
-    if len(data) <= LEAST_FIELD_BYTES * most:
+def has_few_fields(data: bytes, limit: int) -> bool:
+    """Return whether a message has at most `limit` fields, fields within fields not counted.
+
+    Parsing takes much more memory than the message has bytes. The result for a damaged message may be wrong.
+    """
+    if len(data) <= MIN_FIELD_BYTES * limit:
         return True
     at = fields = 0
-    while at < len(data) and fields <= most:
+    while at < len(data) and fields <= limit:
         kind = data[at] & 7
         _, at = _varint(data, at)
-        at += _FIXED.get(kind, 0)
-        if kind in (_NUMBER, _TEXT):
+        at += FIXED_BYTES.get(kind, 0)
+        if kind in (VARINT, LENGTH_PREFIXED):
             value, at = _varint(data, at)
-            at += value if kind == _TEXT else 0
+            at += value if kind == LENGTH_PREFIXED else 0
         fields += 1
-    return fields <= most
+    return fields <= limit
 
 
-def read_begin(message: pb.Start, index: int) -> Begin:
+def read_start(message: pb.Start, index: int) -> StartedSequence:
     """Raises WireError."""
     field = f"starts[{index}]"
-    return Begin(
+    return StartedSequence(
         message.sequence_id,
         unpack_tokens(message.prompt, f"{field}.prompt"),
         unpack_tokens(message.committed, f"{field}.committed"),
-        _name(message.session, f"{field}.session"),
-        _name(message.request, f"{field}.request"),
-        not message.is_private,
+        _read_name(message.session_id, f"{field}.session_id"),
+        _read_name(message.request_id, f"{field}.request_id"),
+        message.learn,
     )
 
 
-def read_end(message: pb.Finish, index: int) -> End:
+def read_finish(message: pb.Finish, index: int) -> FinishedSequence:
     """Raises WireError."""
     field = f"finishes[{index}]"
-    if message.accepted > message.verified:
-        raise WireError(f"{field}.accepted is {message.accepted}, of {message.verified} verified")
-    if message.steps > MOST_STEPS:
-        raise WireError(f"{field}.steps is {message.steps}; at most {MOST_STEPS} are possible")
+    if message.steps > MAX_STEPS:
+        raise WireError(f"{field}.steps is {message.steps}; at most {MAX_STEPS} are possible")
     tokens = unpack_tokens(message.tokens, f"{field}.tokens")
-    return End(message.sequence_id, tokens, message.verified, message.accepted, max(1, message.steps), message.learn)
-
-
-def read_steps(message: pb.Batch, sequences: int) -> int:
-    """How many steps of the engine a batch tells of beyond one a sequence. Raises WireError."""
-    if not message.steps:
-        return 0
-    steps = unpack(message.steps, "u4", "batch.steps")
-    if len(steps) != sequences:
-        raise WireError(f"batch.steps has {len(steps)} elements, not {sequences}")
-    if len(steps) and int(steps.max()) > MOST_STEPS:
-        raise WireError(f"batch.steps holds {int(steps.max())}; at most {MOST_STEPS} are possible")
-    return int(np.maximum(steps, 1).sum()) - sequences
+    return FinishedSequence(message.sequence_id, tokens, message.verified, max(1, message.steps), message.learn)
 
 
 def read_model(message: pb.Model) -> ModelIdentity:
     """Raises WireError for names that are too long."""
     return ModelIdentity(
-        _name(message.name, "model.name") or "",
-        _name(message.tokenizer, "model.tokenizer") or "",
-        _name(message.adapter, "model.adapter") or "",
+        _read_name(message.name, "model.name") or "",
+        _read_name(message.tokenizer, "model.tokenizer") or "",
+        _read_name(message.adapter, "model.adapter") or "",
         message.vocabulary_size,
     )
+
+
+def default_namespace(model: ModelIdentity) -> str:
+    """Return the name of the namespace of a model, its tokenizer and its adapter: readable, and different for each.
+
+    Without anything known about the model it is "default".
+    """
+    if not (model.name or model.tokenizer or model.adapter):
+        return "default"
+    digest = hashlib.sha256("\0".join((model.name, model.tokenizer, model.adapter)).encode()).hexdigest()[:12]
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", model.name.rstrip("/").rpartition("/")[2])[:MAX_READABLE].strip(".-")
+    return f"{readable or 'model'}-{digest}"
 
 
 def read_texts(message: pb.Texts, vocabulary_size: int) -> Texts:
     """Raises WireError for arrays that do not fit together, and for token ids that the vocabulary does not have."""
     tokens = unpack_tokens(message.tokens, "texts.tokens")
-    offsets = unpack(message.offsets or bytes(4), "u4", "texts.offsets")
-    if offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(offsets[1:] < offsets[:-1]):
-        raise WireError(f"texts.offsets must rise from 0 to the {len(tokens)} elements of texts.tokens")
-    texts = len(offsets) - 1
-    if message.requests and len(message.requests) != texts:
-        raise WireError(f"texts.requests has {len(message.requests)} elements, not {texts}")
+    data = message.offsets or bytes(4)
+    texts = max(0, len(data) // 4 - 1)
+    offsets = read_offsets(data, texts, len(tokens), "texts.offsets")
+    if message.request_ids and len(message.request_ids) != texts:
+        raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
     if vocabulary_size and len(tokens) and int(tokens.max()) >= vocabulary_size:
         raise WireError(f"texts.tokens holds the id {int(tokens.max())}; the vocabulary has {vocabulary_size} tokens")
-    names = [_name(name, f"texts.requests[{index}]") for index, name in enumerate(message.requests)]
+    names = [_read_name(name, f"texts.request_ids[{index}]") for index, name in enumerate(message.request_ids)]
     return Texts(tokens, offsets, names or [None] * texts)
 
 
-def pack_resumed(sizes: dict[int, int]) -> tuple[bytes, bytes]:
-    """Running sequences and how many tokens each has, as in Welcome."""
-    return pack(np.array(list(sizes), np.uint64), "u8"), pack(np.array(list(sizes.values()), np.uint32), "u4")
-
-
-def _name(text: str, field: str) -> str | None:
-    """A name; None if it is empty."""
-    if len(text) > MOST_NAME_BYTES:
-        raise WireError(f"{field} has {len(text)} characters; at most {MOST_NAME_BYTES} are possible")
+def _read_name(text: str, field: str) -> str | None:
+    """Return a name, None if it is empty. Raises WireError for one that is too long."""
+    if len(text) > MAX_NAME_BYTES:
+        raise WireError(f"{field} has {len(text)} characters; at most {MAX_NAME_BYTES} are possible")
     return text or None
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of Protocol Buffers, and where it ends."""
+    """Return the variable-length integer at an index, and the index behind it."""
     value = shift = 0
     for byte in data[at : at + 10]:
         value |= (byte & 127) << shift

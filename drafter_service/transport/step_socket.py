@@ -1,4 +1,4 @@
-"""Draft streams over a Unix socket beside that of gRPC, for engines on the same machine (see `frames`)."""
+"""Draft streams over a Unix socket beside the gRPC socket, for engines on the same machine (see `frames`)."""
 
 from __future__ import annotations
 
@@ -12,44 +12,43 @@ from typing import NoReturn
 
 import grpc
 
-from drafter_service.server.stream import Drafting
+from drafter_service.server.stream import DraftStreams
 from drafter_service.transport.address import Address
 from drafter_service.transport.frames import HEADER, MAGIC, framed, last_frame, read_header
 from drafter_service.transport.wire import WireError
 from ssd.corpus.memory import trim_heap
 
-GREETING_S = 5.0
-"""How long one who connects may take to say who they are."""
+AUTHORIZATION_TIMEOUT_S = 5.0
+"""How long a new connection may take to send its authorization."""
 BACKLOG = 128
-"""Also how often asyncio tries, and says that it failed, when the process has no file left to open."""
+"""Also how often asyncio tries, and logs a failure, when the process can open no more files."""
 LARGE_BYTES = 2 << 20
-LARGE_AT_ONCE = 4
-"""Larger messages that may be on their way at a time: they take up to 64 MiB each until they are whole."""
-LARGE_S = 30.0
-"""How long each may take."""
+MAX_LARGE_FRAMES = 4
+"""Larger frames that are received at a time: each takes up to 64 MiB until it is complete."""
+LARGE_TIMEOUT_S = 30.0
+"""How long each of these may take."""
 TRIMMED_BYTES = 16 << 20
-"""After so large a message its memory goes back to the system, which takes milliseconds."""
+"""After frames of this size their memory is returned to the system, which takes milliseconds."""
 MAX_AUTHORIZATION_BYTES = 8 << 10
-"""As much metadata as gRPC lets in."""
+"""As much metadata as gRPC accepts."""
 
 
 class StepSocket:
-    """Serves Draft streams at one Unix socket. The event loop alone uses it."""
+    """Serves Draft streams at one Unix socket. Used by the event loop alone."""
 
-    def __init__(self, drafting: Drafting, most: int) -> None:
-        """`most`: connections at a time."""
-        self._drafting = drafting
-        self._most = most
-        self._streams: set[asyncio.Task[object]] = set()
-        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+    def __init__(self, streams: DraftStreams, max_connections: int) -> None:
+        self._streams = streams
+        self._max_connections = max_connections
+        self._connections: set[asyncio.Task[object]] = set()
+        self._large = asyncio.Semaphore(MAX_LARGE_FRAMES)
         self._listening: socket.socket | None = None
         self._path: Path | None = None
         self._server: asyncio.Server | None = None
 
     def bind(self, address: Address, mode: int) -> None:
-        """Have connections wait; the socket's file has this mode. Raises UserError for an address that cannot be had.
+        """Listen at an address, with this file mode. Raises UserError for an address that cannot be used.
 
-        To be called before gRPC listens: who finds gRPC's socket and not this one goes on without this one.
+        To be called before gRPC listens: a client that finds the gRPC socket without this one uses gRPC.
         """
         address.claim()
         self._listening = socket.socket(socket.AF_UNIX)
@@ -59,58 +58,57 @@ class StepSocket:
         self._listening.listen(BACKLOG)
 
     async def start(self) -> None:
-        """Serve whoever connects, if there is a socket."""
+        """Accept connections, if there is a socket."""
         if self._listening is not None:
             self._server = await asyncio.start_unix_server(self._serve, sock=self._listening, backlog=BACKLOG)
 
     async def stop(self, grace_s: float) -> None:
-        """Let nobody in any more; streams have a while to end."""
+        """Accept no more connections, and cancel streams that have not ended after `grace_s` seconds."""
         if self._server is not None:
             self._server.close()
         elif self._listening is not None:
             self._listening.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        if self._streams:
-            _, late = await asyncio.wait(self._streams, timeout=grace_s)
+        if self._connections:
+            _, late = await asyncio.wait(self._connections, timeout=grace_s)
             for task in late:
                 task.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its beginning to its end."""
+        """Serve one connection until its end."""
         task = asyncio.current_task()
         assert task is not None, "the server makes a task of each connection"
-        self._streams.add(task)
+        self._connections.add(task)
         try:
-            ended = await self._converse(reader, writer)
+            ended = await self._answer(reader, writer)
             writer.write(last_frame(ended.code.value[0], ended.reason))
             await writer.drain()
         except (OSError, asyncio.CancelledError):
-            pass  # Nobody is there any more, or the service stops and waits no longer.
+            pass  # The client is gone, or the service stops and waits no longer.
         finally:
-            self._streams.discard(task)
+            self._connections.discard(task)
             writer.close()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> EndedError:
-        """Answer until there is nothing more to answer; returns why."""
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> StreamEndedError:
+        """Answer all requests of a stream; returns its status."""
         try:
-            if len(self._streams) > self._most:
-                raise EndedError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {self._most} streams already"
-                )
-            context = await _read_greeting(reader)
-            async with aclosing(self._drafting.draft(self._requests(reader), context)) as responses:
+            if len(self._connections) > self._max_connections:
+                reason = f"the service has its {self._max_connections} streams already"
+                raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+            context = await _read_authorization(reader)
+            async with aclosing(self._streams.draft(self._requests(reader), context)) as responses:
                 async for response in responses:
                     writer.write(framed(response.SerializeToString()))
                     await writer.drain()
-        except EndedError as ended:
+        except StreamEndedError as ended:
             return ended
         except WireError as problem:
-            return EndedError(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
-        return EndedError(grpc.StatusCode.OK, "")
+            return StreamEndedError(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        return StreamEndedError(grpc.StatusCode.OK, "")
 
     async def _requests(self, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-        """The messages of a stream until its end. Raises WireError for one that is too long, or takes too long."""
+        """Yield the requests of a stream. Raises WireError for one that is too long, or takes too long."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 size, _ = read_header(await reader.readexactly(HEADER.size))
@@ -118,23 +116,23 @@ class StepSocket:
                     yield await reader.readexactly(size)
                     continue
                 async with self._large:
-                    large = await _large_frame(reader, size)
+                    large = await _read_large_frame(reader, size)
                 yield large
                 del large
                 if size >= TRIMMED_BYTES:
                     trim_heap()
 
 
-async def _large_frame(reader: asyncio.StreamReader, size: int) -> bytes:
+async def _read_large_frame(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
-        async with asyncio.timeout(LARGE_S):
+        async with asyncio.timeout(LARGE_TIMEOUT_S):
             return await reader.readexactly(size)
     except TimeoutError:
-        raise WireError(f"a frame of {size} bytes did not come within {LARGE_S:.0f} s") from None
+        raise WireError(f"a frame of {size} bytes did not arrive within {LARGE_TIMEOUT_S:.0f} s") from None
 
 
-class EndedError(Exception):
-    """A stream is over, with a status and its reason."""
+class StreamEndedError(Exception):
+    """A stream has ended, with a status code and its reason."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -143,35 +141,35 @@ class EndedError(Exception):
 
 
 class SocketContext:
-    """What a stream says of its caller. On a Unix socket that is a token or nothing."""
+    """What access control needs of a call; on a Unix socket that is a token or nothing."""
 
     def __init__(self, authorization: str) -> None:
         self._metadata = (("authorization", authorization),) if authorization else ()
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
-        """As gRPC gives it."""
+        """Return the metadata in gRPC's form."""
         return self._metadata
 
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
-        """Nothing: there are no certificates here."""
+        """Return nothing: there are no certificates here."""
         return {}
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
-        """End the stream. Raises EndedError."""
-        raise EndedError(code, details)
+        """End the stream. Raises StreamEndedError."""
+        raise StreamEndedError(code, details)
 
 
-async def _read_greeting(reader: asyncio.StreamReader) -> SocketContext:
-    """Raises EndedError for one who says something else, or nothing for too long."""
+async def _read_authorization(reader: asyncio.StreamReader) -> SocketContext:
+    """Read the beginning of a stream. Raises StreamEndedError if it is something else, or takes too long."""
     try:
-        async with asyncio.timeout(GREETING_S):
+        async with asyncio.timeout(AUTHORIZATION_TIMEOUT_S):
             if await reader.readexactly(len(MAGIC)) != MAGIC:
-                raise EndedError(grpc.StatusCode.UNIMPLEMENTED, "this socket speaks frames of ssd.drafter.v1 alone")
+                raise StreamEndedError(grpc.StatusCode.UNIMPLEMENTED, "this socket serves only ssd.drafter.v1 frames")
             size, _ = read_header(await reader.readexactly(HEADER.size))
             if size > MAX_AUTHORIZATION_BYTES:
-                raise EndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
+                raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
             return SocketContext((await reader.readexactly(size)).decode("latin1"))
     except TimeoutError:
-        raise EndedError(grpc.StatusCode.DEADLINE_EXCEEDED, "nothing was said for too long") from None
+        raise StreamEndedError(grpc.StatusCode.DEADLINE_EXCEEDED, "the authorization did not arrive in time") from None
     except asyncio.IncompleteReadError:
-        raise EndedError(grpc.StatusCode.CANCELLED, "the caller has left") from None
+        raise StreamEndedError(grpc.StatusCode.CANCELLED, "the client closed the connection") from None

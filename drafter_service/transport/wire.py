@@ -1,6 +1,6 @@
-"""Between messages and arrays: packs, unpacks, and checks everything that came over the wire.
+"""Conversion between messages and arrays: packs, unpacks, and checks everything that comes over the wire.
 
-The only place that knows how an array travels. A message that passes here is safe to use.
+The only place that knows how an array is encoded. A message that passes the checks here is safe to use.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.ring import MAX_TOKEN_ID
-from ssd.types import DraftBatch, Progress
+from ssd.types import DraftBatch, Outcomes, Progress
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message either side accepts: a batch of starts with prompts of millions of tokens."""
+"""Largest message that either side accepts: a batch of starts with prompts of millions of tokens."""
+
+MAX_NAME_BYTES = 512
+"""Longest name of a session, a request, or a part of a model's identity, as UTF-8."""
+
+MAX_STEPS = 1 << 20
+"""Most steps of the engine that a message may report for a sequence."""
 
 DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", "f8")}
-"""As numpy spells them, and as they travel."""
+"""Data types on the wire and in the shared log, by their numpy names."""
 
 
 class WireError(ValueError):
@@ -23,13 +29,13 @@ class WireError(ValueError):
 
 
 def pack(array: np.ndarray, dtype: str) -> bytes:
-    """An array as packed little-endian bytes; `dtype` as in numpy, such as "u4"."""
+    """Return an array as packed little-endian bytes; `dtype` as in numpy, such as "u4"."""
     wanted = DTYPES[dtype]
     return (array if array.dtype is wanted else array.astype(wanted, copy=False)).tobytes()
 
 
 def unpack(data: bytes, dtype: str, field: str) -> np.ndarray:
-    """Packed little-endian bytes as a read-only array. Raises WireError if they are no whole number of elements."""
+    """Return packed bytes as a read-only array. Raises WireError if they are not a whole number of elements."""
     wire = DTYPES[dtype]
     if len(data) % wire.itemsize:
         raise WireError(f"{field} has {len(data)} bytes, not a multiple of {wire.itemsize}")
@@ -38,7 +44,7 @@ def unpack(data: bytes, dtype: str, field: str) -> np.ndarray:
 
 
 def unpack_tokens(data: bytes, field: str) -> np.ndarray:
-    """Token ids, uint32. Raises WireError for the reserved one."""
+    """Return token ids, uint32. Raises WireError for the reserved id."""
     tokens = unpack(data, "u4", field)
     if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
         raise WireError(f"{field} holds the token id {int(tokens.max())}; the largest possible is {MAX_TOKEN_ID}")
@@ -46,67 +52,116 @@ def unpack_tokens(data: bytes, field: str) -> np.ndarray:
 
 
 def batch_message(progress: Progress) -> pb.Batch:
-    """A step's progress as a message."""
+    """Return a step's progress as a message."""
     return pb.Batch(
         sequence_ids=pack(progress.sequence_ids, "u8"),
         tokens=pack(progress.tokens, "u4"),
         offsets=pack(progress.offsets, "u4"),
         verified=pack(progress.verified, "u4"),
-        accepted=pack(progress.accepted, "u4"),
         max_draft=pack(progress.max_draft, "u4"),
         cost=progress.cost,
+        steps=b"" if progress.steps is None else pack(progress.steps, "u4"),
     )
 
 
 def read_batch(message: pb.Batch) -> Progress:
-    """A step's progress. Raises WireError for arrays that do not fit together."""
-    sequence_ids = unpack(message.sequence_ids, "u8", "batch.sequence_ids")
+    """Return a step's progress. Raises WireError for arrays that do not fit together."""
+    sequence_ids = _read_ids(message.sequence_ids, "batch")
     sequences = len(sequence_ids)
-    if len(set(sequence_ids.tolist())) != sequences:
-        raise WireError("batch.sequence_ids names a sequence twice")
     tokens = unpack_tokens(message.tokens, "batch.tokens")
-    offsets = _read_offsets(message.offsets, sequences, len(tokens), "batch")
-    counts = {
-        name: _of_length(unpack(getattr(message, name), "u4", f"batch.{name}"), sequences, f"batch.{name}")
-        for name in ("verified", "accepted", "max_draft")
-    }
-    cost = message.cost if message.HasField("cost") else None
-    if cost is not None and not 0 < cost <= 1:
-        raise WireError(f"batch.cost is {cost}; it is a part of a step, above 0 to 1")
-    return Progress(sequence_ids, tokens, offsets, **counts, cost=cost)
+    return Progress(
+        sequence_ids=sequence_ids,
+        tokens=tokens,
+        offsets=read_offsets(message.offsets, sequences, len(tokens), "batch.offsets"),
+        verified=_read_array(message.verified, "u4", sequences, "batch.verified"),
+        max_draft=_read_array(message.max_draft, "u4", sequences, "batch.max_draft"),
+        cost=_read_cost(message, "batch"),
+        steps=_read_steps(message.steps, sequences),
+    )
+
+
+def outcomes_message(outcomes: Outcomes) -> pb.Outcomes:
+    """Return possible outcomes as a message."""
+    return pb.Outcomes(
+        sequence_ids=pack(outcomes.sequence_ids, "u8"),
+        offsets=pack(outcomes.offsets, "u4"),
+        accepted=pack(outcomes.accepted, "u4"),
+        bonus=pack(outcomes.bonus, "u4"),
+        max_draft=pack(outcomes.max_draft, "u4"),
+        cost=outcomes.cost,
+    )
+
+
+def read_outcomes(message: pb.Outcomes) -> Outcomes:
+    """Return possible outcomes. Raises WireError for arrays that do not fit together."""
+    sequence_ids = _read_ids(message.sequence_ids, "outcomes")
+    bonus = unpack_tokens(message.bonus, "outcomes.bonus")
+    return Outcomes(
+        sequence_ids=sequence_ids,
+        offsets=read_offsets(message.offsets, len(sequence_ids), len(bonus), "outcomes.offsets"),
+        accepted=_read_array(message.accepted, "u4", len(bonus), "outcomes.accepted"),
+        bonus=bonus,
+        max_draft=_read_array(message.max_draft, "u4", len(sequence_ids), "outcomes.max_draft"),
+        cost=_read_cost(message, "outcomes"),
+    )
 
 
 def drafts_message(drafts: DraftBatch) -> pb.Drafts:
-    """Drafts as a message."""
+    """Return drafts as a message."""
     return pb.Drafts(
         tokens=pack(drafts.tokens, "u4"),
         parents=pack(drafts.parents, "i4"),
-        odds=pack(drafts.odds, "f4"),
+        accept_prob=pack(drafts.accept_prob, "f4"),
         source=pack(drafts.source, "u1"),
         offsets=pack(drafts.offsets, "u4"),
     )
 
 
-def read_drafts(message: pb.Drafts, sequences: int) -> DraftBatch:
-    """Drafts for a batch of `sequences`. Raises WireError for arrays that do not fit together."""
+def read_drafts(message: pb.Drafts, count: int) -> DraftBatch:
+    """Return `count` drafts. Raises WireError for arrays that do not fit together."""
     tokens = unpack_tokens(message.tokens, "drafts.tokens")
-    arrays = {
-        name: _of_length(unpack(getattr(message, name), dtype, f"drafts.{name}"), len(tokens), f"drafts.{name}")
-        for name, dtype in (("parents", "i4"), ("odds", "f4"), ("source", "u1"))
-    }
-    offsets = _read_offsets(message.offsets, sequences, len(tokens), "drafts")
-    return DraftBatch(tokens, offsets=offsets, **arrays)
+    return DraftBatch(
+        tokens=tokens,
+        parents=_read_array(message.parents, "i4", len(tokens), "drafts.parents"),
+        accept_prob=_read_array(message.accept_prob, "f4", len(tokens), "drafts.accept_prob"),
+        source=_read_array(message.source, "u1", len(tokens), "drafts.source"),
+        offsets=read_offsets(message.offsets, count, len(tokens), "drafts.offsets"),
+    )
 
 
-def _read_offsets(data: bytes, sequences: int, elements: int, owner: str) -> np.ndarray:
-    field = f"{owner}.offsets"
-    offsets = _of_length(unpack(data, "u4", field), sequences + 1, field)
+def read_offsets(data: bytes, items: int, elements: int, field: str) -> np.ndarray:
+    """Return offsets, uint32 [items + 1]. Raises WireError unless they increase from 0 to `elements`."""
+    offsets = _read_array(data, "u4", items + 1, field)
     if offsets[0] != 0 or offsets[-1] != elements or np.count_nonzero(offsets[1:] < offsets[:-1]):
-        raise WireError(f"{field} must rise from 0 to the {elements} elements of {owner}.tokens")
+        raise WireError(f"{field} must increase from 0 to {elements}, the number of elements")
     return offsets
 
 
-def _of_length(array: np.ndarray, length: int, field: str) -> np.ndarray:
+def _read_ids(data: bytes, owner: str) -> np.ndarray:
+    sequence_ids = unpack(data, "u8", f"{owner}.sequence_ids")
+    if len(set(sequence_ids.tolist())) != len(sequence_ids):
+        raise WireError(f"{owner}.sequence_ids contains a sequence twice")
+    return sequence_ids
+
+
+def _read_cost(message: pb.Batch | pb.Outcomes, owner: str) -> float | None:
+    cost = message.cost if message.HasField("cost") else None
+    if cost is not None and not 0 < cost <= 1:
+        raise WireError(f"{owner}.cost is {cost}; it is a fraction of a step, above 0 to 1")
+    return cost
+
+
+def _read_steps(data: bytes, sequences: int) -> np.ndarray | None:
+    if not data:
+        return None
+    steps = _read_array(data, "u4", sequences, "batch.steps")
+    if len(steps) and int(steps.max()) > MAX_STEPS:
+        raise WireError(f"batch.steps holds {int(steps.max())}; at most {MAX_STEPS} are possible")
+    return steps
+
+
+def _read_array(data: bytes, dtype: str, length: int, field: str) -> np.ndarray:
+    array = unpack(data, dtype, field)
     if len(array) != length:
         raise WireError(f"{field} has {len(array)} elements, not {length}")
     return array

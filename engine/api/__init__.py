@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server around the engine: HTTP in one process, the engine in another."""
+"""OpenAI-compatible HTTP server: HTTP runs in one process, the engine in another."""

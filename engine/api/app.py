@@ -1,8 +1,9 @@
-"""The routes."""
+"""HTTP routes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,31 +12,34 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from drafter_service.observability.charts import style_sheet
 from engine.api.chat import chat
 from engine.api.completions import complete
-from engine.api.errors import ApiError, from_validation, refused, response_of
-from engine.api.gate import Gate
-from engine.api.page import read_page
-from engine.api.respond import ClientGoneError
+from engine.api.errors import ApiError, error_response, from_engine, from_validation
+from engine.api.middleware import RequestChecks
+from engine.api.responses import ClientGoneError
 from engine.api.schemas import ChatRequest, CompletionRequest
 from engine.api.service import Service
 from ssd.errors import UserError
 
-CLIENT_GONE = 499
-"""Nobody reads this; nginx writes it into its logs."""
+PAGE = Path(__file__).with_name("page.html")
+STYLE_SHEET = "/* shared style sheet */"
+"""Marks the place in the page where the style sheet of all pages goes."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for its logs; the client is gone and reads nothing."""
 
 
 def create_app(service: Service, *, keys: Collection[str], max_body_bytes: int, version: str) -> FastAPI:
-    """An application that serves one model."""
+    """Return an application that serves one model."""
     app = FastAPI(title="SSD engine", version=version, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, keys=keys, max_body_bytes=max_body_bytes)
-    _add_errors(app)
-    _add_model(app, service)
-    _add_operations(app, service)
+    app.add_middleware(RequestChecks, keys=keys, max_body_bytes=max_body_bytes)
+    _add_error_handlers(app)
+    _add_model_routes(app, service)
+    _add_status_routes(app, service)
     return app
 
 
-def _add_model(app: FastAPI, service: Service) -> None:
+def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: Request) -> dict[str, Any] | Response:
         """Complete prompts."""
@@ -48,63 +52,63 @@ def _add_model(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served."""
-        return {"object": "list", "data": [service.described()]}
+        """List the served model."""
+        return {"object": "list", "data": [service.model_entry()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The same, by its name."""
+        """Describe the served model."""
         service.check_model(name)
-        return service.described()
+        return service.model_entry()
 
 
-def _add_operations(app: FastAPI, service: Service) -> None:
-    html = read_page()
+def _add_status_routes(app: FastAPI, service: Service) -> None:
+    html = PAGE.read_text(encoding="utf-8").replace(STYLE_SHEET, style_sheet())
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """Whether the engine is there."""
+        """Report whether the engine runs."""
         if service.engine.gone is not None:
             raise ApiError(503, f"the engine has stopped: {service.engine.gone}")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return Prometheus metrics."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", response_model=None, include_in_schema=False)
-    async def dashboard() -> Response:
-        """What goes on, and a box to try it."""
+    async def page() -> Response:
+        """Show the status page."""
         return HTMLResponse(html)
 
     @app.get("/figures", include_in_schema=False)
     async def figures() -> dict[str, Any]:
-        """What the page shows."""
+        """Return the data of the status page."""
         return service.figures()
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:
-        return response_of(error)
+        return error_response(error)
 
     @app.exception_handler(UserError)
     async def on_user_error(_: Request, error: UserError) -> Response:
-        return response_of(refused(str(error), "prompt"))
+        return error_response(from_engine(str(error), "prompt"))
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, problem: RequestValidationError) -> Response:
-        return response_of(from_validation(problem))
+    async def on_invalid_body(_: Request, problem: RequestValidationError) -> Response:
+        return error_response(from_validation(problem))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, problem: HTTPException) -> Response:
-        return response_of(ApiError(problem.status_code, str(problem.detail)))
+        return error_response(ApiError(problem.status_code, str(problem.detail)))
 
     @app.exception_handler(ClientGoneError)
     async def on_client_gone(_: Request, __: ClientGoneError) -> Response:
-        return PlainTextResponse("", CLIENT_GONE)
+        return PlainTextResponse("", CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def on_defect(_: Request, __: Exception) -> Response:
-        return response_of(ApiError(500, "the server made a mistake; its log says more"))
+        return error_response(ApiError(500, "internal server error; see the server's log"))

@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine's process tell each other."""
+"""Messages between the HTTP process and the engine process."""
 
 from __future__ import annotations
 
@@ -9,78 +9,78 @@ import numpy as np
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, Request
 
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Bounds of vLLM's histogram of tokens in a step."""
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bucket bounds of vLLM's histogram of tokens per step."""
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The engine has loaded its model."""
-
-    vocab_size: int
-    longest: int
-    """Tokens of a prompt and its output together: what the model's context window and the KV cache hold."""
-    page_size: int
-    """Tokens in a page of the KV cache."""
-    pages: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The engine could not start, or has stopped for good."""
-
-    reason: str
-
-
-@dataclass(frozen=True, eq=False)
-class Begin:
-    """Run a request."""
+class SubmitRequest:
+    """Command: run a request."""
 
     request_id: int
     request: Request
 
 
 @dataclass(frozen=True)
-class Cancel:
-    """Nobody wants a request's output any more."""
+class CancelRequest:
+    """Command: stop a request whose output is no longer wanted."""
 
     request_id: int
 
 
 @dataclass(frozen=True)
-class Stop:
-    """End the process."""
+class Shutdown:
+    """Command: end the process."""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A request cannot run."""
+class EngineReady:
+    """Event: the engine has loaded its model."""
+
+    vocab_size: int
+    max_tokens: int
+    """Most tokens of a prompt and its output together: the context window, or the KV cache if that is smaller."""
+    page_size: int
+    """Tokens per page of the KV cache."""
+    pages: int
+
+
+@dataclass(frozen=True)
+class EngineFailed:
+    """Event: the engine could not start, or has stopped for good."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class RequestRefused:
+    """Event: a request cannot run."""
 
     request_id: int
     reason: str
 
 
 @dataclass(frozen=True, eq=False)
-class Produced:
-    """What a step produced for a request."""
+class TokensProduced:
+    """Event: tokens that one step produced for a request."""
 
     request_id: int
     tokens: np.ndarray
     """uint32 [n]."""
     accepted: int
-    """The first so many of them were drafted."""
-    shown: int
-    """The first so many of them are text; a token that ends the output is not."""
+    """Number of leading tokens that were drafted."""
+    visible: int
+    """Number of leading tokens that are part of the text; a token that ends the output is not."""
     logprobs: Logprobs | None = None
-    """Of these tokens, if they were asked for."""
+    """Log-probabilities of `tokens`, if requested."""
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Where the time of a request went, in seconds."""
+    """Seconds that a request spent in each phase."""
 
     queue: float
-    """Until it was scheduled."""
+    """From submission until it was scheduled."""
     prefill: float
     """From there to its first token."""
     decode: float
@@ -88,63 +88,64 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, eq=False)
-class Ended:
-    """A request is over; `Produced` told of all its tokens."""
+class RequestEnded:
+    """Event: a request has ended. All its tokens were sent before in `TokensProduced`."""
 
     request_id: int
     completion: Completion
     times: RequestTimes | None = None
-    """None if the engine did not run it."""
+    """None if the engine did not run the request."""
 
 
 @dataclass(frozen=True)
-class CorpusFigures:
-    """What a drafter remembers of finished requests."""
+class CorpusSize:
+    """Size of the corpus of an embedded drafter."""
 
     tokens: int
     capacity: int
-    """The most; beyond it the oldest are forgotten."""
+    """Most tokens; the oldest are overwritten beyond it."""
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Totals since the engine began, and what it does now."""
+class EngineStats:
+    """Event: totals since the engine started, and its current load."""
 
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
     steps: int = 0
-    """Of the engine."""
-    step_tokens: tuple[int, ...] = ()
-    """Steps by the tokens of prompts and outputs that they completed: up to each of `STEP_TOKENS`, and beyond."""
+    """Engine steps."""
+    steps_by_tokens: tuple[int, ...] = ()
+    """Number of steps by the prompt and output tokens that they completed: one entry per bound in
+    `STEP_TOKEN_BOUNDS`, then one for all larger steps. Not cumulative."""
     step_tokens_sum: int = 0
     prompt_tokens: int = 0
-    """Of requests that were begun."""
+    """Prompt tokens of submitted requests."""
     cached_tokens: int = 0
-    """Of those, taken from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     generated_tokens: int = 0
     sequence_steps: int = 0
-    """Steps of single sequences that produced something."""
+    """Steps that produced tokens, counted once per sequence."""
     drafts: int = 0
     """Sequence steps that verified a draft."""
     drafted: int = 0
     accepted: int = 0
-    accepted_at: tuple[int, ...] = ()
-    """How many drafts were accepted at least up to each position."""
-    drafted_at: tuple[int, ...] = ()
-    """How many drafts reached each position."""
-    drafted_from: dict[str, int] = field(default_factory=dict)
-    """`drafted` by where the tokens were found: the names of `ssd.types.Source` in small letters."""
-    accepted_from: dict[str, int] = field(default_factory=dict)
+    accepted_per_position: tuple[int, ...] = ()
+    """Number of drafts whose first i + 1 tokens were accepted."""
+    drafted_per_position: tuple[int, ...] = ()
+    """Number of drafts with at least i + 1 tokens on their longest path."""
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    """`drafted` by source: the names of `ssd.types.Source` in lower case."""
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     learned_tokens: int = 0
-    """Of finished outputs that the drafter was given to remember."""
-    corpus: CorpusFigures | None = None
-    """None: the drafter has none, or has it in another process."""
-    pages_used: float = 0.0
-    """Part of the KV cache's pages."""
+    """Tokens of finished outputs that were passed to the drafter to remember."""
+    corpus: CorpusSize | None = None
+    """None if the drafter has no corpus, or has it in another process."""
+    kv_usage: float = 0.0
+    """Share of the KV cache's pages in use."""
     pages: int = 0
-    """Of the KV cache."""
+    """Pages of the KV cache."""
 
 
-Event = Ready | Failed | Refused | Produced | Ended | Figures
-Command = Begin | Cancel | Stop
+Command = SubmitRequest | CancelRequest | Shutdown
+Event = EngineReady | EngineFailed | RequestRefused | TokensProduced | RequestEnded | EngineStats

@@ -1,110 +1,116 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards read them: what is measured at requests."""
+"""Prometheus metrics under vLLM's names, so that its dashboards work; `ssd:` names are ours."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from engine.api.engine_metrics import ENGINE, LABELS, EngineMetrics
-from engine.api.generation import Delta
-from engine.api.messages import RequestTimes
+from engine.api.messages import STEP_TOKEN_BOUNDS, EngineStats, RequestTimes
+from engine.api.outputs import Delta
 from engine.scheduling.request import Completion, FinishReason, Request
 
-FIRST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, *WHOLE_S)
+ENGINE = "0"
+LABELS = ("model_name", "engine")
+
+# Bucket bounds in seconds, those of vLLM, and for outputs of a prompt.
+FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+PHASE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, *REQUEST_S)
 OUTPUTS = (1, 2, 5, 10, 20)
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "vllm:time_to_first_token_seconds": ("Until the first token.", FIRST_S),
-    "vllm:inter_token_latency_seconds": ("Between tokens of one output.", BETWEEN_S),
-    "vllm:request_time_per_output_token_seconds": ("For a token behind the first, of one output.", BETWEEN_S),
-    "vllm:e2e_request_latency_seconds": ("Until the last token.", WHOLE_S),
-    "vllm:request_queue_time_seconds": ("Until the request was scheduled.", PART_S),
-    "vllm:request_inference_time_seconds": ("From there to the last token.", PART_S),
-    "vllm:request_prefill_time_seconds": ("From there to the first token.", PART_S),
-    "vllm:request_decode_time_seconds": ("From the first token to the last.", PART_S),
-    "vllm:request_params_n": ("Outputs that were asked for.", OUTPUTS),
+    "vllm:time_to_first_token_seconds": ("Time from the request to its first token.", FIRST_TOKEN_S),
+    "vllm:inter_token_latency_seconds": ("Time between tokens of one output.", PER_TOKEN_S),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per token after the first, per output.", PER_TOKEN_S),
+    "vllm:e2e_request_latency_seconds": ("Time from the request to its last token.", REQUEST_S),
+    "vllm:request_queue_time_seconds": ("Time until the request was scheduled.", PHASE_S),
+    "vllm:request_inference_time_seconds": ("Time from scheduling to the last token.", PHASE_S),
+    "vllm:request_prefill_time_seconds": ("Time from scheduling to the first token.", PHASE_S),
+    "vllm:request_decode_time_seconds": ("Time from the first token to the last.", PHASE_S),
+    "vllm:request_params_n": ("Outputs requested per prompt.", OUTPUTS),
 }
 TOKEN_HISTOGRAMS = {
     "vllm:request_prompt_tokens": "Tokens of the prompt.",
     "vllm:request_prefill_kv_computed_tokens": "Tokens of the prompt that were not in the prefix cache.",
     "vllm:request_generation_tokens": "Tokens of the output.",
     "vllm:request_max_num_generation_tokens": "Tokens of the longest output of a prompt.",
-    "vllm:request_params_max_tokens": "Tokens that the output might have had.",
+    "vllm:request_params_max_tokens": "Limit of the output's tokens.",
 }
 
 
 class Metrics:
-    """What a server measures, beside what its engine says."""
+    """All metrics of a server: those measured per request, and the engine's."""
 
-    def __init__(self, model: str, engine: EngineMetrics, max_tokens: int) -> None:
-        """max_tokens: of a prompt and its output together."""
+    def __init__(self, model: str, collector: EngineCollector, max_tokens: int) -> None:
+        """max_tokens: largest possible number of tokens of a prompt and its output together."""
         self.registry = CollectorRegistry()
-        self.registry.register(engine)
+        self.registry.register(collector)
         labels = (model, ENGINE)
-        tokens = token_bounds(max_tokens)
-        all_of_them = HISTOGRAMS | {name: (text, tokens) for name, text in TOKEN_HISTOGRAMS.items()}
+        token_buckets = bucket_bounds(max_tokens)
+        histograms = HISTOGRAMS | {name: (text, token_buckets) for name, text in TOKEN_HISTOGRAMS.items()}
         self._histograms = {
             name: Histogram(name, text, LABELS, buckets=bounds, registry=self.registry).labels(*labels)
-            for name, (text, bounds) in all_of_them.items()
+            for name, (text, bounds) in histograms.items()
         }
         success = Counter(
-            "vllm:request_success", "Requests by how they ended.", (*LABELS, "finished_reason"), registry=self.registry
+            "vllm:request_success", "Requests by finish reason.", (*LABELS, "finished_reason"), registry=self.registry
         )
-        # All of them from the start: rates of a series that appears late miss its first event.
-        self._ends = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
+        # All series exist from the start: the rate of a series that appears later misses its first event.
+        self._finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
 
-    def watch(self, requests: Sequence[Request], outputs: int) -> Watch:
-        """To be told of the deltas of requests, from now on; each prompt has so many `outputs`, in a row."""
-        return Watch(self, requests, outputs)
+    def recorder(self, requests: Sequence[Request], n: int) -> RequestRecorder:
+        """Return a recorder for the requests of one HTTP request, `n` consecutive ones per prompt."""
+        return RequestRecorder(self, requests, n)
 
     def observe(self, name: str, value: float) -> None:
-        """Add to the histogram `vllm:...`."""
+        """Add a value to the histogram `vllm:<name>`."""
         self._histograms[f"vllm:{name}"].observe(value)
 
-    def ended(self, reason: FinishReason) -> None:
-        """An output is over."""
-        self._ends[reason].inc()
+    def count_finished(self, reason: FinishReason) -> None:
+        """Count an output that has ended."""
+        self._finished[reason].inc()
 
 
-class Watch:
-    """Measures the outputs of one HTTP request."""
+class RequestRecorder:
+    """Measures the outputs of one HTTP request, from its creation on."""
 
-    def __init__(self, metrics: Metrics, requests: Sequence[Request], outputs: int) -> None:
+    def __init__(self, metrics: Metrics, requests: Sequence[Request], n: int) -> None:
         self._metrics = metrics
         self._requests = requests
-        self._outputs = outputs
+        self._n = n
         self._began = time.perf_counter()
-        self._last: dict[int, float] = {}
+        self._last_token: dict[int, float] = {}
         self._lengths: dict[int, int] = {}
-        """Of the outputs that have ended."""
+        """Tokens of the outputs that have ended."""
 
-    def note(self, delta: Delta) -> None:
-        """More of an output."""
+    def record(self, delta: Delta) -> None:
+        """Measure a delta that has just arrived."""
         now = time.perf_counter()
         if len(delta.tokens):
-            before = self._last.get(delta.index)
+            before = self._last_token.get(delta.index)
             if before is None:
                 self._metrics.observe("time_to_first_token_seconds", now - self._began)
             else:
                 for _ in range(len(delta.tokens)):
                     self._metrics.observe("inter_token_latency_seconds", (now - before) / len(delta.tokens))
-            self._last[delta.index] = now
+            self._last_token[delta.index] = now
         if delta.completion is not None:
             self._metrics.observe("e2e_request_latency_seconds", now - self._began)
-            self._end(delta.index, delta.completion, delta.times)
+            self._record_end(delta.index, delta.completion, delta.times)
 
-    def abandon(self) -> None:
-        """Nobody wants the rest."""
+    def record_abort(self) -> None:
+        """Count all outputs that have not ended as aborted."""
         for _ in range(len(self._requests) - len(self._lengths)):
-            self._metrics.ended(FinishReason.ABORT)
+            self._metrics.count_finished(FinishReason.ABORT)
 
-    def _end(self, index: int, completion: Completion, times: RequestTimes | None) -> None:
+    def _record_end(self, index: int, completion: Completion, times: RequestTimes | None) -> None:
         observe, request, tokens = self._metrics.observe, self._requests[index], len(completion.tokens)
-        self._metrics.ended(completion.finish_reason)
+        self._metrics.count_finished(completion.finish_reason)
         observe("request_prompt_tokens", len(request.prompt))
         observe("request_generation_tokens", tokens)
         observe("request_params_max_tokens", request.sampling.max_tokens)
@@ -117,17 +123,108 @@ class Watch:
             if tokens > 1:
                 observe("request_time_per_output_token_seconds", times.decode / (tokens - 1))
         self._lengths[index] = tokens
-        self._end_prompt(index // self._outputs)
+        self._record_prompt_end(index // self._n)
 
-    def _end_prompt(self, prompt: int) -> None:
-        """Measure what all outputs of a prompt have together, once they all have ended."""
-        own = range(prompt * self._outputs, (prompt + 1) * self._outputs)
-        if all(index in self._lengths for index in own):
-            self._metrics.observe("request_params_n", self._outputs)
-            self._metrics.observe("request_max_num_generation_tokens", max(self._lengths[index] for index in own))
+    def _record_prompt_end(self, prompt: int) -> None:
+        """Measure a prompt once all its outputs have ended."""
+        outputs = range(prompt * self._n, (prompt + 1) * self._n)
+        if all(index in self._lengths for index in outputs):
+            self._metrics.observe("request_params_n", self._n)
+            self._metrics.observe("request_max_num_generation_tokens", max(self._lengths[index] for index in outputs))
 
 
-def token_bounds(most: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50 and so on, up to `most`."""
-    powers = (10**power for power in range(len(str(most))))
-    return [float(bound) for power in powers for factor in (1, 2, 5) if (bound := factor * power) <= most]
+class EngineCollector(Collector):
+    """Metrics made from the engine's statistics at the time of a scrape."""
+
+    def __init__(
+        self, model: str, stats: Callable[[], EngineStats], refused: Callable[[], int], kv_cache: Mapping[str, object]
+    ) -> None:
+        """stats: returns the latest statistics. refused: returns the number of requests refused for lack of room.
+        kv_cache: settings of the KV cache under vLLM's names.
+        """
+        self._labels = (model, ENGINE)
+        self._stats = stats
+        self._refused = refused
+        self._kv_cache = {name: str(value) for name, value in kv_cache.items()}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        stats = self._stats()
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield self._labelled_counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position in the draft.",
+            "position",
+            {str(position): total for position, total in enumerate(stats.accepted_per_position)},
+        )
+        yield self._labelled_counter(
+            "ssd:draft_tokens", "Draft tokens by the source that proposed them.", "source", stats.drafted_by_source
+        )
+        yield self._labelled_counter(
+            "ssd:accepted_tokens", "Accepted draft tokens by source.", "source", stats.accepted_by_source
+        )
+        yield self._step_tokens(stats)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        gauges = [
+            ("vllm:num_requests_running", "Requests that run.", stats.running),
+            ("vllm:num_requests_waiting", "Requests that wait for the engine.", stats.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use, 1 for all.", stats.kv_usage),
+        ]
+        if stats.corpus is not None:
+            gauges += [
+                ("ssd:corpus_tokens", "Tokens in the corpus.", stats.corpus.tokens),
+                ("ssd:corpus_capacity_tokens", "Most tokens in the corpus.", stats.corpus.capacity),
+            ]
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Settings of the KV cache as labels; always 1.", labels=(*LABELS, *self._kv_cache)
+        )
+        info.add_metric((*self._labels, *self._kv_cache.values()), 1)
+        yield info
+
+    def _counters(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text, total in (
+            ("vllm:num_preemptions", "Requests whose pages were freed, to be computed again later.", stats.preemptions),
+            ("vllm:prompt_tokens", "Prompt tokens.", stats.prompt_tokens),
+            ("vllm:generation_tokens", "Output tokens.", stats.generated_tokens),
+            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.cached_tokens),
+            ("vllm:spec_decode_num_drafts", "Verified drafts.", stats.drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Verified draft tokens.", stats.drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
+            ("ssd:engine_steps", "Engine steps.", stats.steps),
+            ("ssd:learned_tokens", "Output tokens passed to the drafter to remember.", stats.learned_tokens),
+            ("ssd:refused_requests", "Requests refused because the server had too many.", self._refused()),
+        ):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, total)
+            yield counter
+
+    def _labelled_counter(self, name: str, text: str, label: str, totals: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for value, total in totals.items():
+            family.add_metric((*self._labels, value), total)
+        return family
+
+    def _step_tokens(self, stats: EngineStats) -> Metric:
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Prompt and output tokens completed per step.", labels=LABELS
+        )
+        # Empty until the engine has sent statistics.
+        counts = stats.steps_by_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+        bounds = [*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
+        family.add_metric(
+            self._labels, list(zip(bounds, accumulate(counts), strict=True)), sum_value=stats.step_tokens_sum
+        )
+        return family
+
+
+def bucket_bounds(largest: int) -> list[float]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, up to `largest`."""
+    powers = (10**power for power in range(len(str(largest))))
+    return [float(bound) for power in powers for factor in (1, 2, 5) if (bound := factor * power) <= largest]

@@ -1,41 +1,84 @@
-"""What clients send: OpenAI's requests, with vLLM's further sampling parameters."""
+"""Request bodies: OpenAI's fields, vLLM's further sampling parameters, and ours for drafting.
+
+Fields of these APIs that the server does not implement are accepted only with values that change nothing, since
+common clients send them with their defaults. Any other value is an error: a setting that is silently ignored is worse.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
-
-from engine.api.neutral import Body, Neutral, NeutralChat, NeutralCompletion
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+One = Annotated[float, Field(ge=1, le=1)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields and wrong types are errors, and null means that a field was not sent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(Body):
-    """How a stream is sent."""
+    """What a stream contains besides the output."""
 
     include_usage: bool = False
-    """Whether the last chunk says what the request took."""
+    """Whether the last chunk contains the usage."""
     include_obfuscation: Literal[False] = False
     continuous_usage_stats: Literal[False] = False
 
 
-class SamplingFields(Neutral):
-    """What both kinds of requests have."""
+class TextFormat(Body):
+    """The only supported output format."""
+
+    type: Literal["text"]
+
+
+class UnsupportedFields(Body):
+    """Fields of both endpoints that are accepted only where they change nothing."""
+
+    store: Literal[False] = False
+    metadata: dict[str, str] | None = None
+    """Has a meaning for stored responses only."""
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    """A hint that the prefix cache does not need."""
+    use_beam_search: Literal[False] = False
+    length_penalty: One = 1.0
+    early_stopping: Literal[False] = False
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    include_stop_str_in_output: Literal[False] = False
+    response_format: TextFormat | None = None
+    priority: Literal[0] = 0
+
+
+class SamplingFields(UnsupportedFields):
+    """Fields of both endpoints."""
 
     prompt_field: ClassVar[str]
-    """What holds the prompt."""
+    """Name of the field with the prompt."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    """-1 or 0: all."""
+    """-1 or 0: no limit."""
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
@@ -50,13 +93,15 @@ class SamplingFields(Neutral):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Whose requests share cached pages and nothing else; also OpenAI's name for it."""
+    """OpenAI's name for the end user. Requests share cached pages only with requests of the same user."""
     learn: bool = True
     """Whether the drafter may remember the output."""
-    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Most draft tokens in a step; 0: no drafts."""
+    max_draft: Annotated[int, Field(ge=0)] | None = None
+    """Most draft tokens per step; 0: no drafts."""
+    verification: Literal["exact", "rejection"] | None = None
+    """How drafts are verified when sampling; None: as the server was started."""
     return_drafted: bool = False
-    """Whether each piece of text says how much of it was drafted."""
+    """Whether to return the text in pieces that are marked as drafted or not."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
@@ -65,8 +110,8 @@ class SamplingFields(Neutral):
         return self
 
 
-class CompletionRequest(SamplingFields, NeutralCompletion):
-    """`POST /v1/completions`."""
+class CompletionRequest(SamplingFields):
+    """Body of `POST /v1/completions`."""
 
     prompt_field: ClassVar[str] = "prompt"
 
@@ -75,7 +120,12 @@ class CompletionRequest(SamplingFields, NeutralCompletion):
     """Whether the text begins with the prompt; with `logprobs`, those of the prompt come first."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0 with `echo` alone: for the log-probabilities of the prompt."""
+    """0 needs `echo`: it requests the log-probabilities of the prompt and no output."""
+
+    # Accepted only where they change nothing.
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: Literal[""] | None = None
+    add_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> CompletionRequest:
@@ -86,16 +136,16 @@ class CompletionRequest(SamplingFields, NeutralCompletion):
         return self
 
     @model_validator(mode="after")
-    def _check_neutral(self) -> CompletionRequest:
+    def _check_unsupported(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
-            raise ValueError("best_of: this server returns all that it samples, so only the value of n is supported")
+            raise ValueError("best_of: this server returns all outputs that it samples; leave it out, or set it to n")
         if self.echo and self.logprobs is not None and self.stream:
-            raise ValueError("echo: with logprobs it cannot be streamed")
+            raise ValueError("echo: with logprobs it cannot be streamed; set stream to false")
         return self
 
 
 class ContentPart(Body):
-    """A part of a message's content."""
+    """One part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -106,15 +156,15 @@ class Message(Body):
 
     role: Annotated[str, Field(min_length=1)]
     content: str | list[ContentPart] | None = None
-    """None where an answer was nothing but calls of tools."""
+    """None in an answer that consists of tool calls only."""
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
-    """Calls of tools in an earlier answer; templates write them as the model did."""
+    """Tool calls of an earlier answer; the chat template renders them."""
     tool_call_id: str | None = None
     """In a message of the role `tool`: the call that it answers."""
     refusal: str | None = None
-    """With these the official client hands an answer back: they say nothing more."""
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Sent by the official client with earlier answers; ignored, as `annotations`."""
+    annotations: EmptyList | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
@@ -123,17 +173,30 @@ class Message(Body):
         return self
 
 
-class ChatRequest(SamplingFields, NeutralChat):
-    """`POST /v1/chat/completions`."""
+class ChatRequest(SamplingFields):
+    """Body of `POST /v1/chat/completions`."""
 
     prompt_field: ClassVar[str] = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further names for the model's template, such as `enable_thinking`."""
+    """Further variables for the chat template, such as `enable_thinking`."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    # Accepted only where they change nothing.
+    tools: EmptyList | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: EmptyList | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    echo: Literal[False] = False
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

@@ -1,4 +1,4 @@
-"""What all routes share."""
+"""State that all routes share: the engine process, the served model, admission and metrics."""
 
 from __future__ import annotations
 
@@ -12,94 +12,122 @@ from typing import Any
 
 import numpy as np
 
-from engine.api.admission import Admission
-from engine.api.cache import ResponseCache
-from engine.api.engine_metrics import EngineMetrics
+from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError
-from engine.api.generation import Run, dropping_output
-from engine.api.messages import Ready
-from engine.api.metrics import Metrics
-from engine.api.process import EngineProcess
+from engine.api.messages import EngineReady
+from engine.api.metrics import EngineCollector, Metrics
+from engine.api.outputs import OutputText, Run, prompt_only
+from engine.api.response_cache import ResponseCache
 from engine.api.schemas import SamplingFields
-from engine.api.text import OutputText
 from engine.models.chat import ChatPrompts
-from engine.models.detokenize import Detokenizer
+from engine.models.detokenize import Decode, Detokenizer
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import Request, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion whose request does not say, as in OpenAI's API."""
+"""Limit of a completion that does not set one, as in OpenAI's API."""
 DEFAULT_TEMPERATURE = 1.0
-"""As in OpenAI's API, unless the model's folder says something else."""
+"""As in OpenAI's API, unless the model's folder recommends another."""
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "min_tokens", "ignore_eos",
+    "min_tokens", "ignore_eos", "verification",
 )  # fmt: skip
-"""Parameters that are called alike in requests and in `SamplingParams`."""
-
+"""Parameters with the same name in requests and in `SamplingParams`."""
 
 LONG_TEXT = 10_000
-"""Characters; as many take about 10 ms to tokenize."""
+"""Characters that take about 10 ms to tokenize."""
 
 
 @dataclass(frozen=True)
-class Served:
-    """The model that is served."""
+class ServedModel:
+    """The model that the server serves."""
 
     name: str
     tokenizer: Tokenizer
     chat: ChatPrompts
     defaults: dict[str, Any]
-    """Sampling parameters for requests that do not say, from the model's folder."""
+    """Sampling parameters that the model's folder recommends, for requests that do not set them."""
     created: int
+    """Unix time."""
     drafter: str
     prefix_cache: bool
 
 
+class Admission:
+    """Limits the requests in the server; more are refused at once, instead of waiting without end.
+
+    Only requests that run or wait count, not those whose response is still being read. Used by one event loop.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.admitted = 0
+        self.refused = 0
+
+    def admit(self, requests: int) -> None:
+        """Add requests. Raises ApiError: 429 if they exceed the limit now, 400 if they always would."""
+        if requests > self.limit:
+            raise ApiError(
+                400, f"n: that is {requests} outputs, and the server takes {self.limit} at a time", param="n"
+            )
+        if self.admitted + requests > self.limit:
+            self.refused += requests
+            raise ApiError(429, f"the server has {self.admitted} requests and takes {self.limit}; try again later")
+        self.admitted += requests
+
+    def release(self) -> None:
+        """Remove one request that has ended."""
+        self.admitted -= 1
+
+
 class Service:
-    """The engine, its model, and who is here."""
+    """What the routes work with."""
 
     def __init__(
-        self, engine: EngineProcess, ready: Ready, served: Served, admission: Admission, cache: ResponseCache | None
+        self,
+        engine: EngineProcess,
+        ready: EngineReady,
+        served: ServedModel,
+        admission: Admission,
+        cache: ResponseCache | None,
     ) -> None:
         self.engine = engine
-        self._cache = cache
         self.served = served
         self.admission = admission
-        pages = {
+        kv_cache = {
             "block_size": ready.page_size,
             "num_gpu_blocks": ready.pages,
             "enable_prefix_caching": served.prefix_cache,
         }
-        self.metrics = Metrics(
-            served.name, EngineMetrics(served.name, engine, admission, pages), max_tokens=ready.longest
-        )
-        self._ready = ready
+        collector = EngineCollector(served.name, lambda: engine.stats, lambda: admission.refused, kv_cache)
+        self.metrics = Metrics(served.name, collector, max_tokens=ready.max_tokens)
+        self._cache = cache
+        self._max_tokens = ready.max_tokens
 
-    def described(self) -> dict[str, Any]:
-        """The model as `/v1/models` lists it."""
+    def model_entry(self) -> dict[str, Any]:
+        """Return the model as `/v1/models` lists it."""
         return {
             "id": self.served.name,
             "object": "model",
             "created": self.served.created,
             "owned_by": "ssd",
-            "max_model_len": self._ready.longest,
+            "max_model_len": self._max_tokens,
         }
 
     def figures(self) -> dict[str, Any]:
-        """What the page shows."""
-        about = {"model": self.served.name, "drafter": self.served.drafter, "time": time.monotonic()}
-        return about | asdict(self.engine.figures) | {"growth": self.engine.growth.points}
+        """Return the data of the status page."""
+        header = {"model": self.served.name, "drafter": self.served.drafter, "time": time.monotonic()}
+        return header | asdict(self.engine.stats) | {"corpus_history": self.engine.corpus_history.points}
 
     def runner(self, body: SamplingFields, requests: Sequence[Request]) -> Run:
-        """What runs the requests of a body: those that have the same output each time may come from the cache."""
-        is_repeatable = body.seed is not None or not any(request.sampling.is_drawn for request in requests)
-        run = partial(self._cache.run, self.engine) if self._cache is not None and is_repeatable else self.engine.run
-        return dropping_output(run) if body.max_tokens == 0 else run
+        """Return the function that runs the requests of a body. Deterministic requests may use the response cache."""
+        is_deterministic = body.seed is not None or not any(request.sampling.is_sampled for request in requests)
+        run = partial(self._cache.run, self.engine) if self._cache is not None and is_deterministic else self.engine.run
+        return prompt_only(run) if body.max_tokens == 0 else run
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError for another model than the one that is served."""
+        """Raise ApiError for a model that is not served."""
         if name != self.served.name:
             raise ApiError(
                 404, f"there is no model {name!r}; this server has {self.served.name!r}", param="model",
@@ -107,7 +135,7 @@ class Service:
             )  # fmt: skip
 
     def requests(self, body: SamplingFields, prompt: np.ndarray, max_tokens: int, **more: Any) -> list[Request]:
-        """A request for each of the `n` outputs that a body asks for. Raises UserError."""
+        """Return a request for each of the `n` outputs of a prompt, uint32 [P]. Raises UserError."""
         given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         seed = secrets.randbits(63) if body.seed is None else body.seed
         shared = {"temperature": DEFAULT_TEMPERATURE} | self.served.defaults | given | more
@@ -117,47 +145,52 @@ class Service:
                 SamplingParams(
                     max_tokens=max_tokens,
                     seed=sample_seed(seed, index),
-                    stop=_listed(body.stop),
+                    stop=_stop_strings(body.stop),
                     stop_token_ids=tuple(body.stop_token_ids or ()),
-                    logit_bias=_bias(body.logit_bias),
+                    logit_bias=_logit_bias(body.logit_bias),
                     **shared,
                 ),
                 learn=body.learn and body.max_tokens != 0,
                 salt=body.user or "",
-                max_draft=body.max_draft_tokens,
+                max_draft=body.max_draft,
             )
             for index in range(body.n)
         ]
 
-    def text_of(self, request: Request) -> OutputText:
-        """The text of a request's output, to be fed."""
+    def output_text(self, request: Request) -> OutputText:
+        """Return an empty text for the output of a request."""
         return OutputText(Detokenizer(self.served.tokenizer.decode, request.prompt), request.sampling.stop)
 
-    def room_behind(self, prompt: np.ndarray) -> int:
-        """Tokens that an output may have."""
-        return max(1, self._ready.longest - len(prompt))
+    def max_output_tokens(self, prompt: np.ndarray) -> int:
+        """Return the most tokens that fit after a prompt, uint32 [P]."""
+        return max(1, self._max_tokens - len(prompt))
 
 
-async def off_the_loop(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:
-    """What `encode` returns; long texts are tokenized in a thread, so that the streams of others go on."""
+async def encode_in_background(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:
+    """Call `encode`, for long texts in a thread, so that other streams are not interrupted."""
     return encode() if characters < LONG_TEXT else await asyncio.to_thread(encode)
 
 
-def new_id(kind: str) -> str:
-    """Of a response."""
-    return f"{kind}-{secrets.token_hex(16)}"
+def token_text(token: int, decode: Decode) -> str:
+    """Return the text of a single token."""
+    return decode(np.array([token], np.uint32))
 
 
-def now() -> int:
-    """Seconds since 1970."""
+def new_id(prefix: str) -> str:
+    """Return a random id for a response."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def unix_time() -> int:
+    """Return the seconds since 1970."""
     return int(time.time())
 
 
-def _listed(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _bias(given: dict[str, float] | None) -> dict[int, float]:
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in (given or {}).items()}
     except ValueError:

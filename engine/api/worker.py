@@ -1,4 +1,4 @@
-"""The engine's process: takes requests from a pipe, steps, tells what came of them."""
+"""The engine process: receives requests through a pipe, runs the engine, sends back what it produces."""
 
 from __future__ import annotations
 
@@ -10,22 +10,32 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from engine.api.messages import Begin, Cancel, Command, Ended, Event, Failed, Produced, Ready, Refused, Stop
-from engine.api.tally import Tally
-from engine.api.timing import Timing
+from engine.api.messages import (
+    CancelRequest,
+    Command,
+    EngineFailed,
+    EngineReady,
+    Event,
+    RequestEnded,
+    RequestRefused,
+    Shutdown,
+    SubmitRequest,
+    TokensProduced,
+)
+from engine.api.stats import EngineTotals, RequestTimer
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-FIGURES_EVERY_S = 0.25
-INDEXED_AFTER_S = 0.5
-"""By then a drafter's corpus shows what ended last: the figures are told once more."""
+STATS_INTERVAL_S = 0.25
+INDEXING_DELAY_S = 0.5
+"""A drafter's corpus contains the last output by then; an idle engine sends its statistics once more."""
 
 
 def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
-    """The whole life of the process; `build` makes its engine."""
-    # Both processes get what is meant for their group, as Ctrl-C; the other one decides when this one ends.
+    """Run the process from start to end; `build` makes the engine."""
+    # Signals such as Ctrl-C reach the whole process group; the HTTP process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -35,94 +45,94 @@ def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
         finally:
             engine.close()
     except (EOFError, BrokenPipeError):
-        pass  # The other process is gone.
+        pass  # The HTTP process has ended.
     except UserError as problem:
-        connection.send([Failed(str(problem))])
+        connection.send([EngineFailed(str(problem))])
     except Exception as problem:
         traceback.print_exc()
-        connection.send([Failed(f"the engine broke: {type(problem).__name__}: {problem}")])
+        connection.send([EngineFailed(f"the engine failed: {type(problem).__name__}: {problem}")])
         sys.exit(1)
 
 
 class Worker:
-    """One engine behind one pipe."""
+    """Runs one engine for the process at the other end of a pipe."""
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine
         self._connection = connection
-        self._requests: dict[int, Begin] = {}
-        """By the engine's ids."""
-        self._tally = Tally(engine)
-        self._timing = Timing()
-        self._told_at = 0.0
+        self._requests: dict[int, SubmitRequest] = {}
+        """Running requests by the engine's ids."""
+        self._totals = EngineTotals(engine)
+        self._timer = RequestTimer()
+        self._stats_sent_at = 0.0
         self._is_stopping = False
 
     def run(self) -> None:
-        """Serve until told to stop. Raises EOFError and BrokenPipeError if nobody is there any more."""
+        """Serve until a `Shutdown` arrives. Raises EOFError and BrokenPipeError if the other process has ended."""
         model, pages = self._engine.model, self._engine.scheduler.pages
-        longest = min(model.max_positions, pages.count * pages.page_size)
-        self._connection.send([Ready(model.vocab_size, longest, pages.page_size, pages.count)])
+        max_tokens = min(model.max_positions, pages.count * pages.page_size)
+        self._connection.send([EngineReady(model.vocab_size, max_tokens, pages.page_size, pages.count)])
         while not self._is_stopping:
-            self._take_commands()
+            self._receive_commands()
             if self._engine.scheduler.has_work:
                 self._step()
 
-    def _take_commands(self) -> None:
-        """Obey what has come; with nothing else to do, wait for it."""
+    def _receive_commands(self) -> None:
+        """Handle all commands that have arrived; wait for one if the engine is idle."""
         if not self._engine.scheduler.has_work and not self._connection.poll():
-            self._connection.send([self._tally.figures()])
-            if not self._connection.poll(INDEXED_AFTER_S):
-                self._connection.send([self._tally.figures()])
-            self._obey(self._connection.recv())
+            self._connection.send([self._totals.snapshot()])
+            if not self._connection.poll(INDEXING_DELAY_S):
+                self._connection.send([self._totals.snapshot()])
+            self._handle(self._connection.recv())
         while not self._is_stopping and self._connection.poll():
-            self._obey(self._connection.recv())
+            self._handle(self._connection.recv())
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, Stop):
+    def _handle(self, command: Command) -> None:
+        if isinstance(command, Shutdown):
             self._is_stopping = True
-        elif isinstance(command, Begin):
-            self._begin(command)
+        elif isinstance(command, SubmitRequest):
+            self._submit(command)
         else:
             self._cancel(command)
 
-    def _begin(self, command: Begin) -> None:
+    def _submit(self, command: SubmitRequest) -> None:
         try:
             sequence_id = self._engine.add(command.request)
         except UserError as problem:
-            self._connection.send([Refused(command.request_id, str(problem))])
+            self._connection.send([RequestRefused(command.request_id, str(problem))])
             return
         self._requests[sequence_id] = command
-        self._tally.begun(sequence_id, command.request)
-        self._timing.begun(sequence_id)
+        self._totals.request_started(sequence_id, command.request)
+        self._timer.request_started(sequence_id)
 
-    def _cancel(self, command: Cancel) -> None:
-        for sequence_id, begun in self._requests.items():
-            if begun.request_id == command.request_id:
+    def _cancel(self, command: CancelRequest) -> None:
+        for sequence_id, submitted in self._requests.items():
+            if submitted.request_id == command.request_id:
                 completion = self._engine.cancel(sequence_id)
                 assert completion is not None
-                self._tally.ended(sequence_id, begun.request, completion)
-                self._timing.dropped(sequence_id)
+                self._totals.request_ended(sequence_id, submitted.request, completion)
+                self._timer.request_cancelled(sequence_id)
                 del self._requests[sequence_id]
                 return
-        # It ended while the command was on its way.
+        # Otherwise the request ended before the command arrived.
 
     def _step(self) -> None:
         began = time.monotonic()
         report = self._engine.step()
-        self._tally.stepped(report)
-        self._timing.stepped(began, self._engine.scheduler.running, report)
+        self._totals.step_finished(report)
+        self._timer.step_finished(began, self._engine.scheduler.running, report)
         events: list[Event] = []
-        for outcome in report.outcomes:
-            ended = report.finished.get(outcome.sequence_id)
+        for result in report.results:
+            ended = report.finished.get(result.sequence_id)
             hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)
-            request_id, shown = self._requests[outcome.sequence_id].request_id, len(outcome.tokens) - hidden
-            events.append(Produced(request_id, outcome.tokens, outcome.accepted, shown, outcome.logprobs))
+            request_id, visible = self._requests[result.sequence_id].request_id, len(result.tokens) - hidden
+            events.append(TokensProduced(request_id, result.tokens, result.accepted, visible, result.logprobs))
         for sequence_id, completion in report.finished.items():
-            begun = self._requests.pop(sequence_id)
-            self._tally.ended(sequence_id, begun.request, completion)
-            events.append(Ended(begun.request_id, completion, self._timing.ended(sequence_id)))
-        if time.monotonic() - self._told_at > FIGURES_EVERY_S:
-            self._told_at = time.monotonic()
-            events.append(self._tally.figures())
+            submitted = self._requests.pop(sequence_id)
+            self._totals.request_ended(sequence_id, submitted.request, completion)
+            events.append(RequestEnded(submitted.request_id, completion, self._timer.request_ended(sequence_id)))
+        if time.monotonic() - self._stats_sent_at > STATS_INTERVAL_S:
+            self._stats_sent_at = time.monotonic()
+            events.append(self._totals.snapshot())
         if events:
             self._connection.send(events)

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache, one file a backend."""
+"""Attention over the paged KV cache: the interface, and one backend in PyTorch and one on FlashInfer."""

@@ -1,4 +1,4 @@
-"""From `--attention` to what runs attention and the small operations of a model."""
+"""Choose the backend of attention and of a model's small operations, as `--attention` asks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ssd.errors import UserError
 Backend = Literal["plain", "flashinfer"]
 
 HEAD_DIMS = (64, 128, 256)
-"""Of the kernels that FlashInfer compiles."""
+"""Head dimensions that FlashInfer's kernels exist for."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device: str) -> Backend:
-    """The backend for `auto`, `plain` or `flashinfer`. Raises UserError for FlashInfer where it cannot run."""
+    """Return the backend for `auto`, `plain` or `flashinfer`. Raises UserError for FlashInfer where it cannot run."""
     if wanted == "plain":
         return "plain"
     obstacle = _obstacle(config, dtype, device)
@@ -37,7 +37,7 @@ def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device:
 
 
 def check_machine(wanted: str, dtype: torch.dtype, device: str) -> None:
-    """What can be said before there is a model. Raises UserError for FlashInfer where it cannot run."""
+    """Check what does not depend on the model. Raises UserError for FlashInfer where it cannot run."""
     if wanted == "flashinfer":
         if obstacle := _obstacle(None, dtype, device):
             raise UserError(f"--attention flashinfer {obstacle}")
@@ -45,13 +45,12 @@ def check_machine(wanted: str, dtype: torch.dtype, device: str) -> None:
 
 
 def choose_kv_dtype(wanted: KvDtype, backend: Backend, dtype: torch.dtype) -> torch.dtype:
-    """What the KV cache holds, of a model that computes in `dtype`. Raises UserError where the backend cannot."""
+    """Return the dtype of the KV cache for a model that computes in `dtype`. Raises UserError if the backend cannot."""
     if wanted == "auto":
         return dtype
     if backend != "flashinfer":
         raise UserError(
-            "--kv-dtype fp8 is for FlashInfer's kernels; give --attention flashinfer, which says what it needs, or "
-            "leave --kv-dtype out"
+            "--kv-dtype fp8 needs FlashInfer's kernels; give --attention flashinfer, or leave out --kv-dtype"
         )
     return torch.float8_e4m3fn
 
@@ -64,23 +63,25 @@ def make_attention(
     dtype: torch.dtype,
     device: str,
     kv_dtype: torch.dtype | None = None,
+    kv_layers: int = 0,
 ) -> Attention:
-    """An attention with an empty cache. kv_dtype: as `choose_kv_dtype` gives it, otherwise `dtype`.
+    """Return an attention with an empty cache.
 
-    Raises UserError.
+    kv_dtype: as `choose_kv_dtype` gives it, otherwise `dtype`. kv_layers: number of layers of a drafter in the same
+    pages, with indices from `config.num_layers`. Raises UserError.
     """
     if backend == "flashinfer":
-        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype)
-    return PlainAttention(config, pages, page_size, dtype, device)
+        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype, kv_layers=kv_layers)
+    return PlainAttention(config, pages, page_size, dtype, device, kv_layers=kv_layers)
 
 
 def make_ops(backend: Backend) -> Ops:
-    """The small operations of a model. Raises UserError."""
+    """Return the small operations of a model. Raises UserError where FlashInfer cannot be imported."""
     return FusedOps() if backend == "flashinfer" else PLAIN
 
 
 def _obstacle(config: ModelConfig | None, dtype: torch.dtype, device: str) -> str | None:
-    """Why FlashInfer cannot run a model, None for any, there, to stand behind its name."""
+    """Return why FlashInfer cannot run a model (None: any model) on a device, as the end of an error message."""
     if torch.device(device).type != "cuda":
         return f"needs a CUDA device, not {device!r}; give --device cuda, or --attention plain"
     if dtype not in DTYPES:

@@ -1,14 +1,42 @@
-"""What an attention backend is: it owns the KV cache and attends for one step's batch."""
+"""Interface of attention backends: a backend owns the KV cache and computes attention over it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from engine.attention.fixed import FixedAttention, StepShape
 from engine.executor.batch import Batch
 from engine.models.decoder import Attend
+
+
+class StepShape(NamedTuple):
+    """Sizes that all steps of one shape have in common."""
+
+    sequences: int
+    """B, padding included."""
+    rows: int
+    """N, rows of all sequences together, padding included. If it equals `sequences`, each has at most one row."""
+    width: int
+    """Largest number of rows of one sequence."""
+    pages: int
+    """P, length of a page table."""
+
+
+class RaggedRows(NamedTuple):
+    """The rows of a step, on the device. Padding rows follow the tokens of each sequence and the last sequence."""
+
+    slots: Tensor
+    """int64 [N]: cache slot of each row's keys and values; for padding, slots of a page that no sequence owns."""
+    starts: Tensor
+    """int32 [B + 1]: first row of each sequence, and the end of the last one."""
+    contexts: Tensor
+    """int32 [B]: number of tokens whose keys and values are in the cache before the step."""
+    page_tables: Tensor
+    """int32 [B, P]."""
 
 
 class Attention(ABC):
@@ -16,17 +44,35 @@ class Attention(ABC):
 
     @abstractmethod
     def begin(self, batch: Batch) -> Attend:
-        """Attention for one step: a callable that stores a layer's new keys and values and attends to all of them.
+        """Return the attention of one step: a callable that stores a layer's new keys and values and attends to all.
 
         Each token attends to its sequence's tokens up to itself; in a draft tree, to the committed tokens, its
-        ancestors and itself. What earlier steps stored behind a sequence's `computed` tokens (rejected drafts) is
-        overwritten, never read.
+        ancestors and itself. Entries behind a sequence's `computed` tokens, from rejected drafts of earlier steps, are
+        overwritten and never read.
         """
 
     @abstractmethod
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy the keys and values of all layers between slots, int64 [n] each; all are read before one is written."""
+        """Copy the keys and values of all layers between slots, int64 [n] each; all are read before any is written."""
 
     @abstractmethod
     def fixed(self, step: StepShape) -> FixedAttention:
-        """Attention over the same cache for steps of one shape. The cache's last page must be nobody's."""
+        """Return attention over the same cache for steps of one shape. No sequence may own the cache's last page."""
+
+
+class FixedAttention(ABC):
+    """Attention for steps of one shape, whose lengths only the device knows, as a CUDA graph needs it.
+
+    Drafts are paths: each token attends to its sequence's tokens up to itself. The output of padding rows is finite.
+    """
+
+    @abstractmethod
+    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
+        """Prepare a step, outside of a graph, with what the host knows of its B sequences.
+
+        contexts: upper bounds of the numbers of tokens in the cache. rows: number of rows.
+        """
+
+    @abstractmethod
+    def begin(self, rows: RaggedRows) -> Attend:
+        """Return the attention of one step, as `Attention.begin` does, without reading the tensors' values."""

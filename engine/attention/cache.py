@@ -10,39 +10,50 @@ from engine.models.config import ModelConfig
 
 
 def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of this dtype holds them.
+    """Convert keys or values to the dtype of a cache.
 
-    What is beyond the range of 8 bits becomes the largest number there is; PyTorch may make it not a number.
+    Numbers beyond the range of 8 bits become its largest number, where PyTorch may give NaN.
     """
     if dtype.itemsize > 1:
         return tensor.to(dtype)
-    most = torch.finfo(dtype).max
-    return tensor.clamp(-most, most).to(dtype)
+    largest = torch.finfo(dtype).max
+    return tensor.clamp(-largest, largest).to(dtype)
 
 
 class PagedCache:
     """Keys and values of all layers in one tensor, [layers, pages, 2, page_size, kv_heads, head_dim].
 
-    Of a page, keys come first, then values. A slot is page * page_size + offset.
+    A page holds keys first, then values. A slot is page * page_size + offset.
     """
 
-    def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: str) -> None:
-        shape = (config.num_layers, pages, 2, page_size, config.num_kv_heads, config.head_dim)
+    def __init__(
+        self,
+        config: ModelConfig,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        kv_layers: int = 0,
+    ) -> None:
+        """kv_layers: number of layers beyond the model's, for a drafter; their indices follow the model's."""
+        shape = (config.num_layers + kv_layers, pages, 2, page_size, config.num_kv_heads, config.head_dim)
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of pages."""
         return self.layers.shape[1]
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy keys and values between slots; see `Attention.move`."""
         # As bytes: PyTorch does not index all of the 8-bit floating-point dtypes.
         layers = self.layers.view(torch.uint8) if self.layers.itemsize == 1 else self.layers
-        (from_pages, from_offsets), (pages, offsets) = self._places(sources), self._places(targets)
-        layers[:, pages, :, offsets] = layers[:, from_pages, :, from_offsets]
+        from_pages, from_offsets = self._pages_and_offsets(sources)
+        to_pages, to_offsets = self._pages_and_offsets(targets)
+        layers[:, to_pages, :, to_offsets] = layers[:, from_pages, :, from_offsets]
 
-    def _places(self, slots: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _pages_and_offsets(self, slots: np.ndarray) -> tuple[Tensor, Tensor]:
         on_device = torch.from_numpy(slots).to(self.layers.device)
         return on_device // self.page_size, on_device % self.page_size

@@ -1,36 +1,35 @@
-"""Calls of FlashInfer's attention kernels: each is prepared once a step, and then run in every layer.
+"""Calls of FlashInfer's kernels: each attention call is prepared once a step, then run in every layer.
 
-`prepare` gets arrays on the CPU: a plan made from arrays on the device would wait for all that runs there.
+`prepare` gets arrays on the CPU: planning from arrays on the device would wait for all work queued there.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention import layout
-from engine.attention.kernels import Kind, wants_tensor_cores
-from engine.attention.layout import Piece
-from engine.attention.merge import Partial, among_drafts, merge, padded
-from engine.attention.planned import Planned
+from engine.attention.cache import PagedCache, as_stored
+from engine.attention.layout import Segment
 from engine.executor.transfer import on_device
 
+Kind = Literal["prefill", "decode", "tree"]
+"""FA2 for segments of any lengths, a kernel for single tokens, and FA2 in two parts for trees."""
+Store = Callable[[Tensor, Tensor, Tensor], None]
+"""Stores new keys and values, [N, kv_heads, d] each, in a layer's cache, which is the first argument."""
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends for the parts of split keys. Plans of ragged steps split only until they fill the device,
-so they need less, whatever the batch; for those of fixed shapes see `chunks.workspaces`."""
-XQA_WORKSPACE_BYTES = 256 << 20
+"""The size that FlashInfer recommends for partial results of split keys. Plans of ragged steps split keys only until
+they fill the device, so the size is enough for any batch; for steps of fixed shapes see `chunks.workspaces`."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What does not change from step to step."""
+class KernelConfig:
+    """Sizes and dtypes that do not change from step to step."""
 
     heads: int
     kv_heads: int
@@ -41,74 +40,119 @@ class Shape:
     device: str
 
 
+class PlannedWrapper:
+    """A wrapper of FlashInfer's that may be planned while the device still executes its previous plan.
+
+    Each wrapper has pinned memory, which a plan writes and the device then copies: the next plan waits for that copy.
+    """
+
+    def __init__(self, wrapper: Any, device: str) -> None:
+        self._wrapper = wrapper
+        self._copied = torch.cuda.Event() if torch.device(device).type == "cuda" else None
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        """Plan a step with the wrapper's own arguments."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._wrapper.plan(*args, **kwargs)
+        if self._copied is not None:
+            self._copied.record()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the planned step with the wrapper's own arguments."""
+        return self._wrapper.run(*args, **kwargs)
+
+
+class CacheWriter:
+    """Stores new keys and values. The kernel sees the whole cache as one sequence, in which a slot is a position."""
+
+    def __init__(self, library: Any, cache: PagedCache) -> None:
+        self._library = library
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": cache.layers.device}
+        self._pages = torch.arange(cache.pages, **integers)
+        self._indptr = torch.tensor([0, cache.pages], **integers)
+        self._last = torch.tensor([cache.page_size], **integers)
+
+    def at(self, slots: Tensor) -> Store:
+        """Return what stores the rows of one step. slots: int32 [N]."""
+        sequence = torch.zeros_like(slots)
+
+        def store(cache: Tensor, key: Tensor, value: Tensor) -> None:
+            self._library.append_paged_kv_cache(
+                as_stored(key, cache.dtype),
+                as_stored(value, cache.dtype),
+                sequence,
+                slots,
+                cache,
+                self._pages,
+                self._indptr,
+                self._last,
+            )
+
+        return store
+
+
 class Call(ABC):
-    """One kind of call."""
+    """One kind of attention call."""
 
     @abstractmethod
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """What a step needs to know of its pieces."""
+    def prepare(self, segments: Sequence[Segment]) -> None:
+        """Plan a step of some segments."""
 
     @abstractmethod
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """Attention of the pieces' rows in one layer, [N, heads, head_dim].
+        """Return the attention of the segments' rows in one layer, [N, heads, head_dim].
 
-        query, and the new key and value [N, kv_heads, head_dim]: of those rows alone. cache: the layer's, with the
-        new keys and values in it.
+        query, and the new key and value [N, kv_heads, head_dim]: of those rows only. cache: of the layer, with the new
+        keys and values stored.
         """
 
 
-class Prefill(Call):
-    """FA2 over paged keys, with pieces of any lengths."""
+class PrefillCall(Call):
+    """FA2 over paged keys, causal, for segments of any lengths."""
 
-    def __init__(self, library: Any, shape: Shape, workspace: Tensor, *, masks: bool = False) -> None:
-        """masks: give it one over all keys, as trees need; otherwise it is causal."""
-        self._wrapper = Planned(
-            library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), shape.device
+    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
+        self._wrapper = PlannedWrapper(
+            library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), config.device
         )
-        self._shape = shape
-        self._masks = masks
+        self._config = config
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
+    def prepare(self, segments: Sequence[Segment]) -> None:
         """See `Call.prepare`."""
-        lengths = [piece.keys for piece in pieces]
-        if self._masks:
-            mask = on_device(layout.flat_mask(pieces, with_context=True), torch.device(self._shape.device))
-            plan_paged(self._wrapper, self._shape, pieces, lengths, custom_mask=mask)
-        else:
-            plan_paged(self._wrapper, self._shape, pieces, lengths, causal=True)
+        plan_paged(self._wrapper, self._config, segments, [segment.keys for segment in segments], causal=True)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
         """See `Call.run`."""
         return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
 
 
-class Decode(Call):
-    """Single tokens."""
+class DecodeCall(Call):
+    """A kernel for single tokens."""
 
-    def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
-        use_tensor_cores = wants_tensor_cores(shape.heads // shape.kv_heads)
-        self._wrapper = Planned(
+    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
+        use_tensor_cores = wants_tensor_cores(config.heads // config.kv_heads)
+        self._wrapper = PlannedWrapper(
             library.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2"
             ),
-            shape.device,
+            config.device,
         )
-        self._shape = shape
+        self._config = config
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
+    def prepare(self, segments: Sequence[Segment]) -> None:
         """See `Call.prepare`."""
-        shape = self._shape
-        keys = layout.paged_keys([piece.pages for piece in pieces], [piece.keys for piece in pieces], shape.page_size)
+        config = self._config
+        keys = layout.paged_keys([one.pages for one in segments], [one.keys for one in segments], config.page_size)
         self._wrapper.plan(
             torch.from_numpy(keys.indptr),
-            on_device(keys.indices, torch.device(shape.device)),
+            on_device(keys.indices, torch.device(config.device)),
             torch.from_numpy(keys.last_page_len),
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.kv_dtype,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.page_size,
+            q_data_type=config.dtype,
+            kv_data_type=config.kv_dtype,
         )
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
@@ -116,130 +160,93 @@ class Decode(Call):
         return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
 
 
-class Merge(Call):
-    """Trees: the context without a mask and the draft with a small one, by FA2, merged by FlashInfer's kernel."""
+class TreeCall(Call):
+    """FA2 for trees: the context without a mask and the tree with a small one, merged by FlashInfer's kernel.
 
-    def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
+    The softmax over all keys is a mean of the softmaxes over parts of them, weighted by the sum of exponentials of each
+    (Milakov and Gimelshein, 2018). So no mask grows with the context.
+    """
+
+    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
         paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         ragged = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self._context, self._drafts = Planned(paged, shape.device), Planned(ragged, shape.device)
+        self._contexts, self._trees = PlannedWrapper(paged, config.device), PlannedWrapper(ragged, config.device)
         self._merge = library.merge_state
-        self._shape = shape
+        self._config = config
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
+    def prepare(self, segments: Sequence[Segment]) -> None:
         """See `Call.prepare`."""
-        shape = self._shape
-        plan_paged(self._context, shape, pieces, [piece.context for piece in pieces])
-        rows = torch.from_numpy(layout.indptr([piece.length for piece in pieces]))
-        self._drafts.plan(
+        config = self._config
+        plan_paged(self._contexts, config, segments, [segment.context for segment in segments])
+        rows = torch.from_numpy(layout.indptr([segment.length for segment in segments]))
+        self._trees.plan(
             rows,
             rows,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            custom_mask=on_device(layout.flat_mask(pieces, with_context=False), torch.device(shape.device)),
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            disable_split_kv=True,  # a part of the keys might hold nothing that some token sees
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            custom_mask=on_device(layout.flat_masks(segments), torch.device(config.device)),
+            q_data_type=config.dtype,
+            kv_data_type=config.dtype,
+            disable_split_kv=True,  # a part of the keys might hold none that some token attends to
         )
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `Call.run`."""
-        context = self._context.run(query, cache, return_lse=True)
-        drafts = self._drafts.run(query, key, value, return_lse=True)
-        attended: Tensor = self._merge(*context, *drafts)[0]
+        context = self._contexts.run(query, cache, return_lse=True)
+        tree = self._trees.run(query, key, value, return_lse=True)
+        attended: Tensor = self._merge(*context, *tree)[0]
         return attended
 
 
-class Padded(Call):
-    """Trees: the same with the draft's part and the merge in PyTorch, many small kernels."""
-
-    def __init__(self, library: Any, shape: Shape, workspace: Tensor) -> None:
-        paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self._context = Planned(paged, shape.device)
-        self._shape = shape
-
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """See `Call.prepare`."""
-        plan_paged(self._context, self._shape, pieces, [piece.context for piece in pieces])
-        self._trees = padded(pieces, self._shape.device)
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """See `Call.run`."""
-        context = Partial(*self._context.run(query, cache, return_lse=True))
-        return merge(context, among_drafts(query, key, value, self._trees)).attended
-
-
-class Xqa(Call):
-    """XQA: tables and lengths are read on the device, so there is no plan."""
-
-    def __init__(self, library: Any, shape: Shape) -> None:
-        self._attend = library.decode.xqa_batch_decode_with_kv_cache
-        self._shape = shape
-        # Its first part holds semaphores that have to be 0 at first, so it is shared with no other kernel.
-        self._workspace = torch.zeros(XQA_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
-
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """See `Call.prepare`."""
-        tables, lengths = [piece.pages for piece in pieces], [piece.keys for piece in pieces]
-        self._tables = self._on_device(layout.block_tables(tables, lengths, self._shape.page_size))
-        self._lengths = self._on_device(np.array(lengths, np.int32))
-        self._most_keys = max(lengths)
-        # Each has a module of its own to be compiled, so there are few.
-        most = int(max(piece.length for piece in pieces))
-        self._settings: dict[str, Any] = {"q_len_per_req": 1 << (most - 1).bit_length()}
-        if self._settings["q_len_per_req"] > 1:
-            self._settings["mask"] = self._on_device(layout.packed_rows(pieces))
-            self._settings["q_cu_seq_lens"] = self._on_device(layout.indptr([piece.length for piece in pieces]))
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
-        """See `Call.run`."""
-        scale = 1 / math.sqrt(self._shape.head_dim)
-        query = query.contiguous()
-        attended: Tensor = self._attend(
-            query,
-            cache,
-            self._workspace,
-            self._tables,
-            self._lengths,
-            self._most_keys,
-            bmm1_scale=scale,
-            bmm2_scale=1.0,
-            **self._settings,
-        )
-        return attended.view_as(query)
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return on_device(array, torch.device(self._shape.device))
-
-
-def plan_paged(wrapper: Planned, shape: Shape, pieces: Sequence[Piece], lengths: Sequence[int], **how: Any) -> None:
-    """Plan pieces over the first `lengths` keys of their sequences; `how`: the rest of what FlashInfer's plan takes."""
-    indptr, indices, last = layout.paged_keys([piece.pages for piece in pieces], lengths, shape.page_size)
+def plan_paged(
+    wrapper: PlannedWrapper, config: KernelConfig, segments: Sequence[Segment], lengths: Sequence[int], **options: Any
+) -> None:
+    """Plan segments over the first `lengths` keys of their sequences; options: further ones of FlashInfer's plan."""
+    indptr, indices, last = layout.paged_keys([segment.pages for segment in segments], lengths, config.page_size)
     wrapper.plan(
-        torch.from_numpy(layout.indptr([piece.length for piece in pieces])),
+        torch.from_numpy(layout.indptr([segment.length for segment in segments])),
         torch.from_numpy(indptr),
-        # Alone of these arrays it is large, and not read on the CPU.
-        on_device(indices, torch.device(shape.device)),
+        # The only large one of these arrays, and not read on the CPU.
+        on_device(indices, torch.device(config.device)),
         torch.from_numpy(last),
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.page_size,
-        q_data_type=shape.dtype,
-        kv_data_type=shape.kv_dtype,
-        **how,
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.page_size,
+        q_data_type=config.dtype,
+        kv_data_type=config.kv_dtype,
+        **options,
     )
 
 
-def make_call(kind: Kind, library: Any, shape: Shape, workspace: Tensor) -> Call:
-    """The call of a kind. Those of a device's stream run one after another, so they share a workspace."""
-    if kind == "xqa":
-        return Xqa(library, shape)
-    if kind == "decode":
-        return Decode(library, shape, workspace)
-    if kind == "merge":
-        return Merge(library, shape, workspace)
-    if kind == "padded":
-        return Padded(library, shape, workspace)
-    return Prefill(library, shape, workspace, masks=kind == "mask")
+def make_call(kind: Kind, library: Any, config: KernelConfig, workspace: Tensor) -> Call:
+    """Return a call of some kind. Calls of one stream run one after another, so they share a workspace."""
+    calls: dict[Kind, Callable[[Any, KernelConfig, Tensor], Call]] = {
+        "prefill": PrefillCall,
+        "decode": DecodeCall,
+        "tree": TreeCall,
+    }
+    return calls[kind](library, config, workspace)
+
+
+def assign(segments: Sequence[Segment]) -> dict[Kind, list[Segment]]:
+    """Return the segments of each call of a step, in the batch's order.
+
+    One call takes all paths, so that a step with prompts plans once; FA2 is right for every length.
+    """
+    paths = [segment for segment in segments if segment.mask is None]
+    calls: dict[Kind, list[Segment]] = {
+        "decode" if all(segment.length == 1 for segment in paths) else "prefill": paths,
+        "tree": [segment for segment in segments if segment.mask is not None],
+    }
+    return {kind: members for kind, members in calls.items() if members}
+
+
+def wants_tensor_cores(sharing: int) -> bool:
+    """Return whether decoding uses tensor cores, for a number of query heads to a key head.
+
+    Below 4 the plain kernel is limited by memory, from 4 on by its arithmetic (FlashInfer's and SGLang's rule). The
+    plain kernel exists only for some group sizes, 1 and 2 among them.
+    """
+    return sharing > 2

@@ -6,14 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import Attention
+from engine.attention.base import Attention, StepShape
 from engine.attention.cache import PagedCache, as_stored
-from engine.attention.calls import WORKSPACE_BYTES, Call, Shape, make_call
+from engine.attention.calls import WORKSPACE_BYTES, CacheWriter, Call, KernelConfig, Kind, assign, make_call
 from engine.attention.chunks import workspaces
-from engine.attention.fixed import StepShape
-from engine.attention.flashinfer_fixed import Append, FlashInferFixed, requests_of
-from engine.attention.kernels import Kernels, Kind, assign
-from engine.attention.layout import cut, rows_of
+from engine.attention.flashinfer_fixed import FlashInferFixed, requests_of
+from engine.attention.layout import rows_of, segments_of
 from engine.executor.batch import Batch
 from engine.executor.optional import flashinfer
 from engine.executor.transfer import on_device
@@ -22,7 +20,7 @@ from engine.models.decoder import Attend
 
 
 class FlashInferAttention(Attention):
-    """Paged keys and values, and the calls that attend to them; see `kernels.py` for which."""
+    """Paged keys and values, and the kernel calls that attend to them."""
 
     def __init__(
         self,
@@ -32,40 +30,40 @@ class FlashInferAttention(Attention):
         dtype: torch.dtype,
         device: str,
         *,
-        kernels: Kernels | None = None,
         kv_dtype: torch.dtype | None = None,
+        kv_layers: int = 0,
     ) -> None:
         """dtype: of queries, 16 bits. kv_dtype: of the cache, the same or float8_e4m3fn, stored without a scale.
+        kv_layers: see `PagedCache`.
 
         Raises UserError where FlashInfer cannot be imported.
         """
         self._library = flashinfer()
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self._cache = PagedCache(config, pages, page_size, kv_dtype, device)
-        self._shape = Shape(
+        self._cache = PagedCache(config, pages, page_size, kv_dtype, device, kv_layers=kv_layers)
+        self._config = KernelConfig(
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
         )
-        self._kernels = Kernels() if kernels is None else kernels
         self._workspace = self._bytes(WORKSPACE_BYTES)
         self._calls: dict[Kind, Call] = {}
-        self._append = Append(self._library, self._cache)
+        self._writer = CacheWriter(self._library, self._cache)
 
     def begin(self, batch: Batch) -> Attend:
-        """Attention for one step; see `Attention.begin`."""
-        device = torch.device(self._shape.device)
-        store = self._append.at(on_device(batch.slots.astype(np.int32), device))
+        """See `Attention.begin`."""
+        device = torch.device(self._config.device)
+        store = self._writer.at(on_device(batch.slots.astype(np.int32), device))
         prepared: list[tuple[slice | Tensor, Call]] = []
-        for kind, pieces in assign(cut(batch), self._kernels).items():
+        for kind, segments in assign(segments_of(batch)).items():
             call = self._call(kind)
-            call.prepare(pieces)
-            rows = rows_of(pieces)
+            call.prepare(segments)
+            rows = rows_of(segments)
             prepared.append((rows if isinstance(rows, slice) else on_device(rows, device), call))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
             store(cache, key, value)
             if cache.dtype != query.dtype:
-                # Trees see the draft's own keys as later steps will see them.
+                # A tree attends to its own keys as later steps will read them from the cache.
                 key, value = (as_stored(part, cache.dtype).to(query.dtype) for part in (key, value))
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
@@ -77,24 +75,24 @@ class FlashInferAttention(Attention):
         return attend
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy keys and values between slots; see `Attention.move`."""
+        """See `Attention.move`."""
         self._cache.move(sources, targets)
 
     def fixed(self, step: StepShape) -> FlashInferFixed:
-        """Attention for steps of a fixed shape; see `Attention.fixed`."""
-        shape = self._shape
-        requests = requests_of(step, shape.heads // shape.kv_heads)
-        floats, integers = workspaces(shape.heads, shape.kv_heads, shape.head_dim, requests, step.rows)
+        """See `Attention.fixed`."""
+        config = self._config
+        requests = requests_of(step, config.heads // config.kv_heads)
+        floats, integers = workspaces(config.heads, config.kv_heads, config.head_dim, requests, step.rows)
         if floats > len(self._workspace):
-            # What was made before keeps the one it has.
+            # Calls and shapes made before keep the smaller one.
             self._workspace = self._bytes(floats)
-        return FlashInferFixed(self._library, shape, self._workspace, self._bytes(integers), self._cache, step)
+        return FlashInferFixed(self._library, config, self._workspace, self._bytes(integers), self._cache, step)
 
     def _bytes(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.uint8, device=self._shape.device)
+        return torch.zeros(count, dtype=torch.uint8, device=self._config.device)
 
     def _call(self, kind: Kind) -> Call:
-        """The call of a kind, made when it is first needed: each holds memory."""
+        """Return the call of a kind, made when it is first needed, since each holds memory."""
         if kind not in self._calls:
-            self._calls[kind] = make_call(kind, self._library, self._shape, self._workspace)
+            self._calls[kind] = make_call(kind, self._library, self._config, self._workspace)
         return self._calls[kind]

@@ -1,4 +1,4 @@
-"""What paged kernels are told about a batch: its pieces, and their flat arrays. NumPy alone, no device."""
+"""Arrays that describe a batch to paged kernels: its segments, and their flat arrays. NumPy alone, no device."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ import numpy as np
 from engine.executor.batch import Batch
 
 
-class Piece(NamedTuple):
-    """Neighbouring tokens of one sequence that attend alike."""
+class Segment(NamedTuple):
+    """Neighbouring tokens of one sequence: tokens without branches, or a draft tree with its root."""
 
     start: int
-    """The first one's row within the batch."""
+    """Row of the first one within the batch."""
     length: int
     context: int
-    """Tokens of the sequence before them; each of them sees all of those."""
+    """Number of the sequence's tokens before them; each of them attends to all of those."""
     pages: list[int]
     """The sequence's page table."""
-    sees: np.ndarray | None = None
-    """bool [length, length]: which of the piece's tokens each of them sees; None: itself and those before it."""
+    mask: np.ndarray | None = None
+    """bool [length, length], of a tree: the segment's tokens that each attends to. None: all up to itself."""
 
     @property
     def keys(self) -> int:
-        """Tokens of the sequence up to the piece's end."""
+        """Number of the sequence's tokens up to the segment's end."""
         return self.context + self.length
 
 
 class PagedKeys(NamedTuple):
-    """Where the keys of B pieces are, all int32."""
+    """Pages of the keys of B segments, all int32."""
 
     indptr: np.ndarray
     """[B + 1], into `indices`."""
     indices: np.ndarray
-    """Pages of the cache. A piece without keys has a page too: kernels need not be told of empty tables."""
+    """Pages of the cache. A segment without keys has a page too, so that no table is empty."""
     last_page_len: np.ndarray
-    """[B]: keys in the last page."""
+    """[B]: number of keys in the last page."""
 
 
-def cut(batch: Batch) -> list[Piece]:
-    """The pieces of a batch, in its order.
+def segments_of(batch: Batch) -> list[Segment]:
+    """Return the segments of a batch, in its order.
 
-    A draft tree is a piece of its own, led by the last committed token as its root. So every token of it sees at
-    least one of the piece, and of the context either all or nothing is seen.
+    A draft tree is a segment of its own, with the last committed token as its root: so every token attends to the
+    whole context and to at least one token of its segment.
     """
-    pieces = []
+    segments = []
     for span in batch.spans:
         if span.tree is None:
-            pieces.append(Piece(span.start, span.length, span.computed, span.pages))
+            segments.append(Segment(span.start, span.length, span.computed, span.pages))
             continue
         nodes = len(span.tree.parents)
         before = span.length - nodes - 1
         if before:
-            pieces.append(Piece(span.start, before, span.computed, span.pages))
-        sees = rooted(span.tree.sees)
-        pieces.append(Piece(span.start + before, 1 + nodes, span.computed + before, span.pages, sees))
-    return pieces
+            segments.append(Segment(span.start, before, span.computed, span.pages))
+        mask = with_root(span.tree.sees)
+        segments.append(Segment(span.start + before, 1 + nodes, span.computed + before, span.pages, mask))
+    return segments
 
 
-def rooted(sees: np.ndarray) -> np.ndarray:
-    """`DraftTree.sees`, bool [k, k], with a root before all, bool [k + 1, k + 1]."""
-    whole = np.zeros((len(sees) + 1, len(sees) + 1), bool)
+def with_root(mask: np.ndarray) -> np.ndarray:
+    """Return a tree's mask, bool [k, k], with a root before all nodes, bool [k + 1, k + 1]."""
+    whole = np.zeros((len(mask) + 1, len(mask) + 1), bool)
     whole[:, 0] = True
-    whole[1:, 1:] = sees
+    whole[1:, 1:] = mask
     return whole
 
 
 def indptr(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Where each of neighbouring segments begins, and the end of the last one, int32 [B + 1]."""
+    """Return the first index of each of neighbouring ranges, and the end of the last one, int32 [B + 1]."""
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
 def paged_keys(tables: Sequence[list[int]], lengths: Sequence[int], page_size: int) -> PagedKeys:
-    """The first `lengths` keys of each page table."""
+    """Return the pages of the first `lengths` keys of each page table."""
     counts = [max(1, -(-length // page_size)) for length in lengths]
     indices = np.concatenate([table[:count] for table, count in zip(tables, counts, strict=True)], dtype=np.int32)
     return PagedKeys(indptr(counts), indices, last_page_lengths(lengths, counts, page_size))
@@ -83,52 +83,21 @@ def paged_keys(tables: Sequence[list[int]], lengths: Sequence[int], page_size: i
 def last_page_lengths(
     lengths: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray, page_size: int
 ) -> np.ndarray:
-    """Keys in the last of `counts` pages, int32 [B], such that (counts - 1) * page_size + these are `lengths`.
+    """Return the numbers of keys in the last of `counts` pages, int32 [B]: (counts - 1) * page_size + they = lengths.
 
-    Where tables are longer than the lengths need, a number here may be 0 or less: kernels of the FA2 kind only ever
-    use the sum.
+    A number is 0 or less where a table has more pages than its length needs: FA2's kernels use only the sum.
     """
     return (np.asarray(lengths) - (np.asarray(counts) - 1) * page_size).astype(np.int32)
 
 
-def block_tables(tables: Sequence[list[int]], lengths: Sequence[int], page_size: int) -> np.ndarray:
-    """The pages of the first `lengths` keys as the rows of one table, int32 [B, most pages], filled up with page 0."""
-    counts = [-(-length // page_size) for length in lengths]
-    rows = np.zeros((len(tables), max(counts)), np.int32)
-    for row, table, count in zip(rows, tables, counts, strict=True):
-        row[:count] = table[:count]
-    return rows
+def flat_masks(segments: Sequence[Segment]) -> np.ndarray:
+    """Return the masks of trees, each flattened row by row, one after another; bool."""
+    masks = [np.tri(one.length, dtype=bool) if one.mask is None else one.mask for one in segments]
+    return np.concatenate([mask.ravel() for mask in masks])
 
 
-def among_themselves(piece: Piece) -> np.ndarray:
-    """Which of a piece's tokens each of them sees, bool [length, length]."""
-    return np.tri(piece.length, dtype=bool) if piece.sees is None else piece.sees
-
-
-def flat_mask(pieces: Sequence[Piece], *, with_context: bool) -> np.ndarray:
-    """What each token sees of its piece, or of its whole sequence up to the piece's end; bool, rows end to end."""
-    masks = []
-    for piece in pieces:
-        mask = among_themselves(piece)
-        if with_context:
-            mask = np.concatenate((np.ones((piece.length, piece.context), bool), mask), axis=1)
-        masks.append(mask.ravel())
-    return np.concatenate(masks)
-
-
-def packed_rows(pieces: Sequence[Piece]) -> np.ndarray:
-    """What each token sees of its piece as bits, uint16 [N, 2 * words], words of 32 bits, lowest bit first."""
-    words = -(-max(piece.length for piece in pieces) // 32)
-    rows = np.zeros((sum(piece.length for piece in pieces), 32 * words), bool)
-    at = 0
-    for piece in pieces:
-        rows[at : at + piece.length, : piece.length] = among_themselves(piece)
-        at += piece.length
-    return np.packbits(rows, axis=1, bitorder="little").view(np.uint16)
-
-
-def rows_of(pieces: Sequence[Piece]) -> slice | np.ndarray:
-    """The rows of the batch that pieces, in its order, consist of: a slice where they are neighbours, or int64."""
-    rows = np.concatenate([np.arange(piece.start, piece.start + piece.length) for piece in pieces])
+def rows_of(segments: Sequence[Segment]) -> slice | np.ndarray:
+    """Return the batch's rows of segments that are in its order: a slice where they are neighbours, else int64."""
+    rows = np.concatenate([np.arange(segment.start, segment.start + segment.length) for segment in segments])
     first, end = int(rows[0]), int(rows[-1]) + 1
     return slice(first, end) if end - first == len(rows) else rows

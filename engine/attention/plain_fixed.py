@@ -1,4 +1,4 @@
-"""Attention of a fixed shape in plain PyTorch: the reference, and what runs on CPUs."""
+"""Attention of a fixed shape in plain PyTorch: the reference on every device, and the backend of the CPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
+from engine.attention.base import FixedAttention, RaggedRows, StepShape
 from engine.models.decoder import Attend
 
 
 class PlainFixed(FixedAttention):
-    """Gathers as many keys for every sequence as the longest may have, and masks those that it has not."""
+    """Gathers as many keys for every sequence as the longest may have, and masks those beyond its length."""
 
     def __init__(self, keys: Tensor, values: Tensor, shape: StepShape) -> None:
         """keys, values: of the cache, [layers, pages, page size, kv_heads, d]."""
@@ -30,10 +30,10 @@ class PlainFixed(FixedAttention):
         """See `FixedAttention.begin`."""
         batch, count, width, _ = self._shape
         pages = rows.page_tables[:, : self._pages].long()
-        key_places = torch.arange(pages.shape[1] * self._keys.shape[2], device=pages.device)
-        places = rows.contexts[:, None] + torch.arange(width, device=pages.device)
-        mask = (key_places <= places[:, :, None])[:, None]
-        # A cell for each row in a grid of sequences by their rows, and one behind it for rows of nobody.
+        key_positions = torch.arange(pages.shape[1] * self._keys.shape[2], device=pages.device)
+        positions = rows.contexts[:, None] + torch.arange(width, device=pages.device)
+        mask = (key_positions <= positions[:, :, None])[:, None]
+        # The cell of each row in a grid of sequences by their rows; rows behind the last sequence share one more cell.
         row = torch.arange(count, device=pages.device, dtype=torch.int32)
         owner = torch.searchsorted(rows.starts[1:], row, right=True)
         cell = torch.where(owner < batch, owner * width + row - rows.starts[owner], batch * width)

@@ -1,14 +1,15 @@
-"""`ssd-engine generate`: prompts in, completions and a summary out."""
+"""`ssd-engine generate`: completes prompts and prints a summary."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from rich.console import Console
@@ -17,36 +18,39 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
-from engine.commands.output import CompletionWriter, Prompt
 from engine.engine import Engine, StepReport
 from engine.models.tokenizer import Tokenizer
+from engine.sampling.logprobs import Logprobs
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.errors import UserError
+
+Prompt = str | list[int]
+"""Text, or token ids."""
 
 NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What the command line asked for; see its help."""
+    """Arguments of the command line; see its help."""
 
     prompts: tuple[str, ...]
     path: Path | None
     engine: EngineOptions
     sampling: SamplingParams
-    """Of the first prompt; each of the others has its own seed, the next one."""
+    """Parameters of the first prompt; each further prompt has the next seed."""
     samples: int
-    """Outputs of each prompt, each with a seed made of the prompt's."""
+    """Outputs per prompt, each with a seed derived from the prompt's."""
     output: Path | None
 
 
 def run_generate(options: GenerateOptions) -> None:
-    """Read the prompts, check all of them, complete them, and print. Raises UserError before anything runs."""
+    """Read the prompts, check all of them, complete them, and write the outputs. Raises UserError."""
     prompts = read_prompts(options)
     sampling = options.sampling
     if options.output is None and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
-        raise UserError("log-probabilities are written to --output; name a file, or - for stdout")
+        raise UserError("log-probabilities are written to --output; give a file, or - for stdout")
     model = load(options.engine)
     tokenizer = Tokenizer(options.engine.model)
     requests = _requests(prompts, tokenizer, options)
@@ -60,17 +64,17 @@ def run_generate(options: GenerateOptions) -> None:
     )
     with closing(engine):
         for number, request in enumerate(requests[:: options.samples], start=1):
-            with _naming_prompt(number):
+            with _prefix_errors(number):
                 engine.check(request)
         with closing(CompletionWriter(prompts, requests, tokenizer, options.output)) as writer:
             began = time.perf_counter()
             completions = _complete(engine, requests, writer, console)
             seconds = time.perf_counter() - began
-    _summarise(completions, seconds, options.engine.drafter, console)
+    _print_summary(completions, seconds, options.engine.drafter, console)
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
-    """Texts or lists of token ids, from arguments, a file, or stdin if nothing else was given."""
+    """Return texts or lists of token ids from arguments, a file, or stdin if neither was given. Raises UserError."""
     if options.prompts and options.path:
         raise UserError("give prompts either as arguments or with --file, not both")
     if options.prompts:
@@ -79,7 +83,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
         raise UserError(NO_PROMPT)
     from_stdin = options.path is None or str(options.path) == "-"
     text = _read_stdin() if from_stdin else _read_file(options.path or Path("-"))
-    # Not `splitlines`, for which form feeds and Unicode's separators end lines too.
+    # `splitlines` would also split at form feeds and Unicode separators.
     lines = text.removesuffix("\n").split("\n")
     if from_stdin:
         prompts: list[Prompt] = [text] if text else []
@@ -88,7 +92,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     else:
         prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UserError(NO_PROMPT if from_stdin else f"{options.path} holds no prompt")
+        raise UserError(NO_PROMPT if from_stdin else f"{options.path} has no prompt; write one per line")
     return prompts
 
 
@@ -110,7 +114,7 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
     try:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"line {number} is no JSON object with a `prompt`") from None
+        raise UserError(f"line {number} is not a JSON object with a `prompt`") from None
     if isinstance(prompt, str):
         return prompt
     is_ids = isinstance(prompt, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in prompt)
@@ -120,11 +124,11 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
 
 
 def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
-    """A request for each sample of each prompt; prompts have their own seeds, so one given twice is sampled twice."""
+    """Return a request per sample of each prompt. A prompt that is given twice has two seeds."""
     requests = []
     for index, prompt in enumerate(prompts):
         seed = options.sampling.seed + index
-        with _naming_prompt(index + 1):
+        with _prefix_errors(index + 1):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.uint32)
         requests += [
             Request(tokens, replace(options.sampling, seed=sample_seed(seed, sample)))
@@ -134,8 +138,8 @@ def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: Generate
 
 
 @contextmanager
-def _naming_prompt(number: int) -> Iterator[None]:
-    """Says which prompt a UserError is about."""
+def _prefix_errors(number: int) -> Iterator[None]:
+    """Add the number of the prompt to a UserError."""
     try:
         yield
     except UserError as problem:
@@ -145,7 +149,7 @@ def _naming_prompt(number: int) -> Iterator[None]:
 def _complete(
     engine: Engine, requests: Sequence[Request], writer: CompletionWriter, console: Console
 ) -> list[Completion]:
-    """Run the requests with a progress bar; `engine` is new, so its ids are the requests' indices."""
+    """Run the requests with a progress bar. The engine is new, so that its ids are the indices of the requests."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[tokens]} tokens"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("completing", total=len(requests), tokens=0)
@@ -154,24 +158,122 @@ def _complete(
         def observe(report: StepReport) -> None:
             nonlocal tokens
             tokens += report.committed
-            writer.take(report.finished)
+            writer.add(report.finished)
             progress.update(task, advance=len(report.finished), tokens=tokens)
 
         return engine.generate(requests, observe)
 
 
-def _summarise(completions: Sequence[Completion], seconds: float, drafter: str, console: Console) -> None:
+def _print_summary(completions: Sequence[Completion], seconds: float, drafter: str, console: Console) -> None:
     tokens = sum(len(completion.tokens) for completion in completions)
     steps = sum(completion.steps for completion in completions)
     drafted = sum(completion.drafted for completion in completions)
     accepted = sum(completion.accepted for completion in completions)
     console.print(
-        f"{_counted(len(completions), 'output')}, {_counted(tokens, 'token')} in {seconds:.2f} s: "
+        f"{_count(len(completions), 'output')}, {_count(tokens, 'token')} in {seconds:.2f} s: "
         f"{tokens / seconds:,.0f} tokens/s, "
         f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {drafted:,} drafted, {accepted:,} accepted"
         + (f" ({accepted / drafted:.0%})" if drafted else "")
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+class CompletionWriter:
+    """Writes completions in the order of the prompts: JSON lines to a file early, or text to stdout at the end."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], tokenizer: Tokenizer, path: Path | None
+    ) -> None:
+        """`requests`: the same number per prompt, in their order. Raises UserError if `path` cannot be written."""
+        self._prompts = prompts
+        self._requests = requests
+        self._samples = len(requests) // len(prompts)
+        self._tokenizer = tokenizer
+        self._path = path
+        self._waiting: dict[int, Completion] = {}
+        self._next = 0
+        try:
+            self._file = None if path is None else _open(path)
+        except OSError as problem:
+            raise self._write_error(problem) from None
+
+    def add(self, finished: Mapping[int, Completion]) -> None:
+        """Add completions by the index of their request; write to the file as far as no earlier one is missing."""
+        self._waiting.update(finished)
+        while self._file is not None and self._next in self._waiting:
+            self._write_line(self._file, self._next)
+            self._next += 1
+
+    def close(self) -> None:
+        """Write the remaining completions; after an interruption, those that had finished."""
+        for index in sorted(self._waiting):
+            if self._file is not None:
+                self._write_line(self._file, index)
+            else:
+                self._print(index)
+        if self._file is not None and self._file is not sys.stdout:
+            self._file.close()
+
+    def _write_line(self, file: TextIO, index: int) -> None:
+        completion = self._waiting[index]
+        prompt, sample = divmod(index, self._samples)
+        line = {
+            "index": prompt,
+            "sample": sample,
+            "prompt": self._prompts[prompt],
+            "completion": self._text(index),
+            "tokens": completion.tokens.tolist(),
+            "finish_reason": completion.finish_reason.value,
+            "stop_reason": completion.stop_reason,
+        }
+        if completion.logprobs is not None:
+            line["logprobs"] = _as_json(completion.logprobs)
+        if completion.prompt_logprobs is not None:
+            line["prompt_tokens"] = self._requests[index].prompt.tolist()
+            line["prompt_logprobs"] = [None, *_as_json(completion.prompt_logprobs)]
+        try:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+        except OSError as problem:
+            # `close` must not try to write again.
+            self._waiting.clear()
+            self._file = None
+            raise self._write_error(problem) from None
+        del self._waiting[index]
+
+    def _print(self, index: int) -> None:
+        prompt = self._prompts[index // self._samples]
+        shown = prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
+        sys.stdout.write(f"{shown}{self._text(index)}\n")
+        if len(self._requests) > 1:
+            sys.stdout.write("-" * 40 + "\n")
+
+    def _text(self, index: int) -> str:
+        completion = self._waiting[index]
+        if completion.text is not None:
+            return completion.text
+        return self._tokenizer.decode_behind(self._requests[index].prompt, completion.content)
+
+    def _write_error(self, problem: OSError) -> UserError:
+        return UserError(f"cannot write {self._path}: {problem.strerror}")
+
+
+def _open(path: Path) -> TextIO:
+    return sys.stdout if str(path) == "-" else path.open("w", encoding="utf-8")
+
+
+def _as_json(logprobs: Logprobs) -> list[dict[str, object]]:
+    """Return a record per token; `top` has its likeliest alternatives as pairs of token id and log-probability."""
+    return [
+        {"logprob": value, "rank": rank, "top": list(zip(top_ids, top, strict=True))}
+        for value, rank, top_ids, top in zip(
+            logprobs.tokens.tolist(),
+            logprobs.ranks.tolist(),
+            logprobs.top_ids.tolist(),
+            logprobs.top.tolist(),
+            strict=True,
+        )
+    ]

@@ -1,4 +1,4 @@
-"""An engine as a command's options describe it."""
+"""Builds the engine that a command's options describe."""
 
 from __future__ import annotations
 
@@ -6,33 +6,31 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.attention.backend import check_machine
-from engine.build import USUAL, build_engine
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
-from engine.engine import Engine
+from engine.drafters.base import TargetInfo
+from engine.drafters.registry import build_drafter, configure
+from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import SamplingParams
-from engine.speculation.overlap import furthest
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
 THREADS_PER_PROCESSOR = 4
-"""Far more than pay; OpenMP crashes the process where the machine gives it no more."""
+"""Far more than are useful; OpenMP crashes the process if it cannot create its threads."""
 
 
 def load(options: EngineOptions) -> Decoder:
-    """The model, packed. Raises UserError, before it loads anything for what no model can mend."""
-    if options.loop == "pipelined" and options.draft_shape == "tree":
-        raise UserError("--loop pipelined verifies paths alone; give --draft-shape path, or another --loop")
+    """Load and pack the model. Raises UserError; errors that do not depend on the model come before it is loaded."""
     device = find_device(options.device)
     dtype = find_dtype(options.dtype, device)
     check_machine(options.attention, dtype, device)
@@ -44,23 +42,25 @@ def load(options: EngineOptions) -> Decoder:
 def _set_threads(threads: int) -> None:
     most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
     if threads > most:
-        raise UserError(f"--threads {threads}: give at most {most}, {THREADS_PER_PROCESSOR} for each processor here")
+        raise UserError(
+            f"--threads {threads}: give at most {most}, {THREADS_PER_PROCESSOR} per processor of this machine"
+        )
     torch.set_num_threads(threads)
 
 
 def find_device(wanted: str) -> str:
-    """A device that is here, for `auto` a GPU if there is one. Raises UserError."""
+    """Return a device that exists; for `auto` a GPU if there is one. Raises UserError."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=wanted).cpu()  # `meta` holds nothing that could be had back
+        torch.empty(0, device=wanted).cpu()  # `meta` tensors have no data to copy back
     except (RuntimeError, AssertionError, ImportError):
         raise UserError(f"--device {wanted}: PyTorch finds no such device here; give cpu, or leave it out") from None
     return wanted
 
 
 def find_dtype(wanted: str, device: str) -> torch.dtype:
-    """What to compute in: `auto` is what a device is fast in."""
+    """Return the dtype to compute in; for `auto` one that is fast on the device."""
     if wanted == "auto":
         return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     return DTYPES[wanted]
@@ -73,30 +73,39 @@ def launch(
     warn: Callable[[str], None],
     say: Callable[[str], None],
 ) -> Engine:
-    """The engine around a loaded model; `warn` as in `build_drafter`, `say` as in `build_engine`. Raises UserError."""
+    """Build the engine around a loaded model. `warn`: as in `build_drafter`. `say`: `notify` of `build_engine`.
+
+    Raises UserError.
+    """
     config = EngineConfig(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
         draft_shape=options.draft_shape,
+        verification=options.verification,
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
         kv_dtype=options.kv_dtype,
         prefix_cache=options.prefix_cache,
-        loop=options.loop,
+        in_flight=options.in_flight,
     )
-    longest = options.max_draft if options.loop == "plain" else furthest(options.max_draft)
-    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(max(1, longest), MAX_DRAFT))
-    drafter = build_drafter(options.drafter, drafter_config, options.address, warn=warn, model=options.model)
+    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(2 * options.max_draft + 1, MAX_DRAFT))
+    drafter: Any = build_drafter(
+        options.drafter,
+        configure(options.drafter, drafter_config, options.drafter_options),
+        TargetInfo.from_model(model, config, options.model),
+        address=options.address,
+        warn=warn,
+    )
     may_draft = options.drafter != "none" and options.max_draft > 0
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
-        usual=_recommended(options.model), say=say,
+        common=_recommended(options.model), notify=say,
     )  # fmt: skip
 
 
 def _recommended(folder: Path) -> SamplingParams:
-    """What requests get that ask for nothing."""
+    """Sampling parameters of requests that set none, from the model's folder."""
     defaults = load_generation_defaults(folder)
     names = ("temperature", "top_k", "top_p", "min_p")
     given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
-    return replace(USUAL, **given)
+    return replace(COMMON_SAMPLING, **given)

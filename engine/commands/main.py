@@ -1,7 +1,8 @@
-"""`ssd-engine`: run, demonstrate and train target models. Heavy modules are imported by the command that needs them."""
+"""`ssd-engine`: run, demonstrate and train target models. Each command imports the heavy modules that it needs."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import click
 
+from engine.commands.openmp import limit_spinning
 from engine.commands.options import EngineOptions, engine_options
 from engine.commands.sampling_options import sampling_options
 from ssd.errors import UserError
@@ -17,7 +19,7 @@ from ssd.errors import UserError
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="ssd-drafter")
 def cli() -> None:
-    """A target engine with lossless speculative decoding, for models from Hugging Face folders."""
+    """Inference engine with lossless speculative decoding, for models from Hugging Face folders."""
 
 
 @cli.command()
@@ -26,11 +28,11 @@ def cli() -> None:
     "--file",
     "path",
     type=click.Path(path_type=Path),
-    help="A prompt a line, in a .jsonl file a `prompt` (text or token ids) a line; - is one prompt from stdin.",
+    help="File with one prompt per line, in a .jsonl file as objects with a `prompt`; - is one prompt from stdin.",
 )
 @engine_options(max_sequences=16)
 @sampling_options
-@click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs of each prompt.")
+@click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs per prompt.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -50,25 +52,33 @@ def generate(
 
 @cli.command()
 @engine_options(max_sequences=64)
-@click.option("--host", default="127.0.0.1", help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one.")
-@click.option("--name", help="What clients call the model.  [default: its folder's name]")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0: a free one.")
+@click.option("--name", help="Name of the model in requests.  [default: its folder's name]")
 @click.option(
     "--max-waiting",
     type=click.IntRange(min=0),
     default=256,
-    help="Most requests that wait beyond --max-sequences; more get a 429.",
+    help="Most requests that wait beside the running ones; more are refused with status 429.",
 )
-@click.option("--api-keys", type=click.Path(path_type=Path, dir_okay=False), help="File with a key a line.")
+@click.option(
+    "--api-keys",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with one key per line; requests need one of them.",
+)
 @click.option(
     "--cached-responses",
     type=click.IntRange(min=0),
     default=0,
     metavar="TOKENS",
-    help="Keep outputs of so many tokens for exact repeats of deterministic requests.",
+    help="Capacity of a cache for exact repeats of deterministic requests; 0: no cache.",
 )
 @click.option(
-    "--drain", type=click.FloatRange(min=0), default=30.0, metavar="SECONDS", help="How long a stop waits for requests."
+    "--drain",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    metavar="SECONDS",
+    help="Longest wait for running requests after a signal to stop.",
 )
 def serve(
     host: str,
@@ -81,9 +91,8 @@ def serve(
     drain: float,
     **engine: Any,
 ) -> None:
-    """Serve a model with OpenAI's API, and a page that shows what goes on."""
-    from engine.api.command import run_server
-    from engine.api.settings import ServerConfig
+    """Serve a model with OpenAI's API and a status page."""
+    from engine.api.server import ServerConfig, run_server
 
     config = ServerConfig(
         host=host,
@@ -93,7 +102,7 @@ def serve(
         drain_s=drain,
         cached_responses=cached_responses,
     )
-    run_server(model, name, config, **engine)
+    run_server(model, name, config, click.echo, **engine)
 
 
 @cli.command()
@@ -103,22 +112,21 @@ def serve(
     default=Path("build"),
     help="Folder for run.json and run.html.",
 )
-@click.option("--requests", type=click.IntRange(min=10), default=300, help="Length of the workload.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens in an output.")
 @click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    help="0 is greedy, and this small model then loops a lot.",
+    "--requests",
+    type=click.IntRange(min=10),
+    help="Number of requests.  [default: as many as take about three minutes, 120 to 300]",
 )
-@click.option("--seed", type=int, default=0, help="Decides prompts, repeats, edits, their order, and what is sampled.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens of an output.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy decoding.")
+@click.option("--seed", type=int, default=0, help="Seed of prompts, repeats, edits, their order, and sampling.")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
     help="Hugging Face folder with a prompts.jsonl.  [default: the small model that ships with the package]",
 )
-def demo(out: Path, requests: int, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
-    """Serve a workload without drafts and with a sidecar, and show the difference."""
+def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
+    """Run a workload without drafts and with a sidecar, and report the difference."""
     from engine.commands.demo.command import DemoOptions, demonstrate
 
     if not demonstrate(DemoOptions(out, requests, max_tokens, temperature, seed, model)):
@@ -135,25 +143,26 @@ def train() -> None:
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("build/target"),
-    help="Folder for checkpoints; a stopped run goes on from there.",
+    help="Folder for checkpoints; an interrupted run continues from there.",
 )
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model folder to write.")
-@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to see.  [default: the recipe's]")
+@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to train on.  [default: those of the recipe]")
 @click.option(
     "--compile/--no-compile",
     "compiled",
     default=True,
-    help="Compile the step; needs a C++ compiler and is half as fast again.",
+    help="Compile the training step: 1.5 times as fast, needs a C++ compiler.",
 )
 def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
     """Train the small target on this Python's standard library (80 minutes on two cores)."""
-    from engine.training.command import train_with_progress
+    from engine.training.run import train_with_progress
 
     train_with_progress(work, out, tokens, compiled)
 
 
 def main() -> None:
-    """Run the command line; what the user can mend is one line and exit code 2."""
+    """Run the command line. Errors that the user can fix are one line and exit code 2."""
+    limit_spinning(os.environ)
     try:
         cli()
     except UserError as problem:

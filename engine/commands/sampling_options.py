@@ -1,6 +1,6 @@
-"""Options of the command line that say how tokens are chosen, named as the fields of `SamplingParams`.
+"""Options for sampling, with the names of the fields of `SamplingParams`.
 
-Ranges are checked there; this module imports nothing heavy.
+`SamplingParams` checks ranges; this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ssd.errors import UserError
 
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[int, float]:
-    """What `TOKEN=BIAS` says, of each. Raises UserError."""
+    """Parse each `TOKEN=BIAS`. Raises UserError."""
     biases = {}
     for text in given:
         token, _, bias = text.partition("=")
@@ -27,18 +27,23 @@ def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str,
 
 OPTIONS = (
     click.option("--max-tokens", type=int, default=128, help="Most tokens in an output."),
-    click.option("--min-tokens", type=int, default=0, help="Nothing ends an output before this many tokens."),
-    click.option("--temperature", type=float, default=0.0, help="0 is greedy."),
-    click.option("--top-k", type=int, default=0, help="Draw from this many most likely tokens; 0 is all."),
-    click.option("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens that hold this probability."),
+    click.option("--min-tokens", type=int, default=0, help="Least tokens in an output."),
+    click.option("--temperature", type=float, default=0.0, help="0 is greedy decoding."),
+    click.option("--top-k", type=int, default=0, help="Sample from this many most likely tokens; 0 is all."),
+    click.option(
+        "--top-p", type=float, default=1.0, help="Sample from the likeliest tokens that hold this probability."
+    ),
     click.option("--min-p", type=float, default=0.0, help="Least probability, as a share of the likeliest token's."),
     click.option(
         "--repetition-penalty", type=float, default=1.0, help="Above 1, tokens of prompt and output are less likely."
     ),
     click.option(
-        "--presence-penalty", type=float, default=0.0, help="-2 to 2, off the logits of tokens in the output."
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="-2 to 2, subtracted from the logits of tokens in the output.",
     ),
-    click.option("--frequency-penalty", type=float, default=0.0, help="-2 to 2, for each time that they are in it."),
+    click.option("--frequency-penalty", type=float, default=0.0, help="The same for each occurrence in the output."),
     click.option(
         "--logit-bias",
         multiple=True,
@@ -55,9 +60,9 @@ OPTIONS = (
         multiple=True,
         help="End an output at this token; may be given again.",
     ),
-    click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end token."),
-    click.option("--logprobs", type=int, help="With --output: this many likeliest alternatives to each token."),
-    click.option("--prompt-logprobs", type=int, help="The same for the tokens of the prompt but the first."),
+    click.option("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
+    click.option("--logprobs", type=int, help="With --output: number of alternatives to report per token, 0 to 20."),
+    click.option("--prompt-logprobs", type=int, help="The same for the prompt's tokens after the first."),
 )
 
 

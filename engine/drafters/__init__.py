@@ -1,1 +1,1 @@
-"""Every kind of drafter behind one flag. They share the face that `ssd.types.Drafter` describes."""
+"""The drafters: one interface (`base`), one table of kinds (`registry`), and one file or folder per kind."""

@@ -1,6 +1,6 @@
-"""Prompt lookup: drafts what followed the last few tokens where they stood earlier in the same request.
+"""Prompt lookup: drafts what followed an earlier occurrence of the last few tokens in the same request.
 
-Saxena, "Prompt Lookup Decoding" (2023); vLLM serves it as `ngram`. Remembers nothing beyond a request.
+Saxena, "Prompt Lookup Decoding" (2023); vLLM offers it as `ngram`. Nothing is remembered beyond a request.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from ssd.types import NO_PATH, DraftBatch, Path, Progress, Source
 
 LONGEST = 4
 SHORTEST = 2
-"""Lengths of the runs that are looked up, as vLLM is commonly run."""
+"""Numbers of tokens that are matched; a common setting of vLLM."""
 
 
 class NgramDrafter:
-    """Looks up the last 4 tokens, then 3, then 2; the most recent occurrence wins."""
+    """Matches the last 4 tokens, then 3, then 2; of several occurrences the most recent one is used."""
 
     def __init__(self) -> None:
         self._texts: dict[int, np.ndarray] = {}
 
     def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Begin a sequence. Raises ValueError for an id that is in use."""
+        """Begin a sequence. Raises ValueError if its id is in use."""
         if sequence_id in self._texts:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         self._texts[sequence_id] = prompt
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Drafts from each sequence's own text. Raises ValueError for a sequence that was not started."""
+        """Return drafts from each sequence's own text. Raises ValueError for a sequence that was not started."""
         sequence_ids = progress.sequence_ids.tolist()
         for sequence_id in sequence_ids:
             self._check(sequence_id)
@@ -36,17 +36,15 @@ class NgramDrafter:
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
             self._texts[sequence_id] = np.concatenate((self._texts[sequence_id], committed))
             paths.append(look_up(self._texts[sequence_id], limit))
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
-        """End a sequence. Raises ValueError for one that was not started."""
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
+        """End a sequence. Raises ValueError if it was not started."""
         self._check(sequence_id)
         del self._texts[sequence_id]
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget all sequences."""
         self._texts.clear()
 
     def _check(self, sequence_id: int) -> None:
@@ -55,7 +53,10 @@ class NgramDrafter:
 
 
 def look_up(text: np.ndarray, limit: int) -> Path:
-    """What followed the most recent earlier occurrence of the longest run that `text`, uint32 [N], ends with."""
+    """Return what followed the most recent occurrence of the longest match of the end of `text`, uint32 [N].
+
+    At most `limit` tokens.
+    """
     for length in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):
         matches = np.ones(len(text) - length, bool)
         for offset in range(length):
@@ -63,6 +64,6 @@ def look_up(text: np.ndarray, limit: int) -> Path:
         starts = np.flatnonzero(matches)
         if len(starts):
             tokens = text[starts[-1] + length :][:limit].copy()
-            # The method has no notion of odds: it promises what it drafts.
+            # The method estimates no probabilities; the token budget scales these by what it observes.
             return Path(tokens, np.ones(len(tokens), np.float32), Source.LOCAL, length)
     return NO_PATH

@@ -8,19 +8,17 @@ from ssd.types import DraftBatch, Progress
 
 
 class NoDrafter:
-    """Answers every step without a draft."""
+    """Proposes nothing; implements `ssd.types.Drafter`."""
 
     def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """No draft for any sequence."""
+        """Return no draft for any sequence."""
         return DraftBatch.empty(len(progress.sequence_ids))
 
-    def finish(
-        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, accepted: int = 0, learn: bool = True
-    ) -> None:
-        """Nothing to note."""
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The ragged arrays of one step: prompts, single tokens and drafts in one row, made from the scheduled sequences."""
+"""The ragged arrays of one step: prompt chunks, single tokens and drafts of all sequences, one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.plan import SequencePlan
 from engine.speculation.draft_tree import DraftTree
 
 
@@ -16,19 +16,19 @@ class Span:
     """The part of a batch that belongs to one sequence."""
 
     start: int
-    """Its first token within the batch."""
+    """Index of its first token in the batch."""
     length: int
-    """Its tokens within the batch: scheduled ones, then the draft."""
+    """Number of its tokens in the batch: scheduled tokens, then the draft."""
     computed: int
-    """Tokens before them, whose keys and values are in the cache."""
+    """Number of tokens before them, whose keys and values are in the cache."""
     pages: list[int]
     """Its page table."""
     tree: DraftTree | None = None
-    """The shape of the draft at its end, if that has branches."""
+    """Shape of the draft at its end; None for a path."""
 
     @property
     def committed(self) -> int:
-        """Tokens before the draft, if that has branches."""
+        """Number of tokens before the draft tree."""
         return self.computed + self.length - (0 if self.tree is None else len(self.tree.parents))
 
 
@@ -39,44 +39,44 @@ class Batch:
     tokens: np.ndarray
     """int64 [N]."""
     positions: np.ndarray
-    """int64 [N]: within each token's text; in a draft tree, tokens of the same depth have the same one."""
+    """int64 [N]: position in the text; in a draft tree, tokens of the same depth have the same one."""
     slots: np.ndarray
-    """int64 [N]: where each token's keys and values go, page * page_size + offset."""
+    """int64 [N]: where keys and values are stored, page * page_size + offset."""
     spans: list[Span]
-    """In the order of the sequences."""
+    """One per sequence."""
     logit_rows: np.ndarray
-    """int64 [M]: tokens whose logits are needed, the last committed one and the draft of every sequence that is to
-    produce. Behind those, prompt tokens whose successors' log-probabilities were asked for."""
+    """int64 [M]: tokens whose logits are needed: the last committed token and the draft of every sequence that
+    produces, then prompt tokens whose successors' log-probabilities were asked for."""
     logit_offsets: np.ndarray
-    """int64 [sequences + 1], into `logit_rows`, of those that produce."""
+    """int64 [sequences + 1], into `logit_rows`: rows of the sequences that produce."""
     scored_offsets: np.ndarray
-    """int64 [sequences + 1], into `logit_rows`, of the prompt tokens."""
+    """int64 [sequences + 1], into `logit_rows`: rows of scored prompt tokens."""
 
 
-def build_batch(sequences: SequenceOf[Sequence], page_size: int) -> Batch:
-    """The batch of a step; each sequence brings its `scheduled` tokens and its `draft`."""
+def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
+    """Lay out a step: each entry contributes its scheduled tokens, then its draft."""
     tokens, spans, page_shifts, wanted, scored_rows, scored_counts = [], [], [], [], [], [0]
     pages: list[int] = []
     start = 0
-    for sequence in sequences:
-        computed, drafted = sequence.computed, len(sequence.draft)
-        end = computed + sequence.scheduled
-        length = sequence.scheduled + drafted
-        tokens.append(sequence.tokens[computed:end])
+    for entry in entries:
+        sequence, computed, drafted = entry.sequence, entry.computed, len(entry.draft)
+        length = entry.scheduled + drafted
+        tokens.append(sequence.tokens[computed : computed + entry.scheduled])
         if drafted:
-            tokens.append(sequence.draft)
+            tokens.append(entry.draft)
         first_page = computed // page_size
         page_shifts.append(len(pages) - first_page)
         pages += sequence.pages[first_page : (computed + length - 1) // page_size + 1]
-        spans.append(Span(start, length, computed, sequence.pages, sequence.tree))
-        wanted.append(1 + drafted if sequence.completes_prompt else 0)
-        scored = sequence.scored
+        spans.append(Span(start, length, computed, sequence.pages, entry.tree))
+        wanted.append(1 + drafted if entry.produces else 0)
+        scored = entry.scored
         if scored:
             scored_rows.append(np.arange(scored.start, scored.stop) - computed + start)
         scored_counts.append(len(scored))
         start += length
     lengths = np.array([span.length for span in spans])
     starts = np.array([span.start for span in spans])
+    # Index of each token's entry in the KV cache, counted from the beginning of its sequence.
     places = np.arange(start) + np.repeat(np.array([span.computed for span in spans]) - starts, lengths)
     page_indices = places // page_size + np.repeat(page_shifts, lengths)
     slots = np.array(pages, np.int64)[page_indices] * page_size + places % page_size
@@ -94,7 +94,7 @@ def build_batch(sequences: SequenceOf[Sequence], page_size: int) -> Batch:
 
 
 def _positions(places: np.ndarray, spans: SequenceOf[Span]) -> np.ndarray:
-    """int64 [N]: as the tokens lie in their sequences, `places`, but for trees, where siblings share a position."""
+    """Return positions, int64 [N]: those of the cache, `places`, except in trees, where siblings share a position."""
     for span in spans:
         if span.tree is not None:
             end = span.start + span.length

@@ -1,4 +1,4 @@
-"""What the device knows of the running sequences, each in a seat of its own, so that no step asks the host for it."""
+"""State of the running sequences on the device: each has a request slot, so that no step needs values from the host."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from engine.executor.transfer import on_device
 from engine.scheduling.sequence import Sequence
 
 NOT_RECORDED = -1
-"""No token."""
+"""Marks a position of `DeviceState.history` without a recorded token."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceState:
-    """Tensors of S seats and an idle one behind them, which fills up batches. They are changed in place alone, so that
-    a CUDA graph may hold their addresses.
+    """Tensors of S request slots, and of an idle one after them that fills up batches.
+
+    They are only changed in place, because CUDA graphs hold their addresses.
     """
 
     lengths: Tensor
@@ -27,12 +28,12 @@ class DeviceState:
     computed: Tensor
     """int32 [S + 1]: leading tokens whose keys and values are in the cache."""
     limits: Tensor
-    """int32 [S + 1]: the length that ends a sequence; 0 for a seat that nobody has."""
+    """int32 [S + 1]: the length that ends a sequence; 0 for a free slot."""
     last_tokens: Tensor
     """int32 [S + 1]: the last committed ones."""
     history: Tensor
-    """int32 [S + 1, max_length]: the committed tokens; behind them what is still to come of a recorded output, and
-    `NOT_RECORDED` where the logits decide. The idle seat's is anything."""
+    """int32 [S + 1, max_length]: committed tokens, then the rest of a recorded output, then `NOT_RECORDED`. The content
+    of the idle slot is arbitrary."""
     page_tables: Tensor
     """int32 [S + 1, max_pages]; the scratch page where there is none."""
     seeds: Tensor
@@ -46,14 +47,14 @@ class DeviceState:
     min_p: Tensor
     """float64 [S + 1]."""
     scratch_page: int
-    """A page that is nobody's: keys and values of padding go there."""
+    """A page that no sequence owns: keys and values of padding are stored there."""
 
     @classmethod
-    def empty(cls, seats: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> DeviceState:
-        """Seats that nobody has."""
+    def empty(cls, slots: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> DeviceState:
+        """Return a state with all slots free."""
 
         def column(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(seats + 1, *shape, dtype=dtype, device=device)
+            return torch.zeros(slots + 1, *shape, dtype=dtype, device=device)
 
         return cls(
             lengths=column(torch.int32),
@@ -72,38 +73,100 @@ class DeviceState:
 
     @property
     def idle(self) -> int:
-        """The seat of no sequence."""
+        """The slot of no sequence."""
         return len(self.lengths) - 1
 
-    def sit(self, seat: int, sequence: Sequence) -> None:
-        """Give a seat to a sequence, as it stands on the host."""
+    def assign(self, slot: int, sequence: Sequence, computed: int) -> None:
+        """Copy a sequence's state from the host to a slot; `computed` of its tokens are in the cache."""
         sampling = sequence.request.sampling
-        self.lengths[seat] = len(sequence)
-        self.computed[seat] = sequence.computed
-        self.limits[seat] = sequence.max_length
-        self.last_tokens[seat] = int(sequence.tokens[-1])
-        known = np.concatenate((sequence.tokens, sequence.to_come)).astype(np.int32)
-        self.history[seat] = NOT_RECORDED
-        self.history[seat, : len(known)] = on_device(known, self.history.device)
-        self.page_tables[seat] = self.scratch_page
-        self.add_pages([seat], [0], [sequence.pages])
-        self.seeds[seat] = sampling.seed
-        self.temperatures[seat] = sampling.temperature
-        self.top_k[seat] = sampling.top_k
-        self.top_p[seat] = sampling.top_p
-        self.min_p[seat] = sampling.min_p
+        self.lengths[slot] = len(sequence)
+        self.computed[slot] = computed
+        self.limits[slot] = sequence.max_length
+        self.last_tokens[slot] = int(sequence.tokens[-1])
+        known = np.concatenate((sequence.tokens, sequence.recorded_rest)).astype(np.int32)
+        self.history[slot] = NOT_RECORDED
+        self.history[slot, : len(known)] = on_device(known, self.history.device)
+        self.page_tables[slot] = self.scratch_page
+        self.add_pages([slot], [0], [sequence.pages])
+        self.seeds[slot] = sampling.seed
+        self.temperatures[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
 
-    def rise(self, seat: int) -> None:
-        """Take a seat back; a step that still names it does nothing for it."""
-        self.limits[seat] = 0
+    def release(self, slot: int) -> None:
+        """Release a slot. Steps in flight that still refer to it write nothing for it."""
+        self.limits[slot] = 0
 
-    def add_pages(self, seats: SequenceOf[int], held: SequenceOf[int], pages: SequenceOf[SequenceOf[int]]) -> None:
-        """Append pages to the tables of some seats, which held so many before."""
+    def add_pages(self, slots: SequenceOf[int], held: SequenceOf[int], pages: SequenceOf[SequenceOf[int]]) -> None:
+        """Append `pages` to the page tables of `slots`, which have `held` pages each."""
         counts = np.array([len(own) for own in pages])
         if not counts.any():
             return
         firsts = np.repeat(np.cumsum(counts) - counts - np.array(held), counts)
         flat = np.array([page for own in pages for page in own], np.int32)
         device = self.page_tables.device
-        rows = on_device(np.repeat(np.array(seats, np.int64), counts), device)
+        rows = on_device(np.repeat(np.array(slots, np.int64), counts), device)
         self.page_tables[rows, on_device(np.arange(len(flat)) - firsts, device)] = on_device(flat, device)
+
+
+class RequestSlots:
+    """Assigns request slots; what a sequence has on the device follows what it has on the host."""
+
+    def __init__(self, state: DeviceState) -> None:
+        """state: with all slots free."""
+        self._state = state
+        self._free = list(range(state.idle))
+        self._assigned: dict[int, Assigned] = {}
+        """By sequence id."""
+
+    def of(self, sequence: Sequence, computed: int) -> int:
+        """Return the slot of a sequence; a new one starts in the host's state, with `computed` tokens in the cache."""
+        assigned = self._assigned.get(sequence.sequence_id)
+        if assigned is None:
+            slot = self._free.pop()
+            self._state.assign(slot, sequence, computed)
+            assigned = Assigned(sequence, slot, sequence.preemptions, len(sequence.pages))
+            self._assigned[sequence.sequence_id] = assigned
+        return assigned.slot
+
+    def add_pages(self, sequences: SequenceOf[Sequence]) -> None:
+        """Append pages that sequences with a slot were given since the last call to their tables on the device."""
+        grown = [
+            assigned
+            for sequence in sequences
+            if len(sequence.pages) > (assigned := self._assigned[sequence.sequence_id]).pages
+        ]
+        new = [assigned.sequence.pages[assigned.pages :] for assigned in grown]
+        self._state.add_pages([assigned.slot for assigned in grown], [assigned.pages for assigned in grown], new)
+        for assigned in grown:
+            assigned.pages = len(assigned.sequence.pages)
+
+    def release_ended(self) -> None:
+        """Release the slots of sequences that have ended or were preempted."""
+        for sequence_id, assigned in list(self._assigned.items()):
+            sequence = assigned.sequence
+            if not sequence.is_running or sequence.preemptions != assigned.preemptions:
+                self._release(sequence_id)
+
+    def release_all(self) -> None:
+        """Release all slots."""
+        for sequence_id in list(self._assigned):
+            self._release(sequence_id)
+
+    def _release(self, sequence_id: int) -> None:
+        slot = self._assigned.pop(sequence_id).slot
+        self._state.release(slot)
+        self._free.append(slot)
+
+
+@dataclass(eq=False, slots=True)
+class Assigned:
+    """A sequence that has a request slot."""
+
+    sequence: Sequence
+    slot: int
+    preemptions: int
+    """Of the sequence when it got the slot; a later preemption frees its pages."""
+    pages: int
+    """Number of pages in its table on the device."""

@@ -1,64 +1,94 @@
-"""The forward pass of one batch."""
+"""Steps of exactly the tokens that are planned: any request option, prompt chunks, draft paths and trees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
 from torch import Tensor
 
-from engine.attention.base import Attention
-from engine.attention.fixed import FixedAttention, RaggedRows, StepShape
-from engine.executor.batch import Batch
-from engine.executor.kernels.drafted import StepInputs
-from engine.executor.transfer import on_device
-from engine.models.decoder import Decoder
-from engine.models.ops import PLAIN, Ops
+from engine.drafters.base import NO_OUTPUTS, TargetOutputs
+from engine.executor.batch import Batch, build_batch
+from engine.executor.runner import Runner
+from engine.sampling.logprobs import score_prompts
+from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
+from engine.speculation.verify import verify_drafts
 
 
-class Runner:
-    """A model and the attention over its cache."""
+class EagerExecutor:
+    """Runs a step by ordinary calls of PyTorch, and verifies drafts on the host."""
 
-    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
-        self._model = model
-        self._attention = attention
-        self._device = torch.device(device)
-        self._ops = ops
+    def __init__(self, runner: Runner, page_size: int, needs: TargetOutputs = NO_OUTPUTS) -> None:
+        """`needs`: outputs of the target that results have for the drafter."""
+        self.runner = runner
+        self._page_size = page_size
+        self._needs = needs
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
-        tokens, positions, rows = (
-            on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
-        )
-        hidden = self._model(tokens, positions, self._attention.begin(batch), self._ops)
-        return self._model.logits(hidden[rows]).float()
-
-    @torch.inference_mode()
-    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy keys and values between slots of the cache, see `Attention.move`."""
-        self._attention.move(sources, targets)
-
-    def fixed(self, shape: StepShape) -> FixedForward:
-        """The forward of steps of one shape, see `Attention.fixed`."""
-        return FixedForward(self._model, self._attention.fixed(shape), self._ops)
+    def launch(self, plan: StepPlan) -> EagerStep:
+        """Run the forward pass; on a GPU this returns before it has ended."""
+        batch = build_batch(plan.entries, self._page_size)
+        if not self._needs.hidden_layers:
+            return EagerStep(self.runner, plan, batch, self.runner.forward(batch), None, self._needs.top_k)
+        logits, states = self.runner.forward_with_states(batch, self._needs.hidden_layers)
+        return EagerStep(self.runner, plan, batch, logits, states, self._needs.top_k)
 
 
-class FixedForward:
-    """The forward pass of steps of one shape, by tensors that the host does not look at."""
+class EagerStep:
+    """A step whose forward pass is launched."""
 
-    def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
-        self._model = model
-        self._attention = attention
-        self._ops = ops
+    is_done = True
+    """Reading the logits is a part of the step."""
 
-    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
-        """Before each step, see `FixedAttention.plan`."""
-        self._attention.plan(contexts, rows)
+    def __init__(
+        self, runner: Runner, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None, top_k: int
+    ) -> None:
+        """states: hidden states for the drafter, [N, layers, hidden size]. top_k: as in `TargetOutputs`."""
+        self.plan = plan
+        self._states = states
+        self._top_k = top_k
+        self._runner = runner
+        self._batch = batch
+        self._logits = logits
 
-    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
-        """Logits of all rows, float32 [N, vocab_size]."""
-        attend = self._attention.begin(RaggedRows(inputs.slots, inputs.starts, inputs.contexts, page_tables))
-        hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
-        return self._model.logits(hidden).float()
+    def result(self) -> StepResult:
+        """Verify drafts, and move the keys and values of accepted tree paths together."""
+        for index, logprobs in score_prompts(self._batch, self._logits, self.plan.entries).items():
+            self.plan.entries[index].sequence.prompt_logprobs.append(logprobs)
+        results = verify_drafts(self.plan, self._batch, self._logits)
+        self._compact(results)
+        if self._states is not None:
+            add_hidden_states(results, self._batch, self._states)
+        if self._top_k:
+            add_top_logits(results, self._batch, self._logits, self._top_k)
+        return StepResult(self.plan, results)
+
+    def _compact(self, results: list[SequenceResult]) -> None:
+        """Move keys and values of accepted tree paths directly after those of the committed tokens."""
+        batch, moves = self._batch, []
+        for start, result in zip(batch.logit_offsets.tolist(), results, strict=False):
+            if result.plan.tree is not None and len(result.kept):
+                from_rows = batch.logit_rows[start + 1 + result.kept]
+                to_rows = batch.logit_rows[start + 1 : start + 1 + len(result.kept)]
+                moved = from_rows != to_rows
+                moves.append((batch.slots[from_rows[moved]], batch.slots[to_rows[moved]]))
+        if moves:
+            sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
+            if len(sources):
+                self._runner.move(sources, targets)
+
+
+def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tensor) -> None:
+    """Give results the states, [N, layers, hidden size], of tokens that are final: scheduled and accepted ones."""
+    rows = []
+    for result, span, first in zip(results, batch.spans, batch.logit_offsets.tolist(), strict=False):
+        scheduled = np.arange(span.start, span.start + result.plan.scheduled)
+        rows.append(np.concatenate((scheduled, batch.logit_rows[first + 1 + result.kept])))
+    parts = states[np.concatenate(rows)].split([len(own) for own in rows])
+    for result, part in zip(results, parts, strict=True):
+        result.hidden = part
+
+
+def add_top_logits(results: list[SequenceResult], batch: Batch, logits: Tensor, count: int) -> None:
+    """Give results the `count` largest logits of their rows. logits: float32 [rows, V], of `batch.logit_rows`."""
+    top = logits[: batch.logit_offsets[-1]].topk(count, dim=1)
+    for result, first, end in zip(results, batch.logit_offsets[:-1], batch.logit_offsets[1:], strict=True):
+        if first < end:
+            result.top_tokens, result.top_logits = top.indices[first:end], top.values[first:end]

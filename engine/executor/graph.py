@@ -1,200 +1,125 @@
-"""Steps of fixed shapes: all that happens between a step's drafts and its tokens, on the device, as one CUDA graph.
+"""Launches steps of fixed shapes without knowing the results of the step in flight.
 
-Each shape has a graph, captured before it is needed; on other devices the same work runs from the same buffers, one
-operation after another. Nothing in it waits for the host, and the host need not know how the step before went.
+The device holds the state of running sequences in request slots, selects each sequence's draft by the outcome of the
+step before, and commits what it accepts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple, Protocol
-
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
-from engine.attention.fixed import StepShape
-from engine.executor.device_state import DeviceState
-from engine.executor.kernels.drafted import Drafts, Prepared, StepInputs
-from engine.executor.kernels.follow import followed
-from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.lookup import completed
-from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.verify import verify
-from engine.executor.transfer import Arriving, CopyStream, on_device
-
-Pool = Any
-"""Of memory that graphs share, as `torch.cuda.graph_pool_handle` gives it."""
-
-WARM_UPS = 2
-"""Runs before a capture, in which kernels are compiled and libraries allocate."""
-GIVEN = 5
-"""Columns of what the host sends for a sequence before the tokens of its path."""
-COUNTS = 3
-"""Columns of a result before its tokens."""
+from engine.executor.batch import build_batch
+from engine.executor.device_state import RequestSlots
+from engine.executor.fixed_step import (
+    OUTCOME_COLUMNS,
+    OUTCOMES,
+    RESULT_COLUMNS,
+    SEQUENCE_COLUMNS,
+    StepOrder,
+    order_columns,
+)
+from engine.executor.runner import Runner
+from engine.executor.shapes import StepGrid
+from engine.executor.transfer import PendingArray
+from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
 
 
-class Kind(NamedTuple):
-    """How much work it is to draw tokens, see `sampled_tokens`."""
+class GraphExecutor:
+    """Runs the last token of each sequence, and a path as its draft, in steps of fixed shapes.
 
-    draws: bool
-    most: int | None
+    Prompt chunks run before such a step, by ordinary calls.
+    """
+
+    def __init__(self, grid: StepGrid, runner: Runner, page_size: int, vocab_size: int, max_draft: int) -> None:
+        """runner: for prompt chunks."""
+        self.grid = grid
+        self._runner = runner
+        self._slots = RequestSlots(grid.state)
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._max_draft = max_draft
+
+    def launch(self, plan: StepPlan) -> GraphStep:
+        """Start a step; on a GPU this returns before the device has run it."""
+        self._run_chunks(plan)
+        self._slots.release_ended()
+        producing = plan.producing
+        results = self._launch_step(plan, producing) if producing else None
+        return GraphStep(plan, results)
+
+    def release(self) -> None:
+        """Release all request slots: the host advances the sequences by other means."""
+        self._slots.release_all()
+
+    def _run_chunks(self, plan: StepPlan) -> None:
+        """Run what is scheduled of prompts, except the last tokens of those that produce."""
+        chunks = [
+            SequencePlan(entry.sequence, entry.computed, entry.scheduled - entry.produces, produces=False)
+            for entry in plan.entries
+            if entry.scheduled > entry.produces
+        ]
+        if chunks:
+            self._runner.forward(build_batch(chunks, self._page_size))
+
+    def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
+        slots = [self._slots.of(entry.sequence, entry.computed + entry.scheduled - 1) for entry in producing]
+        self._slots.add_pages([entry.sequence for entry in producing])
+        order = np.zeros((len(producing), order_columns(self._max_draft)), np.int32)
+        order[:, 0] = slots
+        order[:, 1] = [1 + entry.max_verified for entry in producing]
+        if self._max_draft:
+            _fill_outcomes(order[:, SEQUENCE_COLUMNS:].reshape(len(producing), OUTCOMES, -1), plan, producing)
+        contexts = [entry.sequence.end_after(entry.scheduled) - 1 for entry in producing]
+        kind = self.grid.kind_of([entry.sequence.request.sampling for entry in producing], self._vocab_size)
+        return self.grid.run(StepOrder(order, contexts), kind)
 
 
-class Forward(Protocol):
-    """A model's forward of one shape, see `engine.executor.eager.FixedForward`."""
+class GraphStep:
+    """A launched step."""
 
-    def plan(self, contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
-        """What the host knows before a step."""
-        ...
-
-    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
-        """Logits of all rows, float32 [N, V]."""
-        ...
-
-
-class Orders(NamedTuple):
-    """What the host asks of B sequences. All run their last token; drafts are picked as in `followed`."""
-
-    seats: list[int]
-    paths: list[np.ndarray]
-    """Tokens prepared, uint32 [n] each."""
-    lengths: list[int]
-    """Of the texts that they follow."""
-    most: list[int]
-    """Tokens of each to verify at most."""
-    spare: list[int]
-    """Tokens to verify at most that are looked up, see `completed`, where nothing prepared is left."""
-    contexts: list[int]
-    """Tokens before the one that runs, at most."""
+    def __init__(self, plan: StepPlan, results: PendingArray | None) -> None:
+        """results: None if no sequence produces."""
+        self.plan = plan
+        self._results = results
 
     @property
-    def rows(self) -> list[int]:
-        """Of each: its last token and whatever may be verified."""
-        return [1 + max(both) for both in zip(self.most, self.spare, strict=True)]
+    def is_done(self) -> bool:
+        """See `InFlightStep.is_done`."""
+        return self._results is None or self._results.is_complete
 
-    @classmethod
-    def nobody(cls) -> Orders:
-        """Of no sequence."""
-        return cls([], [], [], [], [], [])
-
-
-class FixedStep:
-    """Up to B sequences, each with its last token and a draft, on N rows."""
-
-    def __init__(
-        self,
-        forward: Forward,
-        state: DeviceState,
-        shape: StepShape,
-        furthest: int,
-        page_size: int,
-        copies: CopyStream,
-    ) -> None:
-        """furthest: tokens of a prepared path at most, those that the step before may commit among them. copies: on
-        which results come back.
-        """
-        self._forward = forward
-        self._state = state
-        self._shape = shape
-        self._page_size = page_size
-        self._copies = copies
-        # One tensor, so that one copy brings it: seat, size, length, most, spare, then the path's tokens.
-        self._idle = np.zeros((shape.sequences, GIVEN + max(1, furthest)), np.int32)
-        self._idle[:, 0] = state.idle
-        self._given = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
-        self._pool: Pool | None = None
-        self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-
-    @torch.inference_mode()
-    def run(self, orders: Orders, kind: Kind) -> Arriving:
-        """Counts and tokens, see `Result.of_rows`. A kind that was not captured is captured now."""
-        if self._given.is_cuda and kind not in self._graphs:
-            self.capture(kind, self._pool)
-        padding = len(self._idle) - len(orders.seats)
-        self._forward.plan([*orders.contexts, *[0] * padding], [*orders.rows, *[0] * padding])
-        self._given.copy_(on_device(self._rows(orders), self._given.device), non_blocking=True)
-        if not self._given.is_cuda:
-            return self._copies.bring(self._step(kind))
-        graph, result = self._graphs[kind]
-        graph.replay()
-        return self._copies.bring(result)
-
-    @torch.inference_mode()
-    def capture(self, kind: Kind, pool: Pool | None) -> None:
-        """Record the graph, on a CUDA device, with nobody in it. pool: of memory that graphs share."""
-        sequences = self._shape.sequences
-        longest = self._state.history.shape[1] - 1
-        self._forward.plan([longest] * sequences, [0] * sequences)
-        self._given.copy_(on_device(self._idle, self._given.device))
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
-                self._step(kind)
-        current.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            result = self._step(kind)
-        self._graphs[kind] = graph, result
-        self._pool = pool
-
-    def _rows(self, orders: Orders) -> np.ndarray:
-        """int32, like `_idle`; a fresh array, which a copy may still be reading."""
-        rows = self._idle.copy()
-        for row, seat, path, length, most, spare in zip(
-            rows, orders.seats, orders.paths, orders.lengths, orders.most, orders.spare, strict=False
-        ):
-            size = min(len(path), len(row) - GIVEN)
-            row[:GIVEN] = seat, size, length, most, spare
-            row[GIVEN : GIVEN + size] = path[:size]
-        return rows
-
-    def _step(self, kind: Kind) -> Tensor:
-        """int32 [B, COUNTS + W + W - 1], see `Result`."""
-        state, given, shape = self._state, self._given, self._shape
-        seats = given[:, 0].long()
-        drafts, is_found = self._drafts(seats)
-        # Nobody has no rows; those that are left over are behind all.
-        own = torch.where(seats == state.idle, 0, 1 + torch.maximum(given[:, 3], given[:, 4]))
-        starts = pad(own.cumsum(0, dtype=torch.int32), (1, 0))
-        inputs = build_inputs(state, seats, torch.ones_like(own), drafts, starts, shape.rows, self._page_size)
-        logits = self._forward(inputs, state.page_tables[seats])
-        chosen = sampled_tokens(state, inputs, logits, draws=kind.draws, most=kind.most)
-        # Whether anything was recorded or not, so that no shape is captured twice.
-        chosen = replayed(state, inputs, chosen)
-        verified = verify(state, inputs.drafted, chosen, shape.width)
-        columns = (verified.counts, inputs.lengths - inputs.drafted.scheduled, is_found)
-        return torch.cat((*(column[:, None] for column in columns), verified.tokens, drafts.tokens), dim=1)
-
-    def _drafts(self, seats: Tensor) -> tuple[Drafts, Tensor]:
-        """What is left of the prepared ones, or else was looked up; and whether it was, int32 [B]."""
-        given, width = self._given, self._shape.width - 1
-        if self._shape.rows == self._shape.sequences:
-            none = torch.zeros_like(given[:, 0])
-            return Drafts(none[:, None].expand(-1, width), none, None), none
-        prepared = Prepared(given[:, GIVEN:], given[:, 1], given[:, 2], given[:, 3])
-        drafts = followed(self._state, seats, prepared, width)
-        return completed(self._state, seats, drafts, given[:, 4])
+    def result(self) -> StepResult:
+        """See `InFlightStep.result`."""
+        rows = np.empty((0, RESULT_COLUMNS), np.int32) if self._results is None else self._results.read()
+        tokens, counts = rows[:, RESULT_COLUMNS:].astype(np.uint32), iter(rows[:, :RESULT_COLUMNS].tolist())
+        results, index = [], 0
+        for entry in self.plan.entries:
+            if not entry.produces:
+                results.append(SequenceResult(entry, NO_TOKENS, NO_ROWS))
+                continue
+            produced, drafted = next(counts)
+            entry.draft, entry.sources = entry.draft[:drafted], entry.sources[:drafted]
+            results.append(SequenceResult(entry, tokens[index, :produced], np.arange(produced - 1)))
+            index += 1
+        return StepResult(self.plan, results)
 
 
-class Result(NamedTuple):
-    """What came of one sequence."""
-
-    draft: np.ndarray
-    """uint32: draft tokens that were verified; padding is none."""
-    is_found: bool
-    """Whether that was looked up, not prepared."""
-    tokens: np.ndarray
-    """uint32: accepted draft tokens and the target's own."""
-
-    @classmethod
-    def of_rows(cls, rows: np.ndarray) -> list[Result]:
-        """From what `FixedStep.run` gave."""
-        draft = (rows.shape[1] + COUNTS + 1) // 2
-        tokens = rows.astype(np.uint32)
-        return [
-            cls(row[draft : draft + drafted], bool(is_found), row[COUNTS : COUNTS + produced])
-            for row, (produced, drafted, is_found) in zip(tokens, rows[:, :COUNTS].tolist(), strict=True)
-        ]
+def _fill_outcomes(outcomes: np.ndarray, plan: StepPlan, producing: list[SequencePlan]) -> None:
+    """Write the drafts of a plan to a view [B, OUTCOMES, OUTCOME_COLUMNS + max_draft]."""
+    table = plan.outcomes
+    if table is None:
+        # The text is known, so there is one outcome.
+        for row, entry in zip(outcomes, producing, strict=True):
+            size = len(entry.draft)
+            if size:
+                row[0, :OUTCOME_COLUMNS] = len(entry.sequence), entry.sequence.tokens[-1], size
+                row[0, OUTCOME_COLUMNS : OUTCOME_COLUMNS + size] = entry.draft
+        return
+    assert plan.known_lengths is not None
+    count = min(table.accepted.shape[1], OUTCOMES)
+    width = min(table.tokens.shape[2], outcomes.shape[2] - OUTCOME_COLUMNS)
+    known = plan.known_lengths[:, None]
+    exists = table.accepted[:, :count] >= 0
+    outcomes[:, :count, 0] = np.where(exists, known + table.accepted[:, :count] + 1, 0)
+    outcomes[:, :count, 1] = table.bonus[:, :count]
+    outcomes[:, :count, 2] = np.where(exists, np.minimum(table.lengths[:, :count], width), 0)
+    outcomes[:, :count, OUTCOME_COLUMNS : OUTCOME_COLUMNS + width] = table.tokens[:, :count, :width]

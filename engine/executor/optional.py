@@ -1,4 +1,4 @@
-"""Libraries that an engine can do without, imported when they are needed."""
+"""Optional libraries, imported on first use."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ssd.errors import UserError
 
 
 def has_flashinfer() -> bool:
-    """Whether FlashInfer is installed; says nothing of a device to run it on."""
+    """Return whether FlashInfer is installed; there may be no device that runs it."""
     return find_spec("flashinfer") is not None
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; says nothing of a device to run its kernels on."""
+    """Return whether Triton is installed; there may be no device that runs its kernels."""
     return find_spec("triton") is not None
 
 
 @cache
 def flashinfer() -> Any:
-    """The module. Raises UserError where it cannot be imported."""
+    """Import and return FlashInfer. Raises UserError where that fails."""
     try:
         import flashinfer
     except (ImportError, OSError) as problem:

@@ -1,4 +1,4 @@
-"""Small arrays between the host and the device, without waiting for more than they need."""
+"""Transfers of small arrays between host and device that do not wait for other work of the device."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from torch import Tensor
 
 
 def staged(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array in memory from which `device` copies without the host waiting."""
+    """Return the array in memory from which `device` copies asynchronously."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on `device`, of the same shape and dtype; on the CPU it shares its memory.
+    """Return the array on `device`, of the same shape and dtype; on a CPU it shares the array's memory.
 
-    From ordinary memory PyTorch would wait for the copy, and so for all that the device has still to do before it.
+    A copy from pageable memory would wait until the device has finished all earlier work.
     """
     return staged(array, device).to(device, non_blocking=True)
 
 
-class Arriving:
-    """An array on its way to the host."""
+class PendingArray:
+    """An array that is being copied to the host."""
 
     def __init__(self, array: Tensor, copied: torch.cuda.Event | None) -> None:
-        """An array in host memory, and what has happened once it is filled; None if it is."""
+        """array: in host memory. copied: event after which it is complete; None if it is."""
         self._array = array
         self._copied = copied
 
     @property
-    def has_come(self) -> bool:
-        """Whether there is nothing to wait for."""
+    def is_complete(self) -> bool:
+        """Whether `read` returns without waiting."""
         return self._copied is None or self._copied.query()
 
     def read(self) -> np.ndarray:
-        """Wait for it."""
+        """Wait for the copy and return the array."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._array.numpy()
 
 
 class CopyStream:
-    """Brings results to the host while the device goes on."""
+    """Copies results to the host while the device continues."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def bring(self, tensor: Tensor) -> Arriving:
-        """A tensor as it is now, whatever is done with it on the device later."""
+    def fetch(self, tensor: Tensor) -> PendingArray:
+        """Copy a tensor as it is now; later changes on the device do not affect the copy."""
         now = tensor.clone()
         if self._stream is None:
-            return Arriving(now, None)
+            return PendingArray(now, None)
         array = torch.empty(now.shape, dtype=now.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(now.device))
         with torch.cuda.stream(self._stream):
             array.copy_(now, non_blocking=True)
         now.record_stream(self._stream)
-        return Arriving(array, self._stream.record_event())
+        return PendingArray(array, self._stream.record_event())

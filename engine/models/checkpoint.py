@@ -1,6 +1,6 @@
-"""The tensors of a model folder: safetensors, whole or sharded, and how they are named there.
+"""Tensors of a model folder in safetensors files, one or several, and their names.
 
-Every name, shape and dtype is checked from the files' headers before the first weight is read.
+Names, shapes and dtypes are checked in the headers of all files before the first weight is read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "BF16", "F16")
-"""As the headers of safetensors name them."""
+"""Supported dtypes, by their names in safetensors headers."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
-    """The checkpoint's tensors, with their rows, that lie one below the other in the decoder's parameter `name`."""
+    """Return names and rows of the checkpoint's tensors that the decoder's parameter `name` concatenates."""
     whole = {
         "embedding.weight": ("model.embed_tokens.weight", config.vocab_size),
         "norm.weight": ("model.norm.weight", config.hidden_size),
@@ -52,45 +52,46 @@ def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
 
 
 class Checkpoint:
-    """The weight files of a folder."""
+    """Weight files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if files are missing."""
+        """Raise UserError if files are missing."""
         self._folder = folder
         self._paths = _weight_files(folder)
 
     def check(self, wanted: Shapes, *, is_tied: bool) -> None:
-        """Raises UserError unless the files hold all of `wanted`, as floats of those shapes, and nothing else.
+        """Raise UserError unless the files have exactly the tensors `wanted`, as floats of those shapes.
 
-        is_tied: whether the output projection is the embedding; a copy of it may be there then.
+        is_tied: whether the output projection is the embedding, so that the files may have a copy of it.
         """
         missing = set(wanted)
         for path in self._paths:
-            with _opened(path) as file:
+            with _open(path) as file:
                 for name in sorted(file.keys()):
                     if name in wanted:
                         _check_header(file.get_slice(name), wanted[name], name, path)
                         missing.discard(name)
-                    elif not _is_needless(name, is_tied):
-                        # Left out, the logits would be those of another model.
+                    elif not _is_redundant(name, is_tied):
+                        # Without this tensor the logits would be those of another model.
                         raise UserError(
-                            f"{path} holds {name}, which {CONFIG_FILE} says nothing of; do they belong together?"
+                            f"{path} has the tensor {name}, which {CONFIG_FILE} does not describe; "
+                            "are both of the same model?"
                         )
         if missing:
             more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
             raise UserError(f"{self._folder} lacks {sorted(missing)[0]}{more}; download or copy the folder again")
 
     def copy_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors, one at a time, from files that `check` found good. Raises UserError for weights not finite.
+        """Fill tensors one at a time from files that `check` accepted. Raises UserError for non-finite weights.
 
-        Files are mapped, and for each tensor anew, which lets go of what the last one touched. So beside the targets
-        there is never more than one tensor in memory.
+        The file is mapped again for each tensor, which frees the pages of the previous one, so that beside the targets
+        at most one tensor is in memory.
         """
         for path in self._paths:
-            with _opened(path) as file:
+            with _open(path) as file:
                 names = sorted(set(file.keys()) & set(targets))
             for name in names:
-                with _opened(path) as file:
+                with _open(path) as file:
                     targets[name].copy_(file.get_tensor(name))
                 _refuse_non_finite(targets[name], name, path)
 
@@ -98,31 +99,31 @@ class Checkpoint:
 def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path) -> None:
     if header.get_dtype() not in FLOATS:
         raise UserError(
-            f"{name} in {path} is stored as {header.get_dtype()}, and this engine reads float weights alone; "
+            f"{name} in {path} is stored as {header.get_dtype()}; this engine reads only float weights, so "
             "give the folder of the same model in bfloat16 or float32"
         )
     if tuple(header.get_shape()) != shape:
         raise UserError(
             f"{name} in {path} has shape {tuple(header.get_shape())}, but {CONFIG_FILE} describes {shape}; "
-            "do they belong together?"
+            "are both of the same model?"
         )
 
 
-def _is_needless(name: str, is_tied: bool) -> bool:
+def _is_redundant(name: str, is_tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and is_tied)
 
 
 def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
-    lowest, highest = torch.aminmax(tensor)  # no mask as large as the tensor; NaN comes through
+    lowest, highest = torch.aminmax(tensor)  # needs no mask as large as the tensor; propagates NaN
     if not (torch.isfinite(lowest) and torch.isfinite(highest)):
         raise UserError(
-            f"{name} in {path} holds values that are not finite as {str(tensor.dtype).removeprefix('torch.')}; "
+            f"{name} in {path} has values that are not finite as {str(tensor.dtype).removeprefix('torch.')}; "
             "download or copy it again, or load the model as float32"
         )
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -131,7 +132,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index, or the only one."""
+    """Return the files with weights: those that the index names, or the only one. Raises UserError."""
     index_path = folder / INDEX_FILE
     if not index_path.exists():
         path = folder / WEIGHTS_FILE

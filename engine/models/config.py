@@ -1,7 +1,4 @@
-"""The shape of a decoder.
-
-Knows nothing of weights, of how a model is run, or of how checkpoints spell it.
-"""
+"""Shape of a decoder. Independent of weights, of how a model is run, and of the format of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from engine.models.rope import Rope
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of one decoder of the Llama kind, and the parts in which families differ."""
+    """Shape of a Llama-like decoder, and the features in which model families differ."""
 
     vocab_size: int
     hidden_size: int
@@ -28,24 +25,24 @@ class ModelConfig:
     tie_embeddings: bool = True
     qkv_bias: bool = False
     output_bias: bool = False
-    """Of the projection behind attention."""
+    """Whether the projection after attention has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normalised, each head by itself."""
+    """Whether queries and keys are normalized, per head."""
     architecture: str = "LlamaForCausalLM"
-    """The name that transformers has for this kind of model."""
+    """Class name of the model in transformers."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an output."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a shape that no decoder can have."""
+        """Raise ValueError for an invalid shape."""
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
             if getattr(self, name) >= 1 << 31:
-                raise ValueError(f"{name} is far too large: {getattr(self, name)}")
+                raise ValueError(f"{name} must be less than {1 << 31}, not {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
         if self.head_dim % 2:

@@ -1,23 +1,24 @@
 """A decoder of the Llama kind over a flat row of tokens.
 
-The model sees tokens, their positions, and a callable that attends. It knows nothing of sequences,
-pages or batches, so that training, plain inference and paged inference run the same code. What sets model families
-apart (biases, normalised queries and keys, the scaling of positions) is in its config.
+The model gets tokens, their positions, and a callable that computes attention. It knows nothing of sequences, pages or
+batches, so that training, plain inference and paged inference run the same code. The differences between model families
+(biases, normalised queries and keys, scaled positions) are in its config.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.ops import PLAIN, Ops, Turn
+from engine.models.ops import PLAIN, Ops, Rotation
 
 
 class Attend(Protocol):
-    """Attention of one layer over whatever context the caller keeps."""
+    """Attention of one layer over the context that the caller keeps."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, heads, head_dim], key and value [N, kv_heads, head_dim] -> [N, heads, head_dim]."""
@@ -25,14 +26,14 @@ class Attend(Protocol):
 
 
 class Decoder(nn.Module):
-    """Token ids and positions to hidden states; `logits` maps those to the vocabulary.
+    """Maps token ids and positions to hidden states, and with `logits` those to the vocabulary.
 
-    The projections of query, key and value are one matrix, those of gate and up another: fewer, larger
-    products are what a step of few tokens gains most from.
+    The projections of query, key and value are one matrix, those of gate and up another: a step of few tokens gains
+    most from fewer, larger products.
     """
 
     frequencies: Tensor
-    """Of rope, for both halves of a head, float32 [head_dim] whatever the weights are."""
+    """Frequencies of rope for both halves of a head, float32 [head_dim] for weights of any dtype."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -46,21 +47,44 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN) -> Tensor:
         """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
+        return self.hidden_states(tokens, positions, attend, ops)[0]
+
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Run the model as `forward` does and also return the hidden states after some layers.
+
+        layers: L numbers from 0, the embeddings, to num_layers, the last layer's output before the final norm.
+        Returns the normalised states [N, hidden_size] and those of `layers`, in their order, [N, L, hidden_size].
+        Raises ValueError for a layer that the model does not have.
+        """
+        if not all(0 <= layer <= len(self.layers) for layer in layers):
+            raise ValueError(f"hidden states exist after layers 0 to {len(self.layers)}, not after {list(layers)}")
         residual, change = self.embedding(tokens), None
         cos, sin = self.config.rope.turns(positions, self.frequencies)
-        turn = ops.turning(cos, sin, residual.dtype)
-        for layer in self.layers:
-            residual, change = layer(residual, change, ops, turn, attend)
-        return self.norm.of_sum(residual, change, ops)[1]
+        rotate = ops.rotation(cos, sin, residual.dtype)
+        states = residual.new_empty(len(residual), len(layers), residual.shape[1])
+        _store(states, layers, 0, residual, change)
+        for done, layer in enumerate(self.layers, 1):
+            residual, change = layer(residual, change, ops, rotate, attend)
+            _store(states, layers, done, residual, change)
+        return self.norm.normalise_sum(residual, change, ops)[1], states
 
     def tie(self) -> None:
-        """Let the output projection share the embedding's weight, where the model does."""
+        """Share the embedding's weight with the output projection, if the model does."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [M, hidden_size] -> logits [M, vocab_size]."""
         return self.lm_head(hidden)
+
+
+def _store(states: Tensor, layers: Sequence[int], layer: int, residual: Tensor, change: Tensor | None) -> None:
+    """Copy residual + change to the rows of `states` for `layer`; later operations may overwrite both inputs."""
+    for index, wanted in enumerate(layers):
+        if wanted == layer:
+            states[:, index] = residual if change is None else residual + change
 
 
 class Layer(nn.Module):
@@ -80,23 +104,23 @@ class Layer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(
-        self, residual: Tensor, change: Tensor | None, ops: Ops, turn: Turn, attend: Attend
+        self, residual: Tensor, change: Tensor | None, ops: Ops, rotate: Rotation, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states are residual + change, [N, hidden_size] each, in and out.
+        """Map hidden states to hidden states, each given as residual + change, [N, hidden_size] each.
 
-        They are kept as two, so that an addition and the norm behind it can be one operation.
+        The two are kept apart so that an addition and the norm after it can be one operation.
         """
-        residual, hidden = self.input_norm.of_sum(residual, change, ops)
-        residual, hidden = self.mlp_norm.of_sum(residual, self._attention(hidden, ops, turn, attend), ops)
+        residual, hidden = self.input_norm.normalise_sum(residual, change, ops)
+        residual, hidden = self.mlp_norm.normalise_sum(residual, self._attention(hidden, ops, rotate, attend), ops)
         return residual, self.down_proj(ops.gate(self.gate_up_proj(hidden)))
 
-    def _attention(self, hidden: Tensor, ops: Ops, turn: Turn, attend: Attend) -> Tensor:
+    def _attention(self, hidden: Tensor, ops: Ops, rotate: Rotation, attend: Attend) -> Tensor:
         heads = self.qkv_proj(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        # Query and key heads lie side by side, so one rotation serves both.
-        turning = heads[:, : self.heads + self.kv_heads]
+        # Query and key heads are neighbours, so one rotation serves both.
+        rotated = heads[:, : self.heads + self.kv_heads]
         if self.qk_norm is not None:
-            turning = self.qk_norm(turning, ops)
-        query, key = turn(turning).split((self.heads, self.kv_heads), dim=1)
+            rotated = self.qk_norm(rotated, ops)
+        query, key = rotate(rotated).split((self.heads, self.kv_heads), dim=1)
         value = heads[:, self.heads + self.kv_heads :]
         return self.o_proj(attend(self.index, query, key, value).flatten(1))
 
@@ -109,13 +133,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def of_sum(self, residual: Tensor, change: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        """residual + change, and that normalised, [N, size] each."""
+    def normalise_sum(self, residual: Tensor, change: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Return residual + change, and that sum normalised, [N, size] each."""
         return ops.add_norm(residual, change, self.weight, self.eps)
 
 
 class QKNorm(nn.Module):
-    """Every head of queries and keys normalised by itself (Henry et al., 2020), with a learned scale for each kind."""
+    """Normalises every head of queries and keys by itself (Henry et al., 2020), with a learned scale for each kind."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -124,5 +148,5 @@ class QKNorm(nn.Module):
         self.heads = config.num_heads
 
     def forward(self, heads: Tensor, ops: Ops) -> Tensor:
-        """Query heads, then key heads, [N, heads + kv_heads, head_dim] in and out."""
+        """Normalise query heads, then key heads, [N, heads + kv_heads, head_dim]."""
         return ops.norm_heads(heads, self.query.weight, self.key.weight, self.heads, self.query.eps)

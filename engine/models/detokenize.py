@@ -1,4 +1,4 @@
-"""Tokens to text as they come."""
+"""Converts tokens to text while they are generated."""
 
 from __future__ import annotations
 
@@ -7,55 +7,55 @@ from collections.abc import Callable
 import numpy as np
 
 Decode = Callable[[np.ndarray], str]
-"""The text of token ids, uint32."""
+"""Returns the text of token ids, uint32 [N]."""
 
 PROMPT_TAIL = 8
-"""Prompt tokens that the first decoding begins with, as a vocabulary may drop a space where a text begins."""
+"""Prompt tokens to decode before the output, since some vocabularies drop a space at the start of a text."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What decoders make of bytes that are no whole character."""
+"""Decoded form of bytes that are not a complete character."""
 
 
 class Detokenizer:
-    """The text that an output adds to its prompt, token by token.
+    """Text that an output adds to its prompt, token by token.
 
-    Text comes out as soon as it is certain: the bytes of a character may lie in several tokens, so replacement
-    characters at the end are held back until a later token decides. The library's own stream holds back everything
-    that such a token brought, and has no end.
+    Text is returned as soon as it is certain: the bytes of a character can be spread over several tokens, so
+    replacement characters at the end are held back until a later token decides. The decoding stream of `tokenizers`
+    holds back the whole text of such a token, and has no method to end the stream.
     """
 
     def __init__(self, decode: Decode, prompt: np.ndarray) -> None:
         """prompt: uint32 [P]."""
         self._decode = decode
         self._window: list[int] = _tail(decode, prompt).tolist()
-        """The last tokens: those after `settled`, and some before for their company."""
+        """The last tokens: those after `_settled`, and some context before them."""
         self._settled = len(self._window)
-        """Leading tokens of the window whose text is out."""
-        self._out = len(self._text().rstrip(UNFINISHED))
-        """Leading characters of the window's text that are out."""
+        """Number of leading tokens of the window whose text was returned."""
+        self._returned = len(self._text().rstrip(UNFINISHED))
+        """Number of leading characters of the window's text that were returned."""
 
     def feed(self, token: int) -> str:
-        """The text that is certain now, and was not before."""
+        """Append a token and return the text that became certain."""
         self._window.append(token)
         text = self._text()
         certain = text.rstrip(UNFINISHED)
-        new = certain[self._out :]
-        self._out = max(self._out, len(certain))
+        new = certain[self._returned :]
+        self._returned = max(self._returned, len(certain))
         if new and len(certain) == len(text):
             del self._window[: self._settled]
             self._settled = len(self._window)
-            self._out = len(self._text())
+            self._returned = len(self._text())
         return new
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        return self._text()[self._out :]
+        """Return the text that was held back; no token follows."""
+        return self._text()[self._returned :]
 
     def _text(self) -> str:
         return self._decode(np.array(self._window, np.uint32))
 
 
 def _tail(decode: Decode, prompt: np.ndarray) -> np.ndarray:
-    """The prompt's last tokens; more of them where they begin within a character, whose bytes then are none."""
+    """Return the last tokens of a prompt; more of them where they end within a character."""
     size = PROMPT_TAIL
     while size < len(prompt) and decode(prompt[-size:]).endswith(UNFINISHED):
         size *= 2

@@ -1,6 +1,6 @@
-"""From and to the `config.json` of the model families: one decoder, configured by what sets them apart.
+"""Converts between `config.json` and `ModelConfig` for the supported model families.
 
-Knows the spelling of transformers, 4 and 5. What would load but give other logits than the model's own is refused.
+Reads the formats of transformers 4 and 5. Configurations that would load but give wrong logits are refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers takes for granted of one architecture."""
+    """Properties of an architecture that its `config.json` does not contain."""
 
     model_type: str
     defaults: Fields = field(default_factory=dict)
-    """Fields that a `config.json` may leave out."""
+    """Values of fields that a `config.json` may leave out."""
     fixed: Fields = field(default_factory=dict)
-    """Fields that the architecture does not look at, and what holds instead."""
+    """Values of fields that the architecture ignores."""
     always_qkv_bias: bool = False
     qk_norm: bool = False
 
@@ -52,15 +52,15 @@ FAMILIES = {
         qk_norm=True,
     ),
 }
-"""The architectures that this engine runs."""
+"""Supported architectures."""
 
 SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
-    """Read the fields of a `config.json`.
+    """Return the shape that the fields of a `config.json` describe.
 
-    Raises `UserError` for another architecture, a missing field, or a feature that this decoder lacks.
+    Raises UserError for another architecture, a missing field, or a feature that this decoder lacks.
     """
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
@@ -94,11 +94,11 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     except KeyError as missing:
         raise UserError(f"config.json lacks the field {missing}; is the model folder complete?") from None
     except (TypeError, ValueError, OverflowError) as problem:
-        raise UserError(f"config.json holds a field that cannot be: {problem}; download or copy it again") from None
+        raise UserError(f"config.json has an invalid field: {problem}; download or copy it again") from None
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The fields of a `config.json` that `config_from_hf` and transformers read back, for weights of a dtype."""
+    """Return the fields of a `config.json` for weights of a dtype; `config_from_hf` and transformers read them back."""
     eos, rope = config.eos_token_ids, config.rope
     kinds = {kind: name for name, kind in SCALINGS.items()}
     scaling = {} if rope.scaling is None else asdict(rope.scaling)
@@ -114,7 +114,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_positions,
-        "sliding_window": None,  # the context window ends where one would begin to matter
+        "sliding_window": None,  # the context window is not longer than a sliding window
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": rope.theta,
         "rope_parameters": {"rope_type": rope_type, "rope_theta": rope.theta, **scaling},
@@ -133,17 +133,17 @@ def _architecture(fields: Fields) -> str:
     name = names[0] if isinstance(names, list) and names else "none"
     if name not in FAMILIES:
         raise UserError(
-            f"config.json names the architecture {name!r}, which this engine lacks; "
+            f"config.json names the architecture {name!r}, which this engine does not support; "
             f"give a folder with one of {', '.join(FAMILIES)}"
         )
     return str(name)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would load but give other logits than the model's own."""
+    """Raise UserError for configurations that would load but give wrong logits."""
     if fields.get("quantization_config") or fields.get("compression_config"):
         raise UserError(
-            "config.json describes quantised weights, which this engine does not read; "
+            "config.json describes quantized weights, which this engine does not read; "
             "give the folder of the same model in bfloat16 or float32"
         )
     if fields.get("hidden_act", "silu") != "silu":
@@ -154,13 +154,13 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _context_window(fields: Fields, rope: Rope) -> int:
-    """Tokens of context: those that the model was made for, as far as every layer sees all of them.
+    """Return the largest number of tokens for which every layer attends to all of them.
 
-    Layers with a sliding window see everything up to its width, so there the context ends.
+    Up to the width of a sliding window, a layer with one attends to everything.
     """
     positions = int(fields["max_position_embeddings"])
     if isinstance(rope.scaling, Yarn):
-        # Checkpoints that leave it to their users to add the scaling keep the unscaled number.
+        # Checkpoints whose users have to add the scaling keep the unscaled number.
         positions = max(positions, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
     window = fields.get("sliding_window") if fields.get("use_sliding_window") else None
     if window is None:
@@ -174,10 +174,10 @@ def _context_window(fields: Fields, rope: Rope) -> int:
 
 
 def _rope(fields: Fields) -> Rope:
-    """`rope_theta` with `rope_scaling` is the spelling of transformers 4, `rope_parameters` that of 5."""
+    """Read `rope_theta` and `rope_scaling` of transformers 4, or `rope_parameters` of transformers 5."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name) or {}, dict):
-            raise UserError(f"config.json holds {name} that is no object; download or copy it again")
+            raise UserError(f"config.json has {name} that is not an object; download or copy it again")
     values: dict[str, Any] = {
         "original_max_position_embeddings": fields["max_position_embeddings"],
         "rope_theta": fields.get("rope_theta", 10_000.0),
@@ -187,14 +187,16 @@ def _rope(fields: Fields) -> Rope:
     if "original_max_position_embeddings" in fields:
         values["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
     if any(isinstance(value, dict) for value in values.values()) or (values["partial_rotary_factor"] or 1) != 1:
-        raise UserError("config.json turns layers or parts of a head differently; this engine turns all of them alike")
+        raise UserError(
+            "config.json has different rotary embeddings per layer or for part of a head; this engine supports only one"
+        )
     rope_type = values.get("rope_type") or values.get("type") or "default"
     return Rope(float(values["rope_theta"]), _scaling(str(rope_type), values, int(fields["max_position_embeddings"])))
 
 
 def _scaling(rope_type: str, values: Fields, positions: int) -> Scaling | None:
     if rope_type in ("default", "dynamic"):
-        # Within the context window the dynamic scaling changes nothing, and beyond it this engine does not go.
+        # Dynamic scaling changes nothing within the context window, and this engine stays within it.
         return None
     if rope_type == "linear":
         return Linear(float(values["factor"]))
@@ -216,4 +218,6 @@ def _scaling(rope_type: str, values: Fields, positions: int) -> Scaling | None:
             truncate=bool(values.get("truncate", True)),
         )
     known = ", ".join(["default", "dynamic", *SCALINGS])
-    raise UserError(f"config.json asks for rope scaling {rope_type!r}, which this engine lacks; it has {known}")
+    raise UserError(
+        f"config.json asks for rope scaling {rope_type!r}, which this engine does not support; it supports {known}"
+    )

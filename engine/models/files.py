@@ -1,4 +1,4 @@
-"""The JSON files of a model folder."""
+"""Reads JSON files of a model folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ssd.errors import UserError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError."""
+    """Return the object in a JSON file. Raises UserError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -18,12 +18,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{path} holds no JSON object; download or copy it again")
+        raise UserError(f"{path} is not a JSON object; download or copy it again")
     return fields
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The ids of a field that holds none, one or several."""
+    """Return the ids of a field with none, one or several."""
     if value is None:
         return ()
     return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from engine.executor.optional import flashinfer
-from engine.models.ops import Ops, Turn
+from engine.models.ops import Ops, Rotation
 
 
 class FusedOps(Ops):
-    """One kernel each, which keeps float32 inside. For inference alone: inputs are overwritten where that may be."""
+    """One kernel for each operation, with float32 inside. For inference only: inputs may be overwritten."""
 
     def __init__(self) -> None:
         """Raises UserError where FlashInfer cannot be imported."""
@@ -29,20 +29,20 @@ class FusedOps(Ops):
             self._flashinfer.rmsnorm(part, weight, eps, out=part)
         return heads
 
-    def turning(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:  # noqa: ARG002  # any dtype
-        """See `Ops.turning`."""
-        # The kernel looks its angles up in a table by position: here that of the step, in which each token has a row.
+    def rotation(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Rotation:  # noqa: ARG002  # any dtype
+        """See `Ops.rotation`."""
+        # The kernel looks up its angles in a table by position: here the step's own table, with one row for each token.
         half = cos.shape[-1] // 2
         table = torch.cat((cos[:, 0, :half], sin[:, 0, :half]), dim=-1)
         rows = torch.arange(len(table), device=table.device)
 
-        def turn(heads: Tensor) -> Tensor:
-            # The kernel wants two tensors of heads; which lies in which does not matter to it.
-            most, last = heads[:, :-1], heads[:, -1:]
-            self._flashinfer.apply_rope_with_cos_sin_cache_inplace(rows, most, last, heads.shape[-1], table)
+        def rotate(heads: Tensor) -> Tensor:
+            # The kernel takes two tensors of heads and treats them alike.
+            first, last = heads[:, :-1], heads[:, -1:]
+            self._flashinfer.apply_rope_with_cos_sin_cache_inplace(rows, first, last, heads.shape[-1], table)
             return heads
 
-        return turn
+        return rotate
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """See `Ops.gate`."""

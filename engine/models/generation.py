@@ -1,4 +1,4 @@
-"""What a model's publisher recommends for sampling, from its `generation_config.json`."""
+"""Sampling settings that a model's publisher recommends, from its `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ IN_RANGE: dict[str, tuple[Callable[[Any], float], Callable[[float], bool], str]]
     "repetition_penalty": (float, lambda value: LEAST_REPETITION <= value <= MOST_REPETITION, "between 0.01 and 100"),
     "max_new_tokens": (int, lambda value: value >= 1, "at least 1"),
 }
-"""How each field is read, what it may be, and how that is said."""
+"""Type, check and description of the range of each field."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Recommended settings; None where the publisher says nothing."""
+    """Recommended settings; None: no recommendation."""
 
     temperature: float | None = None
-    """0 is greedy."""
+    """0 is greedy decoding."""
     top_k: int | None = None
     """0 is no limit."""
     top_p: float | None = None
@@ -40,7 +40,7 @@ class GenerationDefaults:
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """The recommendations in a model folder; none if it has no such file. Raises UserError for impossible values."""
+    """Return the recommendations of a model folder, if it has any. Raises UserError for invalid values."""
     path = folder / GENERATION_FILE
     if not path.exists():
         return GenerationDefaults()
@@ -54,8 +54,8 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
             if not is_valid(values[name]):
                 raise ValueError(f"{name} must be {range_text}, not {values[name]}")
         if fields.get("do_sample") is False:
-            # Said outright it means greedy decoding; left out, the sampling settings beside it are meant.
+            # An explicit false means greedy decoding; without the field, the sampling settings apply.
             values["temperature"] = 0.0
         return GenerationDefaults(**values, eos_token_ids=token_ids(fields.get("eos_token_id")))
     except (TypeError, ValueError, OverflowError) as problem:
-        raise UserError(f"{path} holds a field that cannot be: {problem}; mend it or download it again") from None
+        raise UserError(f"{path} has an invalid field: {problem}; correct it or download it again") from None

@@ -1,4 +1,4 @@
-"""Models by the name that they have on the Hugging Face hub."""
+"""Finds models by folder or by their name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from ssd.errors import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""owner/name, and no path that begins with a dot or a slash."""
+"""owner/name; a path that begins with a dot or a slash does not match."""
 
 FILES = [
     "config.json",
@@ -19,17 +19,17 @@ FILES = [
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
-"""What the engine reads; many repositories hold the same weights in further formats."""
+"""Files that the engine reads; many repositories have the same weights in further formats."""
 
 
 def find_model(model: str | Path) -> Path:
-    """The folder of a model: `model` itself if it is one, else the download of the hub's model of that name.
+    """Return the folder of a model: `model` itself if it exists, else the download of the hub's model of that name.
 
-    What was downloaded before is found without a network. Raises UserError.
+    A model that was downloaded before is found without a network. Raises UserError.
     """
     folder, name = Path(model), str(model)
     if folder.exists():
-        return folder  # the loader says what is wrong with it
+        return folder  # the loader checks it
     if not HUB_NAME.fullmatch(name):
         raise UserError(f"there is no model folder {name}; give a Hugging Face folder, or a hub name such as org/model")
     from huggingface_hub import snapshot_download
@@ -38,12 +38,14 @@ def find_model(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except GatedRepoError:
-        advice = "its owner wants terms accepted: do so on huggingface.co, then run `hf auth login`"
+        advice = "its owner requires accepting terms: do so on huggingface.co, then run `hf auth login`"
     except RepositoryNotFoundError:
         advice = "the hub has no such model, or it is private: check the name, or run `hf auth login`"
     except LocalEntryNotFoundError:
-        advice = "the hub cannot be reached and it was not downloaded before: check the network, or give a folder"
-    except Exception as problem:  # Whatever the library's HTTP client and the disk may raise.
+        advice = (
+            "the hub cannot be reached, and the model was not downloaded before: check the network, or give a folder"
+        )
+    except Exception as problem:  # The library's HTTP client and the disk can raise many types.
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         advice = f"downloading it failed ({reason}): try again, or give a folder"
     raise UserError(f"there is no folder {name}, and {advice}")

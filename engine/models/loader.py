@@ -1,4 +1,4 @@
-"""Models in and out of Hugging Face folders."""
+"""Loads models from Hugging Face folders and saves them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from ssd.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What a model can run in, whatever its weights are stored as."""
+"""Dtypes that a model can run in, whatever dtype its weights are stored in."""
 
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    """A decoder with the weights of `folder`, ready to run.
+    """Return a decoder with the weights of `folder`, ready to run.
 
-    Raises UserError for a folder that lacks a file, holds a damaged one, or describes another model than its weights.
+    Raises UserError for a missing or damaged file, and for a config that does not match the weights.
     """
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
@@ -33,26 +33,28 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
         decoder = Decoder(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in checkpoint_views(decoder).items()}
     checkpoint.check(wanted, is_tied=config.tie_embeddings)
-    give_memory(decoder.to(dtype), device)
+    allocate(decoder.to(dtype), device)
     checkpoint.copy_into(checkpoint_views(decoder))
     return decoder.eval().requires_grad_(False)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The shape of the model in `folder`. Raises UserError."""
+    """Return the shape of the model in `folder`. Raises UserError."""
     if not folder.is_dir():
         raise UserError(f"there is no model folder {folder}; give a Hugging Face folder with {CONFIG_FILE}")
     config = config_from_hf(read_json(folder / CONFIG_FILE))
-    # Chat models name the token that ends a turn only here.
+    # Chat models often name the token that ends a turn only in this file.
     more = load_generation_defaults(folder).eos_token_ids
     try:
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
     except ValueError as problem:
-        raise UserError(f"{folder / GENERATION_FILE} holds a field that cannot be: {problem}") from None
+        raise UserError(
+            f"{folder / GENERATION_FILE} has an invalid field: {problem}; download or copy it again"
+        ) from None
 
 
 def save_model(decoder: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors as transformers and `load_model` read them."""
+    """Write config.json and model.safetensors in the format that transformers and `load_model` read."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in checkpoint_views(decoder).items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -61,7 +63,7 @@ def save_model(decoder: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfl
 
 
 def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's weights under their names in checkpoints: views, which can be read and written."""
+    """Return writable views of the decoder's weights by their names in checkpoints."""
     views: dict[str, Tensor] = {}
     for name, parameter in decoder.named_parameters():
         parts = checkpoint_parts(name, decoder.config)
@@ -70,12 +72,15 @@ def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
     return views
 
 
-def give_memory(decoder: Decoder, device: str) -> None:
-    """From a decoder without memory to one with room for weights, and with the frequencies of its rope."""
+def allocate(decoder: Decoder, device: str) -> None:
+    """Allocate the weights of a decoder on the meta device, uninitialized, and compute its rope frequencies.
+
+    Raises UserError if they do not fit into memory.
+    """
     config = decoder.config
     try:
         decoder.to_empty(device=device)
-        decoder.tie()  # `to_empty` gave each its own memory
+        decoder.tie()  # `to_empty` allocated each of them
         decoder.frequencies = config.rope.frequencies(config.head_dim).repeat(2).to(device)
     except RuntimeError as problem:
         if "memory" not in str(problem):
@@ -83,5 +88,5 @@ def give_memory(decoder: Decoder, device: str) -> None:
         size = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
         raise UserError(
             f"{size / (1 << 30):.1f} GiB of weights do not fit into the memory of {device!r}; "
-            "load the model as bfloat16, or give a smaller one"
+            "load the model as bfloat16, or choose a smaller one"
         ) from None

@@ -1,6 +1,6 @@
-"""The small operations between a decoder's matrix products: in plain PyTorch, and what others have to give.
+"""The small operations between a decoder's matrix products: their interface, and the reference in plain PyTorch.
 
-Everything that a decoder computes beside products and attention goes through one such object, so another
+Everything that a decoder computes beside products and attention goes through one such object, so that another
 implementation replaces all of them at once.
 """
 
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from engine.models.rope import rotate
 
-Turn = Callable[[Tensor], Tensor]
-"""Turns heads [N, H, head_dim] by the positions of their tokens. May do so in place."""
+Rotation = Callable[[Tensor], Tensor]
+"""Rotates heads [N, H, head_dim] by the positions of their tokens, possibly in place."""
 
 
 class Ops:
-    """Plain PyTorch: the reference, on every device."""
+    """Plain PyTorch: the reference on every device."""
 
     def add_norm(self, residual: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum, and the sum normalised by its root mean square; all [N, size]. May overwrite both inputs."""
+        """Return the sum, and the sum normalised by its root mean square; all [N, size]. May overwrite both inputs."""
         total = residual if change is None else residual + change
         return total, F.rms_norm(total, weight.shape, weight, eps)
 
     def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, count: int, eps: float) -> Tensor:
-        """Each head normalised by itself, the first `count` with `query_weight`; [N, H, head_dim]. May be in place."""
+        """Normalise each head by itself, [N, H, head_dim], the first `count` with `query_weight`. May be in place."""
         query, key = heads[:, :count], heads[:, count:]
         return torch.cat(
             (
@@ -37,16 +37,16 @@ class Ops:
             dim=1,
         )
 
-    def turning(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
-        """How heads of a dtype turn; cosines and sines, float32 [N, 1, head_dim], as `Rope.turns` gives them."""
+    def rotation(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the rotation of heads of a dtype. cos, sin: float32 [N, 1, head_dim], from `Rope.turns`."""
         cos, sin = cos.to(dtype), sin.to(dtype)
         return lambda heads: rotate(heads, cos, sin)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, [N, 2 * size] -> [N, size]."""
+        """Return silu(gate) * up, [N, 2 * size] -> [N, size]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
 PLAIN = Ops()
-"""It has no state, so one does for all."""
+"""The shared instance; it has no state."""

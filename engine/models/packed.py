@@ -1,7 +1,8 @@
-"""Weights laid out for few tokens at a time on a CPU.
+"""Weights in a layout for few tokens at a time on a CPU.
 
-oneDNN's blocked layout makes the products of a verify step about twice as fast as the plain one, and its sums do not
-depend on how many tokens share a step: a token's logits are equal to the last bit, decoded alone or within a draft.
+With oneDNN's blocked layout the products of a verify step are about twice as fast as with the plain one, and its sums
+do not depend on how many tokens share a step: a token's logits are equal to the last bit, decoded alone or within a
+draft.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from engine.models.decoder import Decoder
 
 TOKENS = 16
-"""Rows that the layout is chosen for; with it steps of 1 to 64 tokens were fastest, or nearly so."""
+"""Number of rows that the layout is chosen for; with 16, steps of 1 to 64 tokens were fastest, or nearly so."""
 
 
 class PackedLinear(nn.Module):
@@ -24,15 +25,15 @@ class PackedLinear(nn.Module):
         self._bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [N, in] to [N, out]."""
+        """Map hidden states [N, in] to [N, out]."""
         return torch.ops.mkldnn._linear_pointwise(hidden, self._weight, self._bias, "none", [], "")
 
 
 def pack(decoder: Decoder) -> Decoder:
-    """Replace the linear maps of a decoder on the CPU by packed ones; where oneDNN cannot do it, it stays as it is.
+    """Replace the linear maps of a decoder on the CPU by packed ones; without support in oneDNN, return it unchanged.
 
-    A packed decoder can run but be neither trained nor saved. The plain weights are let go one by one, so that the
-    memory for both is needed of a single map only.
+    A packed decoder can run, but neither be trained nor saved. The plain weights are freed one by one, so that only one
+    map at a time needs memory for both.
     """
     weight = decoder.embedding.weight
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -1,4 +1,4 @@
-"""Where the model that comes with the project lies."""
+"""Location of the model that ships with the project."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"
 SHIPPED_MODEL = ASSETS / "stdlib-7m"
-"""The small model that comes with the project."""
+"""Folder of the shipped model."""
 PROMPTS_FILE = "prompts.jsonl"
-"""In its folder: held-out functions to complete."""
+"""File in its folder with held-out functions to complete."""

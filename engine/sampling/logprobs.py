@@ -1,46 +1,51 @@
-"""Log-probabilities of tokens and of their likeliest alternatives.
+"""Log-probabilities of tokens and of the likeliest alternatives.
 
 They are the model's own, before bias, penalties, temperature and truncation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # Whoever merely reads them, such as the HTTP process, goes without PyTorch.
+if TYPE_CHECKING:  # Processes that only read them, such as the HTTP process, do not import PyTorch.
     from torch import Tensor
+
+    from engine.executor.batch import Batch
+    from engine.scheduling.plan import SequencePlan
 
 
 @dataclass(frozen=True, eq=False)
 class Logprobs:
-    """What a model thought of N tokens, in nats."""
+    """Log-probabilities of N tokens, in nats."""
 
     tokens: np.ndarray
     """float32 [N]: of the tokens themselves."""
     ranks: np.ndarray
-    """int64 [N]: their places among all tokens; 1 is the likeliest."""
+    """int64 [N]: their ranks among all tokens; 1 is the likeliest."""
     top_ids: np.ndarray
-    """uint32 [N, n]: the likeliest tokens, best first."""
+    """uint32 [N, n]: the n likeliest tokens, in descending order."""
     top: np.ndarray
-    """float32 [N, n]: theirs."""
+    """float32 [N, n]: their log-probabilities."""
 
     def at(self, rows: np.ndarray) -> Logprobs:
-        """Some of the tokens, by their indices, int64 [n]."""
+        """Return those of some of the tokens, by their indices, int64 [n]."""
         return Logprobs(self.tokens[rows], self.ranks[rows], self.top_ids[rows], self.top[rows])
 
     def part(self, start: int, end: int, count: int) -> Logprobs:
-        """Tokens `start` to `end`, with `count` alternatives each."""
+        """Return those of tokens `start` to `end`, with `count` alternatives each."""
         return Logprobs(
             self.tokens[start:end], self.ranks[start:end], self.top_ids[start:end, :count], self.top[start:end, :count]
         )
 
 
-def logprobs_of(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs:
-    """Of `tokens`, uint32 [N], under logits float32 [N, V], with at most `count` alternatives each."""
+def compute_logprobs(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs:
+    """Return the log-probabilities of `tokens`, uint32 [N], under logits float32 [N, V], with up to `count`
+    alternatives each.
+    """
     import torch
 
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -54,8 +59,51 @@ def logprobs_of(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs:
     )
 
 
-def joined(parts: Sequence[Logprobs], count: int) -> Logprobs:
-    """One row of tokens from its parts; of none if there is none, with `count` alternatives."""
+def compute_parts(
+    logits: Tensor, rows: Mapping[int, np.ndarray], tokens: Mapping[int, np.ndarray], counts: Mapping[int, int]
+) -> dict[int, Logprobs]:
+    """Return the log-probabilities that some sequences asked for, by their index.
+
+    rows, tokens: the rows of `logits`, int64 [n], and the tokens after them, uint32 [n], of each sequence. counts:
+    number of alternatives, by the index of each sequence that asked.
+    """
+    if not counts:
+        return {}
+    together = compute_logprobs(
+        logits[np.concatenate([rows[index] for index in counts])],
+        np.concatenate([tokens[index] for index in counts]),
+        max(counts.values()),
+    )
+    parts, start = {}, 0
+    for index, count in counts.items():
+        end = start + len(rows[index])
+        parts[index] = together.part(start, end, count)
+        start = end
+    return parts
+
+
+def score_prompts(batch: Batch, logits: Tensor, entries: Sequence[SequencePlan]) -> dict[int, Logprobs]:
+    """Return the log-probabilities of prompt tokens that a step scores, by the index of their entry.
+
+    logits: float32 [rows, V], of `batch.logit_rows`.
+    """
+    bounds = batch.scored_offsets
+    counts = {
+        index: entry.sequence.request.sampling.prompt_logprobs or 0
+        for index, entry in enumerate(entries)
+        if len(entry.scored)
+    }
+    rows = {index: np.arange(bounds[index], bounds[index + 1]) for index in counts}
+    tokens = {
+        index: entry.sequence.tokens[entry.scored.start + 1 : entry.scored.stop + 1]
+        for index, entry in enumerate(entries)
+        if index in counts
+    }
+    return compute_parts(logits, rows, tokens, counts)
+
+
+def join_logprobs(parts: Sequence[Logprobs], count: int) -> Logprobs:
+    """Concatenate log-probabilities; without parts, those of no token with `count` alternatives."""
     nothing = Logprobs(
         np.empty(0, np.float32),
         np.empty(0, np.int64),

@@ -1,81 +1,191 @@
-"""What a request's settings do to its logits before the temperature: forbidden ends, bias, penalties.
+"""What a request's settings do to its logits before temperature: forbidden ends, bias, penalties.
 
-A sequence has a row for its last token and one for each token of its draft. A row is treated as if the draft up to it
-(in a tree, its ancestors and itself) were committed. It is only used if that draft turns out right, and then this is
-what it would have been without drafts.
+A sequence has a row of logits after its last token and one after each token of its draft. A row is processed as if the
+draft up to it (in a tree, its ancestors and itself) were committed. Its token counts only if that draft is accepted,
+and is then what it would have been without drafts.
+
+Only tokens that occurred are penalised, so the work grows with them and not with the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.penalties import Penalised, penalise
-from engine.scheduling.sequence import Sequence
+from engine.speculation.draft_tree import DraftTree
+
+if TYPE_CHECKING:
+    from engine.scheduling.sequence import Sequence
 
 
-def adjusted(logits: Tensor, offsets: np.ndarray, sequences: SequenceOf[Sequence]) -> Tensor:
-    """Logits, float32 [M, V], after all but temperature and truncation; the argument itself if there is nothing to do.
+NOT_NEEDED = -1
+"""In place of a row of logits that nobody reads."""
 
-    offsets: int64 [sequences + 1], each sequence's rows; none for one that produces nothing in this step.
+
+class Rows(NamedTuple):
+    """The rows of logits of one sequence."""
+
+    sequence: Sequence
+    draft: np.ndarray
+    """uint32 [k]: draft tokens after the committed ones."""
+    tree: DraftTree | None
+    """Shape of the draft; None for a path."""
+    rows: np.ndarray
+    """int64 [k + 1]: the row after the committed tokens and those after each draft token, or `NOT_NEEDED`."""
+
+    @property
+    def depths(self) -> np.ndarray:
+        """int64 [k + 1]: number of draft tokens before each row."""
+        depths = np.arange(1, len(self.draft) + 1) if self.tree is None else self.tree.depths
+        return np.concatenate(([0], depths))
+
+
+def process_logits(logits: Tensor, rows: SequenceOf[Rows]) -> Tensor:
+    """Return logits, float32 [M, V], with everything applied but temperature and truncation.
+
+    Returns the argument itself if there is nothing to apply.
     """
-    own = [
-        (sequence, np.arange(offsets[index], offsets[index + 1]))
-        for index, sequence in enumerate(sequences)
-        if sequence.request.sampling.adjusts and offsets[index] < offsets[index + 1]
-    ]
+    own = [each for each in rows if each.sequence.request.sampling.adjusts]
     if not own:
         return logits
-    forbidden = [_forbidden(sequence, rows) for sequence, rows in own if sequence.request.sampling.min_tokens]
-    biased = [_biased(sequence, rows) for sequence, rows in own if sequence.request.sampling.logit_bias]
-    penalised = [_penalised(sequence, rows) for sequence, rows in own if sequence.token_counts is not None]
+    forbidden = [_forbidden(each) for each in own if each.sequence.request.sampling.min_tokens]
+    biased = [_biased(each) for each in own if each.sequence.request.sampling.logit_bias]
+    penalised = [_penalised(each) for each in own if each.sequence.token_counts is not None]
     logits = logits.clone()
     if forbidden:
-        logits[_on(logits, *_flat(forbidden))] = float("-inf")
+        logits[_on(logits, *_joined(forbidden))] = float("-inf")
     if biased:
-        rows, tokens, bias = _flat(biased)
-        logits[_on(logits, rows, tokens)] += torch.from_numpy(bias).to(logits)
+        indices, tokens, bias = _joined(biased)
+        logits[_on(logits, indices, tokens)] += torch.from_numpy(bias).to(logits)
     if penalised:
-        penalise(logits, Penalised(*_flat(penalised)))
+        penalise(logits, Penalised(*_joined(penalised)))
     return logits
 
 
-def _forbidden(sequence: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and tokens of ends that come too early."""
+def _forbidden(own: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and tokens of ends that come before `min_tokens`."""
+    sequence = own.sequence
     lacking = sequence.request.sampling.min_tokens - len(sequence.output)
-    early = rows[np.concatenate(([0], sequence.draft_depths)) < lacking]
+    early = own.rows[(own.depths < lacking) & (own.rows != NOT_NEEDED)]
     ends = sequence.stopping.end_ids
     return np.repeat(early, len(ends)), np.tile(ends, len(early))
 
 
-def _biased(sequence: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, tokens and what is added to them."""
-    bias = sequence.request.sampling.logit_bias
+def _biased(own: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows, tokens and bias."""
+    bias = own.sequence.request.sampling.logit_bias
+    rows = own.rows[own.rows != NOT_NEEDED]
     tokens, values = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
     return np.repeat(rows, len(tokens)), np.tile(tokens, len(rows)), np.tile(values, len(rows))
 
 
-def _penalised(sequence: Sequence, rows: np.ndarray) -> Penalised:
-    assert sequence.token_counts is not None
-    sampling = sequence.request.sampling
-    seen = sequence.token_counts.along(sequence.draft, sequence.tree)
-    size = seen.counts.size
+def _penalised(own: Rows) -> Penalised:
+    assert own.sequence.token_counts is not None
+    sampling = own.sequence.request.sampling
+    needed = own.rows != NOT_NEEDED
+    rows = own.rows[needed]
+    seen = own.sequence.token_counts.along(own.draft, own.tree)
+    counts = seen.counts[needed].ravel()
+    size = len(counts)
     return Penalised(
         rows=np.repeat(rows, len(seen.tokens)),
         tokens=np.tile(seen.tokens, len(rows)),
         in_prompt=np.tile(seen.in_prompt, len(rows)),
-        counts=seen.counts.ravel(),
+        counts=counts,
         repetition=np.full(size, sampling.repetition_penalty, np.float32),
         presence=np.full(size, sampling.presence_penalty, np.float32),
         frequency=np.full(size, sampling.frequency_penalty, np.float32),
     )
 
 
-def _flat(parts: SequenceOf[tuple[np.ndarray, ...]]) -> list[np.ndarray]:
-    """Tuples of arrays as one tuple of longer arrays."""
+class Penalised(NamedTuple):
+    """N logits to penalise."""
+
+    rows: np.ndarray
+    """int64 [N]; each (row, token) occurs once."""
+    tokens: np.ndarray
+    """int64 [N]."""
+    in_prompt: np.ndarray
+    """bool [N]: whether the prompt has the token."""
+    counts: np.ndarray
+    """float32 [N]: number of times that the output before the row has it."""
+    repetition: np.ndarray
+    """float32 [N]: the penalties that apply."""
+    presence: np.ndarray
+    """float32 [N]."""
+    frequency: np.ndarray
+    """float32 [N]."""
+
+
+def penalise(logits: Tensor, penalised: Penalised) -> None:
+    """Apply penalties to logits, float32 [M, V], in place.
+
+    Repetition is that of CTRL (Keskar et al., 2019), over prompt and output; the others are OpenAI's, over the output.
+    """
+    rows, tokens, in_prompt, counts, repetition, presence, frequency = (
+        torch.from_numpy(array).to(logits.device) for array in penalised
+    )
+    values = logits[rows, tokens]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(in_prompt | (counts > 0), repeated, values)
+    logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
+
+
+class Occurrences(NamedTuple):
+    """How often D tokens occur before each of R rows."""
+
+    tokens: np.ndarray
+    """int64 [D], distinct."""
+    in_prompt: np.ndarray
+    """bool [D]."""
+    counts: np.ndarray
+    """float32 [R, D]: number of times that the output before each row has each token."""
+
+
+class TokenCounts:
+    """Counts the tokens of a sequence as they are committed."""
+
+    def __init__(self, prompt: np.ndarray, max_length: int) -> None:
+        """prompt: uint32 [P], of a sequence of at most `max_length` tokens."""
+        distinct = np.unique(prompt)
+        self._columns = {token: column for column, token in enumerate(distinct.tolist())}
+        self._prompt_columns = len(distinct)
+        self._tokens = np.empty(max_length, np.int64)
+        self._tokens[: len(distinct)] = distinct
+        self._counts = np.zeros(max_length, np.float32)
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Count committed tokens, uint32 [n]."""
+        for token in tokens.tolist():
+            column = self._columns.setdefault(token, len(self._columns))
+            self._tokens[column] = token
+            self._counts[column] += 1
+
+    def along(self, draft: np.ndarray, tree: DraftTree | None = None) -> Occurrences:
+        """Return the counts before each of R = k + 1 rows: after the committed tokens and each of a draft, uint32 [k].
+
+        tree: shape of the draft; None for a path.
+        """
+        drafted = draft.tolist()
+        known = len(self._columns)
+        unknown = [token for token in dict.fromkeys(drafted) if token not in self._columns]
+        columns = {token: known + index for index, token in enumerate(unknown)}
+        counts = np.zeros((len(drafted) + 1, known + len(unknown)), np.float32)
+        counts[:, :known] = self._counts[:known]
+        for index, token in enumerate(drafted):
+            column = self._columns.get(token)
+            after = slice(index + 1, None) if tree is None else 1 + np.flatnonzero(tree.sees[:, index])
+            counts[after, columns[token] if column is None else column] += 1
+        tokens = np.concatenate((self._tokens[:known], np.array(unknown, np.int64)))
+        return Occurrences(tokens, np.arange(len(tokens)) < self._prompt_columns, counts)
+
+
+def _joined(parts: SequenceOf[tuple[np.ndarray, ...]]) -> list[np.ndarray]:
+    """Concatenate tuples of arrays column by column."""
     return [np.concatenate(columns) for columns in zip(*parts, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""A step's logits to its tokens, each sequence by its own settings."""
+"""From processed logits to tokens or distributions, each row by the settings of its request."""
 
 from __future__ import annotations
 
@@ -6,64 +6,31 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from engine.executor.batch import Batch
-from engine.executor.kernels.draw import draw_tokens
+from engine.executor.kernels import sample as kernel
 from engine.executor.transfer import on_device
-from engine.sampling.logprobs import Logprobs, logprobs_of
-from engine.sampling.noise import choose_tokens, greedy_tokens
-from engine.sampling.processors import adjusted
-from engine.sampling.truncation import Truncation
-from engine.scheduling.sequence import Sequence
+from engine.sampling.noise import sample_tokens
+from engine.sampling.truncation import Truncation, divisors, truncate
+from engine.scheduling.request import SamplingParams
 
 
-class Chosen(NamedTuple):
-    """The target's tokens in one step."""
+class RowSettings(NamedTuple):
+    """How the tokens of M rows are sampled."""
 
-    tokens: np.ndarray
-    """uint32 [M]: the one behind each of the rows that `Batch.logit_offsets` cuts."""
-    logprobs: dict[int, Logprobs]
-    """Of those tokens, by the index of each sequence that asked."""
-
-
-def choose(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Chosen:
-    """Choose tokens from the logits of a batch, float32 [rows, V], or take recorded ones in their place."""
-    if len(logits) > batch.logit_offsets[-1]:
-        _score_prompts(batch, logits, sequences)
-        logits = logits[: batch.logit_offsets[-1]]
-    tokens = _on_host(chosen_tokens(batch, logits, sequences))
-    _replay(batch, tokens, sequences)
-    return Chosen(tokens, _logprobs(batch, logits, tokens, sequences))
+    temperatures: np.ndarray
+    """float64 [M]; 0 for greedy."""
+    seeds: np.ndarray
+    """int64 [M]."""
+    positions: np.ndarray
+    """int64 [M]: position of each sampled token within its sequence."""
+    truncation: Truncation | None
+    """None if no row has any."""
 
 
-def chosen_tokens(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
-    """The same tokens where the logits are, int64 [M]. logits: float32 [M, V]."""
-    if all(sequence.request.sampling.is_plain_greedy for sequence in sequences):
-        return greedy_tokens(logits)
-    return _drawn(batch, adjusted(logits, batch.logit_offsets, sequences), sequences)
-
-
-def _replay(batch: Batch, tokens: np.ndarray, sequences: SequenceOf[Sequence]) -> None:
-    """Put recorded tokens in their places, behind every row up to the end of the record."""
-    for index, sequence in enumerate(sequences):
-        if sequence.request.recorded is None:
-            continue
-        to_come = sequence.to_come
-        rows = slice(*batch.logit_offsets[index : index + 2].tolist())
-        places = batch.positions[batch.logit_rows[rows]] + 1 - len(sequence)
-        is_recorded = places < len(to_come)
-        tokens[rows][is_recorded] = to_come[places[is_recorded]]
-
-
-def _on_host(tokens: Tensor) -> np.ndarray:
-    """Tokens as the host has them, uint32, once the device is done with them."""
-    return tokens.to("cpu").numpy().astype(np.uint32)
-
-
-def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
-    samplings = [sequence.request.sampling for sequence in sequences]
-    counts = np.diff(batch.logit_offsets)
+def row_settings(samplings: SequenceOf[SamplingParams], counts: np.ndarray, positions: np.ndarray) -> RowSettings:
+    """Return the settings of M rows: `counts`, int64 [n], of them for each of `samplings`; positions: int64 [M]."""
     truncation = None
     if any(sampling.truncates for sampling in samplings):
         truncation = Truncation(
@@ -71,50 +38,31 @@ def _drawn(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> Ten
             top_p=np.repeat([sampling.top_p for sampling in samplings], counts),
             min_p=np.repeat([sampling.min_p for sampling in samplings], counts),
         )
-    settings = (
-        np.repeat(np.array([sampling.temperature for sampling in samplings], np.float64), counts),
-        np.repeat(np.array([sampling.seed for sampling in samplings], np.int64), counts),
-        batch.positions[batch.logit_rows[: len(logits)]] + 1,
+    return RowSettings(
+        temperatures=np.repeat(np.array([sampling.temperature for sampling in samplings], np.float64), counts),
+        seeds=np.repeat(np.array([sampling.seed for sampling in samplings], np.int64), counts),
+        positions=positions,
+        truncation=truncation,
     )
+
+
+def sample(logits: Tensor, settings: RowSettings) -> Tensor:
+    """Return the target's token of each row, int64 [M]. logits: float32 [M, V], processed."""
+    temperatures, seeds, positions, truncation = settings
     if not logits.is_cuda:
-        return choose_tokens(logits, *settings, truncation)
-    # As the pipelined loop does: another implementation's logarithms may differ in the last bit.
+        return sample_tokens(logits, temperatures, seeds, positions, truncation)
+    # The kernel that CUDA graphs use: another implementation's logarithms may differ in the last bit.
     limits = None if truncation is None else truncation.on(logits)
-    temperatures, seeds, positions = (on_device(array, logits.device) for array in settings)
-    return draw_tokens(logits, temperatures, seeds, positions, limits)
+    t, s, p = (on_device(array, logits.device) for array in (temperatures, seeds, positions))
+    return kernel.sample_tokens(logits, t, s, p, limits)
 
 
-def _logprobs(batch: Batch, logits: Tensor, tokens: np.ndarray, sequences: SequenceOf[Sequence]) -> dict[int, Logprobs]:
-    asked = {
-        index: sampling.logprobs
-        for index, sequence in enumerate(sequences)
-        if (sampling := sequence.request.sampling).logprobs is not None
-    }
-    return _in_parts(logits, tokens, batch.logit_offsets, asked)
+def scores(logits: Tensor, settings: RowSettings) -> Tensor:
+    """Return logits over temperature, float32 [M, V], with -inf for tokens that truncation drops."""
+    divided = logits / divisors(on_device(settings.temperatures, logits.device)).to(logits)[:, None]
+    return divided if settings.truncation is None else truncate(divided, settings.truncation)
 
 
-def _score_prompts(batch: Batch, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
-    """Keep what the model thought of the prompts' tokens that follow the scored rows."""
-    first = batch.scored_offsets[0]
-    following = [sequence.tokens[sequence.scored.start + 1 : sequence.scored.stop + 1] for sequence in sequences]
-    asked = {
-        index: sequence.request.sampling.prompt_logprobs or 0
-        for index, sequence in enumerate(sequences)
-        if len(sequence.scored)
-    }
-    parts = _in_parts(logits[first:], np.concatenate(following), batch.scored_offsets - first, asked)
-    for index, part in parts.items():
-        sequences[index].prompt_logprobs.append(part)
-
-
-def _in_parts(logits: Tensor, tokens: np.ndarray, offsets: np.ndarray, asked: dict[int, int]) -> dict[int, Logprobs]:
-    """Log-probabilities of the rows of some sequences, with as many alternatives as each of them asked for."""
-    if not asked:
-        return {}
-    rows = np.concatenate([np.arange(offsets[index], offsets[index + 1]) for index in asked])
-    together = logprobs_of(logits[rows], tokens[rows], max(asked.values()))
-    ends = np.cumsum([offsets[index + 1] - offsets[index] for index in asked])
-    return {
-        index: together.part(end - (offsets[index + 1] - offsets[index]), end, count)
-        for (index, count), end in zip(asked.items(), ends, strict=True)
-    }
+def probabilities(logits: Tensor, settings: RowSettings) -> Tensor:
+    """Return the distribution that each row is sampled from, float32 [M, V]."""
+    return torch.softmax(scores(logits, settings), dim=-1)

@@ -12,56 +12,59 @@ from engine.scheduling.request import FinishReason, Request
 
 
 class Cut(NamedTuple):
-    """How much of what a step produced belongs to the output."""
+    """How many of a step's tokens belong to the output, and whether it ends there."""
 
     length: int
-    """Leading tokens that do."""
+    """Number of leading tokens that belong to the output."""
     reason: FinishReason | None = None
-    """Why the output ends behind them, if it does."""
+    """Why the output ends after them; None if it goes on."""
     stop_reason: str | int | None = None
     """As in `Completion`."""
 
 
 class Stopping:
-    """Watches the output of one request. Follows committed tokens alone, so drafts do not matter to it."""
+    """Finds the end of one request's output. It reads committed tokens only, so drafts have no effect on it."""
 
     def __init__(self, request: Request, eos_token_ids: Iterable[int] = (), decode: Decode | None = None) -> None:
-        """`decode` is needed for stop strings alone."""
+        """`decode` is needed only for stop strings."""
         sampling = request.sampling
         self.end_ids = np.array(sorted({*sampling.stop_token_ids, *eos_token_ids}), np.int64)
         """Tokens that `min_tokens` forbids."""
-        self._ends = frozenset(() if sampling.ignore_eos else eos_token_ids)
-        self._stops = frozenset(sampling.stop_token_ids)
+        self._eos = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        self._stop_tokens = frozenset(sampling.stop_token_ids)
         self._strings: StopStrings | None = None
         if sampling.stop:
             assert decode is not None, "stop strings without a tokenizer"
             self._strings = StopStrings(sampling.stop, sampling.min_tokens, Detokenizer(decode, request.prompt))
 
     def cut(self, tokens: np.ndarray, room: int) -> Cut:
-        """What of `tokens`, uint32 [n] behind those of earlier calls, is output; `room` is the most that may be."""
+        """Find the end of the output in `tokens`, uint32 [n], which follow those of earlier calls.
+
+        room: largest number of further tokens that the output may have.
+        """
         for index, token in enumerate(tokens.tolist()):
-            if token in self._ends:
+            if token in self._eos:
                 return Cut(index + 1, FinishReason.STOP)
-            if token in self._stops:
+            if token in self._stop_tokens:
                 return Cut(index + 1, FinishReason.STOP, token)
             if self._strings is not None and (found := self._strings.feed(token)) is not None:
                 return Cut(index + 1, FinishReason.STOP, found)
         return Cut(len(tokens), FinishReason.LENGTH if len(tokens) == room else None)
 
     def text(self) -> str | None:
-        """The text of an output that has ended, if it was watched for strings."""
+        """Return the text of an output that has ended; None unless the request has stop strings."""
         return None if self._strings is None else self._strings.finish()
 
 
 class StopStrings:
-    """The text of an output, up to the first stop string in it.
+    """The text of an output up to the first stop string.
 
-    The first is the one whose last character comes first, and of two that end together the longer. So it does not
-    matter how the text is cut into tokens.
+    The first stop string is the one that ends first; of two that end together, the longer one. So the result does not
+    depend on how the text is divided into tokens.
     """
 
     def __init__(self, stops: tuple[str, ...], min_tokens: int, detokenizer: Detokenizer) -> None:
-        """What the first `min_tokens` tokens complete does not count."""
+        """A stop string that the first `min_tokens` tokens complete does not count."""
         self._stops = stops
         self._min_tokens = min_tokens
         self._detokenizer = detokenizer
@@ -70,21 +73,21 @@ class StopStrings:
         self._found: str | None = None
 
     def feed(self, token: int) -> str | None:
-        """The stop string that `token` completes."""
+        """Append a token; return the stop string that it completes, if any."""
         searched = len(self._text)
         self._text += self._detokenizer.feed(token)
         self._tokens += 1
         if self._tokens > self._min_tokens:
-            places = []
+            matches = []
             for stop in self._stops:
                 start = self._text.find(stop, max(0, searched - len(stop) + 1))
                 if start >= 0:
-                    places.append((start + len(stop), start, stop))
-            if places:
-                _, start, self._found = min(places)
+                    matches.append((start + len(stop), start, stop))
+            if matches:
+                _, start, self._found = min(matches)
                 self._text = self._text[:start]
         return self._found
 
     def finish(self) -> str:
-        """The whole text, now that nothing follows."""
+        """Return the whole text, once the output has ended."""
         return self._text if self._found is not None else self._text + self._detokenizer.finish()

@@ -1,7 +1,7 @@
-"""Which tokens are likely enough to be drawn: min-p, top-k, top-p.
+"""Truncation of a distribution: min-p, top-k, top-p.
 
-Each keeps the tokens above some score, so the three together are one floor for each row. Tokens that score the same
-are kept or dropped together; so the outcome depends on no order of sorting.
+Each keeps the tokens above some score, so the three together are one lowest score per row. Tokens of equal score are
+kept or dropped together, so the result does not depend on the order of sorting.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from torch import Tensor
 from engine.executor.transfer import on_device
 from engine.scheduling.request import GREEDY_BELOW
 
-WORKSPACE = 1 << 28
-"""Bytes that the temporaries of many rows may take; what has more is worked on in parts."""
-BYTES_AN_ENTRY = 64
-"""Of temporaries at most, with those of PyTorch's sorting."""
+WORKSPACE_BYTES = 1 << 28
+"""Memory for temporaries; more rows are processed in several parts."""
+BYTES_PER_ENTRY = 64
+"""Upper bound of the temporaries per logit, those of PyTorch's sorting included."""
 
 
 @dataclass(frozen=True, eq=False)
 class Truncation:
-    """The settings of M rows, with the meanings and ranges that `SamplingParams` gives them."""
+    """The settings of M rows, with the meanings and ranges of `SamplingParams`, on the host."""
 
     top_k: np.ndarray
-    """int64 [M]: 0 or less is all."""
+    """int64 [M]; 0 or less keeps all tokens."""
     top_p: np.ndarray
     """float64 [M]."""
     min_p: np.ndarray
     """float64 [M]."""
 
     def rows(self, rows: np.ndarray) -> Truncation:
-        """Those of some rows."""
+        """Return the settings of some rows."""
         return Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     def on(self, scores: Tensor) -> Limits:
-        """The same where the scores are, float32 [M, V]."""
+        """Return the settings on the device of the scores, float32 [M, V]."""
         top_k, top_p, min_p = (on_device(array, scores.device) for array in (self.top_k, self.top_p, self.min_p))
         return Limits(top_k, top_p, min_p, self.most(scores.shape[1]))
 
-    def most(self, vocab: int) -> int:
-        """Tokens to be ranked, see `Limits.most`."""
+    def most(self, vocab_size: int) -> int:
+        """Return the number of tokens to sort, see `Limits.most`."""
         ranked = (self.top_k > 0) | (self.top_p < 1)
-        kept = np.where(self.top_k > 0, np.minimum(self.top_k, vocab), vocab)
+        kept = np.where(self.top_k > 0, np.minimum(self.top_k, vocab_size), vocab_size)
         return int(kept.max(initial=0, where=ranked))
 
 
 class Limits(NamedTuple):
-    """The same on the device."""
+    """The same settings on the device."""
 
     top_k: Tensor
     """int64 [M]."""
@@ -59,75 +59,79 @@ class Limits(NamedTuple):
     min_p: Tensor
     """float64 [M]."""
     most: int
-    """Tokens to be ranked: as many as any of the rows may keep, if it has a top-k or top-p; 0 if none has."""
+    """Number of tokens to sort per row: the largest number that any row with a top-k or top-p may keep; 0 if no row
+    has one."""
 
 
-def truncate(scores: Tensor, limits: Truncation) -> Tensor:
-    """`scores`, float32 [M, V], logits over temperature, with -inf for the tokens that are not to be drawn."""
-    floor = _floor(scores.amax(dim=-1), on_device(limits.min_p, scores.device))
-    ranked = np.flatnonzero((limits.top_k > 0) | (limits.top_p < 1))
+def truncate(scores: Tensor, settings: Truncation) -> Tensor:
+    """Return `scores`, float32 [M, V], logits over temperature, with -inf for the tokens that are dropped."""
+    lowest = _min_p_score(scores.amax(dim=-1), on_device(settings.min_p, scores.device))
+    ranked = np.flatnonzero((settings.top_k > 0) | (settings.top_p < 1))
     if len(ranked):
         rows = on_device(ranked, scores.device)
-        those = limits.rows(ranked).on(scores)
-        floor[rows] = _floor_of_ranks(_best(scores[rows], those.most), floor[rows], those)
-    return scores.masked_fill(scores < floor[:, None], float("-inf"))
+        limits = settings.rows(ranked).on(scores)
+        lowest[rows] = _ranked_score(_highest(scores[rows], limits.most), lowest[rows], limits)
+    return scores.masked_fill(scores < lowest[:, None], float("-inf"))
 
 
-def floors_of(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tensor:
-    """The lowest score that each row may draw, float32 [M], without waiting for the device: all are ranked if any is.
+def lowest_scores(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tensor:
+    """Return the lowest score that each row keeps, float32 [M], without waiting for the device.
 
-    logits: float32 [M, V]. temperatures: float64 [M].
+    All rows are sorted if any is. logits: float32 [M, V]. temperatures: float64 [M].
     """
-    # To divide keeps the order, rounded or not; so it comes last, and no scores of all tokens are needed.
-    warmth = warmth_of(temperatures).to(logits)
-    floors = _floor(logits.amax(dim=-1) / warmth, limits.min_p)
+    # Division keeps the order, rounded or not. So it comes last, and the scores of all tokens are not needed.
+    divisor = divisors(temperatures).to(logits)
+    lowest = _min_p_score(logits.amax(dim=-1) / divisor, limits.min_p)
     if not limits.most:
-        return floors
+        return lowest
     most = min(limits.most, logits.shape[1])
-    columns = (logits, warmth, floors, limits.top_k, limits.top_p, limits.min_p)
-    # On the CPU all tokens are sorted, however few are wanted.
-    size = rows_at_a_time(logits.shape[1] if logits.device.type == "cpu" else most)
+    columns = (logits, divisor, lowest, limits.top_k, limits.top_p, limits.min_p)
+    # On the CPU all tokens are sorted, however few are needed.
+    size = rows_per_part(logits.shape[1] if logits.device.type == "cpu" else most)
     ranked = [
-        _floor_of_ranks(_best(part, most) / own_warmth[:, None], floor, Limits(top_k, top_p, min_p, most))
-        for part, own_warmth, floor, top_k, top_p, min_p in zip(
+        _ranked_score(_highest(part, most) / own_divisor[:, None], own_lowest, Limits(top_k, top_p, min_p, most))
+        for part, own_divisor, own_lowest, top_k, top_p, min_p in zip(
             *(column.split(size) for column in columns), strict=True
         )
     ]
-    return torch.where((limits.top_k > 0) | (limits.top_p < 1), torch.cat(ranked), floors)
+    return torch.where((limits.top_k > 0) | (limits.top_p < 1), torch.cat(ranked), lowest)
 
 
-def warmth_of(temperatures: Tensor) -> Tensor:
-    """What logits are divided by, float64 [M]: 1 for rows that are greedy."""
+def divisors(temperatures: Tensor) -> Tensor:
+    """Return what logits are divided by, float64 [M]: the temperatures, 1 for greedy rows."""
     return torch.where(temperatures > GREEDY_BELOW, temperatures, 1)
 
 
-def rows_at_a_time(entries: int) -> int:
-    """Of how many rows with so many entries each the temporaries fit into `WORKSPACE`; at least one."""
-    return max(1, WORKSPACE // (BYTES_AN_ENTRY * max(1, entries)))
+def rows_per_part(entries: int) -> int:
+    """Return the number of rows of `entries` logits whose temporaries fit into `WORKSPACE_BYTES`, at least 1."""
+    return max(1, WORKSPACE_BYTES // (BYTES_PER_ENTRY * max(1, entries)))
 
 
-def _floor(highest: Tensor, min_p: Tensor) -> Tensor:
+def _min_p_score(highest: Tensor, min_p: Tensor) -> Tensor:
     return highest + torch.log(min_p).to(highest)
 
 
-def _floor_of_ranks(best: Tensor, floor: Tensor, limits: Limits) -> Tensor:
-    """The score of the last token that top-k and top-p keep of those above `floor`, float32 [M]; see `_best`."""
+def _ranked_score(best: Tensor, lowest: Tensor, limits: Limits) -> Tensor:
+    """Return the score of the last token that top-k and top-p keep among those above `lowest`, float32 [M].
+
+    best: the highest scores of each row in descending order.
+    """
     kept = torch.where(limits.top_k > 0, limits.top_k, best.shape[1])
     share = torch.where(limits.top_p < 1, limits.top_p, float("inf"))  # 1 keeps what rounding would lose
-    # Sums run from the likeliest token on, so that they do not depend on the rows beside this one.
+    # Sums begin with the likeliest token, so that they do not depend on the other rows.
     weights = torch.exp((best - best[:, :1]).double())
     is_kept = torch.arange(best.shape[1], device=best.device) < kept[:, None]
-    weights = weights.masked_fill(~is_kept | (best < floor[:, None]), 0)
+    weights = weights.masked_fill(~is_kept | (best < lowest[:, None]), 0)
     mass = weights.cumsum(dim=-1)
-    # The token that crosses the share is kept: what counts is the mass before it.
+    # The token that reaches the share is kept: the mass before it decides.
     enough = share[:, None] * mass[:, -1:]
-    # Of scores that are no numbers none is kept; such a row must not break those beside it.
+    # A row of NaN keeps no token; it must not affect the other rows.
     last = (((mass - weights < enough) & (weights > 0)).sum(dim=-1) - 1).clamp(min=0)
     return best.gather(1, last[:, None])[:, 0]
 
 
-def _best(scores: Tensor, size: int) -> Tensor:
-    """The `size` highest scores of each row, best first."""
+def _highest(scores: Tensor, size: int) -> Tensor:
+    """Return the `size` highest scores of each row in descending order."""
     if scores.device.type == "cpu":
         # NumPy's vectorised sort is 20 times as fast as PyTorch's.
         return torch.from_numpy(np.sort(scores.numpy(), axis=-1)[:, : -size - 1 : -1].copy())

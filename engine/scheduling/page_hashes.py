@@ -1,8 +1,8 @@
-"""Names of full pages: what has the same name has the same keys and values.
+"""Hashes of full pages: pages with the same hash hold the same keys and values.
 
-A page's name is a hash over its tokens and the name of the page before it, and so over everything that its keys and
-values depend on. It begins with a salt, so that tenants with different salts never share a page. The hash is a
-cryptographic one: a collision would show one request the text of another.
+A page's hash covers its tokens and the hash of the page before it, and so everything that its keys and values depend
+on. The chain begins with a salt, so that tenants with different salts never share a page. The hash is cryptographic: a
+collision would expose the text of one request to another.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from hashlib import blake2b
 
 import numpy as np
 
-NAME_BYTES = 32
+HASH_BYTES = 32
 
 
-def first_name(salt: str) -> bytes:
-    """What stands before a sequence's first page."""
-    # `person` keeps a salt from posing as the tokens of a page.
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES, person=b"salt").digest()
+def salt_hash(salt: str) -> bytes:
+    """Return the hash that a sequence's chain begins with."""
+    # `person` separates the hash of a salt from the hash of a page that holds the same bytes.
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
-def page_name(before: bytes, tokens: np.ndarray) -> bytes:
-    """The name of a page that holds `tokens`, uint32 [page size], behind the page called `before`."""
-    return blake2b(tokens.tobytes(), digest_size=NAME_BYTES, key=before).digest()
+def page_hash(previous: bytes, tokens: np.ndarray) -> bytes:
+    """Return the hash of a page that holds `tokens`, uint32 [page size], after the page with the hash `previous`."""
+    return blake2b(tokens.tobytes(), digest_size=HASH_BYTES, key=previous).digest()
 
 
-class PageNames:
-    """The names of one sequence's full pages, made as they are asked for, in order."""
+class PageHashes:
+    """The hashes of one sequence's full pages, computed on demand and in order."""
 
     def __init__(self, salt: str) -> None:
-        self._names = [first_name(salt)]
+        self._hashes = [salt_hash(salt)]
 
-    def name(self, tokens: np.ndarray, index: int, page_size: int) -> bytes:
-        """The name of page `index` of a sequence that has committed `tokens`, uint32 [N], which must fill it."""
-        names = self._names
-        while len(names) <= index + 1:
-            start = (len(names) - 1) * page_size
-            names.append(page_name(names[-1], tokens[start : start + page_size]))
-        return names[index + 1]
+    def of(self, tokens: np.ndarray, index: int, page_size: int) -> bytes:
+        """Return the hash of page `index` of a sequence whose committed `tokens`, uint32 [N], fill that page."""
+        hashes = self._hashes
+        while len(hashes) <= index + 1:
+            start = (len(hashes) - 1) * page_size
+            hashes.append(page_hash(hashes[-1], tokens[start : start + page_size]))
+        return hashes[index + 1]

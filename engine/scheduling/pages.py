@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who owns which, and what they are called. Knows nothing of what is stored in them."""
+"""Allocation of KV cache pages, with reference counts and a prefix cache. Knows nothing of what pages store."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class PagePool:
-    """Hands out page numbers and takes them back.
+    """Allocates and frees page numbers.
 
-    A page has any number of owners. One that was given a name can be found by it, also after its last owner has left:
-    it then stays idle until its room is needed, the least recently used page going first.
+    A page has any number of owners. A page with a hash can be found by it, also after its last owner has freed it: such
+    a page is idle until its memory is needed; the least recently used idle page is evicted first.
     """
 
     def __init__(self, count: int, page_size: int) -> None:
@@ -18,84 +18,86 @@ class PagePool:
         self.count = count
         self.page_size = page_size
         self._unused = list(range(count - 1, -1, -1))
-        """Pages without owner and name."""
+        """Pages without an owner and without a hash."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages with a name and without owner, the least recently used first."""
+        """Pages with a hash and without an owner, the least recently used first."""
         self._owners = [0] * count
         self._page_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+        self._hash_of: dict[int, bytes] = {}
 
     @property
-    def free(self) -> int:
-        """Pages that nobody owns, and that can be taken."""
+    def free_count(self) -> int:
+        """Number of pages without an owner, which can be allocated."""
         return len(self._unused) + len(self._idle)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens`."""
+        """Number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def take(self, count: int) -> list[int]:
-        """`count` pages without a name, in ascending order. Raises ValueError if there are too few."""
-        if count > self.free:
-            raise ValueError(f"{count} pages wanted, {self.free} free")
-        taken = [self._unused.pop() if self._unused else self._evict() for _ in range(count)]
-        for page in taken:
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` pages without a hash, in ascending order. Raises ValueError if fewer are free."""
+        if count > self.free_count:
+            raise ValueError(f"cannot allocate {count} pages: {self.free_count} are free")
+        pages = [self._unused.pop() if self._unused else self._evict() for _ in range(count)]
+        for page in pages:
             self._owners[page] = 1
-        # Neighbours are read faster.
-        return sorted(taken)
+        # Attention reads adjacent pages faster.
+        return sorted(pages)
 
     def share(self, page: int) -> None:
-        """One more owner for a page that `find` gave."""
+        """Add an owner to a page that `find` returned."""
         if self._owners[page] == 0:
             del self._idle[page]
         self._owners[page] += 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """One owner less for each of `pages`; those without any may be taken again at once, the last ones first."""
+    def free(self, pages: Sequence[int]) -> None:
+        """Remove one owner of each page. Pages without an owner become available, the last of `pages` first."""
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] > 0:
                 continue
-            if page in self._name_of:
+            if page in self._hash_of:
                 self._idle[page] = None
             else:
                 self._unused.append(page)
 
-    def name(self, page: int, name: bytes) -> None:
-        """Let an owned page be found by `name`, unless another page is."""
-        if name not in self._page_of:
-            self._page_of[name] = page
-            self._name_of[page] = name
+    def register(self, page: int, page_hash: bytes) -> None:
+        """Make an owned page findable by its hash, unless another page already has this hash."""
+        if page_hash not in self._page_of:
+            self._page_of[page_hash] = page
+            self._hash_of[page] = page_hash
 
-    def find(self, name: bytes) -> int | None:
-        """The page of that name, with or without owners."""
-        return self._page_of.get(name)
+    def find(self, page_hash: bytes) -> int | None:
+        """Return the page with this hash, owned or idle."""
+        return self._page_of.get(page_hash)
 
-    def name_of(self, page: int) -> bytes | None:
-        """What a page is called."""
-        return self._name_of.get(page)
+    def hash_of(self, page: int) -> bytes | None:
+        """Return the hash that a page is registered under."""
+        return self._hash_of.get(page)
 
     def is_owned(self, page: int) -> bool:
-        """Whether a page has an owner."""
+        """Return whether a page has an owner."""
         return self._owners[page] > 0
 
     def check_integrity(self, owned: Sequence[Sequence[int]]) -> None:
-        """Raises AssertionError unless each page has as many owners as there are lists of `owned` that hold it, none
-        is free twice or both free and owned, only named pages have several owners, and names and pages are one to one.
+        """Raise AssertionError unless the pool is consistent with `owned`, the page lists of all owners.
+
+        Each page must have as many owners as lists contain it, be free at most once and not while it is owned; only
+        registered pages have several owners; hashes and pages map one to one.
         """
         owners = Counter(page for pages in owned for page in pages)
         if [owners[page] for page in range(self.count)] != self._owners or owners.total() != sum(self._owners):
-            raise AssertionError("a page is lost, foreign, or has other owners than it counts")
+            raise AssertionError("a page is lost, unknown, or has another number of owners than is counted")
         if sorted([*self._unused, *self._idle, *owners]) != list(range(self.count)):
             raise AssertionError("a page is free twice, or free and owned")
-        if {name: page for page, name in self._name_of.items()} != self._page_of:
-            raise AssertionError("names and pages are not one to one")
-        if not self._idle.keys() <= self._name_of.keys() or not self._name_of.keys().isdisjoint(self._unused):
-            raise AssertionError("an idle page has no name, or an unused one has")
-        if any(count > 1 and page not in self._name_of for page, count in owners.items()):
-            raise AssertionError("a page without a name is shared")
+        if {page_hash: page for page, page_hash in self._hash_of.items()} != self._page_of:
+            raise AssertionError("hashes and pages do not map one to one")
+        if not self._idle.keys() <= self._hash_of.keys() or not self._hash_of.keys().isdisjoint(self._unused):
+            raise AssertionError("an idle page has no hash, or an unused page has one")
+        if any(count > 1 and page not in self._hash_of for page, count in owners.items()):
+            raise AssertionError("a page without a hash is shared")
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._name_of.pop(page)]
+        del self._page_of[self._hash_of.pop(page)]
         return page

@@ -16,6 +16,7 @@ import numpy as np
 if TYPE_CHECKING:  # A plan is read without PyTorch.
     from torch import Tensor
 
+    from engine.drafters.base import OutcomeTable
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
     from engine.speculation.draft_tree import DraftTree
@@ -30,8 +31,10 @@ class SequencePlan:
     """The part of a step that belongs to one sequence: committed tokens that run, and a draft after them."""
 
     sequence: Sequence
+    computed: int
+    """Number of tokens that are in the KV cache; with steps in flight, the number that is known to be."""
     scheduled: int
-    """Number of committed tokens that run, beginning with the first one that is not in the KV cache."""
+    """Number of committed tokens that run after those."""
     produces: bool
     """Whether the last committed token is among them, so that the step yields the next one."""
     draft_room: int = 0
@@ -45,6 +48,24 @@ class SequencePlan:
     q_rows: np.ndarray | None = None
     """int32 [k]: row of `StepPlan.q` that each draft token was sampled from, -1 for a deterministic candidate; None if
     all of them are deterministic."""
+
+    in_flight_draft: np.ndarray | None = None
+    """uint32 [k]: what a step in flight verifies for the sequence, so that its last tokens are not known; None if no
+    such step is in flight."""
+
+    max_verified: int = 0
+    """Largest number of draft tokens that the step verifies: with a step in flight, the longest draft of an outcome."""
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits are kept because the log-probabilities of the prompt's next tokens were asked for."""
+        sequence = self.sequence
+        if sequence.request.sampling.prompt_logprobs is None:
+            return range(0)
+        last = len(sequence.request.prompt) - 1
+        done = sum(len(part.tokens) for part in sequence.prompt_logprobs)
+        assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are asked for were not run"
+        return range(done, min(self.computed + self.scheduled, last))
 
     @property
     def draft_depths(self) -> np.ndarray:
@@ -60,6 +81,10 @@ class StepPlan:
     """In the order of arrival of their sequences."""
     cost: float | None = None
     """What verifying one more draft token costs, as a fraction of the step; None if it is not measured."""
+    outcomes: OutcomeTable | None = None
+    """Drafts of the producing entries by what a step in flight yields for them; None if no step is in flight."""
+    known_lengths: np.ndarray | None = None
+    """int64 [producing entries]: lengths of the texts before the accepted tokens and the bonus token of `outcomes`."""
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     asked: bool = False
@@ -74,10 +99,26 @@ class StepPlan:
         """Entries that yield tokens; drafts are proposed for these alone."""
         return [entry for entry in self.entries if entry.produces]
 
+    def select_drafts(self) -> None:
+        """Set the drafts that the device has selected from `outcomes`, once the tokens before them are committed."""
+        table = self.outcomes
+        if table is None or not self.producing:
+            return
+        sequences = [entry.sequence for entry in self.producing]
+        assert self.known_lengths is not None
+        added = np.array([len(sequence) for sequence in sequences]) - self.known_lengths - 1
+        last_tokens = np.array([sequence.tokens[-1] for sequence in sequences])
+        is_outcome = (table.accepted == added[:, None]) & (table.bonus == last_tokens[:, None])
+        rows, found = is_outcome.argmax(axis=1).tolist(), is_outcome.any(axis=1).tolist()
+        for index, entry in enumerate(self.producing):
+            if found[index]:
+                own = index, rows[index], slice(int(table.lengths[index, rows[index]]))
+                entry.draft, entry.sources = table.tokens[own], table.source[own]
+
     @property
     def tokens(self) -> int:
-        """Number of tokens that run, drafts included."""
-        return sum(entry.scheduled + len(entry.draft) for entry in self.entries)
+        """Largest number of tokens that run, drafts included."""
+        return sum(entry.scheduled + entry.max_verified for entry in self.entries)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +133,14 @@ class SequenceResult:
     """int64 [a]: indices of the accepted tokens within the draft, a path from the root."""
     logprobs: Logprobs | None = None
     """Log-probabilities of `tokens`, if the request asked for them."""
+    hidden: Tensor | None = None
+    """[scheduled + a, layers, hidden size]: hidden states of the scheduled tokens, whose positions begin with
+    `plan.computed`, and of the accepted draft tokens; None unless the drafter needs them."""
+    top_tokens: Tensor | None = None
+    """int64 [1 + k, n]: tokens of the n largest logits after the last committed token and after each draft token,
+    accepted or not; None unless the drafter needs them and the sequence produces."""
+    top_logits: Tensor | None = None
+    """float32 [1 + k, n]."""
 
     @property
     def sequence_id(self) -> int:
@@ -109,29 +158,14 @@ class SequenceResult:
         return len(self.kept)
 
     @property
+    def sources(self) -> np.ndarray:
+        """uint8 [drafted]: where each draft token was found, an `ssd.types.Source` each."""
+        return self.plan.sources
+
+    @property
     def max_accepted(self) -> int:
         """Number of draft tokens that could have been accepted: the length of the draft's longest path."""
         return int(self.plan.draft_depths.max()) if len(self.plan.draft) else 0
-
-
-@dataclass(eq=False)
-class TargetRows:
-    """Outputs of the target for the tokens of a step that are final: committed tokens and accepted draft tokens.
-
-    Rows of entry i are `offsets[i]:offsets[i + 1]`, in the order of their positions; the first one belongs to the first
-    token that the entry scheduled.
-    """
-
-    hidden: dict[int, Tensor]
-    """By layer, float [R, hidden size]."""
-    offsets: np.ndarray
-    """int64 [entries + 1]."""
-    top_tokens: Tensor | None = None
-    """int64 [M, k]: tokens of the k largest logits of the last committed token and of accepted draft tokens."""
-    top_logits: Tensor | None = None
-    """float32 [M, k]."""
-    top_offsets: np.ndarray | None = None
-    """int64 [entries + 1], into `top_tokens`."""
 
 
 @dataclass(eq=False)
@@ -140,5 +174,3 @@ class StepResult:
 
     plan: StepPlan
     results: SequenceOf[SequenceResult]
-    outputs: TargetRows | None = None
-    """What the drafter declared that it needs; None if that is nothing."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class SamplingParams:
     max_tokens: int = 128
     temperature: float = 0.0
     """0 is greedy."""
+    verification: Literal["exact", "rejection"] | None = None
+    """How drafts are accepted, as in `EngineConfig`; None: as the engine is configured."""
     seed: int = 0
     """The same seed, prompt and settings give the same output, with any drafter and in any batch."""
     top_k: int = 0
@@ -92,6 +94,8 @@ class SamplingParams:
             _within(f"logit_bias of token {token}", bias, -100, 100)
         if isinstance(self.stop, str) or "" in self.stop:
             raise UserError("stop must be a list of strings, none of them empty")
+        if self.verification not in (None, "exact", "rejection"):
+            raise UserError(f"verification must be exact or rejection, not {self.verification}")
         _at_least("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}")
@@ -109,14 +113,19 @@ class SamplingParams:
             raise UserError("stop_token_ids holds every token, so that no output of min_tokens exists")
 
     @cached_property
-    def is_drawn(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether noise decides, rather than the largest logit."""
         return self.temperature > GREEDY_BELOW
 
     @cached_property
+    def uses_rejection(self) -> bool:
+        """Whether sampled draft tokens are verified by rejection. Greedy outputs are the same in both modes."""
+        return self.is_sampled and self.verification == "rejection"
+
+    @cached_property
     def truncates(self) -> bool:
         """Whether some tokens are too unlikely to be drawn."""
-        return self.is_drawn and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return self.is_sampled and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
     def penalises(self) -> bool:
@@ -138,7 +147,7 @@ class SamplingParams:
     @cached_property
     def is_plain_greedy(self) -> bool:
         """Whether each token is that of the model's largest logit, and nothing else is asked."""
-        return not (self.is_drawn or self.adjusts or self.logprobs is not None)
+        return not (self.is_sampled or self.adjusts or self.logprobs is not None)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -1,66 +1,49 @@
-"""One running sequence: its tokens, what of them is in the KV cache, and its draft."""
+"""A running request: its tokens, its pages, and counters. What belongs to a single step is in `StepPlan`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from engine.sampling.logprobs import Logprobs, joined
-from engine.sampling.penalties import TokenCounts
+from engine.sampling.logprobs import Logprobs, join_logprobs
+from engine.sampling.processors import TokenCounts
 from engine.sampling.stopping import Cut, Stopping
-from engine.scheduling.page_hashes import PageNames
+from engine.scheduling.page_hashes import PageHashes
+from engine.scheduling.plan import NO_TOKENS, SequenceResult
 from engine.scheduling.request import Completion, Request
-from engine.speculation.draft_tree import DraftTree
-
-NO_TOKENS = np.empty(0, np.uint32)
-NO_SOURCES = np.empty(0, np.uint8)
 
 
 class Sequence:
-    """A request on its way to a completion."""
+    """State of one request from its arrival to its completion."""
 
     def __init__(self, sequence_id: int, request: Request, max_length: int, stopping: Stopping | None = None) -> None:
-        """`max_length` tokens, prompt and output together, are the most that it may reach.
+        """max_length: largest number of tokens, prompt and output together.
 
-        `stopping` knows the model's end tokens; without it the request's own settings end the output.
+        `stopping` knows the model's end tokens; without it only the request's own settings end the output.
         """
         self.sequence_id = sequence_id
         self.request = request
         self.max_length = max_length
+        self.is_running = False
+        """Whether the scheduler runs it; otherwise it waits, or has ended."""
         self.pages: list[int] = []
-        self.page_names = PageNames(request.salt)
-        self.named_pages = 0
-        """Leading pages that are full, committed, and known to the prefix cache."""
+        """Its page table."""
+        self.page_hashes = PageHashes(request.salt)
+        self.registered_pages = 0
+        """Leading pages that are full, committed, and registered with the prefix cache."""
         self.computed = 0
-        """Leading tokens whose keys and values are in the cache."""
+        """Leading tokens whose keys and values are in the cache, or are computed by a step in flight."""
         self.cached_tokens = 0
-        """How many of the prompt's were there before it began."""
-        self.scheduled = 0
-        """Tokens after those that this step runs."""
-        self.draft = NO_TOKENS
-        """Draft tokens, uint32, that this step verifies behind them."""
-        self.draft_sources = NO_SOURCES
-        """Where each of them was found, uint8, as in `ssd.types.Source`; behind them perhaps of some left out."""
-        self.tree: DraftTree | None = None
-        """The draft's shape; None if each of its tokens follows the one before."""
+        """Prompt tokens whose keys and values were in the prefix cache when the sequence began."""
         self.in_flight = 0
-        """Tokens that a step under way may append at most, which is not known yet."""
-        self.draft_room = 0
-        """Draft tokens that its pages hold behind what is scheduled."""
-        self.told = 0
-        """Leading tokens that the drafter knows of; none before it was told of the sequence."""
-        self.untold_steps = 0
-        """Steps that it produced in since the drafter was told last."""
-        self.last_verified = 0
-        """Draft tokens that were verified in the first of them; in the others there is no draft."""
-        self.last_accepted = 0
+        """Largest number of tokens that steps in flight may append."""
         self.preemptions = 0
         self.stopping = stopping or Stopping(request)
         self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalises else None
-        """What penalties look at, if there are any."""
+        """Input of penalties, if the request has any."""
         self.logprobs: list[Logprobs] = []
-        """Of the output's tokens, if asked for."""
+        """Log-probabilities of output tokens, if the request asked for them."""
         self.prompt_logprobs: list[Logprobs] = []
-        """Of the prompt's tokens but the first, if asked for."""
+        """Log-probabilities of prompt tokens but the first, if the request asked for them."""
         self.steps = 0
         self.drafted = 0
         self.accepted = 0
@@ -69,89 +52,63 @@ class Sequence:
         self._length = len(request.prompt)
 
     def __len__(self) -> int:
-        """Committed tokens, prompt and output."""
+        """Number of committed tokens, prompt and output."""
         return self._length
 
     @property
     def tokens(self) -> np.ndarray:
-        """uint32 [len(self)]."""
+        """uint32 [len(self)]: committed tokens."""
         return self._tokens[: self._length]
 
     @property
     def output(self) -> np.ndarray:
-        """uint32: what was produced so far."""
+        """uint32: committed tokens after the prompt."""
         return self._tokens[len(self.request.prompt) : self._length]
 
     @property
-    def to_come(self) -> np.ndarray:
-        """uint32: what it is to produce next whatever the logits say, if its output was recorded."""
+    def recorded_rest(self) -> np.ndarray:
+        """uint32: what is left of a recorded output, which the sequence produces whatever the logits are."""
         recorded = self.request.recorded
         return NO_TOKENS if recorded is None else recorded[len(self.output) :][: self.room]
 
     @property
-    def untold(self) -> np.ndarray:
-        """uint32: committed tokens that the drafter does not know of yet."""
-        return self._tokens[self.told : self._length]
-
-    @property
     def room(self) -> int:
-        """Tokens that may still be produced."""
+        """Number of tokens that may still be produced."""
         return self.max_length - self._length
 
-    @property
-    def end(self) -> int:
-        """Its tokens up to the last one that this step runs before the draft, at most."""
-        return min(self.computed + self.scheduled + self.in_flight, self.max_length)
-
-    @property
-    def draft_depths(self) -> np.ndarray:
-        """int64: how far behind the committed tokens each draft token stands, from 1."""
-        return np.arange(1, len(self.draft) + 1) if self.tree is None else self.tree.depths
-
-    @property
-    def completes_prompt(self) -> bool:
-        """Whether this step runs all committed tokens, so that the next one can be chosen."""
-        return self.computed + self.scheduled == self._length
+    def end_after(self, scheduled: int) -> int:
+        """Return the largest length that the cache holds once `scheduled` tokens have run, drafts not included."""
+        return min(self.computed + scheduled + self.in_flight, self.max_length)
 
     def reuse(self, tokens: int) -> None:
-        """Go on behind so many further tokens, whose keys and values were in the cache."""
+        """Advance by `tokens` tokens whose keys and values were found in the prefix cache."""
         self.computed += tokens
         if self.preemptions == 0:
             self.cached_tokens += tokens
 
-    def forget_computed(self) -> None:
-        """Begin again, all tokens that are committed being the prompt."""
+    def restart(self) -> None:
+        """Begin again after a preemption, with all committed tokens as the prompt."""
         self.computed = 0
-        self.named_pages = 0
+        self.registered_pages = 0
         self.in_flight = 0
         self.preemptions += 1
 
-    @property
-    def scored(self) -> range:
-        """Positions that this step runs and whose logits are to be kept as those of the prompt's next token."""
-        if self.request.sampling.prompt_logprobs is None:
-            return range(0)
-        last = len(self.request.prompt) - 1
-        done = sum(len(part.tokens) for part in self.prompt_logprobs)
-        assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are asked for were not run"
-        return range(done, min(self.computed + self.scheduled, last))
-
-    def commit(self, tokens: np.ndarray, accepted: int) -> None:
-        """Append what a step produced: `accepted` draft tokens and the target's own, less what a stop cut off."""
-        self.computed += self.scheduled + accepted
+    def commit(self, result: SequenceResult) -> None:
+        """Append what a step yielded; the keys and values of its last token are not computed."""
+        accepted, tokens = result.accepted, result.tokens
+        self.computed += 1 + accepted
         self.steps += 1
-        self.drafted += len(self.draft)
+        self.drafted += result.drafted
         self.accepted += accepted
-        if self.untold_steps == 0:
-            self.last_verified, self.last_accepted = len(self.draft), accepted
-        self.untold_steps += 1
         self._tokens[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         if self.token_counts is not None:
             self.token_counts.add(tokens)
+        if result.logprobs is not None:
+            self.logprobs.append(result.logprobs)
 
     def complete(self, cut: Cut) -> Completion:
-        """The result, once the sequence has ended as `cut` says."""
+        """Return the completion of a sequence that has ended as `cut` says."""
         assert cut.reason is not None
         sampling = self.request.sampling
         return Completion(
@@ -163,8 +120,10 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             stop_reason=cut.stop_reason,
             text=self.stopping.text(),
-            logprobs=None if sampling.logprobs is None else joined(self.logprobs, sampling.logprobs),
+            logprobs=None if sampling.logprobs is None else join_logprobs(self.logprobs, sampling.logprobs),
             prompt_logprobs=(
-                None if sampling.prompt_logprobs is None else joined(self.prompt_logprobs, sampling.prompt_logprobs)
+                None
+                if sampling.prompt_logprobs is None
+                else join_logprobs(self.prompt_logprobs, sampling.prompt_logprobs)
             ),
         )

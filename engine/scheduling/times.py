@@ -1,4 +1,4 @@
-"""How long the stages of a step take."""
+"""Durations of the stages of a step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Stage = Literal["schedule", "draft", "forward", "verify", "commit"]
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds that the stages of one step took."""
+    """Durations of the stages of one step, in seconds."""
 
     schedule: float = 0.0
-    """Admitting requests, giving out pages and laying out the batch."""
+    """Admitting requests and allocating pages."""
     draft: float = 0.0
-    """Telling the drafter of what is new, and waiting for its drafts."""
+    """Reporting to the drafter, and waiting for its drafts."""
     forward: float = 0.0
-    """The model, up to its logits."""
+    """The model, up to its logits; only its launch if the device runs beside the host."""
     verify: float = 0.0
-    """Choosing tokens from the logits."""
+    """Choosing tokens from the logits, or waiting for a device that does."""
     commit: float = 0.0
-    """Accepting drafts, appending what was produced, and ending what has ended."""
+    """Appending tokens, and ending sequences."""
 
     @property
     def overhead(self) -> float:
-        """All but the model and the drafter."""
+        """All stages but the model and the drafter."""
         return self.schedule + self.verify + self.commit
 
     @property
@@ -36,19 +36,20 @@ class StageTimes:
 
 
 class Stopwatch:
-    """Adds up what stages take; a stage may come in several parts."""
+    """Adds up the time of stages; a stage may have several laps."""
 
     def __init__(self) -> None:
-        """Starts at once."""
+        """Start the first lap."""
         self._seconds: dict[Stage, float] = {}
         self._last = perf_counter()
 
-    def lap(self, stage: Stage) -> None:
-        """What has passed since the last lap was of this stage."""
+    def lap(self, stage: Stage) -> float:
+        """Add the time since the last lap to a stage, and return it."""
         now = perf_counter()
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
-        self._last = now
+        passed, self._last = now - self._last, now
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + passed
+        return passed
 
     def times(self) -> StageTimes:
-        """The sums so far."""
+        """Return the sums so far."""
         return StageTimes(**self._seconds)

@@ -1,4 +1,4 @@
-"""The shape of a draft tree: whose child each draft token is."""
+"""The shape of a draft tree: the parent of each draft token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class DraftTree:
-    """Parents of k draft tokens, -1 for a child of the context; parents stand before their children."""
+    """Parents of k draft tokens, -1 for a child of the context; parents precede their children."""
 
     def __init__(self, parents: np.ndarray) -> None:
         """parents: int32 [k]."""
@@ -26,11 +26,11 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """int64 [k]: how far behind the context each stands, from 1."""
+        """int64 [k]: distance of each draft token from the context, at least 1."""
         return np.count_nonzero(self.sees, axis=1)
 
 
 def straight_length(parents: np.ndarray) -> int:
-    """How many draft tokens, from the first on, each follow the one before; all of them if they are a path."""
-    turns = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
-    return int(turns[0]) if len(turns) else len(parents)
+    """Return the number of leading draft tokens that are a path: each is the child of the one before it."""
+    branches = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
+    return int(branches[0]) if len(branches) else len(parents)

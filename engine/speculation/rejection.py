@@ -1,106 +1,192 @@
-"""Accepting drafts that a drafter drew from a distribution of its own, so that outputs follow the target's.
+"""Rejection sampling: accept drafts of a drafter that samples, so that outputs follow the target's distribution.
 
-Speculative sampling (Leviathan et al., 2023; Chen et al., 2023) and its extension to trees whose candidates were drawn
+Speculative sampling (Leviathan et al., 2023; Chen et al., 2023), and its extension to trees whose siblings were sampled
 without replacement (SpecInfer, Miao et al., 2024; Sequoia, Chen et al., 2024). `p` is the target's distribution, with
-temperature, penalties and truncation in it, `q` the drafter's. Random numbers are keyed by seed and position; a drafter
-must draw with those of `Stream.DRAFT`, which are independent of the ones that decide here.
+temperature, penalties and truncation applied; `q` the one that a draft token was sampled from, one-hot for a
+deterministic candidate.
+
+At each position the candidates are tried in order. One is accepted with probability min(1, p(x) / q(x)); after a
+refusal p becomes max(p - q, 0), normalised, and q is normalised without x. If all are refused, the target's own token
+is sampled from what p has become. The random numbers are keyed by seed and position: whether a candidate is accepted by
+`Stream.ACCEPT`, the target's own token by the noise of plain decoding. The drafter must have sampled with neither.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.executor.transfer import on_device
 from engine.sampling.noise import Stream, gumbel_noise, stream_seeds, uniforms
+from ssd.types import ROOT
 
-ROOT = -1
-"""Parent of a draft token that follows the context directly."""
-PADDING = -2
-"""Parent of no draft token: what fills up a shorter draft."""
+DETERMINISTIC = -1
+
+
+class SampledDraft(NamedTuple):
+    """A draft of k tokens to verify, and the rows of `p` and `q` that belong to it."""
+
+    tokens: np.ndarray
+    """uint32 [k]."""
+    parents: np.ndarray
+    """int32 [k]: indices within the draft, `ROOT` for a child of the context; parents precede their children."""
+    q_rows: np.ndarray
+    """int32 [k]: the row of `q` that each token was sampled from, `DETERMINISTIC` if it was not."""
+    row: int
+    """The row of `p` after the context; the one after draft token i is `row + 1 + i`."""
+    seed: int
+    position: int
+    """Position of the first draft token in the text."""
 
 
 class Verdict(NamedTuple):
-    """What became of B drafts of n tokens."""
+    """What became of a draft."""
 
-    kept: Tensor
-    """bool [B, n]: the accepted tokens, which are one path from the context on."""
-    tokens: Tensor
-    """int64 [B]: the target's own token behind them."""
+    kept: np.ndarray
+    """int64 [a]: indices of the accepted tokens, a path from the root."""
+    token: int
+    """The target's own token after them."""
 
 
-def verify_path(draft: Tensor, lengths: Tensor, p: Tensor, q: Tensor, seeds: Tensor, positions: Tensor) -> Verdict:
-    """Verify drafts of one token after the other.
+def verify_by_rejection(drafts: SequenceOf[SampledDraft], p: Tensor, q: Tensor | None) -> list[Verdict]:
+    """Verify drafts. p: float [M, V]. q: float32 [R, V]; None if all candidates are deterministic."""
+    walks = [Walk(draft, *trials) for draft, trials in zip(drafts, _trials(drafts, p, q), strict=True)]
+    # What p has become at the positions where walks are, in the rows of walks with a refusal there.
+    residual = torch.empty(len(walks), p.shape[1], dtype=p.dtype, device=p.device)
+    while refused := [index for index, walk in enumerate(walks) if walk.advance()]:
+        losers = [walks[index] for index in refused]
+        after = _after_refusals(losers, residual[refused], p, q)
+        residual[refused] = after
+        tokens = torch.tensor([[walk.next_token] for walk in losers], device=p.device)
+        for walk, probability in zip(losers, after.gather(1, tokens)[:, 0].tolist(), strict=True):
+            walk.residual = probability
+    return _verdicts(walks, residual, p)
 
-    draft: int64 [B, k], of which `lengths`, int64 [B], count. p: float [B, k + 1, V], behind the context and behind
-    each draft token. q: float [B, k, V], which each draft token was drawn from. seeds: int64 [B]. positions: int64 [B],
-    of the first draft token.
+
+class Walk:
+    """The way through one draft along accepted tokens; on the host, with single probabilities."""
+
+    def __init__(self, draft: SampledDraft, p: list[float], q: list[float], chances: list[float]) -> None:
+        """p, q, chances: of each draft token; p and q before any refusal at its position."""
+        self.draft = draft
+        self.path: list[int] = []
+        """Accepted draft tokens."""
+        self.refusals = 0
+        """Number of candidates refused at the present position."""
+        self.refused = ROOT
+        """The last one."""
+        self.q_scale = 1.0
+        """What the row of `q` of the last one was to be multiplied by: earlier ones have been taken out of it."""
+        self.residual = 0.0
+        """Probability of the next candidate after refusals."""
+        self._p, self._q, self._chances = p, q, chances
+        self._refused_mass = 0.0
+        """Probability in q of the sampled candidates that were refused at the present position."""
+        self._children: dict[int, list[int]] = {}
+        for node, parent in enumerate(draft.parents.tolist()):
+            self._children.setdefault(parent, []).append(node)
+
+    @property
+    def p_row(self) -> int:
+        """Row of `p` at the present position."""
+        return self.draft.row + 1 + (self.path[-1] if self.path else ROOT)
+
+    @property
+    def next_token(self) -> int:
+        """Token of the next candidate; 0 if there is none."""
+        node = self._candidate
+        return 0 if node is None else int(self.draft.tokens[node])
+
+    def is_sampled(self, node: int) -> bool:
+        """Whether a draft token was sampled."""
+        return int(self.draft.q_rows[node]) != DETERMINISTIC
+
+    def advance(self) -> bool:
+        """Try candidates until one is refused or none is left; returns whether one was refused."""
+        while (node := self._candidate) is not None:
+            left = 1 - self._refused_mass
+            self.q_scale = (1 / left if left > 0 else 0.0) if self.is_sampled(node) else 1.0
+            target = self.residual if self.refusals else self._p[node]
+            if self._chances[node] * self._q[node] * self.q_scale < target:
+                self.path.append(node)
+                self.refusals, self._refused_mass = 0, 0.0
+                continue
+            self.refused = node
+            self.refusals += 1
+            self._refused_mass += self._q[node] if self.is_sampled(node) else 0.0
+            return True
+        return False
+
+    @property
+    def _candidate(self) -> int | None:
+        siblings = self._children.get(self.path[-1] if self.path else ROOT, [])
+        return siblings[self.refusals] if self.refusals < len(siblings) else None
+
+
+def _trials(drafts: SequenceOf[SampledDraft], p: Tensor, q: Tensor | None) -> list[list[list[float]]]:
+    """Return for each draft, [3, k], its tokens' probabilities in p and in q, and the numbers that decide on them."""
+    columns = [np.concatenate(parts) for parts in zip(*(_columns(draft) for draft in drafts), strict=True)]
+    tokens, p_rows, q_rows, seeds, positions, ranks = (on_device(column, p.device) for column in columns)
+    target = p[p_rows, tokens].double()
+    drafter = torch.ones_like(target)
+    if q is not None:
+        drafter = torch.where(q_rows == DETERMINISTIC, drafter, q[q_rows.clamp(min=0), tokens].double())
+    chances = uniforms(stream_seeds(seeds, Stream.ACCEPT), positions, ranks)
+    ends = np.cumsum([len(draft.tokens) for draft in drafts])[:-1]
+    return [part.tolist() for part in np.split(torch.stack((target, drafter, chances)).cpu().numpy(), ends, axis=1)]
+
+
+def _columns(draft: SampledDraft) -> tuple[np.ndarray, ...]:
+    """Token, row of p, row of q, seed, position, and rank among its siblings of each draft token; int64 [k] each."""
+    depths: list[int] = []
+    ranks: list[int] = []
+    children = Counter[int]()
+    for parent in draft.parents.tolist():
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+        ranks.append(children[parent])
+        children[parent] += 1
+    return (
+        draft.tokens.astype(np.int64),
+        draft.row + 1 + draft.parents.astype(np.int64),
+        draft.q_rows.astype(np.int64),
+        np.full(len(ranks), draft.seed, np.int64),
+        draft.position + np.array(depths, np.int64),
+        np.array(ranks, np.int64),
+    )
+
+
+def _after_refusals(walks: SequenceOf[Walk], residual: Tensor, p: Tensor, q: Tensor | None) -> Tensor:
+    """What p has become, [n, V], once the candidates that the walks tried last were refused; `residual`: before that,
+    in the rows of walks with an earlier refusal at the same position.
     """
-    batch, size = draft.shape
-    places = torch.arange(size, device=draft.device)
-    at = (positions[:, None] + places).flatten()
-    accept_seeds = stream_seeds(seeds, Stream.ACCEPT)[:, None].expand(batch, size)
-    chance = uniforms(accept_seeds.flatten(), at, torch.zeros_like(at)).view(batch, size)
-    p_drafted, q_drafted = (odds[:, :size].gather(2, draft[:, :, None])[:, :, 0] for odds in (p, q))
-    # Accept with probability min(1, p / q).
-    agrees = (chance * q_drafted < p_drafted) & (places < lengths[:, None])
-    kept = agrees.cumprod(dim=1).bool()
-    accepted = kept.sum(dim=1)
-    rows = torch.arange(batch, device=draft.device)
-    behind = p[rows, accepted]
-    if size:
-        refused = q[rows, accepted.clamp(max=size - 1)]
-        behind = torch.where((accepted < lengths)[:, None], _residual(behind, refused), behind)
-    return Verdict(kept, _drawn(behind, seeds, positions + accepted))
+    device = p.device
+    target = p[[walk.p_row for walk in walks]]
+    is_first = torch.tensor([walk.refusals == 1 for walk in walks], device=device)
+    target = torch.where(is_first[:, None], target, residual)
+    is_sampled = torch.tensor([walk.is_sampled(walk.refused) for walk in walks], device=device)
+    tokens = torch.tensor([[int(walk.draft.tokens[walk.refused])] for walk in walks], device=device)
+    drafter = torch.zeros_like(target).scatter(1, tokens, 1)
+    if q is not None:
+        # What was taken out of q before has no probability in the target any more, so that it may stay there.
+        scales = torch.tensor([[walk.q_scale] for walk in walks], dtype=p.dtype, device=device)
+        rows = [max(0, int(walk.draft.q_rows[walk.refused])) for walk in walks]
+        drafter = torch.where(is_sampled[:, None], q[rows].to(p) * scales, drafter)
+    rest = (target - drafter).clamp(min=0)
+    total = rest.sum(dim=1, keepdim=True)
+    # Nothing is left where a token was refused that q cannot have given.
+    return torch.where(total > 0, rest / torch.where(total > 0, total, 1), target)
 
 
-def verify_tree(draft: Tensor, parents: Tensor, p: Tensor, q: Tensor, seeds: Tensor, positions: Tensor) -> Verdict:
-    """Verify draft trees. The children of a token were drawn without replacement, in the order in which they stand.
-
-    draft: int64 [B, n]. parents: int64 [B, n], indices within the draft, `ROOT` or `PADDING`; parents stand before
-    their children. p: float [B, n + 1, V], behind the context and behind each draft token. q: float [B, n + 1, V], the
-    same of the drafter; rows without children do not matter. seeds, positions: as for `verify_path`.
-    """
-    accept_seeds = stream_seeds(seeds, Stream.ACCEPT)
-    kept = torch.zeros_like(draft, dtype=torch.bool)
-    at = torch.full_like(positions, ROOT)
-    place, rank = positions.clone(), torch.zeros_like(positions)
-    target, drafter = p[:, 0], q[:, 0]
-    for node in range(draft.shape[1]):
-        token = draft[:, node, None]
-        p_drafted, q_drafted = target.gather(1, token)[:, 0], drafter.gather(1, token)[:, 0]
-        agrees = uniforms(accept_seeds, place, rank) * q_drafted < p_drafted
-        is_tried = parents[:, node] == at
-        taken, refused = is_tried & agrees, is_tried & ~agrees
-        # The next candidate is held against what this one has left over, drawn from what the drafter had left.
-        left = _residual(target, drafter)
-        not_drawn = _normalised(drafter.scatter(1, token, 0))
-        target = _chosen(taken, p[:, node + 1], _chosen(refused, left, target))
-        drafter = _chosen(taken, q[:, node + 1], _chosen(refused, not_drawn, drafter))
-        kept[:, node] = taken
-        at = torch.where(taken, node, at)
-        place = place + taken
-        rank = torch.where(taken, 0, rank + refused)
-    return Verdict(kept, _drawn(target, seeds, place))
-
-
-def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """What a refused candidate leaves of the target's distribution, [B, V]: max(p - q, 0), normalised."""
-    left = _normalised((p - q).clamp(min=0))
-    # Where rounding refuses a candidate although p = q, nothing is left.
-    return _chosen(left.sum(dim=1) > 0, left, p)
-
-
-def _normalised(weights: Tensor) -> Tensor:
-    total = weights.sum(dim=1, keepdim=True)
-    return weights / torch.where(total > 0, total, 1)
-
-
-def _chosen(condition: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return torch.where(condition[:, None], left, right)
-
-
-def _drawn(odds: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """A token from each distribution, [B, V], with the noise of plain decoding."""
-    return (odds.log() + gumbel_noise(seeds, positions, odds.shape[1])).argmax(dim=1)
+def _verdicts(walks: SequenceOf[Walk], residual: Tensor, p: Tensor) -> list[Verdict]:
+    """Sample the target's own tokens, with the noise of plain decoding."""
+    is_residual = torch.tensor([walk.refusals > 0 for walk in walks], device=p.device)
+    probabilities = torch.where(is_residual[:, None], residual, p[[walk.p_row for walk in walks]])
+    seeds = torch.tensor([walk.draft.seed for walk in walks], device=p.device)
+    positions = torch.tensor([walk.draft.position + len(walk.path) for walk in walks], device=p.device)
+    tokens = (probabilities.log() + gumbel_noise(seeds, positions, p.shape[1])).argmax(dim=1).tolist()
+    return [Verdict(np.array(walk.path, np.int64), token) for walk, token in zip(walks, tokens, strict=True)]

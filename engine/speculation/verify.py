@@ -1,33 +1,161 @@
-"""Accepting drafts of tokens, paths and trees, without changing the output."""
+"""Verification: what a step's logits make of its drafts.
+
+In exact mode the target's token at each position is sampled with noise keyed by seed and position, and the longest path
+of draft tokens that equal it is kept. So outputs are those of decoding without drafts. In rejection mode, drafts that a
+drafter sampled are verified by `engine.speculation.rejection`. A draft of deterministic candidates is verified in the
+same way in both modes: to sample the target's token and keep the candidate that equals it accepts candidate x with
+probability p(x), as rejection does where q is one-hot.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
+from torch import Tensor
+
+from engine.executor.batch import Batch
+from engine.sampling.logprobs import compute_parts
+from engine.sampling.noise import greedy_tokens
+from engine.sampling.processors import Rows, process_logits
+from engine.sampling.sampler import RowSettings, probabilities, row_settings, sample
+from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan
+from engine.speculation.rejection import DETERMINISTIC, SampledDraft, Verdict, verify_by_rejection
+from ssd.types import ROOT
 
 
-def accepted_length(draft: np.ndarray, chosen: np.ndarray) -> int:
-    """How many leading draft tokens the target would have produced itself.
+def verify_drafts(plan: StepPlan, batch: Batch, logits: Tensor) -> list[SequenceResult]:
+    """Return what the step yields for each entry: accepted draft tokens and the target's own token after them.
 
-    draft: uint32 [k]. chosen: uint32 [k + 1], the target's token after the context, after the context and one draft
-    token, and so on. Each `chosen` is what plain decoding would produce at its place (greedily, or with noise keyed by
-    position), provided that the draft before it is right; so the output is `chosen[:accepted + 1]`, drafts or not.
+    logits: float32 [rows, V], of `batch.logit_rows`. Outputs are not cut where they end.
     """
-    differs = np.flatnonzero(draft != chosen[:-1])
+    entries, bounds = plan.entries, batch.logit_offsets
+    results = [SequenceResult(entry, NO_TOKENS, NO_ROWS) for entry in entries]
+    by_rejection = [index for index, entry in enumerate(entries) if uses_rejection(entry)]
+    exactly = [index for index, entry in enumerate(entries) if entry.produces and index not in by_rejection]
+    if exactly:
+        part = select_part(exactly, plan, batch, logits)
+        for index, tokens in zip(exactly, target_tokens(part), strict=True):
+            results[index] = _verify_exactly(entries[index], tokens)
+    if by_rejection:
+        part = select_part(by_rejection, plan, batch, logits)
+        for index, verdict in zip(by_rejection, _rejected(part, plan.q), strict=True):
+            tokens = np.append(entries[index].draft[verdict.kept], np.uint32(verdict.token))
+            results[index] = SequenceResult(entries[index], tokens, verdict.kept)
+    _add_logprobs(results, bounds, logits)
+    return results
+
+
+def uses_rejection(entry: SequencePlan) -> bool:
+    """Whether the draft has tokens to verify by rejection: sampled ones, of a request in that mode."""
+    request = entry.sequence.request
+    if entry.q_rows is None or request.recorded is not None or not request.sampling.uses_rejection:
+        return False
+    return bool((entry.q_rows != DETERMINISTIC).any())
+
+
+def accepted_length(draft: np.ndarray, target: np.ndarray) -> int:
+    """Return the number of leading draft tokens that equal the target's.
+
+    draft: uint32 [k]. target: uint32 [k + 1], the target's token after the context, after the context and one draft
+    token, and so on.
+    """
+    differs = np.flatnonzero(draft != target[:-1])
     return int(differs[0]) if len(differs) else len(draft)
 
 
-def accepted_path(draft: np.ndarray, parents: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """The nodes of a draft tree that the target would have produced itself, int64 [n], from the context on.
+def accepted_path(draft: np.ndarray, parents: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the nodes of a draft tree that equal the target's tokens, int64 [n], a path from the root.
 
-    draft: uint32 [k]. parents: int32 [k], indices within the draft, -1 for a child of the context; parents stand before
-    their children. chosen: uint32 [k + 1], the target's token behind the context and behind each draft token, as for
-    `accepted_length`. The output is those nodes' tokens and `chosen` behind the last of them, drafts or not.
+    draft: uint32 [k]. parents: int32 [k], indices within the draft, `ROOT` for a child of the context; parents precede
+    their children. target: uint32 [k + 1], the target's token after the context and after each draft token.
     """
     path: list[int] = []
-    at = -1
-    # Parents stand before their children, so one pass over the nodes that are right behind theirs finds the path.
-    for node in np.flatnonzero(draft == chosen[parents + 1]).tolist():
+    at = ROOT
+    # Parents precede their children, so one pass over the nodes that equal their parents' successors finds the path.
+    for node in np.flatnonzero(draft == target[parents + 1]).tolist():
         if parents[node] == at:
             path.append(node)
             at = node
     return np.array(path, np.int64)
+
+
+class Part(NamedTuple):
+    """Rows of the entries that are verified alike."""
+
+    entries: list[SequencePlan]
+    logits: Tensor
+    """float32 [m, V]: processed, row by row of the entries."""
+    settings: RowSettings
+    bounds: np.ndarray
+    """int64 [entries + 1], into those rows."""
+
+
+def select_part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: Tensor) -> Part:
+    """Return the rows of some entries that produce, with their logits processed."""
+    entries = [plan.entries[index] for index in indices]
+    rows = [np.arange(batch.logit_offsets[index], batch.logit_offsets[index + 1]) for index in indices]
+    bounds = np.cumsum([0, *map(len, rows)])
+    chosen = np.concatenate(rows)
+    logits = logits[: len(chosen)] if len(chosen) == batch.logit_offsets[-1] else logits[chosen]
+    own = [
+        Rows(entry.sequence, entry.draft, entry.tree, np.arange(*pair))
+        for entry, pair in zip(entries, pairwise(bounds.tolist()), strict=True)
+    ]
+    samplings = [entry.sequence.request.sampling for entry in entries]
+    settings = row_settings(samplings, np.diff(bounds), batch.positions[batch.logit_rows[chosen]] + 1)
+    return Part(entries, process_logits(logits, own), settings, bounds)
+
+
+def target_tokens(part: Part) -> list[np.ndarray]:
+    """Return for each entry the target's token after each of its rows, uint32; recorded tokens take precedence."""
+    is_greedy = all(entry.sequence.request.sampling.is_plain_greedy for entry in part.entries)
+    tokens = greedy_tokens(part.logits) if is_greedy else sample(part.logits, part.settings)
+    own = np.split(tokens.cpu().numpy().astype(np.uint32), part.bounds[1:-1])
+    for entry, rows in zip(part.entries, own, strict=True):
+        _replay(entry, rows)
+    return own
+
+
+def _verify_exactly(entry: SequencePlan, tokens: np.ndarray) -> SequenceResult:
+    """Keep the draft tokens that equal the target's, `tokens`, uint32 [k + 1]."""
+    if entry.tree is None:
+        kept = np.arange(accepted_length(entry.draft, tokens))
+    else:
+        kept = accepted_path(entry.draft, entry.tree.parents, tokens)
+    return SequenceResult(entry, tokens[np.append(0, 1 + kept)], kept)
+
+
+def _replay(entry: SequencePlan, tokens: np.ndarray) -> None:
+    """Put recorded tokens in place of the target's, up to the end of the record."""
+    if entry.sequence.request.recorded is None:
+        return
+    rest = entry.sequence.recorded_rest
+    depths = np.append(0, entry.draft_depths)
+    is_recorded = depths < len(rest)
+    tokens[is_recorded] = rest[depths[is_recorded]]
+
+
+def _rejected(part: Part, q: Tensor | None) -> list[Verdict]:
+    drafts = []
+    for entry, row in zip(part.entries, part.bounds.tolist(), strict=False):
+        parents = np.arange(ROOT, len(entry.draft) + ROOT) if entry.tree is None else entry.tree.parents
+        assert entry.q_rows is not None
+        seed, position = entry.sequence.request.sampling.seed, len(entry.sequence)
+        drafts.append(SampledDraft(entry.draft, parents, entry.q_rows, row, seed, position))
+    return verify_by_rejection(drafts, probabilities(part.logits, part.settings), q)
+
+
+def _add_logprobs(results: SequenceOf[SequenceResult], bounds: np.ndarray, logits: Tensor) -> None:
+    """Add the log-probabilities of the tokens, for requests that asked for them."""
+    counts = {
+        index: count
+        for index, result in enumerate(results)
+        if result.plan.produces and (count := result.plan.sequence.request.sampling.logprobs) is not None
+    }
+    rows = {index: bounds[index] + np.append(0, 1 + results[index].kept) for index in counts}
+    tokens = {index: results[index].tokens for index in counts}
+    for index, logprobs in compute_parts(logits, rows, tokens, counts).items():
+        results[index].logprobs = logprobs

@@ -1,1 +1,1 @@
-"""Training of the models that ship with the project."""
+"""Training of the model that ships with the project."""

@@ -1,4 +1,4 @@
-"""Prompts made of held-out functions: what stands before a function, its signature and its docstring."""
+"""Prompts made of held-out functions: the text before a function, its signature and its docstring."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.training.sources import SourceFile
 
 COUNT = 200
 PER_FILE = 8
-"""Prompts from one file at most, so that a few large files do not make up the whole."""
+"""Most prompts per file, so that a few large files do not dominate."""
 MIN_BODY_LINES = 4
 MIN_TOKENS, MAX_TOKENS = 32, 192
-"""Shorter prompts say too little; of longer ones the lines furthest back are left out."""
+"""Shorter prompts give too little context; longer ones lose their first lines."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class FunctionPrompt:
 
 
 def function_prompts(files: Sequence[SourceFile], tokenizer: Tokenizer, seed: int = 0) -> list[FunctionPrompt]:
-    """`COUNT` prompts drawn from `files`, in a random order, no two alike."""
+    """Return `COUNT` different prompts sampled from `files`, in a random order."""
     rng = random.Random(seed)
-    drawn: dict[str, FunctionPrompt] = {}
+    chosen: dict[str, FunctionPrompt] = {}
     for file in files:
-        of_file = [prompt for prompt in _prompts_of(file, tokenizer) if prompt.prompt not in drawn]
+        of_file = [prompt for prompt in _prompts_of(file, tokenizer) if prompt.prompt not in chosen]
         rng.shuffle(of_file)
-        drawn.update((prompt.prompt, prompt) for prompt in of_file[:PER_FILE])
-    prompts = list(drawn.values())
+        chosen.update((prompt.prompt, prompt) for prompt in of_file[:PER_FILE])
+    prompts = list(chosen.values())
     rng.shuffle(prompts)
     return prompts[:COUNT]
 
 
 def write_prompts(prompts: Sequence[FunctionPrompt], path: Path) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts), encoding="utf-8")
 
 
@@ -72,7 +72,7 @@ def _prompts_of(file: SourceFile, tokenizer: Tokenizer) -> Iterator[FunctionProm
 
 
 def _last_lines(lines: Sequence[str], tokenizer: Tokenizer) -> str | None:
-    """As many whole lines from the end as `MAX_TOKENS` allow; None if that leaves fewer than `MIN_TOKENS`."""
+    """Return the last whole lines of at most `MAX_TOKENS` tokens; None for fewer than `MIN_TOKENS`."""
     kept: list[str] = []
     for line in reversed(lines):
         if len(tokenizer.encode(line + "".join(kept)).ids) > MAX_TOKENS:

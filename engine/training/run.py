@@ -1,27 +1,50 @@
-"""The whole making of the shipped target: text, training, scores, and a model folder to ship."""
+"""`ssd-engine train target`: makes the shipped target model, from its text to a model folder with scores."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.models.generation import GENERATION_FILE
 from engine.models.loader import load_model, save_model
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import TOKENIZER_FILE
 from engine.training.card import score_model, score_ngram, write_card
-from engine.training.corpus import FILES_FILE, TrainingText, held_out_files, prepare
+from engine.training.dataset import END_OF_TEXT, FILES_FILE, TrainingText, end_of_text, held_out_files, prepare
 from engine.training.prompts import function_prompts, write_prompts
 from engine.training.sources import read_files, stdlib_root
 from engine.training.target import Recipe, Run, resume, train
-from engine.training.vocabulary import END_OF_TEXT, end_of_text
+from ssd.errors import UserError
 
 LICENCE_FILE = "LICENSE.txt"
-"""The Python licence, which goes with the library's text; CPython puts it beside the library."""
+"""The Python licence, which applies to the library's text; CPython installs it beside the library."""
+
+
+def train_with_progress(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
+    """Train to the end of the recipe with a progress bar. Raises UserError if `work` belongs to another recipe."""
+    recipe = Recipe() if tokens is None else replace(Recipe(), total_tokens=tokens)
+    console = Console()
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console) as progress:
+        task = progress.add_task("training", total=recipe.steps, loss="-")
+        try:
+            train_target(
+                recipe,
+                work,
+                out,
+                compiled=compiled,
+                say=console.print,
+                progress=lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.3f}"),
+            )
+        except ValueError as problem:
+            raise UserError(str(problem)) from None
 
 
 def train_target(
@@ -35,7 +58,7 @@ def train_target(
 ) -> None:
     """Train by `recipe` in the folder `work`, from its last checkpoint if it has one, and write the model to `out`.
 
-    `say` gets a line for each stage, `progress` the steps done and their loss.
+    `say` is called with a line per stage, `progress` with the number of steps done and their loss.
     Raises ValueError if `work` belongs to another recipe.
     """
     text = prepare(work, recipe.vocab_size, say)
@@ -45,7 +68,7 @@ def train_target(
     say(f"writing {out}")
     _write_folder(run, text, work, out)
     say("scoring the shipped weights on the held-out files")
-    # From the folder, since the weights were rounded on their way into it.
+    # Loaded from the folder, since saving rounds the weights.
     model = score_model(load_model(out), text)
     say(f"perplexity {model.perplexity:.2f}, {model.bits_per_byte:.3f} bits per byte; counting n-grams")
     ngram = score_ngram(text, recipe.vocab_size)

@@ -1,7 +1,7 @@
-"""The text that the shipped target learns from: the Python files of a CPython standard library.
+"""Text that the shipped target is trained on: the Python files of a CPython standard library.
 
 Chooses the files, finds near-duplicates among them, and splits them into training and held-out text
-so that near-duplicates stay on one side. Knows nothing of tokens.
+so that near-duplicates stay on one side. Independent of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 EXCLUDED = (
     r"site-packages/",  # not the standard library
     r"__pycache__/",
-    r"config-",  # written by the build of one machine
+    r"config-",  # depend on the build
     r"_sysconfigdata",
     r"encodings/",  # tables, nearly all of them generated
     r"pydoc_data/",  # one generated string
@@ -30,16 +30,16 @@ HELD_OUT_SHARE = 0.05
 """Share of the text that is never trained on."""
 
 MAX_HELD_OUT_GROUP_SHARE = 0.01
-"""Larger near-duplicate groups are always trained on: one of them would fill the held-out text alone."""
+"""Larger near-duplicate groups are always trained on: a single one would fill the held-out text."""
 
 DUPLICATE_SHARE = 0.25
-"""Two files are near-duplicates if this share of the shorter one's telling lines is in the other."""
+"""Two files are near-duplicates if this share of the shorter one's distinctive lines is in the other."""
 
-TELLING_LINE_CHARS = 24
-"""Shorter lines are shared by chance."""
+DISTINCTIVE_LINE_CHARS = 24
+"""Shorter lines occur in unrelated files."""
 
 COMMON_LINE_FILES = 25
-"""A line in more files than this is an idiom, not a trace of copying."""
+"""A line in more files than this is an idiom, not a copy."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Split:
-    """Training and held-out files; no near-duplicates cross."""
+    """Training and held-out files; near-duplicates are on the same side."""
 
     train: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...]
 
 
 def stdlib_root() -> Path:
-    """Where this interpreter keeps its standard library."""
+    """Return the folder of this interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def read_files(root: Path) -> list[SourceFile]:
-    """Every Python file below `root` that is worth learning from, by path. Files that are not UTF-8 are left out."""
+    """Return the Python files below `root` to train on, sorted by path. Files that are not UTF-8 are left out."""
     excluded = re.compile("|".join(f"(^|/){pattern}" for pattern in EXCLUDED))
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -82,12 +82,12 @@ def read_files(root: Path) -> list[SourceFile]:
 
 
 def near_duplicate_groups(files: Sequence[SourceFile]) -> list[list[int]]:
-    """Indices of `files` in groups that share much of their text, directly or through others."""
-    telling = [
-        {line for raw in file.text.splitlines() if len(line := raw.strip()) >= TELLING_LINE_CHARS} for file in files
+    """Return groups of indices of `files` that share much of their text, directly or through other files."""
+    distinctive = [
+        {line for raw in file.text.splitlines() if len(line := raw.strip()) >= DISTINCTIVE_LINE_CHARS} for file in files
     ]
     owners: dict[str, list[int]] = defaultdict(list)
-    for index, lines in enumerate(telling):
+    for index, lines in enumerate(distinctive):
         for line in lines:
             owners[line].append(index)
     shared: dict[tuple[int, int], int] = defaultdict(int)
@@ -105,7 +105,7 @@ def near_duplicate_groups(files: Sequence[SourceFile]) -> list[list[int]]:
         return index
 
     for (left, right), count in shared.items():
-        if count >= DUPLICATE_SHARE * min(len(telling[left]), len(telling[right])):
+        if count >= DUPLICATE_SHARE * min(len(distinctive[left]), len(distinctive[right])):
             parent[root(left)] = root(right)
     groups: dict[int, list[int]] = defaultdict(list)
     for index in range(len(files)):
@@ -114,7 +114,7 @@ def near_duplicate_groups(files: Sequence[SourceFile]) -> list[list[int]]:
 
 
 def split(files: Sequence[SourceFile], seed: int = 0) -> Split:
-    """Hold out `HELD_OUT_SHARE` of the text, in whole near-duplicate groups drawn at random."""
+    """Hold out `HELD_OUT_SHARE` of the text, in whole near-duplicate groups chosen at random."""
     groups = near_duplicate_groups(files)
     random.Random(seed).shuffle(groups)
     total = sum(len(file.text) for file in files)

@@ -1,7 +1,7 @@
 """Training of the small target model that ships with the project.
 
-One run is a recipe and a work folder. A run that is stopped goes on from its last checkpoint and
-sees the same batches that it would have seen.
+A run is a recipe and a work folder. An interrupted run continues from its last checkpoint with the same batches
+as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.training.corpus import TrainingText
+from engine.training.dataset import TrainingText
 
 CHECKPOINT_FILE = "checkpoint.pt"
 LOG_FILE = "log.jsonl"
@@ -30,7 +30,7 @@ EVALUATE_EVERY_STEPS = 1000
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what a run produces, beside the text."""
+    """Everything besides the text that determines the result of a run."""
 
     hidden_size: int = 320
     intermediate_size: int = 832
@@ -41,24 +41,24 @@ class Recipe:
     vocab_size: int = 4096
     max_positions: int = 2048
     total_tokens: int = 24_000_000
-    """Tokens seen over the whole run, some 3 passes over the text."""
+    """Tokens of the whole run, about 3 passes over the text."""
     batch_tokens: int = 8192
     short_context: int = 512
-    """Context of the first part of the run; attention over the full window would cost half as much again."""
+    """Context of the first part of the run; the full window would make it 1.5 times as slow."""
     long_share: float = 0.25
-    """Last share of the run, at the full context window."""
+    """Share of the run, at its end, with the full context window."""
     warmup_steps: int = 200
     decay_share: float = 0.5
-    """Last share of the run, over which the learning rates fall linearly to zero."""
+    """Share of the run, at its end, over which the learning rates decrease linearly to zero."""
     matrix_lr: float = 0.02
-    """Muon's rate, for the matrices of the layers (Jordan et al., 2024)."""
+    """Learning rate of Muon, for the matrices of the layers (Jordan et al., 2024)."""
     matrix_weight_decay: float = 0.02
     other_lr: float = 1e-2
-    """AdamW's rate, for embeddings and norms."""
+    """Learning rate of AdamW, for embeddings and norms."""
     seed: int = 0
 
     def model_config(self, end_of_text: int) -> ModelConfig:
-        """The model's shape; `end_of_text` is the token that begins and ends every text."""
+        """Return the model's shape; `end_of_text`: the token that begins and ends every text."""
         return ModelConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -74,15 +74,15 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.total_tokens // self.batch_tokens
 
     def context(self, step: int) -> int:
-        """Tokens in a row of a step's batch."""
+        """Return the tokens per row of a step's batch."""
         return self.max_positions if step >= self.steps * (1 - self.long_share) else self.short_context
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, as a share of its peak: warm up, hold, fall to zero."""
+        """Return the learning rate of a step as a share of its peak: warm-up, constant, linear decrease to zero."""
         left = (self.steps - step) / (self.decay_share * self.steps)
         return min(1.0, (step + 1) / self.warmup_steps, left)
 
@@ -96,19 +96,19 @@ class Run:
     optimizers: list[torch.optim.Optimizer]
     step: int = 0
     seconds: float = 0.0
-    """Time spent on steps, over all resumed parts of the run."""
+    """Time spent on steps, before interruptions included."""
     losses: list[float] = field(default_factory=list)
 
 
 def start(recipe: Recipe, config: ModelConfig) -> Run:
-    """A run at step 0, with fresh weights."""
+    """Return a run at step 0 with new weights."""
     torch.manual_seed(recipe.seed)
     model = Decoder(config)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            # Residual branches start at zero, so that depth does not slow the first steps.
-            silent = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(parameter, std=0.0 if silent else 0.02)
+            # Residual branches start at zero: the first steps then train as fast as in a shallow model.
+            is_branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=0.0 if is_branch_end else 0.02)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or not name.startswith("layers.")]
     muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.matrix_weight_decay)
@@ -124,7 +124,7 @@ def train(
     compiled: bool,
     progress: Callable[[int, float], None],
 ) -> None:
-    """Take the steps that are left, with a checkpoint every few minutes and one at the end.
+    """Run the remaining steps, with a checkpoint every few minutes and one at the end.
 
     `progress` is called with (steps done, mean loss of the last steps in nats) after every step.
     """
@@ -153,7 +153,7 @@ def train(
 
 
 def save(run: Run, work: Path) -> None:
-    """Write the checkpoint, whole or not at all."""
+    """Write the checkpoint atomically."""
     state = {
         "recipe": asdict(run.recipe),
         "step": run.step,
@@ -167,7 +167,7 @@ def save(run: Run, work: Path) -> None:
 
 
 def resume(recipe: Recipe, config: ModelConfig, work: Path) -> Run:
-    """The run that `work` holds, or a fresh one.
+    """Return the run with the checkpoint in `work`, or a new one.
 
     Raises ValueError if the checkpoint was made with another recipe.
     """
@@ -186,7 +186,7 @@ def resume(recipe: Recipe, config: ModelConfig, work: Path) -> Run:
 
 @torch.no_grad()
 def held_out_loss(model: Decoder, tokens: np.ndarray, *, skip: int, context: int, fast: bool) -> float:
-    """Mean loss in nats of tokens `skip` to the end, each seen after at least half a context where there is one.
+    """Return the mean loss in nats of the tokens from `skip` on, each with at least half a context where there is one.
 
     `fast` computes in bfloat16, as training does.
     """
@@ -205,7 +205,7 @@ def held_out_loss(model: Decoder, tokens: np.ndarray, *, skip: int, context: int
 
 
 def _batch(tokens: np.ndarray, recipe: Recipe, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step, int64 [B, T] each; every pass cuts the text elsewhere and shuffles it anew."""
+    """Return inputs and targets of a step, int64 [B, T] each. Every pass has another offset and order of windows."""
     context = recipe.context(step)
     rows = recipe.batch_tokens // context
     windows = (len(tokens) - 1) // context - 1
@@ -225,7 +225,7 @@ def _batch_loss(model: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_losses(model: Decoder, inputs: Tensor, targets: Tensor, *, fast: bool) -> Tensor:
-    """Loss of each token in nats, float32 [B * T], for rows int64 [B, T]; `fast` computes in bfloat16."""
+    """Return the loss of each token in nats, float32 [B * T], for rows int64 [B, T]; `fast` computes in bfloat16."""
     rows, context = inputs.shape
 
     def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Finished requests in a ring buffer, and the suffix array over them."""
+"""All remembered tokens and their index: ring buffer, suffix arrays, live tier, snapshots."""

@@ -1,4 +1,4 @@
-"""Large buffers of uint32 that cost memory only where they were written, and can give it back."""
+"""Large uint32 buffers that use memory only where they were written, and can release it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Buffer:
         return len(self.array)
 
     def release(self) -> None:
-        """Give the memory back to the system; the contents become zero. Nobody may be reading."""
+        """Return the memory to the system; the contents become zero. There must be no readers."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def trim_heap() -> None:
-    """Give memory that was freed in small pieces back to the system, where the C library can."""
+    """Return freed memory of small allocations to the system, if the C library can."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

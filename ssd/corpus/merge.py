@@ -1,4 +1,4 @@
-"""Merging sorted positions into a large order, a slice at a time, leaving out what is too old in the same pass."""
+"""Merge sorted positions into a large suffix array in slices, leaving out old positions in the same pass."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import numpy as np
 
 from ssd.corpus.ring import Ring
 from ssd.corpus.suffix_array import find_places, merge_some, sort_positions, usable_positions
-from ssd.corpus.tier import Order, Tier
+from ssd.corpus.tier import SuffixArray, Tier
 
 PLACES_AT_ONCE = 2048
 COPIED_AT_ONCE = 1 << 20
-"""Each a few milliseconds of work: how long newer text waits for a slice."""
+"""Work of one slice, a few milliseconds; new text waits for at most one slice."""
 
 
 class Merge:
-    """Brings `added` into a tier's order. The tier shows the result once `step` has returned True."""
+    """Merges `added` into a tier, which publishes the result when `step` returns True."""
 
-    def __init__(self, tier: Tier, added: Order, ring: Ring, oldest: int, depth: int) -> None:
-        """Positions before `oldest` are left out."""
-        self._tier, self._base, self._added = tier, tier.order, added
+    def __init__(self, tier: Tier, added: SuffixArray, ring: Ring, oldest: int, depth: int) -> None:
+        """Prepare a merge; positions before `oldest` are left out."""
+        self._tier, self._base, self._added = tier, tier.newest, added
         self._ring, self._depth = ring, depth
         self._oldest, self._alive = oldest % ring.capacity, ring.head - oldest
         self._places = np.empty(len(added), np.int64)
@@ -27,7 +27,7 @@ class Merge:
         self._into = tier.next_buffer()
 
     def step(self) -> bool:
-        """Do a slice of the work; whether that was the last."""
+        """Do a slice of the work; return whether it was the last one."""
         if self._found < len(self._added):
             until = min(len(self._added), self._found + PLACES_AT_ONCE)
             base, added = self._base, self._added
@@ -68,10 +68,10 @@ class Merge:
 
 
 def add_sorted(tier: Tier, ring: Ring, first: int, depth: int) -> None:
-    """Bring the positions from `first` to the ring's head into a tier's order at once."""
+    """Merge the positions from `first` to the ring's head into a tier at once."""
     added = np.empty(ring.head - first, np.uint32)
     size = usable_positions(ring.address, first % ring.capacity, len(added), ring.capacity, added.ctypes.data)
     sort_positions(ring.address, added.ctypes.data, size, depth)
-    merge = Merge(tier, Order(added[:size]), ring, ring.oldest, depth)
+    merge = Merge(tier, SuffixArray(added[:size]), ring, ring.oldest, depth)
     while not merge.step():
         pass

@@ -1,6 +1,6 @@
-"""Which request lies where in the ring, under which name and since when: what forgetting goes by.
+"""The log of requests in the ring: position, request id and time of each, by which requests are forgotten.
 
-Names are kept as 64-bit hashes, so a request costs 24 bytes whatever it is called. Knows nothing of orders.
+Request ids are kept as 64-bit hashes, so that a request costs 24 bytes. This module does not know the index.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ import numpy as np
 NO_NAME = 0
 
 ROW = np.dtype([("first", np.int64), ("name", np.int64), ("time", np.float64)])
-"""Of a request: its first position, the hash of its name, and when it was appended, in seconds. It ends where the next
-one begins."""
+"""A request: its first position, the hash of its id, and when it was appended, in seconds. It ends where the next one
+begins."""
 
 LEAST_ROOM = 1024
 
 
-def hash_of(request: str | None) -> int:
-    """A request's name as the log keeps it; `NO_NAME` for none."""
-    if request is None:
+def hash_of(request_id: str | None) -> int:
+    """Return the 64-bit hash of a request id; `NO_NAME` for None."""
+    if request_id is None:
         return NO_NAME
-    digest = hashlib.blake2b(request.encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
 class Text(NamedTuple):
-    """A finished request on its way into the index."""
+    """A finished request that is not in the index yet."""
 
     tokens: np.ndarray
     """uint32 [N]."""
     name: int
-    """Its hash."""
+    """Hash of its id."""
     time: float
     """When it was appended."""
 
 
 @dataclass(frozen=True)
 class Forget:
-    """An order to forget the requests of a name, or those from before a time."""
+    """A command to forget the requests of an id, or those from before a time."""
 
     name: int = NO_NAME
     before: float = -math.inf
 
     def covers(self, name: int, time: float) -> bool:
-        """Whether a request is to be forgotten."""
+        """Return whether a request is to be forgotten."""
         return (name == self.name and name != NO_NAME) or time < self.before
 
     def among(self, rows: np.ndarray) -> np.ndarray:
-        """Which of the rows are to be forgotten, bool [N]."""
+        """Return which of the rows are to be forgotten, bool [N]."""
         named = (rows["name"] == self.name) & (rows["name"] != NO_NAME)
         return named | (rows["time"] < self.before)
 
 
 class RequestLog:
-    """The requests that lie in the ring, oldest first. Grows by doubling; one thread at a time may use it."""
+    """The requests in the ring, oldest first. Grows by doubling; one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._table = np.empty(LEAST_ROOM, ROW)
@@ -75,26 +75,26 @@ class RequestLog:
         return self._table[self._start : self._end]
 
     def add(self, first: int, name: int, time: float) -> None:
-        """A request was written from `first` on, behind all others."""
+        """Add a request that was written from position `first` on, after all others."""
         if self._end == len(self._table):
             self._keep(self.rows)
         self._table[self._end] = (first, name, time)
         self._end += 1
 
     def replace(self, rows: np.ndarray) -> None:
-        """Hold these rows instead."""
+        """Replace all rows."""
         self._keep(rows)
 
     def drop_before(self, position: int) -> None:
-        """Leave out the requests whose text ends at `position` or before."""
-        # Not numpy's search, which would copy the whole column first.
+        """Drop requests whose text ends at `position` or before."""
+        # numpy's search would copy the whole column first.
         begun = bisect_right(self._table["first"], position, self._start, self._end)
         self._start = max(self._start, begun - 1)
 
     def take(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
-        """Take out the requests that are to be forgotten.
+        """Remove the requests that are to be forgotten.
 
-        head: where the newest one ends. Returns the first and last + 1 position of each, int64 [N, 2].
+        head: end of the newest request. Returns the first and last + 1 position of each removed one, int64 [N, 2].
         """
         rows = self.rows
         taken = np.zeros(len(rows), np.bool_)
@@ -102,14 +102,14 @@ class RequestLog:
             taken |= forget.among(rows)
         ends = np.append(rows["first"], head)[1:]
         spans = np.stack((rows["first"], ends), axis=1)[taken]
-        # The request before one that is taken out seems to reach over the separators in its place.
+        # The request before a removed one then seems to include the separators in its place.
         if len(spans):
             self._keep(rows[~taken])
         return spans
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held."""
+        """Memory in bytes."""
         return self._table.nbytes
 
     def _keep(self, rows: np.ndarray) -> None:

@@ -1,8 +1,8 @@
-"""The circular buffer of remembered tokens: a hard bound, the newest overwrite the oldest.
+"""The circular buffer of remembered tokens, in which the newest overwrite the oldest.
 
-Requests are kept apart by a separator, so that no match crosses from one into the next. A position is the number of
-tokens written before it; position p lies in slot p modulo the size. Each end of the buffer repeats `PAD` slots of
-the other, so a kernel reads that far to both sides of a slot without minding the end.
+A separator follows each request, so that no match crosses from one into the next. A position is the number of tokens
+written before it; position p is in slot p modulo the size. Each end of the buffer repeats `PAD` slots of the other end,
+so that kernels can read that far in both directions from any slot.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import numpy as np
 from ssd.corpus.memory import Buffer
 
 SEPARATOR = np.uint32(0xFFFF_FFFF)
-"""Stands behind every request; no token may have this id."""
+"""Follows every request; no token may have this id."""
 
 MAX_TOKEN_ID = int(SEPARATOR) - 1
 
 PAD = 128
-"""Slots repeated at each end: the furthest that a match or a draft reads from a position."""
+"""Slots repeated at each end: the largest distance that a match or a draft reads from a position."""
 
 MIN_CAPACITY = 4096
 MAX_CAPACITY = (1 << 32) - 1 - 2 * PAD
-"""Tokens; slots are 32-bit numbers."""
+"""Largest capacity in tokens; slots are 32-bit numbers."""
 
 
 def check_tokens(tokens: np.ndarray) -> None:
-    """Raises ValueError unless `tokens` is uint32 [N] and none of them is the separator's id."""
+    """Raise ValueError unless `tokens` is uint32 [N] and none of them is the separator's id."""
     if tokens.dtype != np.uint32 or tokens.ndim != 1:
         raise ValueError(f"token ids must be a row of uint32, not {tokens.dtype} {list(tokens.shape)}")
     if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
@@ -33,19 +33,19 @@ def check_tokens(tokens: np.ndarray) -> None:
 
 
 def check_capacity(capacity: int) -> None:
-    """Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
+    """Raise ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
     if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
         raise ValueError(f"a corpus holds {MIN_CAPACITY:,} to {MAX_CAPACITY:,} tokens, not {capacity:,}")
 
 
 class Ring:
-    """`capacity` slots of tokens, separators included, of which those from `oldest` up to `head` are remembered.
+    """Slots of tokens and separators; positions `oldest` to `head` - 1 are remembered.
 
-    It does not forget by itself: its owner moves `oldest` once nobody reads what lies before it any more.
+    The owner advances `oldest` once nobody reads the text before it.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
+        """Raise ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
         check_capacity(capacity)
         self.capacity = capacity
         self.head = 0
@@ -56,8 +56,8 @@ class Ring:
         self.slots = self._buffer.array[PAD : PAD + capacity]
         """uint32 [capacity]."""
         self.address = self._buffer.address + 4 * PAD
-        """Of slot 0; slots -PAD to capacity + PAD - 1 may be read."""
-        # What stands before the first request ends its keys; it is repeated from the last slots.
+        """Address of slot 0; slots -PAD to capacity + PAD - 1 may be read."""
+        # Separators before the first request end its keys; they are the repeated last slots.
         self._buffer.array[:PAD] = SEPARATOR
         self._buffer.array[-2 * PAD :] = SEPARATOR
 
@@ -66,7 +66,7 @@ class Ring:
 
     @property
     def free(self) -> int:
-        """Tokens that can be written before something must be forgotten."""
+        """Number of tokens that can be written before old ones must be removed."""
         return self.capacity - len(self)
 
     def write(self, tokens: np.ndarray) -> None:
@@ -75,7 +75,7 @@ class Ring:
         self.head += len(tokens)
 
     def fill(self, position: int, tokens: np.ndarray) -> None:
-        """Set what stands from `position` on."""
+        """Write tokens from `position` on."""
         before, behind = self.slots_of(position, position + len(tokens))
         size = before.stop - before.start
         self.slots[before] = tokens[:size]
@@ -83,20 +83,20 @@ class Ring:
         self._repeat_ends(before)
 
     def erase(self, position: int, end: int) -> None:
-        """Put separators in the place of positions `position` to `end` - 1. Nobody may be reading them."""
+        """Overwrite positions `position` to `end` - 1 with separators. There must be no readers."""
         before, behind = self.slots_of(position, end)
         self.slots[before] = SEPARATOR
         self.slots[behind] = SEPARATOR
         self._repeat_ends(before)
 
     def slots_of(self, position: int, end: int) -> tuple[slice, slice]:
-        """Where positions `position` to `end` - 1 lie: up to the last slot, and on from slot 0."""
+        """Return the slots of positions `position` to `end` - 1: up to the last slot, and from slot 0 on."""
         at, size = position % self.capacity, end - position
         first = min(size, self.capacity - at)
         return slice(at, at + first), slice(0, size - first)
 
     def read(self, position: int, end: int) -> np.ndarray:
-        """A copy of the tokens at positions `position` to `end` - 1, uint32."""
+        """Return a copy of the tokens at positions `position` to `end` - 1, uint32."""
         before, behind = self.slots_of(position, end)
         return np.concatenate((self.slots[before], self.slots[behind]))
 

@@ -1,4 +1,4 @@
-"""A single search, for those who want to know how much of a text the corpus remembers."""
+"""Longest match of a text in the corpus, for reports and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Match(NamedTuple):
     """The longest match of a context."""
 
     length: int
-    """How many of the context's last tokens were found."""
+    """Number of the context's last tokens that were found."""
     occurrences: int
-    """How often; counted up to some hundreds in each part of the index."""
+    """Number of occurrences, counted up to some hundreds in each tier."""
     age: int
-    """How many tokens were remembered after one of the places; -1 if it is found in running requests only."""
+    """Number of tokens remembered after one of the occurrences; -1 if all of them are in running requests."""
 
 
 @kernel(LongRows, Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
@@ -40,5 +40,5 @@ def _search(tiers, ring, context, depth):  # type: ignore[no-untyped-def]
 
 
 def longest_match(view: View, context: np.ndarray, depth: int) -> Match:
-    """How many of the last `depth` tokens of a context, uint32 [N], stand in the corpus in a row, and how often."""
+    """Return the longest match of the last `depth` tokens of a context, uint32 [N]."""
     return Match(*_search(view.arrays[0], view.arrays[2], context, depth))

@@ -1,8 +1,8 @@
-"""A file of named arrays that is whole or refused: written beside its place, renamed, checksummed, mapped on reading.
+"""A file of named arrays: written to a temporary file and renamed, checksummed, and memory-mapped on reading.
 
-A header of one block, then the sections, each on blocks of its own, all little-endian. The header has the magic, the
-version, the file's size, an entry for each section, and in its last four bytes the CRC-32 of what stands before them;
-an entry has the CRC-32 of its section's blocks. Knows nothing of what the arrays are.
+The file has a header of one block, then the sections, each in blocks of its own, all little-endian. The header has the
+magic, the version, the file's size, an entry for each section, and in its last four bytes the CRC-32 of the bytes
+before them; an entry has the CRC-32 of its section's blocks. This module does not know what the arrays mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAGIC = b"SSDSNAP\n"
 VERSION = 1
 BLOCK = 4096
 CHECKED_AT_ONCE = 1 << 22
-"""Bytes."""
+"""Bytes checked at a time."""
 
 _START = struct.Struct("<8sIIQ")
 """Magic, version, sections, size of the file."""
@@ -59,9 +59,9 @@ class _Entry(NamedTuple):
 
 
 def write_sections(path: Path, sections: Iterable[Section]) -> int:
-    """Write a file and put it in its place once it is safe on disk; returns its size in bytes.
+    """Write a file and rename it to `path` once it is safe on disk; return its size in bytes.
 
-    Until then what was at `path` stays as it is. Raises SnapshotError if the system will not write.
+    Until then an existing file stays unchanged. Raises SnapshotError if writing fails.
     """
     try:
         _remove_leftovers(path)
@@ -70,14 +70,14 @@ def write_sections(path: Path, sections: Iterable[Section]) -> int:
         return size
     except OSError as error:
         problem = error.strerror
-    # Raised out here, without its cause: whoever keeps the error must not keep what was being written.
+    # Raised here, without its cause, so that a kept exception does not keep the arrays.
     raise SnapshotError(f"{path}: cannot be written: {problem}; free space or save elsewhere")
 
 
 def read_sections(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a file, read-only and mapped into memory, after all checksums were found right.
+    """Return all arrays of a file by name, read-only and memory-mapped, after checking all checksums.
 
-    Raises SnapshotError for a file that is missing, foreign, of another version, cut off or damaged.
+    Raises SnapshotError for a file that is missing, of another format or version, cut off or damaged.
     """
     try:
         data = np.asarray(np.memmap(path, np.uint8, "r"))
@@ -95,7 +95,7 @@ def _put_in_place(path: Path, sections: Iterable[Section]) -> int:
             size = _write(file, sections)
             file.flush()
             os.fsync(file.fileno())
-            # While the lock is held: who clears leftovers away would take an unlocked part for one.
+            # The lock is still held: `_remove_leftovers` of another process removes unlocked parts.
             os.replace(written, path)
     except BaseException:
         written.unlink(missing_ok=True)
@@ -104,12 +104,12 @@ def _put_in_place(path: Path, sections: Iterable[Section]) -> int:
 
 
 def _new_part(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `path`, locked."""
+    """Create and lock a new file in the folder of `path`."""
     while True:
         descriptor, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
         file = os.fdopen(descriptor, "wb")
         fcntl.flock(file, fcntl.LOCK_EX)
-        # Before the lock it may have been cleared away as a leftover.
+        # Before it was locked, another process may have removed it as a leftover.
         if os.fstat(descriptor).st_nlink:
             return Path(written), file
         file.close()
@@ -130,7 +130,7 @@ def _write(file: BinaryIO, sections: Iterable[Section]) -> int:
 def _write_section(file: BinaryIO, section: Section) -> _Entry:
     begin, crc = file.tell(), 0
     for chunk in section.chunks:
-        # A copy: what is summed must be what is written, even if the array changes meanwhile.
+        # A copy, so that the checksum is that of the written bytes even if the array changes meanwhile.
         data = chunk.astype(section.dtype).tobytes()
         crc = zlib.crc32(data, crc)
         file.write(data)
@@ -141,7 +141,7 @@ def _write_section(file: BinaryIO, section: Section) -> _Entry:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left beside a file: they hold no lock on it any more, as who writes one does."""
+    """Remove unfinished files of killed processes: unlike those being written, they are not locked."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,7 +149,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renaming last."""
+    """Write the renaming to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,7 +158,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _entries(path: Path, data: np.ndarray) -> list[_Entry]:
-    """The entries of a header, once it was found right."""
+    """Return the entries of a checked header."""
     header = data[:BLOCK].tobytes()
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise SnapshotError(f"{path}: is not a snapshot; give the path of one")

@@ -1,7 +1,7 @@
-"""A corpus on disk: its text, its largest order, its requests, and the odds it has learned.
+"""Snapshots: a corpus in one file, with its text, largest suffix array, log of requests and learned tables.
 
-What lies in the smaller tiers is saved as text only and sorted again on loading; what runs is not saved. Tokens are
-saved from the oldest on, and positions count from there.
+Text of the smaller tiers is saved without positions and sorted again on loading; running requests are not saved.
+Tokens are saved from the oldest on, and positions count from there.
 """
 
 from __future__ import annotations
@@ -15,47 +15,49 @@ from typing import NamedTuple
 
 import numpy as np
 
-import ssd.kernels.odds
+import ssd.kernels.probabilities
+from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.index import State
 from ssd.corpus.requests import ROW
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.sections import Section, SnapshotError, read_sections, write_sections
-from ssd.kernels.odds import Odds
+from ssd.kernels.probabilities import LearnedTables
 from ssd.stats import Stats
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 20
-"""Numbers that are copied at once: a few megabytes."""
+"""Numbers that are copied at a time, a few megabytes."""
 
-DEPTH, SIZE, COVERED, ODDS_LAYOUT = range(4)
-"""Of the section "facts", int64: most context tokens matched, tokens of text, how many of them the order covers, and
-`odds_layout`."""
+DEPTH, SIZE, COVERED, TABLES_LAYOUT, CAPACITY = range(5)
+"""Entries of the section "facts", int64: most context tokens matched, tokens of text, how many of them the suffix array
+covers, `tables_layout`, and the capacity of the corpus, which older files lack."""
 
 MOST_LOGIT = 7.0
 MOST_WEIGHT = 1e3
-"""Larger ones are never learned; kernels compute with them unchecked."""
+"""Larger values are never learned; kernels use them without checks."""
 
 
 class Loaded(NamedTuple):
-    """What was in a snapshot."""
+    """Contents of a snapshot."""
 
     corpus: Corpus
     stats: Stats
     """Counters, all 0 if none were saved."""
     notes: list[str]
-    """What was not taken over, and why."""
+    """Contents that could not be used, and why."""
 
 
 def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
-    """Write all that finished so far, with the counters if given; returns the file's size in bytes.
+    """Write all finished requests and learned tables, and the counters if given; return the file's size in bytes.
 
-    Any thread may call it while others draft and append; it needs a few megabytes. What a snapshot held at its place
-    stays there until the new one is safe on disk. Raises SnapshotError if it cannot be written.
+    Any thread may call it while others draft and append; it needs a few megabytes of memory. A snapshot with the same
+    path is replaced once the new one is safe on disk. Raises SnapshotError if it cannot be written.
     """
     corpus.refresh()
-    # They hold the state until the file stands: who forgets a request waits for that, and cannot be overtaken by it.
+    # The sections hold the state until the file is complete: forgetting waits for that, so that no snapshot written
+    # after it contains what was forgotten.
     sections = _sections(corpus.state(), corpus, stats)
     try:
         return write_sections(Path(path), sections)
@@ -63,11 +65,17 @@ def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
         sections.close()
 
 
-def load(path: str | Path, capacity: int, depth: int, clock: Callable[[], float] = time.time) -> Loaded:
-    """A corpus of `capacity` tokens with what a snapshot holds, the newest of it if that is more.
+def load(
+    path: str | Path,
+    capacity: int | None = None,
+    depth: int | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Loaded:
+    """Return a corpus with the contents of a snapshot.
 
-    Raises SnapshotError for a file that cannot be used, with nothing loaded; ValueError for a capacity that no corpus
-    can have.
+    capacity: tokens, or None for that of the saved corpus; if it is less than the snapshot holds, the newest tokens are
+    loaded. depth: the match depth that is expected, None for any. clock: as of `Corpus`. Raises SnapshotError for a
+    file that cannot be used or has another match depth, with nothing loaded; ValueError for an impossible capacity.
     """
     path = Path(path)
     sections = read_sections(path)
@@ -75,22 +83,24 @@ def load(path: str | Path, capacity: int, depth: int, clock: Callable[[], float]
         facts = _checked_facts(sections)
         rows = _checked_rows(sections, int(facts[SIZE]))
         _check_text(sections, facts)
-        odds = _checked_odds(sections, int(facts[ODDS_LAYOUT]))
+        tables = _checked_tables(sections, int(facts[TABLES_LAYOUT]))
     except (_UnsoundError, KeyError) as error:
-        # A sound file with unsound contents: no accident makes that.
+        # The checksums are right, so this is no accidental damage.
         raise SnapshotError(f"{path}: was not written by a drafter ({error}); start without it") from None
-    if facts[DEPTH] != depth:
+    if depth is not None and facts[DEPTH] != depth:
         raise SnapshotError(
-            f"{path}: its order was made for a match depth of {facts[DEPTH]}, not {depth}; "
+            f"{path}: its index was made for a match depth of {facts[DEPTH]}, not {depth}; "
             f"start with --match-depth {facts[DEPTH]}, or without the snapshot"
         )
-    corpus = Corpus(capacity, depth, clock)
+    if capacity is None:
+        capacity = int(facts[CAPACITY]) if len(facts) > CAPACITY else max(int(facts[SIZE]), DrafterConfig.capacity)
+    corpus = Corpus(capacity, int(facts[DEPTH]), clock)
     corpus.restore(sections["text"], sections["order"], int(facts[COVERED]), rows)
     notes = []
-    if odds is None:
-        notes.append("the odds were learned by another version in other tables; they begin anew")
+    if tables is None:
+        notes.append("probabilities were learned by another version in other tables; learning starts again")
     else:
-        for own, saved in zip(corpus.odds.arrays, odds, strict=True):
+        for own, saved in zip(corpus.learned.arrays, tables, strict=True):
             own[:] = saved
     stats = _stats(sections, notes)
     for note in notes:
@@ -98,9 +108,9 @@ def load(path: str | Path, capacity: int, depth: int, clock: Callable[[], float]
     return Loaded(corpus, stats, notes)
 
 
-def odds_layout() -> int:
-    """A number that changes with what the cells and weights of the odds mean: a sum of all sizes and buckets."""
-    named = sorted(vars(ssd.kernels.odds).items())
+def tables_layout() -> int:
+    """Return a checksum of the sizes and buckets that define the meaning of cells and weights."""
+    named = sorted(vars(ssd.kernels.probabilities).items())
     sizes = [(name, value) for name, value in named if name.isupper() and isinstance(value, int)]
     buckets = b"".join(value.tobytes() for name, value in named if name.isupper() and isinstance(value, np.ndarray))
     return zlib.crc32(repr(sizes).encode() + buckets)
@@ -108,14 +118,14 @@ def odds_layout() -> int:
 
 def _sections(state: State, corpus: Corpus, stats: Stats | None) -> Generator[Section, None, None]:
     size, covered = state.head - state.oldest, state.covered - state.oldest
-    yield Section("facts", "<i8", [np.array([corpus.depth, size, covered, odds_layout()])])
+    yield Section("facts", "<i8", [np.array([corpus.depth, size, covered, tables_layout(), corpus.capacity])])
     yield Section("text", "<u4", _text(state))
     yield Section("order", "<u4", _positions(state))
     rows = _rows(state)
     yield Section("requests.first", "<i8", [rows["first"]])
     yield Section("requests.name", "<i8", [rows["name"]])
     yield Section("requests.time", "<f8", [rows["time"]])
-    for name, array in _named(corpus.odds).items():
+    for name, array in _named(corpus.learned).items():
         yield Section(name, array.dtype.newbyteorder("<").str, [array.ravel()])
     if stats is not None:
         for name, array in stats.counters._asdict().items():
@@ -128,7 +138,7 @@ def _text(state: State) -> Iterator[np.ndarray]:
 
 
 def _positions(state: State) -> Iterator[np.ndarray]:
-    """The order of the base, counted from the oldest position."""
+    """The suffix array of the base tier, counted from the oldest position."""
     slots, oldest = state.ring.capacity, state.oldest % state.ring.capacity
     for first in range(0, len(state.base), AT_ONCE):
         part = state.base.positions[first : first + AT_ONCE].astype(np.int64) - oldest
@@ -145,13 +155,14 @@ def _rows(state: State) -> np.ndarray:
     return rows
 
 
-def _named(odds: Odds) -> dict[str, np.ndarray]:
+def _named(tables: LearnedTables) -> dict[str, np.ndarray]:
     names = ("cells", "logits", "weights", "pace")
-    return {f"odds.{name}": array for name, array in zip(names, odds.arrays, strict=True)}
+    # The names in the file predate the term.
+    return {f"odds.{name}": array for name, array in zip(names, tables.arrays, strict=True)}
 
 
 class _UnsoundError(Exception):
-    """A section holds what cannot be."""
+    """The contents of a section are impossible."""
 
 
 def _require(is_so: bool | np.bool_, what: str) -> None:
@@ -161,21 +172,21 @@ def _require(is_so: bool | np.bool_, what: str) -> None:
 
 def _checked_facts(sections: Mapping[str, np.ndarray]) -> np.ndarray:
     facts = sections["facts"]
-    _require(facts.dtype == np.int64 and len(facts) == ODDS_LAYOUT + 1, "facts are missing")
-    _require(0 <= facts[COVERED] <= facts[SIZE], "the order covers more than there is")
+    _require(facts.dtype == np.int64 and len(facts) > TABLES_LAYOUT, "facts are missing")
+    _require(0 <= facts[COVERED] <= facts[SIZE], "the suffix array covers more than the text")
     return facts
 
 
 def _check_text(sections: Mapping[str, np.ndarray], facts: np.ndarray) -> None:
-    """The text must end with a request, and the order must stay inside of it."""
+    """Check that the text ends with a request, and that all positions are inside of it."""
     text, order, covered = sections["text"], sections["order"], int(facts[COVERED])
     _require(text.dtype == np.uint32 and order.dtype == np.uint32, "wrong types")
     _require(len(text) == facts[SIZE], "the text has another length")
     _require(len(text) == 0 or text[-1] == SEPARATOR, "the text ends within a request")
-    _require(len(order) <= covered, "the order has too many positions")
+    _require(len(order) <= covered, "the suffix array has too many positions")
     for first in range(0, len(order), AT_ONCE):
         part = order[first : first + AT_ONCE]
-        _require(part.min() >= 1 and part.max() < covered, "the order leaves the text")
+        _require(part.min() >= 1 and part.max() < covered, "a position is outside the text")
 
 
 def _checked_rows(sections: Mapping[str, np.ndarray], size: int) -> np.ndarray:
@@ -191,19 +202,19 @@ def _checked_rows(sections: Mapping[str, np.ndarray], size: int) -> np.ndarray:
     return rows
 
 
-def _checked_odds(sections: Mapping[str, np.ndarray], layout: int) -> list[np.ndarray] | None:
-    """The tables of the odds; None if they mean something else in this version."""
-    fresh = _named(Odds())
-    if layout != odds_layout():
+def _checked_tables(sections: Mapping[str, np.ndarray], layout: int) -> list[np.ndarray] | None:
+    """Return the learned tables; None if they have another meaning in this version."""
+    fresh = _named(LearnedTables())
+    if layout != tables_layout():
         return None
     for name, own in fresh.items():
         _require(sections[name].size == own.size and sections[name].dtype == own.dtype, "tables of another size")
     cells, logits, weights, pace = (sections[name].reshape(own.shape) for name, own in fresh.items())
     chances, seen = cells.T
-    _require(((chances >= 0) & (chances <= 1)).all(), "odds that are no chances")
-    _require((np.abs(logits) <= MOST_LOGIT).all() and (seen >= 0).all(), "odds out of range")
+    _require(((chances >= 0) & (chances <= 1)).all(), "probabilities outside 0 to 1")
+    _require((np.abs(logits) <= MOST_LOGIT).all() and (seen >= 0).all(), "logits out of range")
     _require(np.isfinite(seen).all() and (np.abs(weights) <= MOST_WEIGHT).all(), "weights out of range")
-    _require(np.isfinite(pace).all() and (pace > 0).all(), "a pace that cannot be")
+    _require(np.isfinite(pace).all() and (pace > 0).all(), "impossible running means")
     return [cells, logits, weights, pace]
 
 
@@ -214,7 +225,7 @@ def _stats(sections: Mapping[str, np.ndarray], notes: list[str]) -> Stats:
     for name, own in stats.counters._asdict().items():
         saved = sections.get(f"stats.{name}")
         if saved is None or saved.size != own.size or saved.dtype != own.dtype:
-            notes.append("the counters were kept by another version; they begin anew")
+            notes.append("the counters were written by another version; counting starts again")
             return Stats()
         own[:] = saved.reshape(own.shape)
     return stats

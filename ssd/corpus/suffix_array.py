@@ -5,7 +5,7 @@ continuation text[p], text[p+1], ... A key ends at the separator before its requ
 `depth` tokens. Keys do not change when the text grows at its end, so new positions are merged into an
 order instead of everything being sorted again; and positions that share their last tokens lie side by side.
 
-Texts and orders are given by their addresses, see `ssd.kernels.jit.peek`. Equal keys stand in any order.
+Texts and sorted positions are given by their addresses, see `ssd.kernels.jit.peek`. Equal keys are in any order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ INSERTION_FROM = 16
 """Fewer positions than this are sorted by insertion."""
 
 SAMPLE = 1023
-"""Tokens of which a split takes the median."""
+"""Number of tokens whose median a split uses."""
 
 
 @inline
 def common_length(text, position, other_text, other, start, depth):  # type: ignore[no-untyped-def]
-    """How many tokens before `position` of `text` equal those before `other` of `other_text`.
+    """Return how many tokens before `position` of `text` equal those before `other` of `other_text`.
 
-    `start` of them are known to; at most `depth` are compared; a separator equals nothing.
+    `start` of them are known to be equal; at most `depth` are compared; a separator equals nothing.
     """
     length = start
     while length < depth:
@@ -40,7 +40,7 @@ def common_length(text, position, other_text, other, start, depth):  # type: ign
 
 @inline
 def key_is_less(text, position, other_text, other, length, depth):  # type: ignore[no-untyped-def]
-    """Whether the key of `position` sorts before that of `other`, given that `length` tokens are common."""
+    """Return whether the key of `position` is less than that of `other`, given that `length` tokens are common."""
     return length < depth and peek(text, position - 1 - length) < peek(other_text, other - 1 - length)
 
 
@@ -62,7 +62,7 @@ def _insert_sorted(text, order, first, end, common, depth):  # type: ignore[no-u
 
 @inline
 def _median_token(text, order, first, end, depth):  # type: ignore[no-untyped-def]
-    """The median of three of the tokens at `depth` of the keys of `order[first:end]`."""
+    """Return the median of three tokens at `depth` of the keys of `order[first:end]`."""
     a = peek(text, peek(order, first) - 1 - depth)
     b = peek(text, peek(order, (first + end) // 2) - 1 - depth)
     c = peek(text, peek(order, end - 1) - 1 - depth)
@@ -75,7 +75,7 @@ def sort_positions(text, order, size, depth):  # type: ignore[no-untyped-def]
 
     Three-way radix quicksort (Bentley and Sedgewick, 1997), cut at `depth` tokens.
     """
-    # (first, end, tokens in common) of what is left to sort.
+    # (first, end, tokens in common) of each part that is not sorted yet.
     stack = [(0, size, 0)]
     while len(stack) > 0:
         first, end, common = stack.pop()
@@ -109,9 +109,9 @@ def sort_positions(text, order, size, depth):  # type: ignore[no-untyped-def]
 
 @kernel(Int, Int, Int, returns=Int)
 def split(text, order, size):  # type: ignore[no-untyped-def]
-    """Bring those positions of `order[:size]` to the front that stand behind the lesser tokens, about half of them.
+    """Move the positions of `order[:size]` that follow the smaller tokens to the front, about half of them.
 
-    Returns how many they are. The positions behind one token stay together.
+    Returns their number. Positions that follow the same token stay together.
     """
     sample = np.empty(SAMPLE, np.uint32)
     for index in range(SAMPLE):
@@ -130,9 +130,9 @@ def split(text, order, size):  # type: ignore[no-untyped-def]
 
 @outline
 def place_of(text, order, size, other_text, other, depth):  # type: ignore[no-untyped-def]
-    """Where the key of `other` of `other_text` belongs in `order[:size]`: behind the keys that equal it.
+    """Return where the key of `other` of `other_text` belongs in `order[:size]`: after all equal keys.
 
-    Returns (place, tokens in common with the key before the place, and with the one at it).
+    Returns (place, tokens in common with the key before the place, and with the key at it).
     """
     # `order` is sorted, so what both bounds have in common holds for all between them (Manber and Myers, 1993).
     low, high = 0, size
@@ -145,7 +145,7 @@ def place_of(text, order, size, other_text, other, depth):  # type: ignore[no-un
             high, high_common = middle, common
         else:
             low, low_common = middle + 1, common
-    # The last comparisons of each bound were with the neighbours of the place found.
+    # The last comparison of each bound was with a neighbour of the place.
     return low, low_common, high_common
 
 
@@ -158,7 +158,7 @@ def find_places(text, order, size, added, first, places, end, depth):  # type: i
 
 @inline
 def _copy_alive(order, first, end, merged, at, oldest, alive, slots):  # type: ignore[no-untyped-def]
-    """Copy those of `order[first:end]` that are alive behind `merged[:at]`; returns the new size."""
+    """Append those of `order[first:end]` that are alive to `merged[:at]`; return the new size."""
     for index in range(first, end):
         position = peek(order, index)
         age = np.int64(position) - oldest
@@ -170,7 +170,7 @@ def _copy_alive(order, first, end, merged, at, oldest, alive, slots):  # type: i
 
 @kernel(Int, Int, Int, Longs, Int, Int, Int, Int, Int, Int, Int, Int, Int, returns=types.UniTuple(Int, 3))
 def merge_some(order, size, added, places, added_size, done, copied, merged, at, oldest, alive, slots, most):  # type: ignore[no-untyped-def]
-    """Go on merging `added[done:added_size]` and `order[copied:size]` into `merged`, for about `most` steps.
+    """Continue merging `added[done:added_size]` and `order[copied:size]` into `merged`, for about `most` steps.
 
     Positions are slots of a ring of `slots`. Those outside the `alive` slots from `oldest` on are left out.
     Returns (done, copied, at); the merge is complete when `done` is `added_size` and `copied` is `size`.
@@ -193,9 +193,9 @@ def merge_some(order, size, added, places, added_size, done, copied, merged, at,
 
 @kernel(Int, Int, Int, Int, Int, returns=Int)
 def usable_positions(ring, first, size, slots, positions):  # type: ignore[no-untyped-def]
-    """Write those of `size` slots from `first` on that have a token before them; returns how many.
+    """Write those of `size` slots from `first` on that follow a token; return their number.
 
-    A slot behind a separator begins a request: nothing can be matched there.
+    A slot after a separator begins a request: nothing can be matched there.
     """
     count = 0
     for index in range(size):
@@ -209,7 +209,7 @@ def usable_positions(ring, first, size, slots, positions):  # type: ignore[no-un
 
 @kernel(Int, Int, Bytes, Int, returns=Int)
 def keep_positions(order, size, marked, kept):  # type: ignore[no-untyped-def]
-    """Copy those of `order[:size]` whose slot is not marked, uint8 [slots], into `kept`; returns how many."""
+    """Copy those of `order[:size]` whose slot is not marked, uint8 [slots], into `kept`; return their number."""
     count = 0
     for index in range(size):
         position = peek(order, index)

@@ -1,4 +1,4 @@
-"""A large order, sorted by several threads: each has the positions behind some of the tokens."""
+"""Sort a large suffix array in several threads; each sorts the positions that follow some of the tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ssd.corpus.suffix_array import sort_positions, split
 
 MOST_THREADS = 4
 LEAST_POSITIONS = 1 << 20
-"""For a thread more: a tenth of a second of sorting."""
+"""Least positions per thread: a tenth of a second of sorting."""
 
 
 class _Sort(Thread):
-    """Sorts a part of an order."""
+    """Sorts a part of a suffix array."""
 
     def __init__(self, text: int, order: int, size: int, depth: int) -> None:
         super().__init__(name="ssd-sort")
@@ -29,13 +29,13 @@ class _Sort(Thread):
             self._problem = problem
 
     def check(self) -> None:
-        """Raises what sorting raised."""
+        """Raise the exception that sorting raised, if any."""
         if self._problem is not None:
             raise self._problem
 
 
 def sort_in_threads(text: int, order: int, size: int, depth: int, threads: int | None = None) -> None:
-    """As `sort_positions`, in so many threads; by default one for each processor, at most `MOST_THREADS`."""
+    """Call `sort_positions` in `threads` threads; None: one per processor, at most `MOST_THREADS`."""
     if threads is None:
         threads = min(MOST_THREADS, _processors(), size // LEAST_POSITIONS)
     *others, own = _parts(text, order, size, max(1, threads))
@@ -45,7 +45,7 @@ def sort_in_threads(text: int, order: int, size: int, depth: int, threads: int |
             thread = _Sort(text, *part, depth)
             try:
                 thread.start()
-            except RuntimeError:  # The process may have no more threads.
+            except RuntimeError:  # The process cannot have more threads.
                 sort_positions(text, *part, depth)
             else:
                 beside.append(thread)
@@ -58,7 +58,7 @@ def sort_in_threads(text: int, order: int, size: int, depth: int, threads: int |
 
 
 def _parts(text: int, order: int, size: int, parts: int) -> list[tuple[int, int]]:
-    """Split an order into so many parts, each an address and a size, about as large as one another."""
+    """Split positions into `parts` parts of similar size; return the address and size of each."""
     if parts == 1 or size < parts:
         return [(order, size)]
     front = split(text, order, size)
@@ -67,5 +67,5 @@ def _parts(text: int, order: int, size: int, parts: int) -> list[tuple[int, int]
 
 
 def _processors() -> int:
-    """That this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,23 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ssd.corpus.tier import Order
+from ssd.corpus.tier import SuffixArray
 
 BASE, FROZEN, RECENT, LIVE = range(4)
 """Rows of a view's tiers, oldest text first."""
 RING_HEAD, RING_SLOTS = 2, 3
-"""Of a view's third array."""
+"""Entries of a view's third array."""
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """One state of the index. Whoever holds it keeps what it refers to from being overwritten."""
+    """One state of the index. Nothing that it refers to is overwritten while it is held."""
 
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """As kernels take them: tiers, int64 [4, 3], see
-    `ssd.kernels.match`; whose the blocks of the live tier are, int64; of
-    the ring the address, first and last + 1 position remembered, and slots, int64 [4]."""
-    orders: tuple[Order, ...]
-    """What the addresses point to. As long as the one of the base is held, the ring's text stays, too."""
+    """Arguments of kernels: tiers, int64 [4, 3], see `ssd.kernels.match`; the owner of each block of the live tier,
+    int64; the ring's address, oldest position, head and number of slots, int64 [4]."""
+    suffix_arrays: tuple[SuffixArray, ...]
+    """The memory behind the tiers' addresses. Holding the base tier's also protects the ring's text."""
     frame: np.ndarray
-    """int64: addresses and lengths of the first two arrays, then the third: what a step is handed."""
+    """int64: addresses and lengths of the first two arrays, then the third; the argument of `ssd.kernels.step`."""

@@ -1,1 +1,1 @@
-"""Compiled kernels: the drafting step, and what it matches, estimates, grows and learns."""
+"""Compiled kernels: matching, estimating probabilities, growing drafts, and learning."""

@@ -1,4 +1,4 @@
-"""What may follow a node of a draft: the tokens that its samples and pointers go on with, and who says so."""
+"""Candidates of a draft node: the tokens that follow its samples and pointers, with their counts."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.jit import count_bits, equal_words, inline, lowest_bit, outline, peek
-from ssd.kernels.odds import GLOBAL, LEVELS, LOCAL, ROWS, SAMPLES, SOURCES
+from ssd.kernels.probabilities import GLOBAL, LEVELS, LOCAL, ROWS, SAMPLES, SOURCES
 from ssd.sequences.tables import EVIDENCE, MASKS, MISSES
 
 CONSIDERED = 24
-"""Tokens that are counted at a node before the best are kept."""
+"""Most tokens that are counted at a node, of which the best are kept."""
 DROPPED_MISSES = 5
 """A pointer is dropped after more misses than this."""
 OWN_FIRST = (LOCAL, GLOBAL)
-"""Where tokens are equally good, those of the request itself are better: 0.3 %."""
+"""Of equally good tokens those of the request's own text come first, which gains 0.3 %."""
 OLDEST = np.int64(1 << 62)
 
 
 class Counted(NamedTuple):
-    """What follows a node. A row is a level of a source's evidence."""
+    """Counts of the tokens that follow a node. A row is a level of a source's evidence."""
 
     tokens: np.ndarray
     """uint32 [CONSIDERED]."""
     votes: np.ndarray
-    """int64 [CONSIDERED, ROWS]: samples that go on with the token."""
+    """int64 [CONSIDERED, ROWS]: number of samples that the token follows."""
     masks: np.ndarray
-    """int32 [CONSIDERED, ROWS]: which samples those are."""
+    """int32 [CONSIDERED, ROWS]: mask of these samples."""
     alive: np.ndarray
-    """int64 [ROWS]: samples that agree with the path to the node."""
+    """int64 [ROWS]: number of samples that agree with the path to the node."""
     newest: np.ndarray
-    """uint32 [ROWS]: the token that the newest of them goes on with; the separator if a request ends there."""
+    """uint32 [ROWS]: the token that follows the newest of them; the separator if a request ends there."""
     youngest: np.ndarray
-    """int64 [ROWS]: its age."""
-    said: np.ndarray
-    """uint32 [SOURCES]: what the pointers say, the separator for nothing."""
+    """int64 [ROWS]: age of the newest sample."""
+    predicted: np.ndarray
+    """uint32 [SOURCES]: the tokens that the pointers predict; the separator for none."""
     scores: np.ndarray
     """float64 [CONSIDERED]: scratch of `keep_best`."""
     following: np.ndarray
-    """uint32 [SAMPLES]: scratch of `count_continuations`, what each sample of a row goes on with."""
+    """uint32 [SAMPLES]: scratch of `count_continuations`, the token that follows each sample of a row."""
 
 
 def new_counted() -> Counted:
-    """Room for one node."""
+    """Allocate the arrays for one node."""
     return Counted(
         np.empty(CONSIDERED, np.uint32),
         np.zeros((CONSIDERED, ROWS), np.int64),
@@ -60,7 +60,7 @@ def new_counted() -> Counted:
 
 @inline
 def _kind_of(counted, kinds, token):  # type: ignore[no-untyped-def]
-    """Where a token stands among the `kinds` counted; a new one is put behind them, if there is room."""
+    """Return the index of a token among the `kinds` counted ones; a new one is appended if there is room."""
     for kind in range(kinds):
         if counted.tokens[kind] == token:
             return kind
@@ -73,14 +73,14 @@ def _kind_of(counted, kinds, token):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _ask_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-def]
-    """Note what the pointers say comes at `depth`; returns how many different tokens."""
+def _read_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-def]
+    """Note the tokens that the pointers predict at `depth`; return the number of different ones."""
     kinds = 0
     for source in OWN_FIRST:
-        counted.said[source] = SEPARATOR
+        counted.predicted[source] = SEPARATOR
         if pointers[source] != 0 and node[MISSES + source] <= DROPPED_MISSES:
             token = peek(pointers[source], depth)
-            counted.said[source] = token
+            counted.predicted[source] = token
             if token != SEPARATOR:
                 kinds = max(kinds, _kind_of(counted, kinds, token) + 1)
     return kinds
@@ -88,7 +88,7 @@ def _ask_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-de
 
 @inline
 def _read_on(counted, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
-    """Read what each sample in `mask` goes on with, and note the newest of them."""
+    """Read the token that follows each sample in `mask`, and note the newest sample."""
     youngest, newest = OLDEST, SEPARATOR
     while mask != 0:
         index = lowest_bit(mask)
@@ -102,7 +102,10 @@ def _read_on(counted, row, evidence, piece, level, mask, ahead):  # type: ignore
 
 @inline
 def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
-    """Count what the samples in `mask` go on with; returns how many different tokens there are now."""
+    """Count the tokens that follow the samples in `mask`.
+
+    Returns the number of different tokens so far, and whether most samples are at the end of their request.
+    """
     sampled = evidence.counts[piece, level]
     if sampled < SAMPLES:
         mask &= (np.uint32(1) << np.uint32(sampled)) - np.uint32(1)
@@ -126,8 +129,8 @@ def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # t
 
 @outline
 def count_continuations(counted, node, depth, evidence, pointers):  # type: ignore[no-untyped-def]
-    """Count what follows a node at `depth`. Returns how many different tokens; 0 where requests mostly ended."""
-    kinds = _ask_pointers(counted, node, depth, pointers)
+    """Count the tokens that follow a node at `depth`; return the number of different ones, 0 if most requests end."""
+    kinds = _read_pointers(counted, node, depth, pointers)
     ends = False
     for source in OWN_FIRST:
         piece = node[EVIDENCE + source]
@@ -141,8 +144,12 @@ def count_continuations(counted, node, depth, evidence, pointers):  # type: igno
 
 @inline
 def _score(counted, kind):  # type: ignore[no-untyped-def]
-    """How promising a token is, roughly: its shares, and the word of a pointer."""
-    score = 1.0 if counted.tokens[kind] == counted.said[GLOBAL] or counted.tokens[kind] == counted.said[LOCAL] else 0.0
+    """Return a rough score of a token: the sum of its shares, plus 1 if a pointer predicts it."""
+    score = (
+        1.0
+        if counted.tokens[kind] == counted.predicted[GLOBAL] or counted.tokens[kind] == counted.predicted[LOCAL]
+        else 0.0
+    )
     for row in range(ROWS):
         score += counted.votes[kind, row] / max(1, counted.alive[row])
     return score
@@ -159,7 +166,7 @@ def _swap(counted, one, other):  # type: ignore[no-untyped-def]
 
 @outline
 def keep_best(counted, kinds, least, most):  # type: ignore[no-untyped-def]
-    """Move the `most` most promising tokens with a score of at least `least` to the front; returns how many."""
+    """Move the `most` tokens with the highest scores of at least `least` to the front; return their number."""
     kept = 0
     for kind in range(kinds):
         counted.scores[kind] = _score(counted, kind)

@@ -1,4 +1,4 @@
-"""Evidence for what comes next: samples of the occurrences of the longest match of a context, and of shorter ones."""
+"""Evidence for the next token: samples of the occurrences of a context's longest match, and of shorter ones."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ import numpy as np
 
 from ssd.kernels.jit import inline, outline, peek, prefetch
 from ssd.kernels.match import END, FIRST, TIER_ORDER, TIER_TEXT, place_spans, widen
-from ssd.kernels.odds import LEVELS, SAMPLES
+from ssd.kernels.probabilities import LEVELS, SAMPLES
 
 GROWTH = 2
-"""A shorter match is evidence of its own if it has at least so many times the occurrences."""
+"""A shorter match becomes a level if it has at least this many times the occurrences of the longer one."""
 ROUNDS = 6
-"""Shorter matches that are looked at to find `LEVELS` of them; 12 were worth nothing more."""
+"""Most match lengths that are tried to find `LEVELS` levels; 12 gained nothing."""
 OWNER_BITS = 8
-"""log2 of the slots of a block of the live tier."""
+"""log2 of the number of slots in a block of the live tier."""
 NO_LIVE_TIER = -1
 
 
 class Source(NamedTuple):
-    """Where occurrences come from."""
+    """A searched text: the shared corpus, or a sequence's own text."""
 
     tiers: np.ndarray
     """int64 [tiers, 3], see `ssd.kernels.match`."""
     spans: np.ndarray
     """int64 [tiers, 4], scratch."""
     live: int
-    """Which tier holds the text of running requests, or NO_LIVE_TIER."""
+    """Index of the tier with the text of running requests, or NO_LIVE_TIER."""
     owners: np.ndarray
-    """int64: whose the blocks of that tier are."""
+    """int64: owner of each block of that tier."""
     owner: int
-    """Whose context is matched: its own text in the live tier is no evidence."""
+    """Owner of the context; its own text in the live tier is left out."""
     newest: int
-    """The newest slot of the other tiers."""
+    """Newest slot of the other tiers."""
     slots: int
-    """How many slots they go round in."""
+    """Number of slots of the ring."""
 
 
 class Evidence(NamedTuple):
-    """What was found, piece by piece; a piece has up to LEVELS levels, longest match first."""
+    """The evidence found so far. A piece is one search and has up to LEVELS levels, longest match first."""
 
     found_at: np.ndarray
-    """int64 [pieces]: tokens of the draft that were part of the context."""
+    """int64 [pieces]: number of draft tokens that were part of the searched context."""
     lengths: np.ndarray
     """int64 [pieces, LEVELS]: tokens matched."""
     totals: np.ndarray
-    """int64 [pieces, LEVELS]: occurrences."""
+    """int64 [pieces, LEVELS]: number of occurrences."""
     counts: np.ndarray
-    """int64 [pieces, LEVELS]: how many of them were sampled, 0 where there is no such level."""
+    """int64 [pieces, LEVELS]: number of samples, 0 where there is no such level."""
     addresses: np.ndarray
-    """int64 [pieces, LEVELS, SAMPLES]: where each sample goes on."""
+    """int64 [pieces, LEVELS, SAMPLES]: address of the token that follows each sample."""
     ages: np.ndarray
-    """int64 [pieces, LEVELS, SAMPLES]: tokens that came since; below 0 in the live tier."""
+    """int64 [pieces, LEVELS, SAMPLES]: number of tokens remembered since; below 0 in the live tier."""
 
 
 def new_evidence(pieces: int) -> Evidence:
-    """Room for so many pieces."""
+    """Allocate the arrays for `pieces` searches."""
     return Evidence(
         np.zeros(pieces, np.int64),
         np.zeros((pieces, LEVELS), np.int64),
@@ -69,7 +69,7 @@ def new_evidence(pieces: int) -> Evidence:
 
 @outline
 def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
-    """Write where up to SAMPLES of the `total` occurrences go on, evenly spaced; returns how many."""
+    """Sample up to SAMPLES of the `total` occurrences, evenly spaced; return their number."""
     wanted = min(total, SAMPLES)
     written, index, begin = 0, 0, 0
     for tier in range(len(source.tiers)):
@@ -96,14 +96,14 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
 
 @inline
 def gather(evidence, piece, source, context, end, depth):  # type: ignore[no-untyped-def]
-    """Match what stands before `end` of `context`, and write the levels of evidence that a source has for it."""
+    """Search a source for the text before `end` of `context`, and write the levels of evidence."""
     place_spans(source.tiers, source.spans, context, end, depth)
     gather_placed(evidence, piece, source, context, end)
 
 
 @outline
 def gather_placed(evidence, piece, source, context, end):  # type: ignore[no-untyped-def]
-    """`gather`, once the spans are placed."""
+    """Do the work of `gather` after the spans are placed."""
     for level in range(LEVELS):
         evidence.counts[piece, level] = 0
     level, before = 0, 0
@@ -117,7 +117,7 @@ def gather_placed(evidence, piece, source, context, end):  # type: ignore[no-unt
         if total < GROWTH * before:
             continue
         count = sample(source, total, evidence.addresses[piece, level], evidence.ages[piece, level])
-        # Less what is the sequence's own.
+        # Without the sequence's own text.
         total = total * count // min(total, SAMPLES)
         if count == 0 or total < GROWTH * before:
             continue

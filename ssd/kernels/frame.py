@@ -1,8 +1,8 @@
-"""Everything that a step works on, as addresses in one array.
+"""The frame of a step: the addresses of all arrays that it uses, in one array.
 
-A kernel that is handed forty arrays spends longer on taking them apart than on drafting, and counts references to each
-whenever it passes one on. Arrays that it makes itself from addresses cost neither. Whoever makes a frame keeps its
-arrays alive; the kernels trust the shapes.
+Passing forty arrays to a kernel takes longer than drafting, and the kernel counts references whenever it passes one on.
+Arrays that it makes from addresses avoid both costs. The owner of a frame keeps its arrays alive; shapes are not
+checked.
 """
 
 from __future__ import annotations
@@ -13,19 +13,29 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from ssd.kernels.assess import Levels, new_levels
 from ssd.kernels.candidates import CONSIDERED, Counted, new_counted
+from ssd.kernels.estimate import Levels, new_levels
 from ssd.kernels.evidence import Evidence, new_evidence
 from ssd.kernels.grow import Open, new_open
 from ssd.kernels.jit import inline, pointer_to
 from ssd.kernels.match import SPAN_COLUMNS
-from ssd.kernels.odds import CELL_COUNT, CHANCE_COLUMNS, INPUTS, LEVELS, ROWS, SAMPLES, SOURCES, WEIGHT_SETS, Odds
+from ssd.kernels.probabilities import (
+    CELL_COUNT,
+    CHANCE_COLUMNS,
+    INPUTS,
+    LEVELS,
+    ROWS,
+    SAMPLES,
+    SOURCES,
+    WEIGHT_SETS,
+    LearnedTables,
+)
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
-from ssd.stats import AGES, LENGTHS, ODDS_BINS, POSITIONS, Counters, Stats
+from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
 
 LOCAL_TIERS = 2
 
-# Where each part begins.
+# Index of the first address of each part.
 TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 11, 17, 23, 32, 38, 41
 
 
@@ -34,28 +44,28 @@ class Tables(NamedTuple):
 
     state: np.ndarray
     nodes: np.ndarray
-    odds: np.ndarray
+    probs: np.ndarray
     candidates: np.ndarray
     chances: np.ndarray
 
 
 class Own(NamedTuple):
-    """Scratch of one sequence at a time."""
+    """Scratch arrays of one sequence."""
 
     tiers: np.ndarray
-    """int64 [LOCAL_TIERS, 3]: its own text as a source."""
+    """int64 [LOCAL_TIERS, 3]: tiers of its own text."""
     spans: np.ndarray
     """int64 [LOCAL_TIERS, SPAN_COLUMNS]."""
     pointers: np.ndarray
-    """int64 [SOURCES]: addresses of what the pointers point to, 0 for nothing."""
+    """int64 [SOURCES]: addresses of the pointers' next tokens, 0 for none."""
     on_path: np.ndarray
-    """uint8 [nodes]: whether a node was accepted."""
+    """uint8 [nodes]: 1 for accepted nodes."""
 
 
 class Frame:
-    """The addresses for one drafter, made anew when its tables grow."""
+    """The addresses for one drafter; a new one is made when its tables grow."""
 
-    def __init__(self, sequences: Sequences, odds: Odds, stats: Stats) -> None:
+    def __init__(self, sequences: Sequences, learned: LearnedTables, stats: Stats) -> None:
         width = sequences.tables[1].shape[1]
         own = Own(
             np.zeros((LOCAL_TIERS, 3), np.int64),
@@ -64,14 +74,14 @@ class Frame:
             np.zeros(width, np.uint8),
         )
         scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_open(width), own)
-        parts = (sequences.tables, odds.arrays, tuple(stats.counters), *scratch)
+        parts = (sequences.tables, learned.arrays, tuple(stats.counters), *scratch)
         self._kept = parts
         tables, *others = [[array.ctypes.data for array in part] for part in parts]
         addresses = [*tables, len(sequences.state), width, *itertools.chain.from_iterable(others)]
         self.addresses = np.array(addresses, np.int64)
         """int64."""
         self.nbytes = sum(array.nbytes for part in scratch for array in part)
-        """Memory of the scratch."""
+        """Memory of the scratch arrays."""
 
 
 @inline
@@ -91,7 +101,7 @@ def _words(address, shape):  # type: ignore[no-untyped-def]
 
 @inline
 def longs(address, shape):  # type: ignore[no-untyped-def]
-    """int64 at an address."""
+    """Return the int64 array at an address."""
     return carray(pointer_to(address), shape, np.int64)
 
 
@@ -107,7 +117,7 @@ def _doubles(address, shape):  # type: ignore[no-untyped-def]
 
 @inline
 def open_tables(frame):  # type: ignore[no-untyped-def]
-    """The tables of the running sequences."""
+    """Return the tables of the running sequences."""
     rows, width = frame[TABLES + 5], frame[TABLES + 6]
     return Tables(
         longs(frame[TABLES], (rows, STATE_COLUMNS)),
@@ -120,7 +130,7 @@ def open_tables(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_model(frame):  # type: ignore[no-untyped-def]
-    """cells, logits, weights and pace of the odds."""
+    """Return cells, logits, weights and running means of the learned tables."""
     return (
         _floats(frame[MODEL], (CELL_COUNT, 2)),
         _floats(frame[MODEL + 1], (CELL_COUNT,)),
@@ -131,20 +141,20 @@ def open_model(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_counters(frame):  # type: ignore[no-untyped-def]
-    """The statistics."""
+    """Return the counters of the statistics."""
     return Counters(
         longs(frame[COUNTERS], (3,)),
         longs(frame[COUNTERS + 1], (2, 2)),
         longs(frame[COUNTERS + 2], (LENGTHS, 2)),
         longs(frame[COUNTERS + 3], (POSITIONS, 2)),
         longs(frame[COUNTERS + 4], (AGES, 2)),
-        _doubles(frame[COUNTERS + 5], (ODDS_BINS, 3)),
+        _doubles(frame[COUNTERS + 5], (PROB_BINS, 3)),
     )
 
 
 @inline
 def open_evidence(frame):  # type: ignore[no-untyped-def]
-    """Room for the evidence of a draft."""
+    """Return the arrays for the evidence of a draft."""
     pieces = SOURCES * frame[TABLES + 6]
     return Evidence(
         longs(frame[EVIDENCE_AT], (pieces,)),
@@ -158,7 +168,7 @@ def open_evidence(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_counted(frame):  # type: ignore[no-untyped-def]
-    """Room for the candidates of a node."""
+    """Return the arrays for the candidates of a node."""
     return Counted(
         _words(frame[COUNTED_AT], (CONSIDERED,)),
         longs(frame[COUNTED_AT + 1], (CONSIDERED, ROWS)),
@@ -174,7 +184,7 @@ def open_counted(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_levels(frame):  # type: ignore[no-untyped-def]
-    """Room for what a node's evidence amounts to."""
+    """Return the arrays for the summary of a node's evidence."""
     return Levels(
         longs(frame[LEVELS_AT], (ROWS,)),
         longs(frame[LEVELS_AT + 1], (ROWS,)),
@@ -187,7 +197,7 @@ def open_levels(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_waiting(frame):  # type: ignore[no-untyped-def]
-    """Room for the candidates that wait to be added."""
+    """Return the arrays for the waiting candidates."""
     width = frame[TABLES + 6]
     return Open(
         longs(frame[OPEN_AT], (width,)), longs(frame[OPEN_AT + 1], (width,)), _floats(frame[OPEN_AT + 2], (width, 2))
@@ -196,7 +206,7 @@ def open_waiting(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_own(frame):  # type: ignore[no-untyped-def]
-    """Scratch of one sequence."""
+    """Return the scratch arrays of one sequence."""
     return Own(
         longs(frame[OWN_AT], (LOCAL_TIERS, 3)),
         longs(frame[OWN_AT + 1], (LOCAL_TIERS, SPAN_COLUMNS)),

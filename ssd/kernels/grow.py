@@ -1,4 +1,4 @@
-"""Growing a draft best-first, until the next node's path odds fall below the price of verifying one more token."""
+"""Grow a draft best-first, until the next node's path probability is below the price of one more verified token."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
-from ssd.kernels.assess import assess
 from ssd.kernels.candidates import count_continuations, keep_best
+from ssd.kernels.estimate import estimate
 from ssd.kernels.evidence import gather
 from ssd.kernels.jit import inline, outline, peek, poke
-from ssd.kernels.odds import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
+from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.sequences.tables import (
     AGE,
     CANDIDATE_MASKS,
@@ -27,34 +27,34 @@ from ssd.sequences.tables import (
     LENGTH,
     MASKS,
     MISSES,
-    ODDS,
     PARENT,
-    PATH_ODDS,
+    PATH_PROB,
+    PROB,
     RUNS,
     SOURCE,
     TOKEN,
 )
 
-PROMISING = np.float32(0.25)
-"""Tokens whose shares promise less than this part of the price are not considered."""
-RENEWED = np.float32(2.0)
-"""A node is matched again if its path odds are so many times the price: the others rarely have children that pay."""
+LEAST_SCORE = np.float32(0.25)
+"""Least score of a considered token, as a fraction of the price."""
+SEARCHED_AGAIN = np.float32(2.0)
+"""Least path probability of a node that is searched for again, in prices: others rarely have children that pay."""
 
 
 class Growing(NamedTuple):
-    """A draft that grows: the tables of `ssd.sequences.tables`, for one sequence."""
+    """The draft of one sequence: its part of the tables of `ssd.sequences.tables`."""
 
     nodes: np.ndarray
-    odds: np.ndarray
+    probs: np.ndarray
     candidates: np.ndarray
     chances: np.ndarray
 
 
 class Limits(NamedTuple):
-    """Where a draft ends."""
+    """Limits of a draft."""
 
     price: np.float32
-    """Path odds below which a node does not pay."""
+    """Least path probability of a node that pays."""
     tokens: np.int64
     depth: int
     is_tree: bool
@@ -62,25 +62,25 @@ class Limits(NamedTuple):
 
 
 class Open(NamedTuple):
-    """Candidates that may still be added, by falling path odds."""
+    """Candidates that may still be added, in descending order of path probability."""
 
     parents: np.ndarray
     kinds: np.ndarray
-    """int64: which candidate of its parent."""
-    odds: np.ndarray
-    """float32 [room, 2]: see ODDS, PATH_ODDS."""
+    """int64: index among the candidates of the parent."""
+    probs: np.ndarray
+    """float32 [room, 2]: columns PROB and PATH_PROB."""
 
 
 def new_open(nodes: int) -> Open:
-    """Room for so many."""
+    """Allocate the arrays for `nodes` candidates."""
     return Open(np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros((nodes, 2), np.float32))
 
 
 @inline
 def write_path(nodes, node, text, size):  # type: ignore[no-untyped-def]
-    """Write the path to a node behind the text: occurrences near the text's end continue into it.
+    """Write the path to a node after the text, so that occurrences near the text's end continue into it.
 
-    The copies of Ziv and Lempel (1977) do the same.
+    This is the overlapping copy of Ziv and Lempel (1977).
     """
     while node > 0:
         poke(text, size + nodes[node, DEPTH] - 1, np.uint32(nodes[node, TOKEN]))
@@ -88,14 +88,14 @@ def write_path(nodes, node, text, size):  # type: ignore[no-untyped-def]
 
 
 @outline
-def add_child(growing, parent, child, kind, odds, pointers):  # type: ignore[no-untyped-def]
-    """Make a candidate of `parent` the node `child`: what went on with its token agrees with the path to it."""
+def add_child(growing, parent, child, kind, probs, pointers):  # type: ignore[no-untyped-def]
+    """Add a candidate of `parent` as node `child`; samples that its token followed agree with the path to it."""
     nodes, candidate = growing.nodes, growing.candidates[parent, kind]
     depth, token = nodes[parent, DEPTH], np.uint32(candidate[0])
     node = nodes[child]
     node[TOKEN], node[PARENT], node[DEPTH] = candidate[0], parent, depth + 1
     row = candidate[FOUND_IN]
-    # Only a pointer says so: that of the request itself is asked first.
+    # Only a pointer predicts it; that of the request's own text comes first.
     source = (
         row // LEVELS
         if row >= 0
@@ -104,24 +104,24 @@ def add_child(growing, parent, child, kind, odds, pointers):  # type: ignore[no-
         else GLOBAL
     )
     node[SOURCE], node[LENGTH], node[AGE] = source, candidate[FOUND_LENGTH], candidate[FOUND_AGE]
-    growing.odds[child, ODDS], growing.odds[child, PATH_ODDS] = odds[ODDS], odds[PATH_ODDS]
+    growing.probs[child, PROB], growing.probs[child, PATH_PROB] = probs[PROB], probs[PATH_PROB]
     for row in range(ROWS):
         node[MASKS + row] = candidate[CANDIDATE_MASKS + row]
     for source in range(SOURCES):
         node[EVIDENCE + source] = nodes[parent, EVIDENCE + source]
         node[MISSES + source] = GONE
-        # A pointer that is gone, or comes to the end of its request, leads nowhere.
+        # A missing pointer, or one at the end of its request, predicts nothing.
         if pointers[source] == 0 or nodes[parent, MISSES + source] >= GONE:
             continue
-        said = peek(pointers[source], depth)
-        if said != SEPARATOR:
-            node[RUNS + source] = nodes[parent, RUNS + source] + 1 if said == token else 0
-            node[MISSES + source] = nodes[parent, MISSES + source] + (0 if said == token else 1)
+        predicted = peek(pointers[source], depth)
+        if predicted != SEPARATOR:
+            node[RUNS + source] = nodes[parent, RUNS + source] + 1 if predicted == token else 0
+            node[MISSES + source] = nodes[parent, MISSES + source] + (0 if predicted == token else 1)
 
 
 @inline
 def _is_lost(node, source):  # type: ignore[no-untyped-def]
-    """Whether none of the samples of a source agrees with the path any more."""
+    """Return whether no sample of a source agrees with the path."""
     lost = True
     for level in range(LEVELS):
         lost = lost and node[MASKS + source * LEVELS + level] == 0
@@ -130,7 +130,7 @@ def _is_lost(node, source):  # type: ignore[no-untyped-def]
 
 @outline
 def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
-    """Match again, path included, where a source's samples have all gone another way; returns the next free piece."""
+    """Search again, path included, in sources without samples that agree; return the next free piece."""
     for source in range(SOURCES):
         if not _is_lost(node, source):
             continue
@@ -148,39 +148,39 @@ def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignor
 
 
 @inline
-def _offer(waiting, opened, room, parent, kind, odds, path_odds):  # type: ignore[no-untyped-def]
-    """Insert a candidate among those that wait, of which only `room` can still be added; returns how many wait."""
+def _offer(waiting, opened, room, parent, kind, prob, path_prob):  # type: ignore[no-untyped-def]
+    """Insert a candidate into the waiting ones, of which only `room` can still be added; return their number."""
     place = min(opened, room)
-    while place > 0 and waiting.odds[place - 1, PATH_ODDS] < path_odds:
+    while place > 0 and waiting.probs[place - 1, PATH_PROB] < path_prob:
         if place < room:
             waiting.parents[place], waiting.kinds[place] = waiting.parents[place - 1], waiting.kinds[place - 1]
-            waiting.odds[place] = waiting.odds[place - 1]
+            waiting.probs[place] = waiting.probs[place - 1]
         place -= 1
     if place >= room:
         return opened
     waiting.parents[place], waiting.kinds[place] = parent, kind
-    waiting.odds[place, ODDS], waiting.odds[place, PATH_ODDS] = odds, path_odds
+    waiting.probs[place, PROB], waiting.probs[place, PATH_PROB] = prob, path_prob
     return min(opened + 1, room)
 
 
 @inline
 def _open_children(growing, waiting, opened, room, node, kinds, total, limits):  # type: ignore[no-untyped-def]
-    """Let the children of a node wait that pay; returns how many wait."""
+    """Insert the children of a node that pay into the waiting candidates; return their number."""
     if growing.nodes[node, DEPTH] >= limits.depth:
         return opened
     for kind in range(kinds):
-        odds = growing.chances[node, kind, FINAL] / total
-        path_odds = growing.odds[node, PATH_ODDS] * odds
-        if path_odds >= limits.price:
-            opened = _offer(waiting, opened, room, node, kind, odds, path_odds)
+        prob = growing.chances[node, kind, FINAL] / total
+        path_prob = growing.probs[node, PATH_PROB] * prob
+        if path_prob >= limits.price:
+            opened = _offer(waiting, opened, room, node, kind, prob, path_prob)
     return opened
 
 
 @outline
 def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, logits, weights):  # type: ignore[no-untyped-def]
-    """Grow a draft from a root whose evidence is gathered; returns how many nodes it has, the root included.
+    """Grow a draft from a root whose evidence is gathered; return the number of nodes, the root included.
 
-    scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own; a path is written behind it.
+    scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own text; a path is written after it.
     depth: most tokens that are matched.
     """
     counted, levels, waiting = scratch
@@ -189,9 +189,9 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         kinds = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
-        kinds = keep_best(counted, kinds, PROMISING * limits.price / growing.odds[node, PATH_ODDS], most)
+        kinds = keep_best(counted, kinds, LEAST_SCORE * limits.price / growing.probs[node, PATH_PROB], most)
         growing.nodes[node, CANDIDATES] = kinds
-        total = assess(
+        total = estimate(
             growing.nodes[node], growing.candidates[node], growing.chances[node], at, peek(text, size + at - 1),
             evidence, counted, levels, kinds, logits, weights,
         )  # fmt: skip
@@ -205,16 +205,16 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         if opened == 0:
             return count
         parent, node = waiting.parents[0], count
-        add_child(growing, parent, node, waiting.kinds[0], waiting.odds[0], pointers)
+        add_child(growing, parent, node, waiting.kinds[0], waiting.probs[0], pointers)
         opened -= 1
         for place in range(opened):
             waiting.parents[place], waiting.kinds[place] = waiting.parents[place + 1], waiting.kinds[place + 1]
-            waiting.odds[place] = waiting.odds[place + 1]
+            waiting.probs[place] = waiting.probs[place + 1]
         if parent == written:
             poke(text, size + growing.nodes[parent, DEPTH], np.uint32(growing.nodes[node, TOKEN]))
         else:
             write_path(growing.nodes, node, text, size)
         written = node
         count += 1
-        if count <= limits.tokens and growing.odds[node, PATH_ODDS] >= RENEWED * limits.price:
+        if count <= limits.tokens and growing.probs[node, PATH_PROB] >= SEARCHED_AGAIN * limits.price:
             piece = renew(growing.nodes[node], piece, evidence, own, shared, text, size, depth)

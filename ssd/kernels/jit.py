@@ -1,8 +1,7 @@
-"""How kernels are compiled: ahead of time, into a cache, without the GIL. The only place that names numba's settings.
+"""Numba settings of all kernels: compiled for one signature, cached on disk, and run without the GIL.
 
-A kernel states its signature, so it is compiled when its module is first imported and loaded from the
-cache ever after; no call ever waits for a compiler. Inputs are declared read-only, which accepts
-writable arrays too.
+A kernel is compiled when its module is first imported and loaded from the cache after that, so no call waits for the
+compiler. Inputs are declared read-only, which accepts writable arrays too.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
 
 
 def _kept(compile_function: Callable[[F], F]) -> Callable[[F], F]:
-    """A decorator that caches, with an error that says what to do where it cannot."""
+    """Wrap a compiling decorator so that a missing cache folder becomes an error with advice."""
 
     def compiled(function: F) -> F:
         try:
@@ -54,7 +53,7 @@ def _kept(compile_function: Callable[[F], F]) -> Callable[[F], F]:
             if "no locator" not in str(problem):
                 raise
             raise UserError(
-                "compiled kernels can be kept nowhere: set NUMBA_CACHE_DIR to a folder that you may write to"
+                "there is no folder to cache compiled kernels in: set NUMBA_CACHE_DIR to a folder that you may write to"
             ) from None
 
     return compiled
@@ -63,7 +62,7 @@ def _kept(compile_function: Callable[[F], F]) -> Callable[[F], F]:
 def drop_stale_kernels(package: Path) -> None:
     """Remove the cached kernels of a package folder if any of its modules changed since they were compiled.
 
-    numba looks only at the module that defines a kernel; what is inlined into it may come from another.
+    numba only checks the module that defines a kernel, but functions of other modules are inlined into it.
     """
     sources = [(path.relative_to(package), path.stat()) for path in sorted(package.rglob("*.py"))]
     state = "".join(f"{name} {status.st_mtime_ns} {status.st_size}\n" for name, status in sources)
@@ -77,7 +76,7 @@ def drop_stale_kernels(package: Path) -> None:
         cache.mkdir(exist_ok=True)
         stamp.write_text(state)
     except OSError:
-        # A folder that cannot be written is an installation, whose modules change together.
+        # A read-only folder is an installation, whose modules change together with the cache.
         return
 
 
@@ -87,16 +86,16 @@ inline = _kept(njit(nogil=True, cache=True, inline="always", error_model="numpy"
 """For small helpers that become part of the kernels that call them."""
 
 outline = _kept(njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
-"""For larger helpers: numba compiles them once, LLVM makes them part of the kernels that call them. A call would pass
-each array as a dozen words, and only in place are its strides known: a quarter of a draft's time."""
+"""For larger helpers: numba compiles them once, and LLVM inlines them. A call would pass each array as a dozen words
+and hide its strides, which takes a quarter of a draft's time."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def peek(typingctx: Any, address: Any, index: Any) -> Any:  # noqa: ARG001
-    """The uint32 at `address` + 4 * `index`.
+    """Return the uint32 at `address` + 4 * `index`.
 
-    The texts and orders of many sequences lie in arrays of their own; a table of addresses lets one call of a kernel
-    read them all. The caller keeps the arrays alive for as long as the kernel runs.
+    Texts and suffix arrays of many sequences are separate arrays; with a table of their addresses one call of a kernel
+    reads them all. The caller keeps the arrays alive while the kernel runs.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
@@ -108,7 +107,7 @@ def peek(typingctx: Any, address: Any, index: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pointer_to(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
-    """An address as the pointer that `numba.carray` makes an array of."""
+    """Convert an address to a pointer for `numba.carray`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -118,7 +117,7 @@ def pointer_to(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def lowest_bit(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
-    """The index of the lowest bit that is set in a uint32 other than 0."""
+    """Return the index of the lowest set bit of a uint32 other than 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
@@ -140,14 +139,14 @@ def poke(typingctx: Any, address: Any, index: Any, value: Any) -> Any:  # noqa: 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
-    """Begin to fetch the cache line at an address that is read soon, and go on; an address of nothing does no harm."""
+    """Start to load the cache line at an address that is read soon; an invalid address is harmless."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag]), "llvm.prefetch.p0"
         )
-        # To be read, kept in all caches, and data.
+        # For reading, with high locality, from the data cache.
         builder.call(function, [builder.inttoptr(arguments[0], pointer), flag(0), flag(3), flag(1)])
         return context.get_dummy_value()
 
@@ -156,7 +155,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def count_bits(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
-    """How many bits of a uint32 are set."""
+    """Return the number of set bits of a uint32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         return builder.zext(builder.ctpop(arguments[0]), ir.IntType(64))
@@ -166,7 +165,7 @@ def count_bits(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bit_length(typingctx: Any, number: Any) -> Any:  # noqa: ARG001
-    """How many bits an int64 has that is not negative, 0 for 0."""
+    """Return the number of bits of a non-negative int64, 0 for 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         return builder.sub(ir.IntType(64)(64), builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0)))
@@ -176,7 +175,7 @@ def bit_length(typingctx: Any, number: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def equal_words(typingctx: Any, address: Any, word: Any) -> Any:  # noqa: ARG001
-    """Which of the 32 uint32 at an address equal `word`, a bit each: one comparison of vectors."""
+    """Return a mask of which of the 32 uint32 at an address equal `word`: one vector comparison."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         words = ir.VectorType(ir.IntType(32), 32)

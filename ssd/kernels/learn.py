@@ -1,11 +1,11 @@
-"""Learning from what the target produced: every candidate that was considered on the way is a lesson."""
+"""Learn from the committed tokens: every candidate that was considered on their path is a training example."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ssd.kernels.jit import inline, outline, prefetch
-from ssd.kernels.odds import (
+from ssd.kernels.probabilities import (
     BLEND_INPUT,
     BLENDS,
     FINAL_SEEN_CAP,
@@ -23,12 +23,12 @@ from ssd.kernels.odds import (
 from ssd.sequences.tables import CANDIDATES, CELLS, PARENT, TOKEN, WEIGHT_SET
 from ssd.stats import COMMITTED, HITS, STEPS, record_node
 
-NOWHERE = -1
+NO_NODE = -1
 
 
 @inline
 def learn_candidate(candidate, chances, happened, cells, logits, weights):  # type: ignore[no-untyped-def]
-    """One lesson: whether a candidate is what the target produced, 1.0 or 0.0."""
+    """Learn from one candidate; happened: 1.0 if the target produced it, else 0.0."""
     step = np.float32(LEARNING_RATE) * (happened - chances[MIXED])
     for index in range(TABLE_INPUTS):
         cell = candidate[CELLS + index]
@@ -42,16 +42,16 @@ def learn_candidate(candidate, chances, happened, cells, logits, weights):  # ty
 
 @inline
 def _child_of(nodes, count, node, token):  # type: ignore[no-untyped-def]
-    """The child of a node with this token, or NOWHERE."""
+    """Return the child of a node with this token, or NO_NODE."""
     for child in range(node + 1, count):
         if nodes[child, PARENT] == node and np.uint32(nodes[child, TOKEN]) == token:
             return child
-    return NOWHERE
+    return NO_NODE
 
 
 @inline
-def fetch_lessons(growing, node, cells, logits):  # type: ignore[no-untyped-def]
-    """Have the cells of tokens and pairs on their way that learn at a node: 8 bytes each, and 4 for their logits."""
+def fetch_updated_cells(growing, node, cells, logits):  # type: ignore[no-untyped-def]
+    """Prefetch the cells of tokens and pairs that are updated at a node: 8 bytes each, and 4 for their logits."""
     for kind in range(growing.nodes[node, CANDIDATES]):
         for index in range(TOKEN_INPUT, TABLE_INPUTS):
             cell = np.int64(growing.candidates[node, kind, CELLS + index])
@@ -61,38 +61,38 @@ def fetch_lessons(growing, node, cells, logits):  # type: ignore[no-untyped-def]
 
 @outline
 def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):  # type: ignore[no-untyped-def]
-    """Learn at every node of a draft of `count` nodes that `tokens[first:end]`, the target's, lead through.
+    """Learn at every node of a draft that is on the path of the committed tokens, `tokens[first:end]`.
 
-    accepted, uint8 [count]: set for those nodes.
+    count: number of nodes. accepted: uint8 [count], set for the nodes on the path.
     """
     node = 0
     accepted[:count] = 0
     for index in range(first, end):
         token = tokens[index]
-        fetch_lessons(growing, node, cells, logits)
+        fetch_updated_cells(growing, node, cells, logits)
         for kind in range(growing.nodes[node, CANDIDATES]):
             candidate = growing.candidates[node, kind]
             happened = np.float32(1.0) if np.uint32(candidate[0]) == token else np.float32(0.0)
             weight_set = weights[growing.nodes[node, WEIGHT_SET]]
             learn_candidate(candidate, growing.chances[node, kind], happened, cells, logits, weight_set)
         node = _child_of(growing.nodes, count, node, token)
-        if node == NOWHERE:
+        if node == NO_NODE:
             return
         accepted[node] = 1
 
 
 @outline
 def record(counters, growing, accepted, verified, committed, steps):  # type: ignore[no-untyped-def]
-    """Count some steps; in the first of them the target verified the first `verified` tokens of the draft."""
+    """Add steps to the statistics; in the first one the target verified the first `verified` tokens of the draft."""
     counters.steps[STEPS] += steps
     counters.steps[COMMITTED] += committed
     counters.steps[HITS] += 1 if verified > 0 else 0
     for node in range(1, verified + 1):
-        record_node(counters, growing.nodes[node], growing.odds[node], accepted[node])
+        record_node(counters, growing.nodes[node], growing.probs[node], accepted[node])
 
 
 @inline
 def keep_pace(pace, cost, verified, committed):  # type: ignore[no-untyped-def]
-    """Follow the running means of tokens a step and of what a step costs."""
+    """Update the running means of tokens per step and of the cost of a step."""
     pace[0] += PRICE_RATE * (committed - pace[0])
     pace[1] += PRICE_RATE * (1.0 + cost * verified - pace[1])

@@ -1,7 +1,7 @@
 """Matches of a context in a source: the longest one by one binary search, shorter ones around it.
 
-A source is a few tiers, each a text and an order over it, row by row of `tiers`. A search lands where the context
-itself would stand; what matches longest is beside that place, and shorter matches lie around it in falling order.
+A source has one or more tiers, each a text and a suffix array over it, as rows of `tiers`. A search finds the place
+where the context itself would be inserted; the longest matches are next to it, and shorter ones follow on both sides.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ import numpy as np
 from ssd.corpus.suffix_array import common_length, key_is_less, place_of
 from ssd.kernels.jit import inline, outline, peek, prefetch
 
-# Columns of tiers, int64: addresses of a text and an order over it, and the order's size.
+# Columns of tiers, int64: addresses of a text and its suffix array, and the size of the latter.
 TIER_TEXT, TIER_ORDER, TIER_SIZE = range(3)
 
 # Columns of spans, int64: first and last + 1 of the occurrences so far; tokens that the context has in common with the
-# position before them and with the one behind, 0 once that side is used up.
-FIRST, END, BEFORE, BEHIND = range(4)
+# position before them and with the one after them, 0 once that side is exhausted.
+FIRST, END, BEFORE, AFTER = range(4)
 SPAN_COLUMNS = 4
 
 REACH = 128
-"""How far from the context's own place occurrences are looked for, on either side; 512 and 4096 gained nothing."""
+"""Most occurrences that are counted on either side of the context's place; 512 and 4096 gained nothing."""
 
 
 @outline
 def place_spans(tiers, spans, context, end, depth):  # type: ignore[no-untyped-def]
-    """Find where the last `depth` tokens before `end` of `context` would stand in each tier."""
+    """Find where the last `depth` tokens before `end` of `context` would be inserted in each tier."""
     for tier in range(len(tiers)):
         place, before, behind = place_of(
             tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE], context, end, depth
         )
         spans[tier, FIRST], spans[tier, END] = place, place
-        spans[tier, BEFORE], spans[tier, BEHIND] = before, behind
+        spans[tier, BEFORE], spans[tier, AFTER] = before, behind
 
 
 @inline
 def _begin(tier, span, end):  # type: ignore[no-untyped-def]
-    """Let the context stand anywhere in a tier; nowhere if there is none."""
+    """Start a binary search over a whole tier; over nothing if there is no context."""
     span[FIRST], span[END] = 0, tier[TIER_SIZE] if end > 0 else 0
-    span[BEFORE], span[BEHIND] = 0, 0
+    span[BEFORE], span[AFTER] = 0, 0
 
 
 @inline
 def _narrow(tier, span, context, end, depth):  # type: ignore[no-untyped-def]
-    """Halve the part of a tier where the context may stand, as `place_of` does."""
+    """Halve the range of a binary search, as `place_of` does."""
     text, middle = tier[TIER_TEXT], (span[FIRST] + span[END]) // 2
     position = np.int64(peek(tier[TIER_ORDER], middle))
-    common = common_length(text, position, context, end, min(span[BEFORE], span[BEHIND]), depth)
+    common = common_length(text, position, context, end, min(span[BEFORE], span[AFTER]), depth)
     if key_is_less(context, end, text, position, common, depth):
-        span[END], span[BEHIND] = middle, common
+        span[END], span[AFTER] = middle, common
     else:
         span[FIRST], span[BEFORE] = middle + 1, common
 
 
 @outline
 def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
-    """`place_spans` for many contexts side by side: what one of them needs is fetched while the others go on.
+    """Do `place_spans` for many contexts in parallel: memory that one of them needs is prefetched during the others.
 
     spans: int64 [B, tiers, SPAN_COLUMNS]. contexts: int64 [B, 2], addresses and ends; nothing is found for an end of 0.
     """
@@ -70,7 +70,7 @@ def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
                 if span[FIRST] < span[END]:
                     middle = (span[FIRST] + span[END]) // 2
                     prefetch(tier[TIER_TEXT] + 4 * (np.int64(peek(tier[TIER_ORDER], middle)) - 1))
-                    # The next middle is one of two.
+                    # The next middle is one of these two.
                     prefetch(tier[TIER_ORDER] + 4 * ((span[FIRST] + middle) // 2))
                     prefetch(tier[TIER_ORDER] + 4 * ((middle + 1 + span[END]) // 2))
             for index in range(len(contexts)):
@@ -82,7 +82,7 @@ def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
 
 @outline
 def run_beside(text, order, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
-    """How many of `available` positions from `order[first]` on, up or down, match `length` tokens without a gap."""
+    """Return how many of `available` positions from `order[first]` on, up or down, match `length` tokens."""
     inside, step = 0, 1
     while inside + step <= available:
         probe = peek(order, first + direction * (inside + step - 1))
@@ -103,7 +103,7 @@ def run_beside(text, order, first, direction, available, context, end, length): 
 
 @inline
 def _shorter(tier, at, context, end, length):  # type: ignore[no-untyped-def]
-    """What the context has in common with the position at `at` of a tier; 0 if that is out of reach."""
+    """Return the number of tokens that the context has in common with position `at` of a tier; 0 outside the tier."""
     if at < 0 or at >= tier[TIER_SIZE]:
         return 0
     common = common_length(tier[TIER_TEXT], peek(tier[TIER_ORDER], at), context, end, 0, length)
@@ -112,10 +112,10 @@ def _shorter(tier, at, context, end, length):  # type: ignore[no-untyped-def]
 
 @outline
 def widen(tiers, spans, context, end):  # type: ignore[no-untyped-def]
-    """Widen each tier's span to the next shorter match; returns its length, 0 if nothing is left."""
+    """Widen each tier's span to the next shorter match; return its length, 0 if there is none."""
     length = 0
     for tier in range(len(tiers)):
-        length = max(length, spans[tier, BEFORE], spans[tier, BEHIND])
+        length = max(length, spans[tier, BEFORE], spans[tier, AFTER])
     if length == 0:
         return 0
     for index in range(len(tiers)):
@@ -124,8 +124,8 @@ def widen(tiers, spans, context, end):  # type: ignore[no-untyped-def]
         if span[BEFORE] == length:
             span[FIRST] -= run_beside(text, order, span[FIRST] - 1, -1, min(span[FIRST], REACH), context, end, length)
             span[BEFORE] = _shorter(tier, span[FIRST] - 1, context, end, length)
-        if span[BEHIND] == length:
+        if span[AFTER] == length:
             available = min(tier[TIER_SIZE] - span[END], REACH)
             span[END] += run_beside(text, order, span[END], 1, available, context, end, length)
-            span[BEHIND] = _shorter(tier, span[END], context, end, length)
+            span[AFTER] = _shorter(tier, span[END], context, end, length)
     return length

@@ -1,4 +1,4 @@
-"""One drafting step of a batch in one call, without the GIL: learn, commit, match, grow."""
+"""One drafting step of a batch in one call without the GIL: learn, commit, match, grow."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ssd.kernels.grow import Growing, Limits, grow
 from ssd.kernels.jit import Bool, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
 from ssd.kernels.learn import keep_pace, learn, record
 from ssd.kernels.match import SPAN_COLUMNS, place_all, place_spans
-from ssd.kernels.odds import GLOBAL, LOCAL, ROWS, SOURCES
 from ssd.kernels.pointers import MISSED, PLACE, RUN, RingView, address_of, advance_pointers, move_pointer
+from ssd.kernels.probabilities import GLOBAL, LOCAL, ROWS, SOURCES
 from ssd.sequences.local_index import FRESH_ROOM, fold_fresh, insert_fresh
 from ssd.sequences.tables import (
     DEPTH,
@@ -34,11 +34,11 @@ from ssd.sequences.tables import (
     MASKS,
     MISSES,
     NODES,
-    ODDS,
     OWNER,
     PARENT,
-    PATH_ODDS,
+    PATH_PROB,
     POINTERS,
+    PROB,
     ROOM,
     RUNS,
     SIZE,
@@ -50,18 +50,18 @@ from ssd.sequences.tables import (
 )
 
 DONE, LACKS_ROOM, BAD_OUTCOME, BAD_TOKEN = range(4)
-"""What came of a step; all but DONE had no effect."""
+"""Results of a step; all but DONE have no effect."""
 
 
 @inline
-def check(state, rows, tokens, offsets, verified, accepted, limits, max_draft):  # type: ignore[no-untyped-def]
-    """What is wrong with a step, and with which sequence of it."""
+def check(state, rows, tokens, offsets, verified, limits, max_draft):  # type: ignore[no-untyped-def]
+    """Return the result of checking a step, and the index of the sequence with a problem."""
     for token in tokens:
         if token == SEPARATOR:
             return BAD_TOKEN, 0
     for index in range(len(rows)):
         sequence = state[rows[index]]
-        if accepted[index] > verified[index] or verified[index] > max(0, sequence[NODES] - 1):
+        if verified[index] > max(0, sequence[NODES] - 1):
             return BAD_OUTCOME, index
         committed = np.int64(offsets[index + 1]) - np.int64(offsets[index])
         if sequence[SIZE] + committed + min(np.int64(limits[index]), max_draft) + 2 > sequence[ROOM]:
@@ -71,7 +71,7 @@ def check(state, rows, tokens, offsets, verified, accepted, limits, max_draft): 
 
 @outline
 def commit(sequence, token, depth):  # type: ignore[no-untyped-def]
-    """Append a token to a sequence's text, and the position before it to its order."""
+    """Append a token to a sequence's text, and its position to the local index."""
     size = sequence[SIZE]
     poke(sequence[TEXT], size, token)
     if size > 0:
@@ -87,14 +87,14 @@ def commit(sequence, token, depth):  # type: ignore[no-untyped-def]
 
 @inline
 def point_to_own(tiers, sequence):  # type: ignore[no-untyped-def]
-    """Make the two orders of a sequence's own text the tiers of a source."""
+    """Set the tiers of a source to the two suffix arrays of a sequence's own text."""
     tiers[0, 0], tiers[0, 1], tiers[0, 2] = sequence[TEXT], sequence[SORTED], sequence[SORTED_SIZE]
     tiers[1, 0], tiers[1, 1], tiers[1, 2] = sequence[TEXT], sequence[FRESH], sequence[FRESH_SIZE]
 
 
 @inline
 def _youngest(evidence, piece):  # type: ignore[no-untyped-def]
-    """The youngest sample of a piece's longest match."""
+    """Return the newest sample of a piece's longest match."""
     best = 0
     for index in range(1, evidence.counts[piece, 0]):
         if evidence.ages[piece, 0, index] < evidence.ages[piece, 0, best]:
@@ -104,7 +104,7 @@ def _youngest(evidence, piece):  # type: ignore[no-untyped-def]
 
 @outline
 def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-untyped-def]
-    """Let the pointers follow the longest matches; write where they point, and their state into the root."""
+    """Move the pointers to the longest matches; write their addresses, and their state into the root."""
     text = sequence[TEXT]
     if evidence.counts[LOCAL, 0] > 0:
         best = _youngest(evidence, LOCAL)
@@ -112,7 +112,7 @@ def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-u
         move_pointer(sequence, LOCAL, evidence.lengths[LOCAL, 0], position)
     if evidence.counts[GLOBAL, 0] > 0:
         best = _youngest(evidence, GLOBAL)
-        # Text in the live tier is gone too soon to be pointed to.
+        # Text in the live tier is removed too soon to be pointed to.
         if evidence.ages[GLOBAL, 0, best] >= 0:
             move_pointer(sequence, GLOBAL, evidence.lengths[GLOBAL, 0], ring.head - 1 - evidence.ages[GLOBAL, 0, best])
     for source in range(SOURCES):
@@ -123,20 +123,20 @@ def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-u
 
 
 @inline
-def plant(growing):  # type: ignore[no-untyped-def]
-    """Make node 0 the root of a new draft, on the first pieces of evidence."""
+def add_root(growing):  # type: ignore[no-untyped-def]
+    """Make node 0 the root of a new draft, with the first pieces of evidence."""
     root = growing.nodes[0]
     root[TOKEN], root[PARENT], root[DEPTH] = 0, -1, 0
     for source in range(SOURCES):
         root[EVIDENCE + source] = source
     for row in range(ROWS):
         root[MASKS + row] = -1
-    growing.odds[0, ODDS], growing.odds[0, PATH_ODDS] = 1.0, 1.0
+    growing.probs[0, PROB], growing.probs[0, PATH_PROB] = 1.0, 1.0
 
 
 @inline
-def take_note(tables, model, counters, rows, tokens, offsets, verified, steps, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
-    """Learn from what each sequence committed, count it, and append it to its text."""
+def commit_all(tables, model, counters, rows, tokens, offsets, verified, steps, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
+    """Learn from the committed tokens of each sequence, count them, and append them to its text."""
     cells, logits, weights, pace = model
     for index in range(len(rows)):
         row = rows[index]
@@ -144,7 +144,7 @@ def take_note(tables, model, counters, rows, tokens, offsets, verified, steps, r
         first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
         taken = max(np.int64(1), np.int64(steps[index])) if len(steps) else np.int64(1)
         if end > first:
-            growing = Growing(tables.nodes[row], tables.odds[row], tables.candidates[row], tables.chances[row])
+            growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.chances[row])
             if sequence[NODES] > 0:
                 learn(growing, sequence[NODES], tokens, first, end, cells, logits, weights, on_path)
                 keep_pace(pace, cost, np.int64(verified[index]), (end - first) / taken)
@@ -157,7 +157,7 @@ def take_note(tables, model, counters, rows, tokens, offsets, verified, steps, r
 
 @inline
 def search_shared(state, rows, limits, tiers, depth):  # type: ignore[no-untyped-def]
-    """Search for every sequence's context in the shared tiers; returns the spans, int64 [B, tiers, SPAN_COLUMNS]."""
+    """Search the shared tiers for every sequence's context; return the spans, int64 [B, tiers, SPAN_COLUMNS]."""
     spans = np.empty((len(rows), len(tiers), SPAN_COLUMNS), np.int64)
     contexts = np.empty((len(rows), 2), np.int64)
     for index in range(len(rows)):
@@ -168,18 +168,18 @@ def search_shared(state, rows, limits, tiers, depth):  # type: ignore[no-untyped
 
 
 @inline
-def hand_over(nodes, odds, count, at, drafted_tokens, parents, drafted_odds, sources):  # type: ignore[no-untyped-def]
-    """Write a draft of `count` nodes into the arrays of a `DraftBatch` from `at` on; returns where it ends."""
+def write_draft(nodes, probs, count, at, drafted_tokens, parents, drafted_prob, sources):  # type: ignore[no-untyped-def]
+    """Write a draft of `count` nodes into the arrays of a `DraftBatch` from `at` on; return its end."""
     for node in range(1, count):
         drafted_tokens[at] = np.uint32(nodes[node, TOKEN])
         parents[at] = nodes[node, PARENT] - 1
-        drafted_odds[at] = odds[node, ODDS]
+        drafted_prob[at] = probs[node, PROB]
         sources[at] = nodes[node, SOURCE]
         at += 1
     return at
 
 
-_Batch = types.Tuple([Longs, *[Tokens] * 6])
+_Batch = types.Tuple([Longs, *[Tokens] * 5])
 _Drafts = types.Tuple(
     [TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut]
 )
@@ -187,26 +187,26 @@ _Drafts = types.Tuple(
 
 @kernel(Longs, Longs, _Batch, _Drafts, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
 def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: ignore[no-untyped-def]
-    """Take note of what each sequence of a batch committed, and draft for it.
+    """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: of `ssd.kernels.frame`. view: of a `View`. batch: rows of the sequences; tokens, offsets, verified, accepted,
-    max_draft and steps as in `Progress`, steps empty if they are one each. drafts: tokens, parents, odds, source and
-    offsets as in `DraftBatch`, written. cost: of one more verified token, as a part of a step. depth: most tokens
-    matched; max_draft: most tokens drafted.
-    Returns what came of it, and the index of the sequence that it is about; if DONE, how many tokens were drafted.
+    frame: `Frame.addresses`. view: `View.frame`. batch: rows of the sequences; tokens, offsets, verified, max_draft and
+    steps as in `Progress`, steps empty if they are all one. drafts: tokens, parents, accept_prob, source and offsets as
+    in `DraftBatch`, which are written. cost: of one more verified token, as a fraction of a step. depth: most tokens
+    that are matched; max_draft: most draft tokens.
+    Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
     """
-    rows, tokens, offsets, verified, accepted, limits, steps = batch
-    drafted_tokens, parents, drafted_odds, sources, drafted_offsets = drafts
+    rows, tokens, offsets, verified, limits, steps = batch
+    drafted_tokens, parents, drafted_prob, sources, drafted_offsets = drafts
     tables = open_tables(frame)
     state = tables.state
-    problem, at = check(state, rows, tokens, offsets, verified, accepted, limits, max_draft)
+    problem, at = check(state, rows, tokens, offsets, verified, limits, max_draft)
     if problem != DONE:
         return problem, at
     model = open_model(frame)
     _, logits, weights, pace = model
     own = open_own(frame)
     ring = RingView(view[4], view[5], view[6], view[7])
-    take_note(
+    commit_all(
         tables, model, open_counters(frame), rows, tokens, offsets, verified, steps, ring, cost, depth, own.on_path
     )
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
@@ -222,14 +222,14 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
         text, size = sequence[TEXT], sequence[SIZE]
         if limit == 0 or size == 0:
             continue
-        growing = Growing(tables.nodes[row], tables.odds[row], tables.candidates[row], tables.chances[row])
+        growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.chances[row])
         point_to_own(own.tiers, sequence)
         local = Source(own.tiers, own.spans, NO_LIVE_TIER, owners, 0, size, 0)
         shared = Source(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
         place_spans(own.tiers, own.spans, text, size, depth)
         gather_placed(evidence, LOCAL, local, text, size)
         gather_placed(evidence, GLOBAL, shared, text, size)
-        plant(growing)
+        add_root(growing)
         set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
         limits_here = Limits(price, limit, max_draft, is_tree)
         count = grow(
@@ -247,6 +247,6 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
             weights,
         )
         sequence[NODES] = count
-        at = hand_over(growing.nodes, growing.odds, count, at, drafted_tokens, parents, drafted_odds, sources)
+        at = write_draft(growing.nodes, growing.probs, count, at, drafted_tokens, parents, drafted_prob, sources)
     drafted_offsets[len(rows)] = at
     return DONE, at

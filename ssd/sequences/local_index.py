@@ -1,8 +1,8 @@
 """The index of one running request over its own prompt and output, kept over the turns of its session.
 
-Two orders: a large one, and one of at most `FRESH_ROOM` positions that new tokens are inserted into one by one and
-that is folded into the large one when it is full. A token costs a few moves in the small order, and its share of a pass
-over the large one.
+It has a large suffix array, and a small one of at most `FRESH_ROOM` positions, into which new tokens are inserted one
+by one and which is merged into the large one when it is full. A token costs a few moves in the small array, and its
+share of a pass over the large one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ssd.kernels.jit import Int, inline, kernel, peek, poke
 
 FRESH_ROOM = 256
 LEAST_ROOM = 1024
-"""Tokens that a new index has room for at least."""
+"""Least room of an index, in tokens."""
 ROOM_KEPT = 3
-"""Times the tokens of a text that its index may have room for: growing alone leaves twice, and what a draft needs."""
+"""Most room of an idle index as a multiple of its tokens; growth alone leaves twice, and room for a draft."""
 
 
 @inline
@@ -31,7 +31,7 @@ def insert_fresh(text, order, size, position, depth):  # type: ignore[no-untyped
 
 @inline
 def fold_fresh(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
-    """Merge the sorted `fresh[:fresh_size]` into `order[:size]`, in place, from the end. Returns the new size."""
+    """Merge the sorted `fresh[:fresh_size]` into `order[:size]`, in place, from the end; return the new size."""
     end = size
     for index in range(fresh_size - 1, -1, -1):
         position = peek(fresh, index)
@@ -45,12 +45,12 @@ def fold_fresh(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-
 
 @kernel(Int, Int, Int, Int, Int, Int, returns=Int)
 def fold(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
-    """`fold_fresh`, to be called from Python."""
+    """Call `fold_fresh` from Python."""
     return fold_fresh(text, order, size, fresh, fresh_size, depth)
 
 
 class LocalIndex:
-    """A request's tokens so far, prompt and output, and their positions in order. Grows by doubling."""
+    """A request's prompt and output so far, and their sorted positions. Grows by doubling."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -69,38 +69,43 @@ class LocalIndex:
         return self._text[1 : 1 + self.size]
 
     @property
+    def fresh(self) -> np.ndarray:
+        """The small order, uint32 [FRESH_ROOM]; the first `fresh_size` are in use."""
+        return self._fresh
+
+    @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of the text, the large order and the small one."""
+        """Addresses of the text, the large suffix array and the small one."""
         return self._text.ctypes.data + 4, self._sorted.ctypes.data, self._fresh.ctypes.data
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens in all."""
+        """Make room for `tokens` tokens in all."""
         if tokens > self.room:
             self._move(max(tokens, 2 * self.room))
 
-    def give_back(self) -> None:
-        """Give back the memory of a text that was far longer than it is now."""
+    def shrink(self) -> None:
+        """Release memory of a text that was much longer before."""
         if self.room > ROOM_KEPT * max(self.size, LEAST_ROOM):
             self._move(max(self.size, LEAST_ROOM))
 
     def shared_with(self, prompt: np.ndarray) -> int:
-        """How many tokens the text and a prompt, uint32 [P], begin with alike."""
+        """Return the length of the common prefix of the text and a prompt, uint32 [P]."""
         shared = min(self.size, len(prompt))
         differs = self.tokens[:shared] != prompt[:shared]
         return int(differs.argmax()) if differs.any() else shared
 
     def continue_with(self, prompt: np.ndarray) -> None:
-        """Make the prompt, uint32 [P], the text; only what differs from the text so far is indexed."""
+        """Replace the text by a prompt, uint32 [P]; only tokens after the common prefix are indexed."""
         shared = self.shared_with(prompt)
         if shared < self.size:
             self.truncate(shared)
         self.extend(prompt[shared:])
 
     def extend(self, tokens: np.ndarray) -> None:
-        """Append many tokens, uint32 [n]: sorted by themselves, then merged."""
+        """Append many tokens, uint32 [n]: their positions are sorted, then merged."""
         self.reserve(self.size + len(tokens))
         self._text[1 + self.size : 1 + self.size + len(tokens)] = tokens
-        # A position needs a token before it and one behind.
+        # A position needs a token before it and one after it.
         positions = np.arange(max(1, self.size), self.size + len(tokens), dtype=np.uint32)
         self.size += len(tokens)
         if len(positions) == 0:
@@ -120,7 +125,7 @@ class LocalIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Memory in bytes."""
         return self._text.nbytes + self._sorted.nbytes + self._fresh.nbytes
 
     def _move(self, room: int) -> None:

@@ -1,54 +1,54 @@
-"""What is kept for each running sequence, as rows of flat arrays that kernels read and write.
+"""The state of running sequences, as rows of arrays that kernels read and write.
 
-A row of `state` is a sequence. A row of `nodes`, `odds`, `candidates` and `chances` is its last draft, node by node,
-with everything that was considered there, so that the odds can learn from what the target then produced.
+A row of `state` is a sequence. The same row of `nodes`, `probs`, `candidates` and `chances` is its last draft, with all
+candidates that were considered at each node, so that probabilities can be learned from the target's output.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ssd.kernels.odds import CHANCE_COLUMNS, INPUT_CELLS, ROWS
+from ssd.kernels.probabilities import CHANCE_COLUMNS, INPUT_CELLS, ROWS
 from ssd.sequences.local_index import LocalIndex
 
 # Columns of state, int64.
 TEXT, SIZE, ROOM, SORTED, SORTED_SIZE, FRESH, FRESH_SIZE, OWNER, NODES = range(9)
-"""Addresses and sizes of a `LocalIndex`; who the sequence is in the live tier; nodes of the last draft, its root
-included, 0 if there was none."""
+"""Addresses and sizes of a `LocalIndex`; the sequence's number in the live tier; number of nodes of the last draft, its
+root included, 0 if there was none."""
 POINTERS = 9
-"""Three columns for each source: a position, or NO_POINTER; the tokens that it got right in a row; its misses."""
+"""Three columns for each source: a position or NO_POINTER; correct predictions in a row; misses."""
 STATE_COLUMNS = POINTERS + 6
 NO_POINTER = -1
 GONE = 99
-"""Misses of a pointer that is not there."""
+"""Number of misses that marks a missing pointer."""
 
 # Columns of nodes, int32.
 TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)
-"""LENGTH and AGE: tokens matched, and log2 of the age in tokens, of what the node was found by."""
+"""LENGTH and AGE: tokens matched, and log2 of the age in tokens, of the match that the node comes from."""
 RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
-"""RUNS and MISSES of both sources' pointers; which evidence of each source the node rests on; for each level of that
-evidence a mask of the samples that agree with the path."""
+"""RUNS and MISSES of both sources' pointers; the piece of evidence of each source; for each level of that evidence a
+mask of the samples that agree with the path."""
 NODE_COLUMNS = MASKS + ROWS
 
-# Columns of node odds, float32: given the parent, and of the whole path.
-ODDS, PATH_ODDS = range(2)
+# Columns of probs, float32: accept_prob and path_prob.
+PROB, PATH_PROB = range(2)
 
 # Columns of candidates, int32: the token, where it was found, the cells of its inputs, and its masks.
 FOUND_IN, FOUND_LENGTH, FOUND_AGE, CELLS = 1, 2, 3, 4
 CANDIDATE_MASKS = CELLS + INPUT_CELLS
 CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
 KEPT, KEPT_FOR_PATH = 8, 4
-"""Candidates of a node that odds are computed for: a path takes one of them."""
+"""Most candidates of a node whose probabilities are estimated, in a tree and in a path."""
 
 LEAST_ROWS = 16
 SPARE_TOKENS = 512
 
 
 class Sequences:
-    """The tables, and the local index that each row of `state` points to."""
+    """The tables, and the local index that each row of `state` refers to."""
 
     def __init__(self, max_draft: int) -> None:
-        self._max_draft = max_draft
+        self.max_draft = max_draft
         self._locals: list[LocalIndex | None] = []
         self._free: list[int] = []
         self.state = np.zeros((0, STATE_COLUMNS), np.int64)
@@ -57,15 +57,15 @@ class Sequences:
 
     @property
     def tables(self) -> tuple[np.ndarray, ...]:
-        """state, nodes, odds, candidates, chances."""
+        """state, nodes, probs, candidates, chances."""
         return self._tables
 
     def add(self, local: LocalIndex, owner: int) -> int:
-        """A sequence begins with what `local` holds; returns its row."""
+        """Add a sequence with the text of `local`; return its row."""
         if not self._free:
             self._grow(2 * len(self.state))
         row = self._free.pop()
-        local.reserve(local.size + self._max_draft + SPARE_TOKENS)
+        local.reserve(local.size + self.max_draft + SPARE_TOKENS)
         self._locals[row] = local
         self.state[row] = 0
         self.state[row, OWNER] = owner
@@ -74,13 +74,30 @@ class Sequences:
         return row
 
     def make_room(self, row: int, tokens: int) -> None:
-        """Let a sequence commit `tokens` more, and draft."""
+        """Make room for `tokens` further tokens of a sequence, and for a draft."""
         local = self.local(row)
-        local.reserve(local.size + tokens + self._max_draft + SPARE_TOKENS)
+        local.reserve(local.size + tokens + self.max_draft + SPARE_TOKENS)
         self._point_to(row, local)
 
+    def extend(self, row: int, tokens: np.ndarray) -> None:
+        """Append committed tokens, uint32 [n], to a sequence without a kernel; its last draft ends."""
+        local = self.local(row)
+        local.extend(tokens)
+        self._point_to(row, local)
+        self.state[row, NODES] = 0
+
+    def note_draft(self, row: int, tokens: np.ndarray) -> None:
+        """Note a sequence's last draft, a path without candidates; tokens: uint32 [n], at most `max_draft`."""
+        self.tables[1][row, 1 : 1 + len(tokens), TOKEN] = tokens.view(np.int32)
+        self.state[row, NODES] = len(tokens) + 1
+
+    def last_draft(self, row: int) -> np.ndarray:
+        """Return the tokens of a sequence's last draft, uint32 [n]."""
+        nodes = self.tables[1][row, 1 : max(1, int(self.state[row, NODES])), TOKEN]
+        return np.ascontiguousarray(nodes).view(np.uint32)
+
     def local(self, row: int) -> LocalIndex:
-        """A sequence's index, with its sizes as they are now."""
+        """Return a sequence's index, with up-to-date sizes."""
         local = self._locals[row]
         assert local is not None, "the row is free"
         state = self.state[row]
@@ -92,7 +109,7 @@ class Sequences:
         return local
 
     def remove(self, row: int) -> LocalIndex:
-        """A sequence ends; its index is the caller's again."""
+        """Remove a sequence; return its index, which the caller then owns."""
         local = self.local(row)
         self._locals[row] = None
         self._free.append(row)
@@ -111,11 +128,11 @@ class Sequences:
 
     def _grow(self, rows: int) -> None:
         before = len(self.state)
-        nodes = self._max_draft + 1
+        nodes = self.max_draft + 1
         state = np.zeros((rows, STATE_COLUMNS), np.int64)
         state[:before] = self.state
         self.state = state
-        # Tables of the last drafts: zeroed memory costs nothing until it is written.
+        # Zeroed memory of the tables is not allocated until it is written.
         fresh = (
             np.zeros((rows, nodes, NODE_COLUMNS), np.int32),
             np.zeros((rows, nodes, 2), np.float32),

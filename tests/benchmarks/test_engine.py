@@ -12,10 +12,9 @@ from benchmarks.serving import Clock, Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import Request, Trace
 from benchmarks.transformers_peer import TransformersPeer, same_model
-from engine.build import build_engine
-from engine.commands.options import LOOPS
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
 from engine.models.loader import checkpoint_views
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.times import StageTimes
@@ -28,7 +27,7 @@ SMALL = ("--shape", "tiny", "--requests", "3", "--max-tokens", "6", "--prompt-to
 
 @pytest.fixture
 def trace():
-    """6 requests of 2 sessions that repeat one phrase, in token ids that no small model has."""
+    """6 requests of 2 sessions that repeat one phrase, with token ids beyond small vocabularies."""
     phrase = np.random.default_rng(0).integers(150_000, 200_000, 7).astype(np.uint32)
     return Trace("phrase", [Request(np.tile(phrase, 6), 20, number % 2) for number in range(6)])
 
@@ -55,21 +54,19 @@ def test_every_drafter_gives_the_outputs_of_plain_decoding_and_so_does_transform
     assert any("random weights" in note for note in result["notes"])
 
 
-def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
+def test_a_sidecar_drafts_for_the_named_model(capsys, monkeypatch):
     named = []
 
-    def build(name, *rest, model):
-        named.append((name, model))
-        return build_drafter(name, *rest, model=model)
+    def build(name, config, target, **sidecar):
+        named.append((name, target.folder))
+        return build_drafter(name, config, target, **sidecar)
 
     monkeypatch.setattr("benchmarks.engine.build_drafter", build)
-    monkeypatch.setattr("engine.drafters.build.DEADLINE_S", 10.0)
+    monkeypatch.setattr("engine.drafters.registry.REMOTE_DEADLINE_S", 10.0)
     main(
         [
             *SMALL[2:],
             "--no-peers",
-            "--loop",
-            "overlapped",
             "--drafter",
             "none,ssd-remote",
             "--concurrency",
@@ -84,13 +81,12 @@ def test_a_service_drafts_for_a_model_that_is_named_to_it(capsys, monkeypatch):
     assert row["drafted_per_step"] > 0
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_replay_gives_the_recorded_output_whoever_drafts(items, loop):
+def test_a_replay_gives_the_recorded_output_with_every_drafter(items):
     model = random_model(TINY, torch.float32)
     for drafter in ("none", "ngram", "ssd"):
         for concurrency in (1, 2):
-            drafts = build_drafter(drafter, DrafterConfig(max_draft=33), "", print)
-            config = EngineConfig(max_sequences=concurrency, loop=loop)
+            drafts = build_drafter(drafter, DrafterConfig(max_draft=33), warn=print)
+            config = EngineConfig(max_sequences=concurrency)
             with closing(build_engine(model, config, drafts)) as engine:
                 run = serve(engine, items, concurrency, lambda: None)
             assert [output.tolist() for output in run.outputs] == [item.request.recorded.tolist() for item in items]
@@ -99,7 +95,7 @@ def test_a_replay_gives_the_recorded_output_whoever_drafts(items, loop):
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-def test_transformers_replays_too(items, lookup):
+def test_transformers_replays_the_recorded_output(items, lookup):
     peer = TransformersPeer(
         same_model(None, random_model(TINY, torch.float32), torch.float32), lookup=lookup, eos_token_ids=[0]
     )
@@ -119,18 +115,18 @@ def test_tokens_are_renumbered_only_for_models_with_fewer_of_them(trace, items):
     assert same.request.prompt.tolist() == list(range(11, 29))
     assert same.request.recorded.tolist() == list(range(29, 44))
     many = Trace("many", [Request(np.arange(5_000, dtype=np.uint32), 4_000, 0)])
-    with pytest.raises(UserError, match=r"hold 5,000 kinds of tokens, the model has 4,096"):
+    with pytest.raises(UserError, match=r"have 5,000 distinct tokens, the model has 4,096"):
         replay_items(many, 1, Limits(4_000, 1_000), TINY)
 
 
-def test_no_two_requests_of_a_session_run_at_once(items):
-    model, drafter = random_model(TINY, torch.float32), build_drafter("none", DrafterConfig(), "", print)
+def test_requests_of_a_session_run_one_after_the_other(items):
+    model, drafter = random_model(TINY, torch.float32), build_drafter("none", DrafterConfig(), warn=print)
     run = serve(build_engine(model, EngineConfig(max_sequences=6), drafter), items, 6, lambda: None)
     assert max(sequences for _, sequences in run.steps) == 2
 
 
 def run_of(seconds, tokens, *, overhead=0.0, drafted=None):
-    """One request, its tokens two at a time, and a step for each two."""
+    """Return a run of one request with two tokens per step."""
     times = StageTimes(schedule=overhead, forward=1.0)
     clock = Clock(0.0, ttft=0.5, gaps=[seconds / tokens] * (tokens - 2), deliveries=tokens // 2)
     steps = [] if drafted is None else [(times, 1)] * (tokens // 2) + [(StageTimes(schedule=9.0), 0)]
@@ -149,7 +145,7 @@ def test_figures_are_medians_and_ratios_are_taken_within_a_round():
         "ttft_ms_p50": 500.0,
     }
     assert (row["tokens_per_step"], row["drafted_per_step"], row["peak_mib"]) == (2.0, 1.5, 3)
-    # A step in which nobody produced is part of the shares, but is no decoding step.
+    # A step without output counts in the shares, but is not a decoding step.
     assert row["overhead_ms_per_step"] == 250.0
     assert row["share"]["schedule"] == pytest.approx(10 / 14, abs=1e-4)
     assert row["identical_to_none"] is True
@@ -159,7 +155,7 @@ def test_figures_are_medians_and_ratios_are_taken_within_a_round():
     assert rows_of(rounds, replayed=False)[1]["identical_to_none"] is False
 
 
-def test_tokens_that_come_together_share_their_time(monkeypatch):
+def test_tokens_of_one_step_share_its_time(monkeypatch):
     now = iter([1.0, 1.6])
     monkeypatch.setattr("benchmarks.serving.perf_counter", lambda: next(now))
     clock = Clock(began=0.25)
@@ -169,7 +165,7 @@ def test_tokens_that_come_together_share_their_time(monkeypatch):
     assert clock.gaps == pytest.approx([0.2] * 3)
 
 
-def test_shapes_are_what_transformers_runs_with_the_same_weights():
+def test_shapes_equal_transformers_with_the_same_weights():
     model = random_model(TINY, torch.float32)
     other = same_model(None, model, torch.float32)
     views = checkpoint_views(model)
@@ -183,7 +179,7 @@ def refusal(capsys, *arguments):
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_cannot_be_run_is_refused(capsys, tmp_path):
+def test_invalid_options_are_refused(capsys, tmp_path):
     absent = refusal(capsys, "--replay", str(tmp_path / "absent.npz"))
     assert "absent.npz is not a trace" in absent
     assert absent.endswith("without --replay the shipped model's prompts are run")
@@ -192,7 +188,7 @@ def test_what_cannot_be_run_is_refused(capsys, tmp_path):
     assert "need as many prompts" in refusal(capsys, "--requests", "201", "--no-repeats")
 
 
-def test_without_transformers_it_says_so(capsys, monkeypatch):
+def test_missing_transformers_is_reported(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.engine.is_installed", lambda: False)
     main([*SMALL, "--drafter", "none", "--concurrency", "2"])
     result = document(capsys)

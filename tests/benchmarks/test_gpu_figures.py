@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu import __main__ as whole
-from benchmarks.gpu import part, processes, tests
+from benchmarks.gpu import processes, tests
 from benchmarks.gpu.estimate import (
     Ceilings,
     kv_bytes_per_token,
@@ -109,7 +109,7 @@ def test_a_fixed_draft_is_cut_to_what_can_be_used():
 
     counts = np.array([4, 0, 2], np.uint32)
     none = np.zeros(3, np.uint32)
-    progress = Progress(np.arange(3, dtype=np.uint64), none[:0], np.zeros(4, np.uint32), none, none, counts)
+    progress = Progress(np.arange(3, dtype=np.uint64), none[:0], np.zeros(4, np.uint32), none, counts)
     drafts = FixedDrafter(binary_tree(3), 100).draft(progress)
     assert np.diff(drafts.offsets).tolist() == [3, 0, 2]
     assert drafts.parents.tolist() == [-1, 0, 0, -1, 0]
@@ -157,7 +157,7 @@ def document(*parts, gpu="a GPU"):
             "device": "cuda",
             "dtype": "bfloat16",
             "attention": "auto",
-            "loop": "pipelined",
+            "in_flight": None,
             "shape": "llama3-8b",
             "scale": "full",
         },
@@ -179,7 +179,7 @@ def test_the_page_keeps_its_prose_and_gets_the_figures(tmp_path):
     assert "| late | a question | out of time: stopped after 9 s | 1.5 | c0ffee |" in text
     assert "- speed: none ms 4.5" in text
     assert "| `a/b` | 75.0 % |" in text
-    assert "Random weights of the shape llama3-8b, bfloat16; the pipelined loop" in text
+    assert "Random weights of the shape llama3-8b, bfloat16; steps in flight: decided at run time" in text
     update_page(page, None)
     assert page.read_text() == f"before\n{BEGIN}\n{NOTHING}{END}\nafter\n"
     page.write_text("no markers")
@@ -301,7 +301,20 @@ def test_results_of_a_day_get_names_of_their_own(tmp_path):
 
 def test_a_whole_run_writes_every_part_as_it_ends(tmp_path, capsys):
     out = tmp_path / "results.json"
-    arguments = ["--device", "cpu", "--dtype", "float32", "--shape", "tiny", "--scale", "tiny", "--commit", "c0ffee"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--shape",
+        "tiny",
+        "--scale",
+        "tiny",
+        "--commit",
+        "c0ffee",
+        "--time",
+        "10",
+    ]
     whole.main([*arguments, "--part", "ceilings", "--out", str(out)])
     written = json.loads(out.read_text())
     assert written["commit"] == "c0ffee"
@@ -312,7 +325,9 @@ def test_a_whole_run_writes_every_part_as_it_ends(tmp_path, capsys):
 
 
 def test_a_part_says_why_it_is_skipped(capsys):
-    part.main(["--part", "replay", "--device", "cpu", "--shape", "tiny", "--scale", "tiny", "--trace", "absent.npz"])
+    processes.main(
+        ["--part", "replay", "--device", "cpu", "--shape", "tiny", "--scale", "tiny", "--trace", "absent.npz"]
+    )
     figures, reason = processes.read_output(capsys.readouterr().out)
     assert figures == []
     assert "no recorded traffic at absent.npz" in reason

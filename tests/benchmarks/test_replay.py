@@ -47,7 +47,7 @@ def paths_of(draft):
 
 def replay_slowly(contestant, trace):
     """One request after the other, by the definitions."""
-    steps, tokens, drafted, accepted, odds, agrees = 0, 0, 0, 0, [], []
+    steps, tokens, drafted, accepted, probs, agrees = 0, 0, 0, 0, [], []
     for index, request in enumerate(trace.requests):
         sequence = Running(index, request)
         contestant.start(sequence)
@@ -60,25 +60,25 @@ def replay_slowly(contestant, trace):
                 (len(path) for path, is_right in zip(paths_of(draft), right, strict=True) if is_right), default=0
             )
             if tokens >= trace.output_tokens / 10:
-                odds += draft.path_odds or []
+                probs += draft.path_probs or []
                 agrees += right
             sequence.advance(len(draft.tokens), longest)
             (contestant.finish if sequence.is_finished else contestant.commit)(sequence)
             steps, drafted, accepted = steps + 1, drafted + len(draft.tokens), accepted + longest
             tokens += min(longest + 1, len(left))
-    bins = [[i for i, p in enumerate(odds) if b <= min(p * 10, 9.999) < b + 1] for b in range(10)]
-    gaps = sum(abs(sum(odds[i] - agrees[i] for i in members)) for members in bins)
+    bins = [[i for i, p in enumerate(probs) if b <= min(p * 10, 9.999) < b + 1] for b in range(10)]
+    gaps = sum(abs(sum(probs[i] - agrees[i] for i in members)) for members in bins)
     return {
         "output_tokens": tokens,
         "steps": steps,
         "S": tokens / steps / (1 + COST * drafted / steps),
         "accept_rate": accepted / drafted if drafted else None,
-        "ece": gaps / len(odds) if odds else None,
+        "ece": gaps / len(probs) if probs else None,
     }
 
 
 @pytest.mark.parametrize(
-    ("drafter", "shape"), [("ssd", "path"), ("ssd", "tree"), ("article", ""), ("ngram", ""), ("none", "")]
+    ("drafter", "shape"), [("ssd", "path"), ("ssd", "tree"), ("classic", ""), ("ngram", ""), ("none", "")]
 )
 def test_figures_are_those_of_a_slow_replay(trace_path, drafter, shape):
     trace, entry = load_trace(trace_path), entry_of(drafter, shape)
@@ -101,7 +101,7 @@ def test_every_replay_commits_the_whole_output(trace_path, drafter, inflight):
 def test_a_repeated_replay_has_the_same_outcome(trace_path):
     trace, entry = load_trace(trace_path), entry_of("ssd")
     first, second = (replay(entry.build(trace), trace, 4) for _ in range(2))
-    assert (first.steps, first.drafted, first.path_odds) == (second.steps, second.drafted, second.path_odds)
+    assert (first.steps, first.drafted, first.path_probs) == (second.steps, second.drafted, second.path_probs)
 
 
 class Recorder:

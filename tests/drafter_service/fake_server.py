@@ -1,6 +1,6 @@
-"""A service that knows the contract and nothing else, slow and obvious, over a real socket or without one.
+"""A slow and obvious service that implements the contract, over a real socket or without one.
 
-It notes what it was told, checks that the client keeps to the contract, and misbehaves as a test asks for.
+It records the requests, checks that the client keeps to the contract, and fails as a test asks for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import struct
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 
@@ -30,31 +30,31 @@ def unpacked(data: bytes, dtype: str = "<u4") -> list[int]:
 
 @dataclass
 class Known:
-    """A sequence as the service knows it."""
+    """A sequence that the service has."""
 
     text: list[int]
-    request: str
-    session: str
-    is_private: bool
-    heard: int = 0
-    """With which request it was last heard of."""
+    request_id: str
+    session_id: str
+    learn: bool
+    last_request: int = 0
+    """Number of the last request about it."""
     drafted: list[int] = field(default_factory=list)
 
 
 @dataclass
 class FakeService:
-    """What a service knows and says, without a connection."""
+    """The service without a connection: one stream after the other."""
 
     guess: Callable[[list[int], int], list[int]] = lambda _text, _limit: []
-    """The path of at most so many tokens that it drafts after a text."""
-    most_draft: int = 64
-    most_tokens: int = 0
-    """Of a client's running sequences; beyond it those go that were silent for longest. 0: any number."""
-    most_sequences: int = 0
+    """Returns the path, of at most a number of tokens, that is drafted after a text."""
+    max_draft: int = 64
+    max_tokens: int = 0
+    """Of running sequences; beyond it those are dropped that were inactive for longest. 0: any number."""
+    max_sequences: int = 0
     evicted: int = 0
-    """Sequences that went."""
-    sequences: dict[bytes, dict[int, Known]] = field(default_factory=dict)
-    """By client and wire id."""
+    """Number of dropped sequences."""
+    sequences: dict[int, Known] = field(default_factory=dict)
+    """By wire id; they end with the stream."""
     learned: dict[str, list[int]] = field(default_factory=dict)
     """Texts by the names of their requests."""
     counters: pb.ClientCounters | None = None
@@ -62,101 +62,109 @@ class FakeService:
     steps: int = 0
     drafted: int = 0
     """Tokens that the target verified."""
-    accepted: int = 0
 
-    def greet(self, hello: pb.Hello) -> pb.Welcome:
-        assert (hello.protocol, hello.oldest_protocol, len(hello.client_id)) == (2, 2, 16)
-        known = self.sequences.setdefault(hello.client_id, {})
+    def welcome(self, hello: pb.Hello) -> pb.Welcome:
+        assert hello.protocol == 3
+        self.sequences.clear()
         return pb.Welcome(
-            protocol=2,
-            max_draft=self.most_draft,
-            learns=True,
-            most_tokens=self.most_tokens,
-            most_sequences=self.most_sequences,
-            resumed_ids=np.array(list(known), "<u8").tobytes(),
-            resumed_lengths=np.array([len(one.text) for one in known.values()], "<u4").tobytes(),
+            protocol=3,
+            namespace=hello.namespace or "default",
+            policy="suffix",
+            may_learn=True,
+            max_draft=self.max_draft,
+            max_tokens=self.max_tokens,
+            max_sequences=self.max_sequences,
         )
 
-    def answer(self, client_id: bytes, request: pb.DraftRequest) -> pb.DraftResponse:
-        """Apply a request in the order that the contract says."""
+    def answer(self, request: pb.DraftRequest) -> pb.DraftResponse:
+        """Apply a request in the order of the contract."""
         self.requests.append(request)
         response = pb.DraftResponse(step=request.step)
         if request.HasField("hello"):
-            assert request.hello.client_id == client_id
-            response.welcome.CopyFrom(self.greet(request.hello))
-        known = self.sequences[client_id]
+            response.welcome.CopyFrom(self.welcome(request.hello))
         lost = []
         for start in request.starts:
-            assert start.sequence_id not in known, "a running sequence was started again"
+            assert start.sequence_id not in self.sequences, "a running sequence was started again"
             text = unpacked(start.prompt) + unpacked(start.committed)
-            assert not 0 < self.most_tokens < len(text), "the service ends the stream"
-            known[start.sequence_id] = Known(text, start.request, start.session, start.is_private, len(self.requests))
-            self._make_room(known)
+            assert not 0 < self.max_tokens < len(text), "the service ends the stream"
+            known = Known(text, start.request_id, start.session_id, start.learn, len(self.requests))
+            self.sequences[start.sequence_id] = known
+            self._make_room()
         for finish in request.finishes:
-            if (one := known.pop(finish.sequence_id, None)) is None:
+            if (one := self.sequences.pop(finish.sequence_id, None)) is None:
                 lost.append(finish.sequence_id)
                 continue
-            self._commit(one, unpacked(finish.tokens), finish.verified, finish.accepted, finish.steps)
-            if finish.learn and not one.is_private:
-                self.learned.setdefault(one.request, one.text)
+            self._commit(one, unpacked(finish.tokens), finish.verified, finish.steps)
+            if finish.learn and one.learn:
+                self.learned.setdefault(one.request_id, one.text)
         if request.HasField("counters"):
             self.counters = request.counters
-        drafts = self._draft(known, request.batch, lost) if request.HasField("batch") else DraftBatch.empty(0)
-        self._make_room(known)
+        drafts = DraftBatch.empty(0)
+        if request.HasField("batch"):
+            drafts = self._draft(request.batch, lost)
+        elif request.HasField("outcomes"):
+            drafts = self._propose_after(request.outcomes, lost)
+        self._make_room()
         response.drafts.CopyFrom(drafts_message(drafts))
         response.lost_ids = np.array(lost, "<u8").tobytes()
         return response
 
-    def _make_room(self, known: dict[int, Known]) -> None:
-        while (0 < self.most_tokens < sum(len(one.text) for one in known.values())) or (
-            0 < self.most_sequences < len(known)
+    def _make_room(self) -> None:
+        known = self.sequences
+        while (0 < self.max_tokens < sum(len(one.text) for one in known.values())) or (
+            0 < self.max_sequences < len(known)
         ):
-            del known[min(known, key=lambda wire_id: known[wire_id].heard)]
+            del known[min(known, key=lambda wire_id: known[wire_id].last_request)]
             self.evicted += 1
 
-    def lose(self, wire_id: int) -> None:
-        """Forget a sequence of whichever client."""
-        for known in self.sequences.values():
-            known.pop(wire_id, None)
-
     def texts(self) -> list[list[int]]:
-        """Of all that runs, of all clients."""
-        return [one.text for known in self.sequences.values() for one in known.values()]
+        """The texts of all running sequences."""
+        return [one.text for one in self.sequences.values()]
 
-    def _draft(self, known: dict[int, Known], batch: pb.Batch, lost: list[int]) -> DraftBatch:
+    def _draft(self, batch: pb.Batch, lost: list[int]) -> DraftBatch:
         ids, offsets, limits = unpacked(batch.sequence_ids, "<u8"), unpacked(batch.offsets), unpacked(batch.max_draft)
-        tokens, verified, accepted = unpacked(batch.tokens), unpacked(batch.verified), unpacked(batch.accepted)
+        tokens, verified = unpacked(batch.tokens), unpacked(batch.verified)
         steps = unpacked(batch.steps) or [1] * len(ids)
-        assert len(ids) == len(set(ids)) == len(limits) == len(verified) == len(accepted) == len(steps)
+        assert len(ids) == len(set(ids)) == len(limits) == len(verified) == len(steps)
         paths = []
         for index, wire_id in enumerate(ids):
-            one = known.get(wire_id)
+            one = self.sequences.get(wire_id)
             if one is None:
                 lost.append(wire_id)
                 paths.append([])
                 continue
-            one.heard = len(self.requests)
+            one.last_request = len(self.requests)
             committed = tokens[offsets[index] : offsets[index + 1]]
-            self._commit(one, committed, verified[index], accepted[index], steps[index])
-            one.drafted = self.guess(one.text, min(limits[index], self.most_draft))
+            self._commit(one, committed, verified[index], steps[index])
+            one.drafted = self.guess(one.text, min(limits[index], self.max_draft))
             paths.append(one.drafted)
-        return DraftBatch.of_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
+        return batch_of(paths)
 
-    def _commit(self, one: Known, tokens: list[int], verified: int, accepted: int, steps: int) -> None:
-        assert accepted <= verified <= len(one.drafted), "more was verified than was drafted"
-        on_path = 0
-        while on_path < min(verified, len(tokens)) and one.drafted[on_path] == tokens[on_path]:
-            on_path += 1
-        confirmed = on_path - accepted  # by the target itself, between two pieces
-        assert 0 <= confirmed < max(1, steps), "counts that cannot be"
-        self.drafted += verified - confirmed
-        self.accepted += accepted
+    def _propose_after(self, outcomes: pb.Outcomes, lost: list[int]) -> DraftBatch:
+        ids, offsets = unpacked(outcomes.sequence_ids, "<u8"), unpacked(outcomes.offsets)
+        accepted, bonus, limits = (unpacked(each) for each in (outcomes.accepted, outcomes.bonus, outcomes.max_draft))
+        lost += [wire_id for wire_id in ids if wire_id not in self.sequences]
+        paths = []
+        for index, wire_id in enumerate(ids):
+            for outcome in range(offsets[index], offsets[index + 1]):
+                one = self.sequences.get(wire_id, Known([], "", "", learn=False))
+                text = [*one.text, *one.drafted[: accepted[outcome]], bonus[outcome]]
+                paths.append(self.guess(text, limits[index]) if wire_id in self.sequences else [])
+        return batch_of(paths)
+
+    def _commit(self, one: Known, tokens: list[int], verified: int, steps: int) -> None:
+        assert verified <= len(one.drafted), "more was verified than was drafted"
+        self.drafted += verified
         self.steps += max(1, steps) if tokens else 0
         one.text += tokens
 
 
+def batch_of(paths: list[list[int]]) -> DraftBatch:
+    return DraftBatch.from_paths([Path(np.array(path, np.uint32), np.full(len(path), 0.9)) for path in paths])
+
+
 class FakeServer:
-    """The service behind a socket. All its methods belong to its event loop."""
+    """The service behind a socket. All methods are for its event loop."""
 
     def __init__(self, address: str, service: FakeService, *, has_steps: bool) -> None:
         """`has_steps`: whether streams go over the step socket beside the address."""
@@ -164,13 +172,11 @@ class FakeServer:
         self.service = service
         self.has_steps = has_steps
         self.refusal: tuple[grpc.StatusCode, str] | None = None
-        """What streams are ended with."""
+        """The status that streams are ended with."""
         self.distort: Callable[[pb.DraftResponse], pb.DraftResponse] = lambda response: response
-        """What becomes of responses."""
-        self.is_forgetful = False
-        """Whether a broken stream's sequences are lost at once."""
+        """Changes responses."""
         self.broken: list[AssertionError] = []
-        """Where clients broke the contract."""
+        """Violations of the contract by clients."""
         self._may_answer = asyncio.Event()
         self._may_answer.set()
         self._cut = asyncio.Event()
@@ -217,7 +223,7 @@ class FakeServer:
         self._cut.clear()
 
     async def pause(self) -> None:
-        """Hear nothing and say nothing."""
+        """Answer nothing until `resume`."""
         self._may_answer.clear()
 
     async def resume(self) -> None:
@@ -233,21 +239,17 @@ class FakeServer:
         writer.close()
 
     async def _draft(self, requests: object, context: grpc.aio.ServicerContext | FrameContext) -> None:
-        client_id = b""
         self._streams += 1
         try:
             while (request := await self._unless_cut(context, context.read())) is not grpc.aio.EOF:
                 if self.refusal is not None:
                     await context.abort(*self.refusal)
                 await self._unless_cut(context, self._may_answer.wait())
-                client_id = client_id or request.hello.client_id
-                await context.write(self.distort(self.service.answer(client_id, request)))
+                await context.write(self.distort(self.service.answer(request)))
         except AssertionError as broken:
             self.broken.append(broken)
         finally:
             self._streams -= 1
-            if self.is_forgetful:
-                self.service.sequences.pop(client_id, None)
 
     async def _unless_cut(self, context: grpc.aio.ServicerContext | FrameContext, coming: Coroutine) -> object:
         waiting = [asyncio.create_task(coming), asyncio.create_task(self._cut.wait())]
@@ -264,7 +266,7 @@ class AbortedError(Exception):
 
 
 class FrameContext:
-    """A connection of the step socket, with the methods of gRPC's context that are of use here."""
+    """A connection of the step socket, with the methods of a gRPC context that are used here."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -292,20 +294,8 @@ class FrameContext:
         self._writer.write(struct.pack("<I", len(data) | 1 << 31) + data)
 
 
-@asynccontextmanager
-async def fake_server(address: str, service: FakeService, *, has_steps: bool = False):
-    """A server in the event loop of the test."""
-    server = FakeServer(address, service, has_steps=has_steps)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
-    assert not server.broken
-
-
 class FakeServerThread:
-    """A server in an event loop of its own."""
+    """A server in a separate event loop."""
 
     def __init__(self, address: str, service: FakeService, *, has_steps: bool = False) -> None:
         self.service = service

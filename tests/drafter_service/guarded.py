@@ -1,4 +1,4 @@
-"""A small service behind access control, and calls to it, for the tests of access."""
+"""A small service behind access control, and calls to it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from drafter_service.auth.client import ClientAccess, Connector
-from drafter_service.auth.config import AccessConfig
+from drafter_service.auth.callers import Right
+from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import listen
-from drafter_service.auth.rights import Right
+from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 
 TIMEOUT_S = 10
@@ -19,7 +19,7 @@ RIGHTS = {"Read": Right.READ, "Learn": Right.LEARN, "Admin": Right.ADMIN}
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that tests set."""
 
     def __init__(self):
         self.now = 0.0
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Guarded:
-    """The running service: one method a right, each answered with the caller's name."""
+    """The running service: one method for each right, which returns the caller's name."""
 
     def __init__(self, config, address, clock):
         self.control = AccessControl(config, clock=clock)
@@ -37,18 +37,18 @@ class Guarded:
         self.config = config
         self.address = Address.parse(address)
         self.looked_up = []
-        """Namespaces that a call got as far as to look up."""
+        """Namespaces for which a call passed the check."""
 
     async def call(self, namespace="any", right="Read", access=ClientAccess(), metadata=None):  # noqa: B008  # frozen
-        """The answer to one call over a connection of its own. Raises AioRpcError."""
+        """Return the answer to one call over its own connection. Raises AioRpcError."""
         connector = Connector(self.address, access)
-        async with connector.open_aio() as channel:
+        async with open_aio(connector) as channel:
             method = channel.unary_unary(f"/test.Guarded/{right}")
             given = connector.metadata() if metadata is None else metadata
             return (await method(namespace.encode(), metadata=given, timeout=TIMEOUT_S)).decode()
 
     async def refusal(self, *args, **kwargs):
-        """The status code and the details that a call ends with."""
+        """Return the status code and the details that a call ends with."""
         try:
             caller = await self.call(*args, **kwargs)
         except grpc.aio.AioRpcError as error:
@@ -56,7 +56,7 @@ class Guarded:
         raise AssertionError(f"answered as {caller}")
 
     async def is_connected(self, access):
-        """Whether TLS and a call succeed; any failure but that of the connection is raised."""
+        """Return whether TLS and a call succeed. Failures other than that of the connection are raised."""
         try:
             await self.call(access=access)
         except grpc.aio.AioRpcError as error:
@@ -72,23 +72,31 @@ class Guarded:
 
     def _method(self, right):
         async def answer(request, context):
-            async with self.control.admit(context) as visit:
-                visit.require(right, request.decode())
+            async with self.control.authorize(context) as authorized:
+                authorized.require(right, request.decode())
                 self.looked_up.append(request.decode())
-                return visit.caller.name.encode()
+                return authorized.caller.name.encode()
 
         return answer
 
     async def _stream(self, requests, context):
-        async with self.control.admit(context) as visit:
+        async with self.control.authorize(context) as authorized:
             async for request in requests:
-                visit.require(Right.READ, request.decode())
-                yield visit.caller.name.encode()
+                authorized.require(Right.READ, request.decode())
+                yield authorized.caller.name.encode()
+
+
+def open_aio(connector):
+    """Return an asyncio channel with the credentials of a connector."""
+    credentials, options = connector._credentials(), connector._with_name([])
+    if credentials is None:
+        return grpc.aio.insecure_channel(connector._address.text)
+    return grpc.aio.secure_channel(connector._address.text, credentials, options=options)
 
 
 @asynccontextmanager
 async def guarded(config=AccessConfig(), address="127.0.0.1:0", clock=None):  # noqa: B008  # frozen
-    """The service, listening as `config` says; its files are checked whenever `clock` has moved a second."""
+    """Serve with `config`. Files are checked when `clock` has advanced by a second."""
     service = Guarded(config, address, clock or Clock())
     server = grpc.aio.server()
     server.add_generic_rpc_handlers([service.handlers()])
@@ -101,11 +109,11 @@ async def guarded(config=AccessConfig(), address="127.0.0.1:0", clock=None):  # 
 
 
 def run(test):
-    """A test that is a coroutine."""
+    """Run a coroutine as a test."""
 
     def runs(*args, **kwargs):
         asyncio.run(test(*args, **kwargs))
 
-    runs.__wrapped__ = test  # pytest takes the fixtures' names from it.
+    runs.__wrapped__ = test  # pytest reads the names of fixtures from it.
     runs.__name__ = test.__name__
     return runs

@@ -1,6 +1,6 @@
-"""Saves a corpus again and again in processes that are killed meanwhile; checks what lies on disk after each.
+"""Saves a corpus repeatedly in processes that are killed meanwhile, and checks the file after each.
 
-python -m tests.drafter_service.killed_saves FOLDER ROUNDS SEED prints how often the old and the new snapshot lay there.
+python -m tests.drafter_service.killed_saves FOLDER ROUNDS SEED prints how often each of the two versions was found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEPTH = 32
 
 
 def corpus_of(version):
-    """One of many tokens, the same for all versions, and one that tells the version."""
+    """Return a corpus of two texts: a long one, equal in all versions, and one that contains the version."""
     corpus = Corpus(1_000_000, DEPTH)
     corpus.append(np.random.default_rng(0).integers(0, 50_000, TOKENS).astype(np.uint32), "bulk")
     corpus.append(np.full(1000, version, np.uint32), "version")
@@ -32,7 +32,7 @@ def corpus_of(version):
 
 
 def saved_by_a_process(corpus, path):
-    """A process that saves the corpus."""
+    """Fork a process that saves the corpus; returns its id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -43,7 +43,7 @@ def saved_by_a_process(corpus, path):
 
 
 def kill_at(pid, path, size):
-    """Kill the process once it has written so many bytes, or has ended by itself."""
+    """Kill the process once it has written `size` bytes, unless it ends before."""
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         written = 0
         for part in path.parent.glob(f".{path.name}.*.part"):
@@ -57,12 +57,12 @@ def kill_at(pid, path, size):
 
 
 def version_on_disk(path):
-    """The version of a snapshot, which must be whole."""
+    """Return the version of a snapshot, which must be complete."""
     corpus = load(path, 1_000_000, DEPTH).corpus
     text = corpus._index.ring.read(0, corpus._index.ring.head)
     version = int(text[-2])
     expected = corpus_of(version)._index
-    assert np.array_equal(text, expected.ring.read(0, expected.ring.head)), "the text is another one"
+    assert np.array_equal(text, expected.ring.read(0, expected.ring.head)), "the text differs"
     return version
 
 
@@ -72,14 +72,14 @@ def main(folder, rounds, seed):
     size = save(corpus_of(version), path)
     kept = 0
     for _ in range(rounds):
-        # Some moments beyond the end: between the last byte and the new name.
+        # Some sizes are beyond the end: between the last byte and the rename.
         kill_at(saved_by_a_process(corpus_of(version + 1), path), path, rng.randrange(1, int(1.1 * size)))
         found = version_on_disk(path)
-        assert found in (version, version + 1), f"version {found} lies there, neither {version} nor the next"
+        assert found in (version, version + 1), f"the file has version {found}, neither {version} nor the next"
         kept += found == version
         version = found
     save(corpus_of(version), path)
-    assert [left.name for left in path.parent.iterdir()] == [path.name], "what the killed left was not cleared away"
+    assert [left.name for left in path.parent.iterdir()] == [path.name], "files of killed processes remain"
     print(kept, rounds - kept)
 
 

@@ -1,4 +1,4 @@
-"""Calls to a sidecar by its contract alone: messages as they are, without the client."""
+"""Calls to a service with plain messages, without the client."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ from tests.strategies import array
 DRAFT = "/ssd.drafter.v1.DrafterService/Draft"
 TIMEOUT_S = 60
 """Generous: machines are shared."""
-CLIENT = b"0123456789abcdef"
 
 
 def eventually(condition, timeout_s=TIMEOUT_S):
-    """What `condition` gives once it is true. The service works in the background; ask until it has."""
+    """Return what `condition` returns once it is true: the service works in the background."""
     until = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < until, "it never came true"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.002)
     return value
 
 
-def start(sequence_id, tokens, **fields):
-    return pb.Start(sequence_id=sequence_id, prompt=pack(array(list(tokens)), "u4"), **fields)
+def start(sequence_id, tokens, learn=True, **fields):
+    return pb.Start(sequence_id=sequence_id, prompt=pack(array(list(tokens)), "u4"), learn=learn, **fields)
 
 
 def finish(sequence_id, tokens=(), learn=True, **fields):
@@ -49,15 +48,15 @@ def batch(committed, limit=8, **fields):
     return batch_message(progress_of(committed, limit, **fields))
 
 
-def hello(namespace="", client_id=b"", **model):
-    return pb.Hello(protocol=2, oldest_protocol=1, client_id=client_id, model=pb.Model(**model), namespace=namespace)
+def hello(namespace="", policy="", **model):
+    return pb.Hello(protocol=3, model=pb.Model(**model), namespace=namespace, policy=policy)
 
 
 def texts(*runs, names=()):
     """Texts of tokens, with their names or without."""
     offsets = np.cumsum([0, *map(len, runs)]).astype(np.uint32)
     flat = np.concatenate([*map(np.asarray, runs), np.empty(0)]).astype(np.uint32)
-    return pb.Texts(tokens=pack(flat, "u4"), offsets=pack(offsets, "u4"), requests=names)
+    return pb.Texts(tokens=pack(flat, "u4"), offsets=pack(offsets, "u4"), request_ids=names)
 
 
 def drafted(response, sequences=1, index=0):
@@ -72,7 +71,7 @@ def lost(response):
 
 
 class SocketEnd(grpc.RpcError):
-    """How a stream over the step socket ended."""
+    """The status of a stream over the step socket."""
 
     def __init__(self, code, details):
         self.code, self.details = lambda: code, lambda: details
@@ -185,7 +184,7 @@ class Stream:
             pass
 
     def cut(self):
-        """Break it."""
+        """Break the stream."""
         self.call.cancel()
         self._requests.put(None)
 
@@ -202,7 +201,7 @@ class Caller:
         self._streams = []
 
     def stream(self, namespace=None, **fields):
-        """A stream; greeted if a namespace is given."""
+        """A stream; with its handshake if a namespace is given."""
         stream = Stream(self._open_stream)
         self._streams.append(stream)
         if namespace is not None:
@@ -241,9 +240,9 @@ class Caller:
         return self.call("Observe", namespace=namespace, texts=texts(*runs, names=names), **fields)
 
     def probe(self, namespace, context, limit=8):
-        """What is drafted after a context in a namespace now, by a stream of its own."""
+        """Return the draft after a context in a namespace now, from a separate stream."""
         stream = self.stream(namespace)
-        response = stream.ask(starts=[start(1, context, is_private=True)], batch=batch({1: ()}, limit))
+        response = stream.ask(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
         stream.end()
         return drafted(response)
 

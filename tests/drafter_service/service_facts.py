@@ -7,13 +7,13 @@ import numpy as np
 from drafter_service.observability.facts import (
     ClientTotals,
     CorpusFacts,
+    History,
+    Latency,
     LogFacts,
     ModelIdentity,
     NamespaceFacts,
     ServiceFacts,
 )
-from drafter_service.observability.history import History
-from drafter_service.observability.latency import Latency
 from ssd.stats import Stats
 
 

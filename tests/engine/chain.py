@@ -11,7 +11,8 @@ import itertools
 import torch
 
 from engine.engine import Engine
-from engine.executor.pipeline import PipelinedEngine, build_grid
+from engine.executor.build import build_graph_executor
+from engine.executor.eager import EagerExecutor
 from engine.models.config import ModelConfig
 from engine.scheduling.pages import PagePool
 
@@ -126,34 +127,32 @@ class ChainForward:
             context = sum(self.runner.held(table, known)) if length else 0
             for row in range(starts[index], starts[index + 1]):
                 content = stored(int(inputs.tokens[row]), context)
-                self.runner.cache[inputs.slots[row]] = content
+                self.runner.cache[inputs.cache_slots[row]] = content
                 context += content
                 rows.append(context)
         rows += [0] * (len(inputs.tokens) - len(rows))
         return torch.tensor([scores(row) for row in rows], dtype=torch.float32).view(-1, VOCAB)
 
 
-class FixedPace:
-    """Decides whatever is asked, so that no test depends on how long steps take."""
+class ChosenDepth:
+    """Stands in for `InFlightDepth`: returns what a function says, so that no test depends on durations."""
 
-    def __init__(self, decide):
-        self.decide = decide
-        self.accepted = 0
+    def __init__(self, choose):
+        self._choose = choose
 
     @property
-    def waits(self):
-        return self.decide()
+    def current(self):
+        return self._choose()
 
-    def note(self, host_s, step_s, accepted, produced):
+    def record(self, host_s, step_s, accepted, produced):
         assert 0 <= host_s <= step_s
         assert 0 <= accepted <= produced
-        self.accepted += accepted
 
 
-def chain_engine(config, pages, drafter, budget=None, waits=lambda: False):
-    """An engine on this model, with that many pages; `waits`: whether the pipelined loop does."""
+def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=None):
+    """An engine on this model. has_graph: steps have fixed shapes. depth: returns the number of steps in flight."""
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
-    if config.loop != "pipelined":
-        return Engine(MODEL, config, runner, pool, drafter, budget=budget)
-    grid = build_grid(MODEL, config, runner, pool, "cpu")
-    return PipelinedEngine(MODEL, config, runner, pool, drafter, grid, budget=budget, pace=FixedPace(waits))
+    graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
+    depth = None if depth is None else ChosenDepth(depth)
+    executor = EagerExecutor(runner, PAGE_SIZE)
+    return Engine(MODEL, config, executor, pool, drafter, budget=budget, graph=graph, depth=depth)

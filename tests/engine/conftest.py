@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.drafters import guard
 from engine.models.loader import load_model
 
 VOCAB = 300
@@ -50,6 +51,17 @@ def make_folder(folder, *, seed=0, max_shard_size="5GB", family="llama", vary=0.
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return model
+
+
+@pytest.fixture(autouse=True)
+def sound_drafters(caplog):
+    """Fail a test if a drafter failed in it: the engine goes on without drafts, so that nothing else may show it.
+
+    Tests of such drafters clear the log.
+    """
+    yield
+    reports = [each for each in caplog.get_records("call") if each.name == guard.__name__]
+    assert not reports, reports[0].getMessage()
 
 
 @pytest.fixture(scope="session")

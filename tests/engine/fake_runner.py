@@ -9,6 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.executor.eager import EagerExecutor
 from engine.scheduling.pages import PagePool
 from tests.engine import chain
 
@@ -69,4 +70,5 @@ def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_token
         draft_shape=draft_shape,
     )
     pages = PagePool(200, config.page_size)
-    return Engine(MODEL, config, FakeRunner(pages.count, config.page_size), pages, drafter, decode)
+    executor = EagerExecutor(FakeRunner(pages.count, config.page_size), config.page_size)
+    return Engine(MODEL, config, executor, pages, drafter, decode)

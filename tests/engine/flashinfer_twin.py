@@ -1,8 +1,8 @@
-"""What we use of FlashInfer, in slow PyTorch on the CPU, with its names of arguments.
+"""The parts of FlashInfer that the engine uses, in slow PyTorch on the CPU, with FlashInfer's names of arguments.
 
-Arrays are read the way its kernels read them: lengths are sums over pages, slots go through a page table, masks are
-read bit by bit, and what would run in a CUDA graph goes tile by tile (`flashinfer_fa2.py`). Whatever a kernel
-overwrites is overwritten here too, and what it refuses, or would take for something else, is refused.
+Arrays are read the way its kernels read them: lengths are sums over pages, slots go through a page table, and what
+runs in a CUDA graph goes tile by tile (`flashinfer_fa2.py`). Whatever a kernel overwrites is overwritten here too, and
+arguments that it refuses, or would misread, are refused.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ class PagedPrefill(Planned):
         head_dim_qk,
         page_size,
         *,
-        custom_mask=None,
         causal=False,
         q_data_type=torch.float16,
         kv_data_type=None,
@@ -138,7 +137,6 @@ class PagedPrefill(Planned):
         self.plan_for(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type, int(qo[-1]))
         lengths = (counts - 1) * page_size + last
         if self.is_graph:
-            assert custom_mask is None
             assert causal
             self.plan_graph(qo, indptr, indices, last, lengths.int(), uniform_q_len)
             return
@@ -146,10 +144,7 @@ class PagedPrefill(Planned):
         assert min(self.keys) >= 0
         self.tables = indices.split(counts.tolist())
         shapes = list(zip(self.queries, self.keys, strict=True))
-        if custom_mask is not None:
-            assert custom_mask.dtype == torch.bool
-            self.masks = masks_of(custom_mask, shapes)
-        elif causal:
+        if causal:
             self.masks = [torch.ones(n, m, dtype=torch.bool).tril(m - n) for n, m in shapes]
         else:
             self.masks = [torch.ones(n, m, dtype=torch.bool) for n, m in shapes]
@@ -270,48 +265,6 @@ def append_paged_kv_cache(
     paged_kv_cache[pages, 1, positions % page_size] = append_value
 
 
-def xqa(
-    query,
-    kv_cache,
-    workspace_buffer,
-    block_tables,
-    seq_lens,
-    max_seq_len,
-    bmm1_scale=1.0,
-    bmm2_scale=1.0,
-    *,
-    q_len_per_req=1,
-    mask=None,
-    q_cu_seq_lens=None,
-):
-    assert query.is_contiguous()
-    assert query.dtype == kv_cache.dtype
-    assert kv_cache.shape[2] in (16, 32, 64, 128)
-    assert bmm1_scale == query.shape[-1] ** -0.5
-    assert bmm2_scale == 1
-    assert max_seq_len == seq_lens.max()
-    assert (workspace_buffer.dtype, block_tables.dtype) == (torch.uint8, INT32)
-    assert block_tables.is_contiguous()
-    check_array(seq_lens, size=len(block_tables))
-    if q_len_per_req > 1:
-        check_array(q_cu_seq_lens, size=len(block_tables) + 1)
-        assert mask.dtype == torch.uint16
-        assert mask.is_contiguous()
-    starts = range(len(seq_lens) + 1) if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
-    parts = []
-    for index, keys in enumerate(seq_lens.tolist()):
-        rows = range(starts[index], starts[index + 1])
-        assert len(rows) <= q_len_per_req
-        sees = torch.ones(len(rows), keys, dtype=torch.bool)
-        if mask is not None:
-            assert mask.shape[1] == (q_len_per_req + 31) // 32 * 2
-            words = mask[list(rows)].tolist()
-            bits = [[words[i][j // 16] >> (j % 16) & 1 for j in range(len(rows))] for i in range(len(rows))]
-            sees[:, keys - len(rows) :] = torch.tensor(bits, dtype=torch.bool)
-        parts.append(attention(query[list(rows)], *cached(kv_cache, block_tables[index], keys), sees))
-    return joined(parts, return_lse=False)
-
-
 def rmsnorm(
     input,  # noqa: A002
     weight,
@@ -369,7 +322,6 @@ TWIN = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=PagedPrefill,
     BatchPrefillWithRaggedKVCacheWrapper=RaggedPrefill,
     BatchDecodeWithPagedKVCacheWrapper=PagedDecode,
-    decode=SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa),
     merge_state=merge_state,
     append_paged_kv_cache=append_paged_kv_cache,
     rmsnorm=rmsnorm,

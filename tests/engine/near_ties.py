@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.scheduling.request import Request
 

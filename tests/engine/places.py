@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.attention import calls
 from tests.engine.flashinfer_twin import TWIN
 
 PLACES = ["twin", pytest.param("library", marks=pytest.mark.gpu)]
@@ -37,5 +36,4 @@ def place_of(name: str) -> Iterator[Place]:
             patch.setattr(f"{module}.flashinfer", lambda: TWIN)
         patch.setattr("engine.attention.backend._obstacle", lambda *_: None)
         patch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
-        patch.setattr(calls, "XQA_WORKSPACE_BYTES", 1)
         yield Place("cpu", torch.float32, 2e-5)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
-from engine.engine import Engine
+from engine.drafters.registry import build_drafter
+from engine.engine import Engine, build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.speculation import verify
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
@@ -34,15 +34,17 @@ def requests(count, *, temperature=0.0, max_tokens=40):
 def outputs(engine, asked):
     """Outputs of all requests run together, with the books checked after every step."""
     completions = engine.generate(asked, observe=lambda _: engine.scheduler.check_integrity())
-    assert engine.scheduler.pages.free == engine.scheduler.pages.count
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
     return [completion.tokens.tolist() for completion in completions]
 
 
 class ScriptedDrafter(NoDrafter):
     """Drafts what a function of (sequence id, committed length) says."""
 
-    def __init__(self, script):
+    def __init__(self, script, *, obeys=True):
         self.script = script
+        self.obeys = obeys
+        """Whether drafts are cut to what is asked for."""
         self.lengths = {}
 
     def start(self, sequence_id, prompt):
@@ -53,8 +55,10 @@ class ScriptedDrafter(NoDrafter):
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             tokens = np.array(self.script(sequence_id, self.lengths[sequence_id]), np.uint32)
+            if self.obeys:
+                tokens = tokens[: int(progress.max_draft[index])]
             paths.append(Path(tokens, np.ones(len(tokens), np.float32)))
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def test_greedy_output_is_that_of_transformers(tmp_path):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "ssd"])
 def test_every_drafter_in_a_batch_gives_the_plain_output(model, plain, drafter, temperature):
-    engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), "", warn=pytest.fail))
+    engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))
     asked = requests(12, temperature=temperature)
     assert outputs(engine, asked) == plain[temperature]
     assert outputs(engine, asked) == plain[temperature]  # now with a corpus that knows the answers
@@ -126,11 +130,9 @@ def test_drafts_that_are_right_up_to_a_point_are_accepted_up_to_it(model, plain,
 @pytest.mark.parametrize("fault", [-1, 1], ids=["one too few", "one too many"])
 def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fault):
     """The tests above would see a verifier that is off by one: the output differs, or steps are lost."""
-    from engine import engine as core
-
-    exact = core.accepted_length
+    exact = verify.accepted_length
     monkeypatch.setattr(
-        core, "accepted_length", lambda draft, chosen: min(len(draft), max(0, exact(draft, chosen) + fault))
+        verify, "accepted_length", lambda draft, chosen: min(len(draft), max(0, exact(draft, chosen) + fault))
     )
     asked = requests(12)
     engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=4))
@@ -144,9 +146,14 @@ def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fa
         assert sum(completion.steps for completion in completions) > sum(steps)
 
 
-def test_drafts_beyond_the_vocabulary_or_the_limit_are_cut(model, plain):
-    engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: [1, VOCAB, 2] + [3] * 50))
-    assert outputs(engine, requests(12)) == plain[0.0]
+@pytest.mark.parametrize("draft", [[1, VOCAB, 2], [3] * 50], ids=["out of vocabulary", "too long"])
+def test_drafts_that_break_the_rules_are_dropped_and_reported_once(model, plain, draft, caplog):
+    engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: draft, obeys=False))
+    completions = engine.generate(requests(12))
+    assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
+    assert not any(completion.drafted for completion in completions)
+    assert [record.name for record in caplog.records] == ["engine.drafters.guard"]
+    caplog.clear()
 
 
 def test_long_prompts_run_in_parts_beside_decoding(model):
@@ -169,13 +176,13 @@ def test_more_requests_than_sequences_wait_their_turn(model, plain):
 def test_more_requests_than_pages_wait_their_turn(model, plain):
     engine = build_engine(model, CONFIG, NoDrafter())
     pages = engine.scheduler.pages
-    held = pages.take(pages.count - 20)
+    held = pages.allocate(pages.count - 20)
     running = []
     completions = engine.generate(requests(12), observe=lambda _: running.append(len(engine.scheduler.running)))
     assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
     assert 1 < max(running) < 8
-    pages.give_back(held)
-    assert pages.free == pages.count
+    pages.free(held)
+    assert pages.free_count == pages.count
 
 
 @pytest.mark.parametrize("max_draft", [0, 6])
@@ -188,7 +195,7 @@ def test_outputs_end_at_the_limit_and_at_the_window(model, room, max_draft):
 
     def run(asked, drafter):
         built = build_engine(model, config, drafter)
-        return Engine(endless, config, built._runner, built.scheduler.pages, drafter).generate(asked)
+        return Engine(endless, config, built._executor, built.scheduler.pages, drafter).generate(asked)
 
     asked = [
         Request(np.array([5, 6], np.uint32), SamplingParams(max_tokens=room)),
@@ -214,7 +221,7 @@ def test_nothing_follows_an_end_token(model, max_draft):
     drafter = scripted_by([request], [full])
     engine = build_engine(model, config, drafter)
     ending = Engine(
-        replace(model.config, eos_token_ids=(end,)), config, engine._runner, engine.scheduler.pages, drafter
+        replace(model.config, eos_token_ids=(end,)), config, engine._executor, engine.scheduler.pages, drafter
     )
     [completion] = ending.generate([request])
     assert completion.tokens.tolist() == full[: first + 1]
@@ -253,7 +260,7 @@ def test_who_watches_may_cancel(model, plain):
             assert (completion.steps, completion.drafted) == (cancelled[index].steps, cancelled[index].drafted)
         else:
             assert completion.tokens.tolist() == whole
-    assert engine.scheduler.pages.free == engine.scheduler.pages.count
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
 
 
 BAD_REQUESTS = {

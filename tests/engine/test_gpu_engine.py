@@ -14,26 +14,24 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine import engine as core
 from engine.attention import flashinfer_fixed
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
-from engine.commands.options import LOOPS
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
+from engine.executor import eager
 from engine.executor import graph as graphs
 from engine.executor.batch import build_batch
-from engine.executor.eager import Runner
 from engine.executor.kernels.verify import verify
+from engine.executor.runner import Runner
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.conftest import make_folder
-from tests.engine.executor.test_pipeline import mixed_requests
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.near_ties import Best, Reference, partings, references
 from tests.engine.places import PLACES, place_of
@@ -47,7 +45,7 @@ DRAFTERS = ("none", "ngram", "ssd")
 
 def drafter_of(name):
     # Beyond what a step verifies, so that drafts reach beyond the step before.
-    return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), "", warn=pytest.fail)
+    return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), warn=pytest.fail)
 
 
 def twice(model, config, drafter, attention, asked):
@@ -78,23 +76,11 @@ def test_in_float32_neither_drafts_nor_the_loop_change_a_token(model_folder, dev
         for request, settings in zip(requests(6 if device == "cuda" else 3), cycle(SETTINGS[kind]), strict=False)
     ]
     expected = outputs(build_engine(model, CONFIG, NoDrafter(), attention="plain"), asked)
-    for loop in LOOPS:
+    for loop in (0,):
         for drafter in DRAFTERS:
-            first, again, accepted = twice(model, replace(CONFIG, loop=loop), drafter, "plain", asked)
+            first, again, accepted = twice(model, replace(CONFIG, in_flight=loop), drafter, "plain", asked)
             assert first == again == expected, (loop, drafter)
             assert drafter != "ssd" or accepted > 50
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_requests_that_need_the_host_run_among_others(model_folder, device):
-    """They come one after another, so that steps that were captured and others take turns."""
-    model = load_model(model_folder, device=device)
-    asked = mixed_requests()
-    plain, pipelined = (
-        outputs(build_engine(model, replace(CONFIG, loop=loop), drafter_of("ssd"), attention="plain"), asked)
-        for loop in ("plain", "pipelined")
-    )
-    assert plain == pipelined
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -117,9 +103,9 @@ def test_in_16_bits_outputs_part_at_near_ties_alone(place, wide_folder, kv_dtype
     asked = requests(16 if place.device == "cuda" else 2, max_tokens=30)
     config = replace(CONFIG, kv_dtype=kv_dtype)
     expected = references(model, config, "flashinfer", asked)
-    for loop in ("plain", "pipelined"):
+    for loop in (0,):
         for drafter in DRAFTERS:
-            first, again, accepted = twice(model, replace(config, loop=loop), drafter, "flashinfer", asked)
+            first, again, accepted = twice(model, replace(config, in_flight=loop), drafter, "flashinfer", asked)
             found = [*partings(first, expected), *partings(again, expected)]
             most = max((parting.gap_ulp for parting in found), default=0.0)
             name = f"{place.dtype}, KV cache {kv_dtype}, {loop} loop, {drafter}".removeprefix("torch.")
@@ -223,12 +209,12 @@ def all_accepted(monkeypatch):
         has_next = ((row >= drafted.starts[:, None]) & (row < ends[:, None])).any(dim=0)
         return verify(state, drafted, torch.where(has_next, drafted.tokens.roll(-1), chosen), width)
 
-    monkeypatch.setattr(core, "accepted_length", lambda draft, _: len(draft))
+    monkeypatch.setattr(eager, "accepted_length", lambda draft, _: len(draft))
     monkeypatch.setattr(graphs, "verify", accepting)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loop", ["plain", "pipelined"])
+@pytest.mark.parametrize("loop", [0])
 @pytest.mark.parametrize("bug", [None, all_accepted], ids=["as it is", "planted bug"])
 def test_drawn_tokens_have_the_models_odds_with_drafts(small_folder, device, loop, bug, monkeypatch):
     if bug is not None:
@@ -239,7 +225,7 @@ def test_drawn_tokens_have_the_models_odds_with_drafts(small_folder, device, loo
     # The likeliest text is everyone's draft.
     guess = np.unravel_index(odds.argmax(), (VOCAB,) * LENGTH)
     drafter = ScriptedDrafter(lambda _, length: [*guess, 0, 0, 0][length - len(PROMPT) :])
-    config = EngineConfig(max_sequences=16, max_step_tokens=256, max_draft=2, kv_memory_mib=16, loop=loop)
+    config = EngineConfig(max_sequences=16, max_step_tokens=256, max_draft=2, kv_memory_mib=16, in_flight=loop)
     engine = build_engine(load_model(small_folder, device=device), config, drafter, attention="plain")
     sampling = SamplingParams(max_tokens=LENGTH, temperature=temperature, ignore_eos=True)
     asked = [Request(PROMPT, replace(sampling, seed=seed)) for seed in range(COUNT)]

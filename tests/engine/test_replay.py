@@ -1,19 +1,14 @@
-"""Recorded outputs, in every loop: what the target says counts only behind them."""
+"""Recorded outputs: what the target computes counts only after them."""
 
 import numpy as np
 import pytest
-import torch
 
-from engine.commands.options import LOOPS
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
-from engine.executor.device_state import DeviceState
 from engine.sampling import sampler
 from engine.scheduling.request import Request, SamplingParams
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.workload import StrictDrafter, replayed
-
-WAYS = [(loop, "path") for loop in LOOPS] + [("plain", "tree")]
 
 
 def recorded_requests(count=8):
@@ -31,10 +26,10 @@ def recorded_requests(count=8):
     ]
 
 
-def replay(loop, shape="path", *, pages=100, drafts=True):
-    """The requests run together; what came, and the engine."""
-    config = EngineConfig(max_sequences=4, max_draft=5, max_step_tokens=64, loop=loop, draft_shape=shape)
-    drafter = StrictDrafter(np.random.default_rng(0), shape, is_told_all=loop == "plain") if drafts else NoDrafter()
+def replay(shape="path", *, pages=100, drafts=True):
+    """Run the requests together; return them, their completions and the engine."""
+    config = EngineConfig(max_sequences=4, max_draft=5, max_step_tokens=64, draft_shape=shape)
+    drafter = StrictDrafter(np.random.default_rng(0), shape, is_told_all=True) if drafts else NoDrafter()
     engine = chain_engine(config, pages, drafter)
     asked = recorded_requests()
     for number, request in enumerate(asked):
@@ -48,69 +43,34 @@ def gives_the_record(asked, completions):
     return all(one.tokens.tolist() == replayed(request) for request, one in zip(asked, completions, strict=True))
 
 
-@pytest.mark.parametrize(("loop", "shape"), WAYS)
+@pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafts"])
-def test_the_output_is_the_recorded_one_and_then_the_targets(loop, shape, drafts):
-    asked, completions, engine = replay(loop, shape, drafts=drafts)
+def test_the_output_is_the_recorded_one_and_then_the_targets(shape, drafts):
+    asked, completions, engine = replay(shape, drafts=drafts)
     assert gives_the_record(asked, completions)
-    # The target would have said something else.
+    # The target itself would have produced other tokens.
     assert all(replayed(one)[:10] != answer(one.prompt, 10) for one in asked if one.recorded is not None)
     assert engine.scheduler.preemptions == 0
     accepted = sum(completion.accepted for completion in completions)
     assert accepted > 40 if drafts else accepted == 0
 
 
-@pytest.mark.parametrize(("loop", "shape"), WAYS)
-def test_whoever_lost_its_pages_goes_on_in_its_record(loop, shape):
-    asked, completions, engine = replay(loop, shape, pages=11)
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_a_preempted_sequence_goes_on_in_its_record(shape):
+    asked, completions, engine = replay(shape, pages=11)
     assert gives_the_record(asked, completions)
     assert engine.scheduler.preemptions > 2
 
 
-def from_the_beginning(state, seat, sequence):
-    """A fault: puts all of the record behind what was produced already."""
-    sit(state, seat, sequence)
-    if sequence.request.recorded is not None:
-        record = torch.from_numpy(sequence.request.recorded[: sequence.room].astype(np.int32))
-        state.history[seat, len(sequence) : len(sequence) + len(record)] = record
+def test_a_planted_fault_is_caught(monkeypatch):
+    monkeypatch.setattr(sampler, "_replay", lambda *_: None)
+    assert not gives_the_record(*replay(drafts=False)[:2])
 
 
-sit = DeviceState.sit
-
-
-def test_planted_faults_are_caught(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(DeviceState, "sit", from_the_beginning)
-        assert gives_the_record(*replay("pipelined", drafts=False)[:2])
-        assert not gives_the_record(*replay("pipelined", pages=11, drafts=False)[:2])
-    with monkeypatch.context() as patch:
-        patch.setattr("engine.executor.graph.replayed", lambda state, inputs, tokens: tokens)
-        assert not gives_the_record(*replay("pipelined", drafts=False)[:2])
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler, "_replay", lambda *_: None)
-        assert not gives_the_record(*replay("plain", drafts=False)[:2])
-        assert gives_the_record(*replay("pipelined", drafts=False)[:2])
-
-
-def test_the_logits_are_sampled_all_the_same(monkeypatch):
-    """What a replay takes is what the step would take."""
-    seen = []
-    for place in ("engine.sampling.sampler.greedy_tokens", "engine.executor.graph.sampled_tokens"):
-        monkeypatch.setattr(place, counting(place, seen))
-    for loop in LOOPS:
-        seen.clear()
-        _, completions, _ = replay(loop, drafts=False)
-        assert len(seen) >= max(completion.steps for completion in completions)
-        if loop == "pipelined":
-            assert set(seen) == {"engine.executor.graph.sampled_tokens"}
-
-
-def counting(place, seen):
-    module, name = place.rsplit(".", 1)
-    original = getattr(__import__(module, fromlist=[name]), name)
-
-    def call(*given, **named):
-        seen.append(place)
-        return original(*given, **named)
-
-    return call
+def test_logits_are_sampled_all_the_same(monkeypatch):
+    """A replay takes as long as the step would."""
+    calls = []
+    greedy = sampler.greedy_tokens
+    monkeypatch.setattr(sampler, "greedy_tokens", lambda logits: (calls.append(1), greedy(logits))[1])
+    _, completions, _ = replay(drafts=False)
+    assert len(calls) >= max(completion.steps for completion in completions)

@@ -27,7 +27,7 @@ def batch_of_trees(trees):
     return DraftBatch(
         tokens=np.array(tokens, np.uint32),
         parents=np.array([parent for _, parents in trees for parent in parents], np.int32),
-        odds=np.ones(len(tokens), np.float32),
+        accept_prob=np.ones(len(tokens), np.float32),
         source=np.zeros(len(tokens), np.uint8),
         offsets=offsets_of(np.array([len(tree) for tree, _ in trees])),
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.request import FinishReason, Request, SamplingParams
-from engine.speculation.token_budget import Spent
+from engine.speculation.token_budget import Selection
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
@@ -42,12 +42,12 @@ class StrictDrafter:
         self.paths[sequence_id] = []
 
     def draft(self, progress):
-        assert self.budget is None or not self.budget.rests or not progress.max_draft.any()
+        assert self.budget is None or not self.budget.is_backing_off or not progress.max_draft.any()
         drafts = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
             steps = 1 if progress.steps is None else int(progress.steps[index])
-            self.note(sequence_id, committed, progress.verified[index], progress.accepted[index], steps)
+            self.note(sequence_id, committed, progress.verified[index], steps)
             text, limit = self.texts[sequence_id], int(progress.max_draft[index])
             if self.shape == "tree":
                 drafts.append(random_tree(self.rng, self.answers[sequence_id][len(text) :], limit, VOCAB))
@@ -57,45 +57,40 @@ class StrictDrafter:
             draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
             self.offered[sequence_id], self.paths[sequence_id] = len(draft), draft
             drafts.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
-        return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.of_paths(drafts)
+        return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.from_paths(drafts)
 
-    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
-        self.note(sequence_id, tokens, verified, accepted)
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
+        self.note(sequence_id, tokens, verified)
         whole = self.texts.pop(sequence_id) == self.answers[sequence_id]
         assert whole or not learn  # what was cut short is not remembered
 
-    def note(self, sequence_id, committed, verified, accepted, steps=1):
-        assert accepted <= verified <= self.offered[sequence_id]
+    def note(self, sequence_id, committed, verified, steps=1):
+        assert verified <= self.offered[sequence_id]
         self.steps[sequence_id] += steps if len(committed) else 0
-        if self.shape == "path":
-            draft, tokens = self.paths[sequence_id], committed.tolist()
-            assert draft[:accepted] == tokens[:accepted]
-            assert draft[accepted : min(verified, accepted + 1)] != tokens[accepted : accepted + 1] or not tokens
         assert verified == self.offered[sequence_id] or not self.is_told_all
         text = self.texts[sequence_id]
         text += committed.tolist()
         assert text == self.answers[sequence_id][: len(text)]
 
 
-class RestingBudget:
+class RandomBackoff:
     """Lets the drafter be asked in some steps only."""
 
     def __init__(self, rng, is_late):
+        """is_late: whether a step is recorded after the next one was planned."""
         self.rng = rng
         self.is_late = is_late
-        """Whether it is told of a step when the next one has begun."""
-        self.rests = False
+        self.is_backing_off = False
 
-    def price(self, tokens, sequences):
+    def cost_of_one_more(self, tokens, sequences):
         return 0.02
 
-    def spend(self, drafts, usable, tokens):
-        return Spent(usable)
+    def select(self, drafts, usable, tokens):
+        return Selection(usable)
 
-    def note(self, tokens, sequences, accepted, seconds, asking, foreign=0):
-        assert self.is_late or asking is None or not self.rests
-        assert self.is_late or not (self.rests and accepted)
-        self.rests = bool(self.rng.random() < 0.5)
+    def record(self, plan, tokens, accepted, seconds):
+        assert self.is_late or not (self.is_backing_off and (plan.asked or accepted))
+        self.is_backing_off = bool(self.rng.random() < 0.5)
 
 
 def random_record(rng):
@@ -113,7 +108,8 @@ def replayed(request):
 class Workload:
     """Arrivals with shared beginnings, tenants, recorded outputs, cancellations, tight memory."""
 
-    def __init__(self, seed, shape="path", loop="plain", rests=False):
+    def __init__(self, seed, shape="path", has_backoff=False, in_flight=None):
+        """in_flight: 0, 1, or "any", with steps of fixed shapes; None: eager steps."""
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
         """How often what the workload is meant to meet has happened."""
@@ -125,16 +121,22 @@ class Workload:
             prefix_cache=bool(rng.random() < 0.85),
             watermark=float(rng.choice([0.0, 0.01, 0.2])),
             draft_shape=shape,
-            loop=loop,
         )
         self.config = config
-        budget = RestingBudget(np.random.default_rng(seed), is_late=loop == "pipelined") if rests else None
-        # A thread of the overlapped loop may be later than what the budget is told next.
-        asked_at_once = None if loop == "overlapped" else budget
-        self.drafter = StrictDrafter(rng, shape, is_told_all=loop == "plain", budget=asked_at_once)
-        pace = np.random.default_rng(seed)
-        waits = lambda: bool(pace.random() < 0.5)  # noqa: E731
-        self.engine = chain_engine(config, int(rng.integers(8, 41)), self.drafter, budget, waits)
+        budget = RandomBackoff(np.random.default_rng(seed), is_late=in_flight in (1, "any")) if has_backoff else None
+        self.in_flight = in_flight
+        self.drafter = StrictDrafter(rng, shape, is_told_all=in_flight in (None, 0), budget=budget)
+        depths = np.random.default_rng(seed)
+        depth = (lambda: int(depths.integers(2))) if in_flight == "any" else lambda: in_flight
+        pages = int(rng.integers(8, 41))
+        self.engine = chain_engine(
+            config,
+            pages,
+            self.drafter,
+            budget,
+            has_graph=in_flight is not None,
+            depth=depth if in_flight is not None else None,
+        )
         self.records = np.random.default_rng([seed, 1])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
@@ -155,7 +157,7 @@ class Workload:
         while self.engine.scheduler.has_work:
             self.step()
         pages = self.engine.scheduler.pages
-        assert pages.free == pages.count
+        assert pages.free_count == pages.count
         assert not self.drafter.texts
         self.seen["preempted"] += self.engine.scheduler.preemptions
 
@@ -198,28 +200,34 @@ class Workload:
         scheduler = self.engine.scheduler
         alive = [*scheduler.running, *scheduler.waiting]
         before = {sequence: (sequence.computed, len(sequence), sequence.in_flight) for sequence in alive}
-        # What is begun in the pipelined loop is reported a step later.
-        is_late = self.config.loop == "pipelined"
-        decoding = [s for s in scheduler.running if s.computed == len(s) - 1 and (s.in_flight or not is_late)]
+        # With a step in flight, a sequence may begin with this step, which is reported later.
+        decoding = [s for s in scheduler.running if s.computed == len(s) - 1 and (s.in_flight or not self.in_flight)]
+        # What a step in flight computes was counted when it was launched.
+        launched = {entry.sequence for step in self.engine._in_flight for entry in step.plan.entries}
         report = self.engine.step()
         scheduler.check_integrity()
-        if self.config.loop == "pipelined":
-            self.check_under_way()
+        assert self.engine._speculation.drafter.problems == 0
+        self.check_in_flight()
         self.check_output(report)
-        self.check_progress(alive, decoding, before, report)
+        self.check_progress([one for one in alive[:1] if one not in launched], decoding, before, report)
+        if self.in_flight in (1, "any"):
+            # Two steps may have been planned, the second one with pages that the first one fills.
+            for sequence in alive:
+                self.note_computed(sequence)
         for sequence in alive:
             self.check_cache(sequence)
         for sequence in alive:
             self.note_computed(sequence)
 
-    def check_under_way(self):
-        """What may still come of the step that was begun is what its sequences expect."""
-        step = self.engine._under_way
-        begun = {} if step is None else dict(zip(step.sequences, step.most, strict=True))
+    def check_in_flight(self):
+        """What sequences expect of steps in flight is what these may yield."""
+        steps = self.engine._in_flight
+        assert len(steps) <= (0 if self.in_flight in (None, 0) else 1)
+        begun = {entry.sequence: 1 + entry.max_verified for step in steps for entry in step.plan.producing}
         for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
             assert sequence.in_flight in (0, begun.get(sequence, 0))
             assert sequence.in_flight or sequence not in begun or sequence.preemptions
-            self.seen["under way"] += sequence.in_flight
+            self.seen["in flight"] += sequence.in_flight
 
     def check_output(self, report):
         assert report.committed == sum(map(len, report.tokens.values()))
@@ -234,9 +242,9 @@ class Workload:
             self.seen["accepted"] += completion.accepted
             self.seen["rejected"] += completion.drafted - completion.accepted
 
-    def check_progress(self, alive, decoding, before, report):
+    def check_progress(self, oldest, decoding, before, report):
         """The oldest goes on, and whoever decodes gets a token in every step, unless it lost its pages."""
-        for sequence in alive[:1]:
+        for sequence in oldest:
             if sequence.in_flight == 0 or before[sequence][2]:
                 assert (sequence.computed, len(sequence)) > before[sequence][:2]
         for sequence in decoding:
@@ -244,7 +252,7 @@ class Workload:
 
     def check_cache(self, sequence):
         """What the cache holds for a running sequence, and that it had a right to what it found there."""
-        held = self.engine._runner.held(sequence.pages, sequence.computed) if sequence.pages else []
+        held = self.engine._executor.runner.held(sequence.pages, sequence.computed) if sequence.pages else []
         assert held == self.contents[sequence.sequence_id][: len(held)]
         cached = sequence.cached_tokens
         assert cached < len(sequence.request.prompt)

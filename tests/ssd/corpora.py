@@ -1,4 +1,4 @@
-"""What the tests of a whole corpus share: requests, and the checks that every state of one must pass."""
+"""Helpers for tests of a whole corpus: requests, and checks of its state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEPTH = 8
 
 
 def some_requests(count: int, seed: int = 0, size: int = 100, ids: int = 50) -> list[np.ndarray]:
-    """Requests over few tokens, so that much repeats."""
+    """Return requests over few tokens, so that text repeats."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, ids, size).astype(np.uint32) for _ in range(count)]
 
@@ -27,24 +27,24 @@ def fill(corpus: Corpus, requests: list[np.ndarray], name: str | None = None) ->
 
 
 def settle(corpus: Corpus) -> None:
-    """Let the merge that is under way end."""
+    """Finish the merge in progress."""
     while corpus.is_merging:
         corpus.refresh()
 
 
 def text_of(corpus: Corpus) -> np.ndarray:
-    """All tokens remembered, oldest first."""
+    """Return all remembered tokens, oldest first."""
     state = corpus.state()
     return state.ring.read(state.oldest, state.head)
 
 
 def holds(corpus: Corpus, run: np.ndarray) -> bool:
-    """Whether the memory of the ring has a run of tokens anywhere."""
+    """Return whether the ring's memory contains a run of tokens."""
     return run.tobytes() in corpus.state().ring.slots.tobytes()
 
 
 def assert_whole(corpus: Corpus) -> None:
-    """Each usable position stands once in one of the orders, and each order is sorted.
+    """Check that each usable position is in exactly one suffix array, and that all of them are sorted.
 
     The first positions of all may be missing: what stood before them may be gone.
     """
@@ -53,7 +53,7 @@ def assert_whole(corpus: Corpus) -> None:
     padded = np.concatenate((state.ring.slots[-PAD:], state.ring.slots))
     positions = np.arange(oldest, head)
     usable = positions[padded[PAD + positions % slots - 1] != SEPARATOR]
-    orders = [order.positions.astype(np.int64) for order in corpus.view.orders[: FROZEN + 2]]
+    orders = [order.positions.astype(np.int64) for order in corpus.view.suffix_arrays[: FROZEN + 2]]
     found = np.sort(oldest + (np.concatenate(orders) - oldest) % slots)
     assert np.array_equal(found[found >= oldest + corpus.depth], usable[usable >= oldest + corpus.depth])
     assert np.isin(found, usable).all()
@@ -67,12 +67,14 @@ def assert_whole(corpus: Corpus) -> None:
 
 
 def drafts_of(drafter: Drafter, requests: list[np.ndarray], prompt: int = 20, limit: int = 16) -> list[list[object]]:
-    """All that is drafted along requests, step by step; nothing is learned from them."""
+    """Return all drafts along requests, step by step; nothing is remembered."""
     drafts: list[list[object]] = []
     for number, request in enumerate(requests):
         drafter.start(number, request[:prompt])
         for at in range(prompt, len(request), 4):
             batch = drafter.draft(progress_of({number: request[at - 4 : at] if at > prompt else []}, limit))
-            drafts.append([batch.tokens.tolist(), batch.odds.tolist(), batch.source.tolist(), batch.parents.tolist()])
+            drafts.append(
+                [batch.tokens.tolist(), batch.accept_prob.tolist(), batch.source.tolist(), batch.parents.tolist()]
+            )
         drafter.finish(number, np.empty(0, np.uint32), learn=False)
     return drafts

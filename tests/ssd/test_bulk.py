@@ -49,7 +49,7 @@ def test_a_request_longer_than_the_corpus_leaves_its_end(waiting):
     assert_whole(corpus)
 
 
-def test_builds_and_merges_take_turns_while_the_ring_goes_round():
+def test_builds_and_merges_alternate_while_the_ring_wraps():
     corpus, rng = Corpus(60_000, DEPTH), np.random.default_rng(0)
     for turn in range(60):
         for request in some_requests(int(rng.integers(1, 400)), seed=turn, size=int(rng.integers(1, 200))):
@@ -62,7 +62,7 @@ def test_builds_and_merges_take_turns_while_the_ring_goes_round():
     assert corpus.times.base_merges > 3
 
 
-def test_a_build_drafts_what_merges_draft():
+def test_drafts_after_a_build_equal_those_after_merges():
     requests = some_requests(400, size=90, ids=1_000_000)
     drafts = []
     for refresh_each in (False, True):
@@ -79,7 +79,7 @@ def test_a_build_drafts_what_merges_draft():
     assert sum(len(draft[0]) for draft in drafts[0]) > 1000
 
 
-def test_a_refresh_that_did_something_is_timed():
+def test_refreshes_with_changes_are_timed():
     corpus = Corpus(20_000, DEPTH)
     corpus.refresh()
     assert corpus.times.longest_s == 0
@@ -90,12 +90,12 @@ def test_a_refresh_that_did_something_is_timed():
     assert corpus.times.last_s == last
 
 
-def test_a_parked_reader_keeps_its_view_and_only_the_maintainer_waits():
+def test_a_held_view_blocks_only_the_maintainer():
     corpus, rounds = Corpus(20_000, DEPTH), iter(range(1000))
     fill(corpus, some_requests(100))
     settle(corpus)
     parked = corpus.view
-    orders = [order.positions.copy() for order in parked.orders]
+    orders = [order.positions.copy() for order in parked.suffix_arrays]
     oldest, head = int(parked.arrays[2][1]), int(parked.arrays[2][2])
     ring = corpus.state().ring
     text = ring.read(oldest, head)
@@ -120,7 +120,7 @@ def test_a_parked_reader_keeps_its_view_and_only_the_maintainer_waits():
     drafter.close()
     assert not done.is_set()
     assert np.array_equal(ring.read(oldest, head), text)
-    for order, before in zip(parked.orders, orders, strict=True):
+    for order, before in zip(parked.suffix_arrays, orders, strict=True):
         assert np.array_equal(order.positions, before)
     del parked, order
     assert done.wait(60)
@@ -138,9 +138,9 @@ def test_held_text_stays_while_newer_text_is_merged():
     state = corpus.state()
     text, order = state.ring.read(state.oldest, state.head), state.base.positions.copy()
     for number in range(20):
-        before = corpus.shown
+        before = corpus.indexed
         fill(corpus, some_requests(1, seed=number, size=1000))
-        assert corpus.shown > before
+        assert corpus.indexed > before
     assert corpus.is_merging or corpus.times.base_merges > 0
     assert np.array_equal(state.ring.read(state.oldest, state.head), text)
     assert np.array_equal(state.base.positions, order)

@@ -1,4 +1,4 @@
-"""The arrays that go into a drafter, checked before anything reads them."""
+"""Checks of the arrays of `Progress`."""
 
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -12,7 +12,7 @@ from ssd.types import Progress
 from tests.replay import progress_of
 from tests.strategies import array
 
-UINT32_FIELDS = ("tokens", "offsets", "verified", "accepted", "max_draft")
+UINT32_FIELDS = ("tokens", "offsets", "verified", "max_draft")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_another_layout_is_refused_by_name(counts):
 def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, offsets, tokens):
     counts = array([0] * sequences)
     ids = np.arange(sequences, dtype=np.uint64)
-    progress = Progress(ids, array([1] * tokens), array(offsets), counts, counts, counts)
+    progress = Progress(ids, array([1] * tokens), array(offsets), counts, counts)
     runs = [range(first, end) for first, end in pairwise(offsets)]
     is_cut = offsets[:1] == [0] and list(chain(*runs)) == list(range(tokens))
     if len(offsets) == sequences + 1 and is_cut and offsets == sorted(offsets):
@@ -59,9 +59,9 @@ def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, o
             progress.check_arrays()
 
 
-@pytest.mark.parametrize("field", ["verified", "accepted", "max_draft"])
+@pytest.mark.parametrize("field", ["verified", "max_draft"])
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_counts_are_one_a_sequence(field, size):
+def test_counts_have_one_element_per_sequence(field, size):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
     with pytest.raises(ValueError, match=rf"^{field} has {size} elements, not 2: one a sequence$"):
         replace(progress, **{field: array([0] * size)}).check_arrays()

@@ -1,4 +1,4 @@
-"""The face of the package: what callers may rely on."""
+"""The public behaviour of the suffix drafter."""
 
 import threading
 from dataclasses import replace
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.build import new_corpus, new_drafter
 from ssd.corpus.corpus import Corpus
 from ssd.sequences.tables import LEAST_ROWS
 from ssd.types import ROOT, Source
@@ -38,13 +37,13 @@ def test_a_repeated_request_takes_far_fewer_steps(shape):
     assert second <= 20
 
 
-def test_the_running_request_drafts_from_itself(drafter):
+def test_a_request_drafts_from_its_own_text(drafter):
     drafter.start(1, array([1, 2, 3, 4, 5, 1, 2, 3]))
     drafts = drafter.draft(progress_of({1: []}, limit=3))
     assert drafts.tokens.tolist() == [4, 5, 1]
     assert drafts.parents.tolist() == [ROOT, 0, 1]
     assert set(drafts.source.tolist()) == {Source.LOCAL}
-    assert ((drafts.odds > 0) & (drafts.odds <= 1)).all()
+    assert ((drafts.accept_prob > 0) & (drafts.accept_prob <= 1)).all()
 
 
 def test_the_longer_match_wins(drafter):
@@ -67,7 +66,7 @@ def test_a_batch_keeps_its_order_and_each_sequence_its_limit(drafter):
     assert [drafts.tokens_of(index).tolist() for index in range(4)] == [[6, 5], [], [2], []]
 
 
-def test_a_batch_of_many_sequences_drafts_for_each_its_own(drafter):
+def test_a_large_batch_has_the_right_draft_for_each_sequence(drafter):
     many = range(200)
     assert len(many) > 10 * LEAST_ROWS
     prompts = {number: [1000 + number, 2000 + number] * 3 for number in many}
@@ -79,7 +78,7 @@ def test_a_batch_of_many_sequences_drafts_for_each_its_own(drafter):
     assert [drafts.tokens_of(number).tolist() for number in many] == [prompts[number][:4] for number in many]
     # What was offered before the tables grew was taken note of.
     assert before == [prompts[number][:4] for number in range(LEAST_ROWS)]
-    progress = progress_of({number: prompts[number][:3] for number in many}, limit=2, verified=4, accepted=3)
+    progress = progress_of({number: prompts[number][:3] for number in many}, limit=2, verified=4)
     drafts = drafter.draft(progress)
     assert [drafts.tokens_of(number).tolist() for number in many] == [
         [prompts[number][1], prompts[number][0]] for number in many
@@ -92,13 +91,13 @@ def test_a_batch_of_many_sequences_drafts_for_each_its_own(drafter):
     assert drafter.corpus.tokens == len(many) * (6 + 3 + 1)
 
 
-def test_what_was_offered_is_known_after_the_tables_grew(drafter):
+def test_the_last_draft_is_known_after_the_tables_grew(drafter):
     drafter.start(0, array([1, 2, 1, 2]))
     assert draft(drafter, 0, limit=3) == [1, 2, 1]
     for number in range(1, 3 * LEAST_ROWS):
         drafter.start(number, array([5]))
     assert drafter.offered()[0] == 3
-    draft(drafter, 0, [1, 2, 3], verified=3, accepted=2)
+    draft(drafter, 0, [1, 2, 3], verified=3)
     assert (drafter.stats.verified, drafter.stats.accepted) == (3, 2)
 
 
@@ -110,7 +109,7 @@ def test_rows_of_ended_sequences_are_used_again(drafter):
     assert drafter.memory_bytes() < drafter_of().memory_bytes() * 2
 
 
-def test_an_empty_prompt_is_a_beginning_like_any_other(drafter):
+def test_an_empty_prompt_is_valid(drafter):
     drafter.start(1, array([]))
     assert draft(drafter, 1) == []
     assert draft(drafter, 1, [4, 5, 4], limit=4) == [5, 4, 5, 4]
@@ -120,11 +119,11 @@ def test_an_empty_prompt_is_a_beginning_like_any_other(drafter):
     assert draft(drafter, 2, [4, 5], limit=2) == [4, 5]
 
 
-def test_an_empty_batch_is_no_error(drafter):
+def test_an_empty_batch_is_valid(drafter):
     assert len(drafter.draft(progress_of({}, limit=4))) == 0
 
 
-def test_what_is_finished_is_draftable_after_a_refresh(drafter):
+def test_a_finished_request_is_drafted_after_a_refresh(drafter):
     drafter.start(1, array([1, 2, 3]))
     drafter.draft(progress_of({1: [4, 5]}, limit=0))
     drafter.finish(1, array([6, 7]))
@@ -134,7 +133,7 @@ def test_what_is_finished_is_draftable_after_a_refresh(drafter):
     assert draft(drafter, 2) == [4, 5, 6, 7]
 
 
-def test_what_was_not_to_be_learned_is_not_drafted(drafter):
+def test_private_requests_are_not_drafted(drafter):
     drafter.start(1, array([1, 2, 3]))
     drafter.draft(progress_of({1: [4]}, limit=0))
     drafter.finish(1, array([5, 6]), learn=False)
@@ -162,7 +161,7 @@ def test_drafts_respect_both_limits():
             assert len(draft(drafter, 1, limit=limit)) == size
 
 
-def test_a_cost_may_be_said_with_each_step(drafter):
+def test_a_step_may_have_its_own_cost(drafter):
     drafter.start(1, array([1, 2, 3, 4, 5, 6, 1, 2]))
     configured = draft(drafter, 1, limit=32)
     assert len(draft(drafter, 1, limit=32, cost=0.0001)) > len(configured)
@@ -175,33 +174,33 @@ def test_a_cost_may_be_said_with_each_step(drafter):
 
 
 def test_the_next_turn_of_a_session_drafts_as_if_it_were_new(drafter):
-    drafter.start(1, TEXT[:100], session="chat")
+    drafter.start(1, TEXT[:100], session_id="chat")
     drafter.draft(progress_of({1: TEXT[100:120]}, limit=4))
     drafter.finish(1, TEXT[120:130], learn=False)
     # The turn repeats all of that, then the text begins anew.
     prompt = np.concatenate((TEXT[:130], TEXT[:20]))
-    drafter.start(2, prompt, session="chat")
+    drafter.start(2, prompt, session_id="chat")
     drafter.start(3, prompt)
     assert draft(drafter, 2, limit=5) == draft(drafter, 3, limit=5) == TEXT[20:25].tolist()
 
 
-def test_a_turn_that_changes_the_past_drafts_nothing_of_it(drafter):
-    drafter.start(1, array([1, 2, 3, 4, 5, 6]), session="chat")
+def test_a_turn_with_a_changed_history_does_not_draft_from_the_old_one(drafter):
+    drafter.start(1, array([1, 2, 3, 4, 5, 6]), session_id="chat")
     drafter.finish(1, array([7, 8]), learn=False)
-    drafter.start(2, array([1, 2, 9, 4]), session="chat")
+    drafter.start(2, array([1, 2, 9, 4]), session_id="chat")
     assert draft(drafter, 2) == []
     assert draft(drafter, 2, [2], limit=5) == [9, 4, 2, 9, 4]
 
 
 def test_sessions_share_nothing_with_others_and_nothing_while_they_run(drafter):
-    drafter.start(1, array([1, 2, 3]), session="one")
-    drafter.start(2, array([1, 2]), session="one")
-    drafter.start(3, array([1, 2]), session="two")
+    drafter.start(1, array([1, 2, 3]), session_id="one")
+    drafter.start(2, array([1, 2]), session_id="one")
+    drafter.start(3, array([1, 2]), session_id="two")
     drafter.start(4, array([1, 2]))
     assert [draft(drafter, number) for number in (2, 3, 4)] == [[], [], []]
     for number in (1, 2, 3, 4):
         drafter.finish(number, array([]), learn=False)
-    drafter.start(5, array([1]), session="two")
+    drafter.start(5, array([1]), session_id="two")
     assert draft(drafter, 5) == []
 
 
@@ -210,13 +209,13 @@ def test_as_many_idle_sessions_are_kept_as_configured():
         without = drafter.memory_bytes()
         held = []
         for session in range(4):
-            drafter.start(session, TEXT, session=session)
+            drafter.start(session, TEXT, session_id=session)
             drafter.finish(session, array([]), learn=False)
             held.append(drafter.memory_bytes() - without)
         assert 0 < held[0] < held[1] == held[2] == held[3]
     with drafter_of(idle_sessions=0) as drafter:
         without = drafter.memory_bytes()
-        drafter.start(1, TEXT, session="chat")
+        drafter.start(1, TEXT, session_id="chat")
         drafter.finish(1, array([]), learn=False)
         assert drafter.memory_bytes() == without
 
@@ -226,30 +225,30 @@ def test_idle_sessions_are_bounded_by_their_tokens_too():
         without = drafter.memory_bytes()
         held = []
         for session in range(4):
-            drafter.start(session, TEXT, session=session)
+            drafter.start(session, TEXT, session_id=session)
             drafter.finish(session, array([]), learn=False)
             held.append(drafter.memory_bytes() - without)
         assert 0 < held[0] < held[1] == held[2] == held[3]
     with drafter_of(idle_tokens=len(TEXT) - 1) as drafter:
         without = drafter.memory_bytes()
-        drafter.start(1, TEXT, session="chat")
+        drafter.start(1, TEXT, session_id="chat")
         drafter.finish(1, array([]), learn=False)
         assert drafter.memory_bytes() == without
 
 
-def test_a_session_that_was_cut_gives_its_memory_back(drafter):
+def test_a_shortened_session_releases_its_memory(drafter):
     without = drafter.memory_bytes()
-    drafter.start(1, np.arange(100_000, dtype=np.uint32), session="chat")
+    drafter.start(1, np.arange(100_000, dtype=np.uint32), session_id="chat")
     drafter.finish(1, array([1]), learn=False)
     assert drafter.memory_bytes() - without > 800_000
-    drafter.start(2, array([0, 1, 2, 3, 0, 1]), session="chat")
+    drafter.start(2, array([0, 1, 2, 3, 0, 1]), session_id="chat")
     drafter.finish(2, array([2]), learn=False)
     assert drafter.memory_bytes() - without < 20_000
-    drafter.start(3, array([0, 1, 2, 3, 0, 1, 2]), session="chat")
+    drafter.start(3, array([0, 1, 2, 3, 0, 1, 2]), session_id="chat")
     assert draft(drafter, 3, limit=2) == [3, 0]
 
 
-# What cannot be
+# Invalid input
 
 
 def broken(**arrays):
@@ -269,9 +268,9 @@ def broken(**arrays):
         ("offsets", array([])),
         ("tokens", array([7, 8])),
         ("tokens", array([7, 8, 9, 10])),
-        *((name, array([0])) for name in ("verified", "accepted", "max_draft")),
-        *((name, array([0, 0, 0])) for name in ("verified", "accepted", "max_draft")),
-        *((name, np.zeros(2, np.int64)) for name in ("verified", "accepted", "max_draft")),
+        *((name, array([0])) for name in ("verified", "max_draft")),
+        *((name, array([0, 0, 0])) for name in ("verified", "max_draft")),
+        *((name, np.zeros(2, np.int64)) for name in ("verified", "max_draft")),
         ("max_draft", np.zeros(4, np.uint32)[::2]),
         ("max_draft", np.zeros((2, 1), np.uint32)),
         ("tokens", np.array([7, 8, 9], np.int32)),
@@ -290,7 +289,7 @@ def test_arrays_that_do_not_fit_together_are_refused_without_any_effect(drafter,
     assert drafter.sizes() == {1: 4, 2: 3}
 
 
-def test_an_error_that_is_kept_keeps_nothing_that_the_maintainer_waits_for(drafter):
+def test_a_kept_exception_does_not_block_the_maintainer(drafter):
     drafter.corpus.append(TEXT, "mine")
     drafter.corpus.refresh()
     drafter.start(1, array([5]))
@@ -307,16 +306,39 @@ def test_an_error_that_is_kept_keeps_nothing_that_the_maintainer_waits_for(draft
     del kept_in_draft, kept_in_finish
 
 
-def test_a_corpus_of_another_match_depth_is_refused():
-    config = DrafterConfig(capacity=10_000, match_depth=16)
-    for make in (SuffixDrafter, new_drafter):
-        with pytest.raises(ValueError, match=r"match depth of 32, not 16.*new_corpus\(config\)"):
-            make(config, corpus=Corpus(10_000, 32))
-        make(config, corpus=new_corpus(config)).close()
+def test_capacity_and_match_depth_are_those_of_the_corpus():
+    corpus = Corpus(10_000, 16)
+    for config in (None, DrafterConfig(), DrafterConfig(capacity=10_000), DrafterConfig(match_depth=16)):
+        drafter = SuffixDrafter(config, corpus=corpus)
+        assert (drafter.config.capacity, drafter.config.match_depth) == (10_000, 16)
+    with pytest.raises(ValueError, match="made with match_depth=16, not 8"):
+        SuffixDrafter(DrafterConfig(match_depth=8), corpus=corpus)
+    with pytest.raises(ValueError, match="made with capacity=10000, not 20000"):
+        SuffixDrafter(DrafterConfig(capacity=20_000), corpus=corpus)
+
+
+def test_a_context_can_be_drafted_for_without_arrays():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    with drafter_of([text] * 3, cost=0.001) as drafter:
+        first = drafter.propose([1, 2, 3], max_draft=4)
+        assert first.tokens.tolist() == [4, 5, 6, 7]
+        assert (first.accept_prob > 0.5).all()
+        # A longer context continues the last one, a shorter or another one does not.
+        assert drafter.propose([1, 2, 3, 4, 5], max_draft=2).tokens.tolist() == [6, 7]
+        assert (drafter.stats.verified, drafter.stats.accepted) == (4, 2)
+        assert drafter.propose(array([1, 2, 3, 4]), max_draft=2).tokens.tolist() == [5, 6]
+        assert len(drafter.propose([77, 78]).tokens) == 0
+        assert len(drafter.propose([]).tokens) == 0
+        assert drafter.stats.committed == 2
+        drafter.corpus.refresh()
+        assert drafter.corpus.requests == 3
+        for wrong in ([-1], [1 << 32], [1.5], [[1]], [0xFFFF_FFFF]):
+            with pytest.raises(ValueError, match=r"token ids|whole numbers"):
+                drafter.propose(wrong)
 
 
 @pytest.mark.parametrize("tokens", [np.array([1, -1, 5]), np.array([1.0]), np.array([[1]], np.uint32)])
-def test_what_are_no_tokens_is_refused_wherever_it_comes(drafter, tokens):
+def test_arrays_of_other_types_are_refused(drafter, tokens):
     with pytest.raises(ValueError, match="row of uint32"):
         drafter.start(1, tokens)
     with pytest.raises(ValueError, match="row of uint32"):
@@ -340,7 +362,7 @@ def test_ids_in_use_and_unknown_ones_are_refused(drafter):
         drafter.finish(1, array([]))
 
 
-def test_reserved_tokens_are_refused_wherever_they_come(drafter):
+def test_reserved_tokens_are_refused(drafter):
     with pytest.raises(ValueError, match="4,294,967,294"):
         drafter.start(1, array([naive.SEPARATOR]))
     drafter.start(1, array([5, 6, 5]))
@@ -351,26 +373,26 @@ def test_reserved_tokens_are_refused_wherever_they_come(drafter):
     assert draft(drafter, 1, limit=1) == [6]
 
 
-def test_a_finish_that_cannot_be_ends_nothing(drafter):
+def test_a_refused_finish_has_no_effect(drafter):
     drafter.start(1, array([5, 6, 5]))
     assert draft(drafter, 1, limit=2) == [6, 5]
-    with pytest.raises(ValueError, match="was offered 2 tokens; it cannot have verified 1 and accepted 2"):
-        drafter.finish(1, array([6, 5, 1]), verified=1, accepted=2)
+    with pytest.raises(ValueError, match="was offered 2 tokens; it cannot have verified 3"):
+        drafter.finish(1, array([6, 5, 1]), verified=3)
     assert drafter.stats.steps == 0
-    drafter.finish(1, array([6, 5, 1]), verified=2, accepted=2)
+    drafter.finish(1, array([6, 5, 1]), verified=2)
     assert (drafter.stats.steps, drafter.stats.accepted) == (1, 2)
 
 
 @pytest.mark.parametrize("learn", [True, False])
-def test_the_last_step_of_a_sequence_counts(drafter, learn):
+def test_the_last_step_of_a_sequence_is_counted(drafter, learn):
     drafter.start(1, array([5, 6, 5]))
     assert draft(drafter, 1, limit=2) == [6, 5]
-    drafter.finish(1, array([6, 5, 8]), verified=2, accepted=2, learn=learn)
+    drafter.finish(1, array([6, 5, 8]), verified=2, learn=learn)
     stats = drafter.stats
     assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (1, 3, 2, 2)
 
 
-def test_a_drafter_of_its_own_learns_in_the_background():
+def test_a_drafter_maintains_its_own_corpus():
     with SuffixDrafter(DrafterConfig(capacity=10_000)) as drafter:
         drafter.start(1, array([1, 2, 3]))
         drafter.finish(1, array([4, 5]))

@@ -8,7 +8,7 @@ from ssd.corpus.corpus import Corpus
 from tests.replay import progress_of
 from tests.ssd.corpora import DEPTH, assert_whole, fill, holds, settle, some_requests
 
-CONFIG = DrafterConfig(capacity=100_000, match_depth=DEPTH)
+CONFIG = DrafterConfig(match_depth=DEPTH)
 SECRET = np.arange(1000, 1060, dtype=np.uint32)
 
 
@@ -39,7 +39,7 @@ def assert_forgotten(corpus, run=SECRET):
 
 @pytest.mark.parametrize("before", [0, 5, 300, 1500])
 @pytest.mark.parametrize("behind", [0, 5, 300, 400, 2000])
-def test_a_request_is_forgotten_wherever_it_lies(before, behind):
+def test_a_request_is_forgotten_in_every_tier(before, behind):
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, some_requests(before))
     fill(corpus, [SECRET], "mine")
@@ -53,7 +53,7 @@ def test_a_request_is_forgotten_wherever_it_lies(before, behind):
     assert_whole(corpus)
 
 
-def test_what_waits_is_forgotten_but_not_what_comes_after():
+def test_waiting_text_is_forgotten_and_later_text_is_not():
     corpus = Corpus(100_000, DEPTH)
     corpus.append(SECRET, "mine")
     corpus.append(SECRET + np.uint32(100), "theirs")
@@ -79,7 +79,7 @@ def test_all_pieces_of_a_long_request_are_forgotten():
     assert_whole(corpus)
 
 
-def test_text_that_is_too_old_to_be_drafted_is_erased_too():
+def test_text_that_is_no_longer_indexed_is_erased():
     corpus = Corpus(30_000, DEPTH)
     fill(corpus, [SECRET], "mine")
     fill(corpus, some_requests(600))
@@ -107,17 +107,17 @@ def test_old_requests_are_forgotten_by_age():
     corpus.forget_older_than(0)
     corpus.refresh()
     assert corpus.requests == 0
-    assert sum(len(order) for order in corpus.view.orders) == 0
+    assert sum(len(order) for order in corpus.view.suffix_arrays) == 0
 
 
 def test_forgetting_nothing_changes_nothing():
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, some_requests(20), "theirs")
-    orders = corpus.view.orders
+    orders = corpus.view.suffix_arrays
     corpus.forget("mine")
     corpus.forget_older_than(3600)
     corpus.refresh()
-    assert corpus.view.orders[0] is orders[0]
+    assert corpus.view.suffix_arrays[0] is orders[0]
     assert corpus.times.forgotten == 0
 
 
@@ -157,11 +157,11 @@ def test_a_running_copy_stops_when_its_source_is_forgotten():
 
 
 def run_turn(drafter, number, prompt, output, request):
-    drafter.start(number, prompt, session="chat", request=request)
+    drafter.start(number, prompt, session_id="chat", request_id=request)
     drafter.finish(number, output, learn=False)
 
 
-def test_idle_sessions_with_a_turn_of_that_name_end():
+def test_idle_sessions_with_a_turn_of_that_id_are_dropped():
     clock = Clock()
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH, clock))
     run_turn(drafter, 1, SECRET[:10], SECRET[10:20], "first")
@@ -172,7 +172,7 @@ def test_idle_sessions_with_a_turn_of_that_name_end():
     drafter.forget("first")
     assert drafter.memory_bytes() < held
     # A turn that runs meanwhile ends as ever, but its index is not kept.
-    drafter.start(3, SECRET[:10], session="chat", request="fourth")
+    drafter.start(3, SECRET[:10], session_id="chat", request_id="fourth")
     running = drafter.memory_bytes()
     drafter.forget("fourth")
     drafter.finish(3, SECRET[10:20], learn=False)
@@ -182,7 +182,7 @@ def test_idle_sessions_with_a_turn_of_that_name_end():
 
 def two_that_run(drafter):
     """One that another drafts from, while both run."""
-    drafter.start(1, SECRET[:5], request="mine")
+    drafter.start(1, SECRET[:5], request_id="mine")
     drafter.start(2, SECRET[:5] + np.uint32(500))
     drafter.draft(progress_of({1: SECRET[5:30]}, 0))
     drafter.corpus.refresh()
@@ -218,13 +218,13 @@ def test_a_running_request_is_forgotten_too(from_another):
     assert corpus.tokens == 0
     assert_forgotten(corpus)
     # What is said under the name from now on is another matter.
-    drafter.start(1, SECRET[:5], request="mine")
+    drafter.start(1, SECRET[:5], request_id="mine")
     drafter.finish(1, SECRET[5:])
     corpus.refresh()
     assert draft_after(corpus, SECRET[:20])
 
 
-def test_others_that_run_are_not_forgotten():
+def test_other_running_requests_are_not_forgotten():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
     two_that_run(drafter)
     drafter.forget("theirs")
@@ -235,9 +235,9 @@ def test_others_that_run_are_not_forgotten():
     assert draft_after(drafter.corpus, SECRET[:20])
 
 
-def test_a_request_whose_prompt_is_still_being_indexed_is_forgotten_too():
+def test_a_request_is_forgotten_while_its_prompt_is_indexed():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    opening = drafter.open(SECRET[:20], request="mine", session="chat")
+    opening = drafter.open(SECRET[:20], request_id="mine", session_id="chat")
     drafter.forget("mine")
     drafter.begin(1, opening)
     drafter.start(2, SECRET[:5] + np.uint32(500))
@@ -247,31 +247,31 @@ def test_a_request_whose_prompt_is_still_being_indexed_is_forgotten_too():
     drafter.finish(1, SECRET[40:])
     drafter.corpus.refresh()
     assert drafter.corpus.tokens == 0
-    assert drafter._idle.take("chat") is None
+    assert drafter._idle.pop("chat") is None
 
 
-def test_a_name_that_was_forgotten_hides_nobody_who_has_taken_its_place():
+def test_forgetting_an_ended_request_does_not_affect_a_new_one():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    ended = drafter.open(SECRET[:5], request="earlier")
+    ended = drafter.open(SECRET[:5], request_id="earlier")
     drafter.begin(3, ended)
     drafter.finish(3, SECRET[5:7], learn=False)
     two_that_run(drafter)
     drafter.forget_own("earlier")
     drafter.corpus.refresh()
-    assert ended.running.request == "earlier"
+    assert ended.running.request_id == "earlier"
     assert drafts_of_it(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
 
 
 @pytest.mark.parametrize("learned_prompt_tokens", [0, 32, 1 << 20])
-def test_nothing_of_a_turn_is_remembered_under_the_name_of_the_next(learned_prompt_tokens):
+def test_a_turn_is_remembered_only_under_its_own_id(learned_prompt_tokens):
     config = DrafterConfig(capacity=100_000, match_depth=DEPTH, learned_prompt_tokens=learned_prompt_tokens)
     drafter = SuffixDrafter(config, corpus=Corpus(100_000, DEPTH))
     asked, said = np.arange(5000, 5020, dtype=np.uint32), SECRET[:30]
-    drafter.start(1, asked, session="chat", request="first")
+    drafter.start(1, asked, session_id="chat", request_id="first")
     drafter.draft(progress_of({1: said[:10]}, 0))
     drafter.finish(1, said[10:])
     asked_next, said_next = asked + np.uint32(100), said + np.uint32(200)
-    drafter.start(2, np.concatenate([asked, said, asked_next]), session="chat", request="second")
+    drafter.start(2, np.concatenate([asked, said, asked_next]), session_id="chat", request_id="second")
     drafter.finish(2, said_next)
     drafter.corpus.refresh()
     assert draft_after(drafter.corpus, said[:10])
@@ -285,17 +285,17 @@ def test_nothing_of_a_turn_is_remembered_under_the_name_of_the_next(learned_prom
     assert holds(drafter.corpus, np.concatenate([asked_next, said_next])) == (learned_prompt_tokens > 0)
 
 
-def test_what_a_sequence_had_produced_elsewhere_is_remembered():
+def test_a_committed_prefix_is_remembered():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    drafter.start(1, SECRET[:10], session="chat", committed=SECRET[10:30])
+    drafter.start(1, SECRET[:10], session_id="chat", committed=SECRET[10:30])
     drafter.finish(1, SECRET[30:31], learn=False)
-    drafter.start(2, SECRET[:10], session="chat", committed=SECRET[10:31])
+    drafter.start(2, SECRET[:10], session_id="chat", committed=SECRET[10:31])
     drafter.finish(2, SECRET[31:])
     drafter.corpus.refresh()
     assert holds(drafter.corpus, SECRET[10:])
 
 
-def test_sessions_that_are_idle_for_long_end():
+def test_old_idle_sessions_are_dropped():
     clock = Clock()
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH, clock))
     run_turn(drafter, 1, SECRET[:10], SECRET[10:20], None)

@@ -1,11 +1,11 @@
-"""Counters of what was drafted and of what became of it."""
+"""Counters of drafted and accepted tokens."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ssd.stats import ACCEPTED, COUNT, KEPT_COUNT, ODDS_BINS, PROMISED, VERIFIED, Stats
+from ssd.stats import ACCEPTED, COUNT, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Stats
 from ssd.types import Source
 from tests.replay import drafter_of, progress_of, replay_one
 from tests.strategies import array
@@ -40,12 +40,12 @@ def test_counters_add_up(shape):
         assert counters.by_source[Source.CORPUS, ACCEPTED] > 200
         calibration = counters.calibration
         assert calibration[:, COUNT].sum() == stats.verified
-        assert calibration[:, KEPT_COUNT].sum() == stats.accepted
+        assert calibration[:, OBSERVED].sum() == stats.accepted
         # Each bin holds path odds of its own range.
         used = np.flatnonzero(calibration[:, COUNT])
-        means = calibration[used, PROMISED] / calibration[used, COUNT]
-        assert (means * ODDS_BINS >= used - 1e-3).all()
-        assert (means * ODDS_BINS <= used + 1 + 1e-3).all()
+        means = calibration[used, PREDICTED] / calibration[used, COUNT]
+        assert (means * PROB_BINS >= used - 1e-3).all()
+        assert (means * PROB_BINS <= used + 1 + 1e-3).all()
         summary = stats.summary()
         assert summary["tokens_per_step"] == stats.committed / steps
         assert summary["acceptance"] == stats.accepted / stats.verified
@@ -57,45 +57,44 @@ def test_each_token_is_counted_by_where_it_was_found():
         drafts = drafter.draft(progress_of({1: []}, limit=3))
         assert drafts.tokens.tolist() == [5, 6, 7]
         # The target takes two of the three.
-        drafter.draft(progress_of({1: [5, 6, 0]}, limit=0, verified=3, accepted=2))
+        drafter.draft(progress_of({1: [5, 6, 0]}, limit=0, verified=3))
         counters = drafter.stats.counters
         assert counters.by_source[Source.CORPUS].tolist() == [3, 2]
         assert counters.by_length[4:7].tolist() == [[1, 1], [1, 1], [1, 0]]
         assert counters.by_position[:4].tolist() == [[1, 1], [1, 1], [1, 0], [0, 0]]
         # Of 30 tokens, separators included, each lies 3 to 10 behind the newest: 2 to 4 bits.
         assert counters.by_age[2:5].sum(axis=0).tolist() == [3, 2]
-        assert counters.calibration[:, PROMISED].sum() == pytest.approx(np.cumprod(drafts.odds).sum(), rel=1e-4)
+        assert counters.calibration[:, PREDICTED].sum() == pytest.approx(np.cumprod(drafts.accept_prob).sum(), rel=1e-4)
 
 
-def test_what_the_target_did_not_verify_is_not_counted():
+def test_unverified_tokens_are_not_counted():
     with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
         drafter.start(1, array([1, 2]))
         assert len(drafter.draft(progress_of({1: []}, limit=3)).tokens) == 3
-        drafter.draft(progress_of({1: [3]}, limit=3, verified=1, accepted=1))
+        drafter.draft(progress_of({1: [3]}, limit=3, verified=1))
         assert (drafter.stats.verified, drafter.stats.accepted) == (1, 1)
-        drafter.draft(progress_of({1: [4, 5]}, limit=3, verified=0, accepted=0))
+        drafter.draft(progress_of({1: [4, 5]}, limit=3, verified=0))
         assert (drafter.stats.steps, drafter.stats.hits, drafter.stats.verified) == (2, 1, 1)
         # Nothing committed is no step.
         drafter.draft(progress_of({1: []}, limit=3))
         assert drafter.stats.steps == 2
 
 
-def test_tokens_of_several_steps_are_counted_as_such():
+def test_tokens_of_several_steps_are_counted():
     with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
         drafter.start(1, array([1, 2]))
         drafter.start(2, array([7]))
         drafter.draft(progress_of({1: [], 2: []}, limit=3))
         before = drafter.stats.steps, drafter.stats.committed
         progress = progress_of({1: [3, 4, 9, 9], 2: [8]}, limit=3)
-        told = replace(progress, steps=np.array([3, 1], np.uint32), verified=np.array([2, 0], np.uint32))
-        drafter.draft(replace(told, accepted=np.array([2, 0], np.uint32)))
+        drafter.draft(replace(progress, steps=np.array([3, 1], np.uint32), verified=np.array([2, 0], np.uint32)))
         assert (drafter.stats.steps - before[0], drafter.stats.committed - before[1]) == (4, 5)
         assert (drafter.stats.hits, drafter.stats.verified, drafter.stats.accepted) == (1, 2, 2)
         with pytest.raises(ValueError, match="steps has 1 elements"):
             drafter.draft(replace(progress_of({1: [], 2: []}, limit=3), steps=np.array([1], np.uint32)))
 
 
-def test_the_calibration_error_is_what_odds_are_off_on_average():
+def test_the_calibration_error_is_the_mean_difference():
     stats = Stats()
     stats.counters.calibration[3] = (10, 1.75, 1)
     stats.counters.calibration[18] = (30, 27.75, 30)

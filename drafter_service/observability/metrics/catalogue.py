@@ -1,24 +1,97 @@
-"""Every metric of a namespace: its name, what it means and in which unit, and where it is read."""
+"""All metrics: name, description with unit, and where the value is read.
+
+Values of a namespace are rows of numbers, so that the rows of many namespaces can be summed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.observability.facts import NamespaceFacts
-from drafter_service.observability.metrics.kinds import VLLM_LABELS, Counter, Gauge, Histogram, Read
-from ssd.stats import ACCEPTED, COUNT, KEPT_COUNT, ODDS_BINS, POSITIONS, PROMISED, VERIFIED
+from drafter_service.observability.facts import BOUNDS_S, Latency, LogFacts, NamespaceFacts, ServiceFacts
+from ssd.stats import ACCEPTED, COUNT, OBSERVED, POSITIONS, PREDICTED, PROB_BINS, VERIFIED
 from ssd.types import Source
+
+LABELS = ("namespace",)
+VLLM_LABELS = ("engine", "model_name", "namespace")
+"""Dashboards for vLLM expect the first two."""
+
+BUCKETS = (*(f"{bound:.6g}" for bound in BOUNDS_S[::2]), "+Inf")
+"""Upper bounds of histogram buckets in seconds: every second bound of `Latency`."""
+_BUCKET_STARTS = (0, *range(1, len(BOUNDS_S) + 1, 2))
 
 SOURCES = tuple(source.name.lower() for source in Source)
 LENGTHS = ("00", "01", "02", "03-04", "05-08", "09-16", "17-32", "33-63", "64+")
 LENGTH_STARTS = (0, 1, 2, 3, 5, 9, 17, 33, 64)
 AGES = ("2^08", "2^12", "2^16", "2^20", "2^24", "2^28", "2^40")
 AGE_STARTS = (0, 9, 13, 17, 21, 25, 29)
-"""Row b of the table has ages of b bits: below 2 ** b."""
-ODDS_STARTS = tuple(range(0, ODDS_BINS, 2))
-ODDS = tuple(f"{start / ODDS_BINS:.1f}-{(start + 2) / ODDS_BINS:.1f}" for start in ODDS_STARTS)
+"""Row b of the table counts ages of b bits: below 2 ** b."""
+PROB_STARTS = tuple(range(0, PROB_BINS, 2))
+PROBS = tuple(f"{start / PROB_BINS:.1f}-{(start + 2) / PROB_BINS:.1f}" for start in PROB_STARTS)
+
+Numbers = np.ndarray | float
+Read = Callable[[NamespaceFacts], Numbers]
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A number that only grows, or one such number for each value of a label."""
+
+    name: str
+    help: str
+    read: Read
+    """Returns one number for each label value."""
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+    """Values of the label."""
+    is_cut: bool = False
+    """Whether label values after the last one with a count are left out."""
+    labels: tuple[str, ...] = LABELS
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """A distribution of durations. Its row has the count of each bucket, not cumulative, then the sum in seconds."""
+
+    name: str
+    help: str
+    latency: Callable[[NamespaceFacts], Latency]
+    values: tuple[str, ...] = (*BUCKETS, "sum")
+    labels: tuple[str, ...] = LABELS
+
+    def read(self, facts: NamespaceFacts) -> np.ndarray:
+        """Return float64 [buckets + 1]."""
+        latency = self.latency(facts)
+        return np.append(np.add.reduceat(np.array(latency.counts, np.float64), _BUCKET_STARTS), latency.total_s)
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A number that rises and falls. Gauges of several namespaces can be summed."""
+
+    name: str
+    help: str
+    read: Callable[[NamespaceFacts], float]
+    labels: tuple[str, ...] = LABELS
+
+
+class ServiceMetric(NamedTuple):
+    """A number of the service: a counter if the name ends with `_total`, else a gauge."""
+
+    name: str
+    help: str
+    read: Callable[[ServiceFacts], float]
+
+
+class LogMetric(NamedTuple):
+    """A number of the shared log, exported only if there is one."""
+
+    name: str
+    help: str
+    read: Callable[[LogFacts], float]
 
 
 def _ranges(table: str, column: int, starts: tuple[int, ...]) -> Read:
@@ -31,14 +104,22 @@ def _ranges(table: str, column: int, starts: tuple[int, ...]) -> Read:
     return read
 
 
-def _by_source(column: int) -> Read:
-    return _ranges("by_source", column, tuple(Source))
+def _by_source(name: str, text: str, column: int) -> Counter:
+    return Counter(name, text, _ranges("by_source", column, tuple(Source)), "source", SOURCES)
+
+
+def _by_length(name: str, text: str, column: int) -> Counter:
+    return Counter(name, text, _ranges("by_length", column, LENGTH_STARTS), "match_length", LENGTHS)
+
+
+def _by_path_prob(name: str, text: str, column: int) -> Counter:
+    return Counter(name, text, _ranges("calibration", column, PROB_STARTS), "path_prob", PROBS)
 
 
 COUNTERS: tuple[Counter | Histogram, ...] = (
     Counter(
         "vllm:spec_decode_num_drafts_total",
-        "Drafts that were verified, one a sequence and step.",
+        "Drafts that were verified, one per sequence and step.",
         lambda facts: facts.stats.hits,
         labels=VLLM_LABELS,
     ),
@@ -64,43 +145,23 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
         labels=VLLM_LABELS,
     ),
     Counter("ssd_drafter_steps_total", "Sequence steps, with or without a draft.", lambda facts: facts.stats.steps),
-    Counter(
-        "ssd_drafter_hits_total",
-        "Sequence steps in which a draft was verified.",
-        lambda facts: facts.stats.hits,
-    ),
+    Counter("ssd_drafter_hits_total", "Sequence steps in which a draft was verified.", lambda facts: facts.stats.hits),
     Counter(
         "ssd_drafter_committed_tokens_total",
-        "Tokens that targets produced: accepted draft tokens and their own.",
+        "Tokens that the targets produced: accepted draft tokens and bonus tokens.",
         lambda facts: facts.stats.committed,
     ),
-    Counter(
-        "ssd_drafter_verified_tokens_total",
-        "Draft tokens that were verified, by where they were found.",
-        _by_source(VERIFIED),
-        "source",
-        SOURCES,
-    ),
-    Counter(
-        "ssd_drafter_accepted_tokens_total",
-        "Draft tokens that were accepted, by where they were found.",
-        _by_source(ACCEPTED),
-        "source",
-        SOURCES,
-    ),
-    Counter(
+    _by_source("ssd_drafter_verified_tokens_total", "Draft tokens that were verified, by source.", VERIFIED),
+    _by_source("ssd_drafter_accepted_tokens_total", "Draft tokens that were accepted, by source.", ACCEPTED),
+    _by_length(
         "ssd_drafter_verified_tokens_by_match_length_total",
-        "Draft tokens that were verified, by the tokens of context that were found before them.",
-        _ranges("by_length", VERIFIED, LENGTH_STARTS),
-        "match_length",
-        LENGTHS,
+        "Draft tokens that were verified, by the number of context tokens that matched.",
+        VERIFIED,
     ),
-    Counter(
+    _by_length(
         "ssd_drafter_accepted_tokens_by_match_length_total",
-        "Draft tokens that were accepted, by the tokens of context that were found before them.",
-        _ranges("by_length", ACCEPTED, LENGTH_STARTS),
-        "match_length",
-        LENGTHS,
+        "Draft tokens that were accepted, by the number of context tokens that matched.",
+        ACCEPTED,
     ),
     Counter(
         "ssd_drafter_accepted_tokens_by_age_total",
@@ -109,40 +170,34 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
         "age",
         AGES,
     ),
-    Counter(
-        "ssd_drafter_verified_tokens_by_odds_total",
-        "Draft tokens that were verified, by the odds that they would be accepted.",
-        _ranges("calibration", COUNT, ODDS_STARTS),
-        "odds",
-        ODDS,
+    _by_path_prob(
+        "ssd_drafter_verified_tokens_by_path_prob_total",
+        "Draft tokens that were verified, by path probability.",
+        COUNT,
     ),
-    Counter(
-        "ssd_drafter_promised_tokens_by_odds_total",
-        "Draft tokens that should have been accepted, the sum of their odds, by these odds.",
-        _ranges("calibration", PROMISED, ODDS_STARTS),
-        "odds",
-        ODDS,
+    _by_path_prob(
+        "ssd_drafter_predicted_tokens_by_path_prob_total",
+        "Expected number of accepted draft tokens, the sum of path probabilities, by path probability.",
+        PREDICTED,
     ),
-    Counter(
-        "ssd_drafter_accepted_tokens_by_odds_total",
-        "Draft tokens that were accepted, by the odds that they would be.",
-        _ranges("calibration", KEPT_COUNT, ODDS_STARTS),
-        "odds",
-        ODDS,
+    _by_path_prob(
+        "ssd_drafter_accepted_tokens_by_path_prob_total",
+        "Draft tokens that were accepted, by path probability.",
+        OBSERVED,
     ),
     Counter(
         "ssd_drafter_appended_tokens_total",
-        "Tokens learned, those that were forgotten since included.",
+        "Tokens learned, including those forgotten or overwritten since.",
         lambda facts: facts.corpus.appended_tokens,
     ),
     Counter(
         "ssd_drafter_forgotten_requests_total",
-        "Requests forgotten when asked to, pieces of long ones each.",
+        "Requests forgotten on demand; pieces of long requests count separately.",
         lambda facts: facts.corpus.forgotten,
     ),
     Counter(
         "ssd_drafter_duplicate_texts_total",
-        "Texts that were offered again after they had been learned.",
+        "Texts that were sent again after they had been learned.",
         lambda facts: facts.duplicates,
     ),
     Counter(
@@ -150,62 +205,127 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
     ),
     Counter(
         "ssd_drafter_base_merges_total",
-        "Times that recent text was merged into the large order.",
+        "Merges into the base tier, the largest part of the suffix array.",
         lambda facts: facts.corpus.base_merges,
     ),
     Counter(
         "ssd_drafter_full_builds_total",
-        "Times that the whole corpus was sorted anew.",
+        "Times that the whole suffix array was sorted.",
         lambda facts: facts.corpus.full_builds,
     ),
     Counter(
         "ssd_drafter_client_timeouts_total",
-        "Steps that clients took without drafts since the answer was late.",
+        "Engine steps that ran without drafts because the answer came too late.",
         lambda facts: facts.clients.timeouts,
     ),
     Counter(
         "ssd_drafter_client_dropped_answers_total",
-        "Answers that clients dropped since they came too late.",
+        "Answers that clients dropped because they came too late.",
         lambda facts: facts.clients.dropped,
     ),
     Counter(
         "ssd_drafter_client_resyncs_total",
-        "Sequences that clients told again since the service had lost them.",
+        "Sequences that clients sent again because the service did not have them.",
         lambda facts: facts.clients.resyncs,
     ),
     Counter(
         "ssd_drafter_client_reconnects_total",
-        "Connections that clients made again.",
+        "Connections that clients re-established.",
         lambda facts: facts.clients.reconnects,
     ),
     Histogram(
         "ssd_drafter_draft_latency_seconds",
-        "Seconds to answer one message, its whole batch, in the service.",
+        "Seconds that the service takes to answer one message, which asks for the drafts of a whole batch.",
         lambda facts: facts.draft_latency,
     ),
     Histogram(
         "ssd_drafter_merge_latency_seconds",
-        "Seconds to make finished requests draftable, refreshes that did something.",
+        "Seconds to make finished requests draftable; refreshes that merged nothing are not counted.",
         lambda facts: facts.merge_latency,
     ),
 )
 
 GAUGES: tuple[Gauge, ...] = (
     Gauge(
-        "ssd_drafter_corpus_tokens",
-        "Tokens remembered now, separators included.",
-        lambda facts: facts.corpus.tokens,
+        "ssd_drafter_corpus_tokens", "Tokens remembered now, including separators.", lambda facts: facts.corpus.tokens
     ),
-    Gauge("ssd_drafter_corpus_capacity_tokens", "Tokens that can be remembered.", lambda facts: facts.corpus.capacity),
+    Gauge(
+        "ssd_drafter_corpus_capacity_tokens",
+        "Maximum number of tokens remembered.",
+        lambda facts: facts.corpus.capacity,
+    ),
     Gauge(
         "ssd_drafter_corpus_requests",
-        "Requests remembered now, pieces of long ones each.",
+        "Requests remembered now; pieces of long requests count separately.",
         lambda facts: facts.corpus.requests,
     ),
     Gauge(
         "ssd_drafter_waiting_tokens", "Tokens learned but not draftable yet.", lambda facts: facts.corpus.waiting_tokens
     ),
-    Gauge("ssd_drafter_memory_bytes", "Bytes of memory of the namespace.", lambda facts: facts.memory_bytes),
-    Gauge("ssd_drafter_streams", "Streams that draft from it now.", lambda facts: facts.streams),
-    Gauge("ssd_drafter_sequences", "Sequences that run now.", lambda facts: facts.sequences),
+    Gauge("ssd_drafter_memory_bytes", "Memory of the namespace in bytes.", lambda facts: facts.memory_bytes),
+    Gauge("ssd_drafter_streams", "Engine streams connected now.", lambda facts: facts.streams),
+    Gauge("ssd_drafter_sequences", "Sequences running now.", lambda facts: facts.sequences),
+)
+
+INFO = "ssd_drafter"
+"""Prometheus appends `_info`."""
+INFO_HELP = "Always 1; the label is the version of the service."
+
+SERVICE_METRICS = (
+    ServiceMetric("ssd_drafter_namespaces", "Namespaces in memory now.", lambda facts: len(facts.namespaces)),
+    ServiceMetric(
+        "ssd_drafter_resident_memory_bytes",
+        "Resident memory of the whole process in bytes.",
+        lambda facts: facts.memory_bytes,
+    ),
+    ServiceMetric(
+        "ssd_drafter_start_time_seconds",
+        "Start time of the service, in seconds since 1970.",
+        lambda facts: facts.started_at,
+    ),
+    ServiceMetric("ssd_drafter_refused_total", "Requests and streams that were refused.", lambda facts: facts.refused),
+    ServiceMetric(
+        "ssd_drafter_failed_saves_total", "Snapshots that could not be saved.", lambda facts: facts.failed_saves
+    ),
+)
+
+LOG_METRICS = (
+    LogMetric(
+        "ssd_drafter_log_connected",
+        "1 while the shared log can be reached, else 0.",
+        lambda log: bool(log.is_connected),
+    ),
+    LogMetric("ssd_drafter_log_lag_entries", "Entries of the log not read yet.", lambda log: log.lag_entries),
+    LogMetric("ssd_drafter_log_lag_seconds", "Seconds by which this replica is behind the log.", lambda log: log.lag_s),
+    LogMetric(
+        "ssd_drafter_log_published_tokens_total",
+        "Tokens that this replica wrote to the log.",
+        lambda log: log.published_tokens,
+    ),
+    LogMetric(
+        "ssd_drafter_log_consumed_tokens_total",
+        "Tokens of other replicas learned from the log.",
+        lambda log: log.consumed_tokens,
+    ),
+    LogMetric(
+        "ssd_drafter_log_duplicates_total",
+        "Texts in the log that had already been learned.",
+        lambda log: log.duplicates,
+    ),
+    LogMetric(
+        "ssd_drafter_log_dropped_tokens_total",
+        "Tokens never written to the log because too many were waiting.",
+        lambda log: log.dropped_tokens,
+    ),
+    LogMetric(
+        "ssd_drafter_log_malformed_entries_total",
+        "Invalid entries of the log, which were skipped.",
+        lambda log: log.malformed,
+    ),
+    LogMetric(
+        "ssd_drafter_log_gaps_total",
+        "Times that entries may have been missed: trimmed before they were read, or lost with Redis.",
+        lambda log: log.gaps,
+    ),
+    LogMetric("ssd_drafter_log_errors_total", "Failed calls to the log.", lambda log: log.errors),
 )

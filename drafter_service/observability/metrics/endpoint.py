@@ -1,4 +1,4 @@
-"""Metrics over HTTP, in threads of their own."""
+"""The HTTP endpoint of the metrics, in threads of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ssd.errors import UserError
 
 logger = structlog.get_logger(__name__)
 
-MOST_NAMESPACES = 20
-"""A namespace has about 170 series; 20 of them are read in some 30 ms, and a Prometheus server keeps them easily."""
+MAX_NAMESPACES = 20
+"""A namespace has about 170 series; collecting 20 namespaces takes about 30 ms."""
 ANSWER_S = 5.0
-"""How long the event loop may take to say what it knows; Prometheus itself waits for 10 s."""
+"""Maximum time for the event loop to return the facts; Prometheus itself waits for 10 s."""
 POLL_S = 0.1
 
 
@@ -35,26 +35,26 @@ class MetricsEndpoint:
         facts: Callable[[], ServiceFacts],
         address: str,
         *,
-        most_namespaces: int = MOST_NAMESPACES,
+        max_namespaces: int = MAX_NAMESPACES,
     ) -> None:
-        """`facts` is called in other threads; see `asked_of`. At most `most_namespaces` are told apart.
+        """`facts` is called in other threads; see `facts_from_loop`. At most `max_namespaces` have series of their own.
 
         Raises UserError if `address` is not HOST:PORT.
         """
         self.address = Address.parse(address)
-        """With the real port, once it serves."""
+        """After `start`, with the actual port."""
         if self.address.socket_path is not None:
             raise UserError(
                 "reports.metrics: Prometheus reads from HOST:PORT, such as 127.0.0.1:9400, not from a socket"
             )
         self.registry = CollectorRegistry()
-        self.registry.register(DrafterCollector(facts, most_namespaces))
+        self.registry.register(DrafterCollector(facts, max_namespaces))
         ProcessCollector(registry=self.registry)
         self._server: _Server | None = None
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Serve. Raises UserError if the address cannot be had."""
+        """Start serving. Raises UserError if the address cannot be used."""
         host, _, port = self.address.text.rpartition(":")
         try:
             self._server = _Server((host.strip("[]"), int(port)), _PlainText.factory(self.registry))
@@ -67,7 +67,7 @@ class MetricsEndpoint:
         self._thread.start()
 
     def stop(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if self._server is None or self._thread is None:
             return
         self._server.shutdown()
@@ -77,10 +77,10 @@ class MetricsEndpoint:
 
 
 class _PlainText(MetricsHandler):
-    """Answers in Prometheus' own format to all: the library's OpenMetrics renames what has a colon in its name."""
+    """Always answers in the Prometheus text format: the library's OpenMetrics renames metrics with a colon."""
 
     timeout = 10.0
-    """Seconds, for a request to come."""
+    """Seconds to receive a request."""
 
     def do_GET(self) -> None:  # noqa: N802
         """Answer a scrape."""
@@ -88,8 +88,8 @@ class _PlainText(MetricsHandler):
         try:
             super().do_GET()
         except TimeoutError:
-            # The base class would take it for a slow client, and say nothing.
-            logger.warning("metrics not told: the service is busy")
+            # The base class would take this for a slow client and log nothing.
+            logger.warning("metrics not sent: the service is busy")
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -102,11 +102,11 @@ class _Server(ThreadingTCPServer):
         super().__init__(address, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        logger.warning("metrics not told", exc_info=True)
+        logger.warning("metrics not sent", exc_info=True)
 
 
-def asked_of(loop: asyncio.AbstractEventLoop, facts: Callable[[], ServiceFacts]) -> Callable[[], ServiceFacts]:
-    """`facts` for other threads, if only the loop's own may call it. Raises TimeoutError while the loop is stuck."""
+def facts_from_loop(loop: asyncio.AbstractEventLoop, facts: Callable[[], ServiceFacts]) -> Callable[[], ServiceFacts]:
+    """Return a function for other threads that calls `facts` in the event loop, or raises TimeoutError."""
 
     async def answer() -> ServiceFacts:
         return facts()

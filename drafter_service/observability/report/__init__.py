@@ -1,1 +1,1 @@
-"""What drafting was worth: reports as JSON, in the terminal and as a page."""
+"""Reports on what drafting saves: JSON, terminal and HTML."""

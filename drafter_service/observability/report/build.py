@@ -1,22 +1,32 @@
-"""What is known of a running service, to a report."""
+"""Build reports from the facts of a running service, or from a snapshot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
 from drafter_service.observability.facts import (
+    BOUNDS_S,
     CorpusFacts,
+    Latency,
     LogFacts,
     ModelIdentity,
     NamespaceFacts,
     Passage,
+    Sample,
     ServiceFacts,
 )
-from drafter_service.observability.history import Sample
-from drafter_service.observability.latency import BOUNDS_S, Latency
-from drafter_service.observability.report.figures import finite, ratio, share, total_of
-from drafter_service.observability.report.periods import ordered, periods, recent
+from drafter_service.observability.report.figures import (
+    finite,
+    ordered,
+    periods,
+    ratio,
+    recent,
+    share,
+    sum_drafting,
+    tables,
+)
 from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
     Clients,
@@ -32,16 +42,21 @@ from drafter_service.observability.report.schema import (
     SharedLog,
     Tables,
 )
-from drafter_service.observability.report.tallies import copy_of, tables
+from ssd.corpus.ring import MIN_CAPACITY
+from ssd.corpus.sections import SnapshotError, read_sections
+from ssd.corpus.snapshot import DEPTH, SIZE, load
 
 
 def build_report(facts: ServiceFacts) -> Report:
-    """The report of a running service. It reads counters that grow meanwhile, and changes nothing."""
+    """Return the report of a running service. It only reads; the counters may grow meanwhile."""
     return service_report(facts, [namespace_report(namespace, facts.now) for namespace in facts.namespaces])
 
 
 def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -> Report:
-    """The same, of namespaces whose part is made already: who must not be held up makes one at a time (1 ms)."""
+    """Return the report of a service from the reports of its namespaces.
+
+    A caller that may not block for long builds one namespace at a time; each takes about 1 ms.
+    """
     namespaces = sorted(namespaces, key=lambda namespace: namespace.name)
     return Report(
         schema_version=SCHEMA_VERSION,
@@ -54,27 +69,51 @@ def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -
             refused=facts.refused,
             log=None if facts.log is None else _log(facts.log),
         ),
-        total=total_of(namespace.drafting for namespace in namespaces),
+        total=sum_drafting(namespace.drafting for namespace in namespaces),
         namespaces=namespaces,
     )
 
 
+def snapshot_report(path: Path, name: str | None = None) -> Report:
+    """Return the report of a snapshot. The namespace is named after the file unless `name` is given.
+
+    Raises SnapshotError for a file that cannot be used.
+    """
+    facts = read_sections(path).get("facts")
+    if facts is None or len(facts) <= SIZE:
+        raise SnapshotError(f"{path}: not written by a drafter; give the snapshot file of a namespace")
+    corpus, stats, _ = load(path, max(MIN_CAPACITY, int(facts[SIZE])), int(facts[DEPTH]))
+    namespace = NamespaceReport(
+        name=path.stem if name is None else name,
+        corpus=CorpusReport(tokens=corpus.tokens, requests=corpus.requests),
+        **dict(tables(stats.counters)),
+    )
+    corpus.close()
+    return Report(
+        schema_version=SCHEMA_VERSION,
+        taken_at=path.stat().st_mtime,
+        service=None,
+        total=namespace.drafting,
+        namespaces=[namespace],
+    )
+
+
 def _log(log: LogFacts) -> SharedLog:
-    # Clocks of replicas differ: an entry may seem to come from the future.
+    # Clocks of replicas differ, so an entry may seem to come from the future.
     return SharedLog(**{**asdict(log), "lag_s": max(0.0, finite(log.lag_s))})
 
 
 def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
-    """The part of one namespace, at `now`, seconds since 1970."""
-    known = tables(copy_of(facts.stats.counters))
+    """Return the report of one namespace; `now` in seconds since 1970."""
+    known = tables(facts.stats.counters)
     samples = ordered(facts.history.samples, _sample(facts, known, now))
-    of_late = recent(samples)
+    lately = recent(samples)
     return NamespaceReport(
         name=facts.name,
         model=_model(facts.model),
-        recent=of_late,
+        recent=lately,
         over_time=periods(samples),
-        corpus=_corpus(facts.corpus, of_late),
+        corpus=_corpus(facts.corpus, lately),
         draft_latency=_latency(facts.draft_latency),
         merge_latency=_latency(facts.merge_latency),
         clients=Clients(**asdict(facts.clients)),
@@ -88,7 +127,6 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
 
 
 def _sample(facts: NamespaceFacts, known: Tables, now: float) -> Sample:
-    """The totals of now."""
     drafting = known.drafting
     return Sample(
         time=now,
@@ -113,8 +151,8 @@ def _model(model: ModelIdentity) -> ModelReport:
     )
 
 
-def _corpus(facts: CorpusFacts, of_late: Recent | None) -> CorpusReport:
-    pace = 0.0 if of_late is None else of_late.learned_tokens_per_s
+def _corpus(facts: CorpusFacts, lately: Recent | None) -> CorpusReport:
+    tokens_per_s = 0.0 if lately is None else lately.learned_tokens_per_s
     return CorpusReport(
         tokens=facts.tokens,
         requests=facts.requests,
@@ -122,7 +160,7 @@ def _corpus(facts: CorpusFacts, of_late: Recent | None) -> CorpusReport:
         occupancy=share(facts.tokens, facts.capacity),
         learned_tokens=facts.appended_tokens,
         turnovers=ratio(facts.appended_tokens, facts.capacity),
-        turnover_s=ratio(facts.capacity, pace),
+        turnover_s=ratio(facts.capacity, tokens_per_s),
         waiting_tokens=max(0, facts.waiting_tokens),
         forgotten_requests=facts.forgotten,
         merges=facts.merges,
@@ -132,7 +170,7 @@ def _corpus(facts: CorpusFacts, of_late: Recent | None) -> CorpusReport:
 
 
 def _latency(latency: Latency) -> LatencyReport:
-    counts = latency.counts.copy()  # It may be written meanwhile.
+    counts = latency.counts.copy()  # The original may be written meanwhile.
     used = [index for index, count in enumerate(counts) if count]
     if not used:
         return LatencyReport(count=0, bins=[])

@@ -1,7 +1,7 @@
 """The JSON document of a report. `python -m drafter_service.observability.report.schema` prints its schema.
 
-Fields may be added within a version; one that changes its meaning or goes makes another version. A share of nothing is
-null, and so is what is not known, as most of it in a report from a snapshot.
+Within a version fields may be added. Removing a field or changing its meaning makes a new version. A share with the
+denominator 0 is null. Null are also fields that are not known; in a report of a snapshot those are most fields.
 """
 
 from __future__ import annotations
@@ -24,68 +24,68 @@ class _Part(BaseModel):
 
 
 class Estimate(_Part):
-    """What drafting is worth to an engine, by what verifying costs it."""
+    """Estimated speed for one cost of verifying a token."""
 
-    cost: Share = Field(description="What verifying one more token costs the engine, as a part of a step.")
+    cost: Share = Field(description="Cost of verifying one more token, as a fraction of a step.")
     speedup: Amount = Field(
-        description="Speed of decoding relative to none: tokens_per_step / (1 + cost * drafted_per_step)."
+        description="Decoding speed relative to no drafting: tokens_per_step / (1 + cost * drafted_per_step)."
     )
 
 
 class Drafting(_Part):
-    """What was drafted, and what became of it. Only tokens that the target verified count as drafted."""
+    """Totals of drafting, and what follows from them. Only tokens that the target verified count as drafted."""
 
-    steps: Count = Field(description="Steps of sequences, with or without a draft; a batch of 8 is 8 steps.")
-    committed: Count = Field(description="Tokens that the target produced: those accepted and one more each step.")
-    hits: Count = Field(description="Steps of sequences in which something drafted was verified.")
+    steps: Count = Field(description="Steps of sequences, with or without a draft; one step of a batch of 8 is 8.")
+    committed: Count = Field(description="Tokens that the target produced: accepted draft tokens and bonus tokens.")
+    hits: Count = Field(description="Steps of sequences in which a draft was verified.")
     drafted: Count = Field(description="Draft tokens that the target verified.")
-    accepted: Count = Field(description="Draft tokens that it kept.")
-    saved_steps: Count = Field(description="Steps that plain decoding would have needed more: committed - steps.")
-    saved_share: Share | None = Field(description="saved_steps as a part of the steps of plain decoding.")
+    accepted: Count = Field(description="Draft tokens that the target accepted.")
+    saved_steps: Count = Field(description="Additional steps that plain decoding would have needed: committed - steps.")
+    saved_share: Share | None = Field(description="saved_steps as a share of the steps of plain decoding.")
     hit_rate: Share | None = Field(description="hits / steps.")
     acceptance: Share | None = Field(description="accepted / drafted.")
     tokens_per_step: Amount | None = Field(description="committed / steps; 1 is plain decoding.")
     drafted_per_step: Amount | None = Field(description="drafted / steps.")
     break_even_cost: Amount | None = Field(
-        description="Drafting pays while verifying one more token costs less than this part of a step: "
+        description="Drafting pays while verifying one more token costs less than this fraction of a step: "
         "(tokens_per_step - 1) / drafted_per_step. Null if nothing was drafted."
     )
-    estimates: list[Estimate] = Field(description="Speed for a few costs; empty before the first step.")
+    estimates: list[Estimate] = Field(description="Speed for several costs; empty before the first step.")
 
 
 class Recent(_Part):
-    """The same, of late."""
+    """The last hour, or the time since the start if that is shorter."""
 
-    seconds: Amount = Field(description="How long that is, in seconds: an hour, or less where less is known.")
-    drafting: Drafting = Field(description="What was drafted in that time.")
+    seconds: Amount = Field(description="Length of that time, in seconds.")
+    drafting: Drafting = Field(description="Drafting in that time.")
     output_tokens_per_s: Amount = Field(description="Tokens that the target produced, per second.")
-    learned_tokens_per_s: Amount = Field(description="Tokens that the corpus took, per second.")
+    learned_tokens_per_s: Amount = Field(description="Tokens that the corpus learned, per second.")
 
 
 class Period(_Part):
-    """What happened between two moments. Counts are those of the period."""
+    """An interval between two samples. Counts are those of the interval."""
 
     begins_at: Moment = Field(description="Seconds since 1970.")
     ends_at: Moment = Field(description="Seconds since 1970.")
     steps: Count = Field(description="Steps of sequences.")
     committed: Count = Field(description="Tokens that the target produced.")
-    hits: Count = Field(description="Steps of sequences in which something drafted was verified.")
+    hits: Count = Field(description="Steps of sequences in which a draft was verified.")
     drafted: Count = Field(description="Draft tokens that the target verified.")
-    accepted: Count = Field(description="Draft tokens that it kept.")
-    timeouts: Count = Field(description="Steps of engines whose drafts came too late.")
-    learned_tokens: Count = Field(description="Tokens that the corpus took.")
+    accepted: Count = Field(description="Draft tokens that the target accepted.")
+    timeouts: Count = Field(description="Engine steps whose drafts came too late.")
+    learned_tokens: Count = Field(description="Tokens that the corpus learned.")
     hit_rate: Share | None = Field(description="hits / steps.")
     acceptance: Share | None = Field(description="accepted / drafted.")
     tokens_per_step: Amount | None = Field(description="committed / steps.")
-    corpus_tokens: Count = Field(description="Tokens remembered at its end.")
-    memory_bytes: Count = Field(description="Memory of the namespace at its end, in bytes.")
+    corpus_tokens: Count = Field(description="Tokens remembered at the end.")
+    memory_bytes: Count = Field(description="Memory of the namespace at the end, in bytes.")
 
 
 class Tally(_Part):
-    """Draft tokens of one kind."""
+    """Counts of a group of draft tokens."""
 
     drafted: Count = Field(description="Draft tokens that the target verified.")
-    accepted: Count = Field(description="Draft tokens that it kept.")
+    accepted: Count = Field(description="Draft tokens that the target accepted.")
     acceptance: Share | None = Field(description="accepted / drafted.")
 
 
@@ -93,10 +93,10 @@ class PositionTally(Tally):
     """Draft tokens at one position."""
 
     position: int = Field(
-        ge=1, description="Place in the draft, from 1; in a tree the depth. 129 stands for all from there on."
+        ge=1, description="Position in the draft, from 1; in a tree, the depth. 129 includes all later positions."
     )
     accepted_share_of_drafts: Share | None = Field(
-        description="accepted / hits of the namespace: how many drafts were right up to here."
+        description="accepted / hits of the namespace: share of drafts that were accepted up to this position."
     )
 
 
@@ -104,7 +104,7 @@ class LengthTally(Tally):
     """Draft tokens found by matches of one length."""
 
     match_length: Count = Field(
-        description="How many of the context's last tokens were found, in tokens. 64 stands for 64 and more."
+        description="Number of matched tokens at the end of the context. 64 includes longer ones."
     )
 
 
@@ -112,178 +112,178 @@ class SourceTally(Tally):
     """Draft tokens from one source."""
 
     source: Literal["corpus", "local"] = Field(
-        description="corpus: finished requests, and what others that run have produced. "
-        "local: the running request's own text."
+        description="corpus: finished requests, and outputs of other running requests. "
+        "local: the text of the running request itself."
     )
 
 
 class AgeTally(Tally):
-    """Draft tokens from text of about one age."""
+    """Draft tokens from text of similar age."""
 
     least_tokens: Count = Field(
-        description="Least age: tokens that came after it, in the corpus or in the running request."
+        description="Minimum age: number of tokens after it, in the corpus or in the running request."
     )
-    most_tokens: Count | None = Field(description="Greatest age, in tokens. Null: no bound.")
+    most_tokens: Count | None = Field(description="Maximum age, in tokens. Null: no bound.")
 
 
 class Age(_Part):
-    """How old the text is that drafts came from."""
+    """Age of the text that drafts came from."""
 
     median_tokens: Count | None = Field(
         description="Half of the accepted draft tokens came from text of at most this age, in tokens; "
         "the upper bound of its bin."
     )
-    bins: list[AgeTally] = Field(
-        description="By age, youngest first; those without a draft token at both ends are left out."
-    )
+    bins: list[AgeTally] = Field(description="Ascending by age, without empty bins at both ends.")
 
 
 class PathProbBin(_Part):
-    """Draft tokens with about the same path probability: the product of `accept_prob` from the root to the token."""
+    """Draft tokens with similar path probability: the product of `accept_prob` from the root to the token."""
 
     least_path_prob: Share = Field(description="Lower bound of the path probability.")
     most_path_prob: Share = Field(description="Upper bound of the path probability, exclusive.")
     drafted: Count = Field(description="Draft tokens that the target verified.")
     predicted: Share | None = Field(description="Mean path probability.")
-    acceptance: Share | None = Field(description="Share of them that was accepted.")
+    acceptance: Share | None = Field(description="Share of the draft tokens that was accepted.")
 
 
 class Calibration(_Part):
-    """How well path probabilities predict acceptance."""
+    """Accuracy of path probabilities as predictions of acceptance."""
 
     error: Share | None = Field(
         description="Mean of |predicted - acceptance| over all draft tokens; 0 is a perfect prediction."
     )
-    bins: list[PathProbBin] = Field(
-        description="20 equal bins of path probability, lowest first, without those that have no draft token."
-    )
+    bins: list[PathProbBin] = Field(description="20 equal bins of path probability, ascending, without empty bins.")
 
 
 class CorpusReport(_Part):
-    """How full the corpus is and what became of it."""
+    """Contents of the corpus, and its counters."""
 
-    tokens: Count = Field(description="Remembered now, in tokens, separators of requests included.")
-    requests: Count = Field(description="Remembered now; pieces of very long ones count each.")
-    capacity_tokens: Count | None = Field(default=None, description="The most that it remembers, in tokens.")
-    occupancy: Share | None = Field(default=None, description="tokens / capacity_tokens, 1 at most.")
+    tokens: Count = Field(description="Tokens remembered now, including separators of requests.")
+    requests: Count = Field(description="Requests remembered now; pieces of very long ones count separately.")
+    capacity_tokens: Count | None = Field(default=None, description="Maximum number of tokens remembered.")
+    occupancy: Share | None = Field(default=None, description="tokens / capacity_tokens, at most 1.")
     learned_tokens: Count | None = Field(
-        default=None, description="Ever taken, in tokens, those overwritten or forgotten since included."
+        default=None, description="Tokens learned in total, including those overwritten or forgotten since."
     )
     turnovers: Amount | None = Field(
-        default=None, description="How often it was written through: learned_tokens / capacity_tokens."
+        default=None, description="Times that the corpus was overwritten: learned_tokens / capacity_tokens."
     )
     turnover_s: Amount | None = Field(
-        default=None, description="Seconds until all is overwritten at the pace of late. Null: not in sight."
+        default=None, description="Seconds to overwrite the whole corpus at the recent rate. Null: rate 0 or not known."
     )
-    waiting_tokens: Count | None = Field(default=None, description="Learned but not draftable yet, in tokens.")
+    waiting_tokens: Count | None = Field(default=None, description="Tokens learned but not draftable yet.")
     forgotten_requests: Count | None = Field(
-        default=None, description="Forgotten by request; pieces of long ones count each."
+        default=None, description="Requests forgotten on demand; pieces of long ones count separately."
     )
     merges: Count | None = Field(default=None, description="Times that finished requests became draftable.")
-    base_merges: Count | None = Field(default=None, description="Merges into the large order.")
-    full_builds: Count | None = Field(default=None, description="Times that everything was sorted from scratch.")
+    base_merges: Count | None = Field(
+        default=None, description="Merges into the base tier, the largest part of the suffix array."
+    )
+    full_builds: Count | None = Field(default=None, description="Times that the whole suffix array was sorted.")
 
 
 class DurationBin(_Part):
-    """Durations of about the same length."""
+    """Durations of similar length."""
 
-    least_s: Amount = Field(description="Seconds.")
-    most_s: Amount | None = Field(description="Seconds, itself in this bin. Null: no bound.")
-    count: Count = Field(description="How many took so long.")
+    least_s: Amount = Field(description="Lower bound in seconds, exclusive.")
+    most_s: Amount | None = Field(description="Upper bound in seconds, inclusive. Null: no bound.")
+    count: Count = Field(description="Number of durations.")
 
 
 class LatencyReport(_Part):
-    """How long something took. Quantiles are upper bounds of bins, each 1.41 times the one before."""
+    """A distribution of durations. Quantiles are upper bounds of bins, each 1.41 times the previous one."""
 
-    count: Count = Field(description="How often it was measured.")
-    mean_s: Amount | None = Field(default=None, description="Seconds.")
-    p50_s: Amount | None = Field(default=None, description="Half of them took at most so many seconds.")
-    p90_s: Amount | None = Field(default=None, description="90 of 100 took at most so many seconds.")
-    p99_s: Amount | None = Field(default=None, description="99 of 100 took at most so many seconds.")
-    longest_s: Amount | None = Field(default=None, description="Seconds.")
-    bins: list[DurationBin] = Field(description="Shortest first; empty ones at both ends are left out.")
+    count: Count = Field(description="Number of durations measured.")
+    mean_s: Amount | None = Field(default=None, description="Mean, in seconds.")
+    p50_s: Amount | None = Field(default=None, description="Median, in seconds.")
+    p90_s: Amount | None = Field(default=None, description="90th percentile, in seconds.")
+    p99_s: Amount | None = Field(default=None, description="99th percentile, in seconds.")
+    longest_s: Amount | None = Field(default=None, description="Maximum, in seconds.")
+    bins: list[DurationBin] = Field(description="Ascending, without empty bins at both ends.")
 
 
 class Clients(_Part):
-    """What the engines' clients counted, over all that ever were."""
+    """Counters of the engines' clients, summed over all that ever connected."""
 
-    timeouts: Count = Field(description="Steps of engines that went without drafts because the answer came too late.")
+    timeouts: Count = Field(description="Engine steps that ran without drafts because the answer came too late.")
     dropped: Count = Field(description="Answers that came too late and were dropped.")
-    resyncs: Count = Field(description="Sequences that were told again because the service had lost them.")
-    reconnects: Count = Field(description="Connections that were made again.")
+    resyncs: Count = Field(description="Sequences that were sent again because the service did not have them.")
+    reconnects: Count = Field(description="Connections that were re-established.")
 
 
 class PassageReport(_Part):
     """A piece of remembered text that drafts came from. It is users' text."""
 
     accepted: Count = Field(description="Draft tokens from it that were accepted.")
-    age_tokens: Count = Field(description="How many tokens were remembered after it.")
+    age_tokens: Count = Field(description="Number of tokens remembered after it.")
     tokens: list[Count] = Field(description="Token ids.")
-    text: str | None = Field(default=None, description="The same as text, where a tokenizer was at hand.")
+    text: str | None = Field(default=None, description="The decoded text, where a tokenizer is available.")
 
 
 class ModelReport(_Part):
-    """What is served."""
+    """The model that is served."""
 
     name: str = Field(description="The model's name.")
     tokenizer: str = Field(description="A fingerprint of the tokenizer.")
-    adapter: str = Field(description="The name of a LoRA adapter; empty without one.")
+    adapter: str = Field(description="The name of the LoRA adapter; empty without one.")
     vocabulary_size: Count | None = Field(description="Token ids are below this. Null: not known.")
 
 
 class Tables(_Part):
-    """What the counters of a namespace say."""
+    """The counters of a namespace as tables."""
 
-    drafting: Drafting = Field(description="Since the counters began, restarts included where snapshots are kept.")
-    by_position: list[PositionTally] = Field(description="By place in the draft, up to the last one used.")
-    by_match_length: list[LengthTally] = Field(description="By match length; those without a draft token are left out.")
-    by_source: list[SourceTally] = Field(description="By where the draft token was found.")
-    age: Age = Field(description="How old the text is that drafts came from.")
-    calibration: Calibration = Field(description="Whether odds hold what they promise.")
+    drafting: Drafting = Field(description="Totals since the counters began; snapshots preserve them over restarts.")
+    by_position: list[PositionTally] = Field(description="By position in the draft, up to the last one used.")
+    by_match_length: list[LengthTally] = Field(description="By match length, without lengths that were not used.")
+    by_source: list[SourceTally] = Field(description="By source of the draft token.")
+    age: Age = Field(description="By age of the text that drafts came from.")
+    calibration: Calibration = Field(description="Accuracy of path probabilities as predictions of acceptance.")
 
 
 class NamespaceReport(Tables):
-    """One isolated corpus and the drafting from it. A snapshot tells less of it than a running service."""
+    """An isolated corpus and the drafting from it. The report of a snapshot has fewer fields than that of a service."""
 
-    name: str = Field(description="The namespace; for a snapshot the file's name.")
-    model: ModelReport | None = Field(default=None, description="What is served from it. Null: not known.")
-    recent: Recent | None = Field(default=None, description="Of late. Null: not known, or only just begun.")
-    over_time: list[Period] | None = Field(default=None, description="Periods without gaps, oldest first.")
-    corpus: CorpusReport = Field(description="How full the corpus is and what became of it.")
+    name: str = Field(description="The namespace; for a snapshot, the name of the file.")
+    model: ModelReport | None = Field(default=None, description="The model that is served. Null: not known.")
+    recent: Recent | None = Field(
+        default=None, description="The last hour. Null: not known, or the service has just started."
+    )
+    over_time: list[Period] | None = Field(default=None, description="Consecutive periods, oldest first.")
+    corpus: CorpusReport = Field(description="Contents of the corpus, and its counters.")
     draft_latency: LatencyReport | None = Field(
-        default=None, description="Of one message of an engine: drafts for its whole batch."
+        default=None, description="Time to answer one message of an engine, with the drafts of its whole batch."
     )
     merge_latency: LatencyReport | None = Field(
-        default=None, description="Of the maintainer's refreshes in which something was done."
+        default=None, description="Time of the maintainer's refreshes that merged something."
     )
-    clients: Clients | None = Field(default=None, description="What the engines' clients counted.")
+    clients: Clients | None = Field(default=None, description="Counters of the engines' clients.")
     memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
-    streams: Count | None = Field(default=None, description="Engines that draft from it now.")
-    sequences: Count | None = Field(default=None, description="Sequences that run in it now.")
+    streams: Count | None = Field(default=None, description="Engines connected now.")
+    sequences: Count | None = Field(default=None, description="Sequences running now.")
     duplicates: Count | None = Field(
-        default=None, description="Texts that were offered again after they had been learned."
+        default=None, description="Texts that were sent again after they had been learned."
     )
     passages: list[PassageReport] | None = Field(
         default=None,
-        description="The texts that drafts came from most, most productive first. Null unless asked for.",
+        description="The texts that most accepted tokens came from, most productive first. Null unless requested.",
     )
 
 
 class SharedLog(_Part):
-    """The log of finished requests that replicas share, as this one sees it."""
+    """The log of finished requests that replicas share, as this replica sees it."""
 
     is_connected: bool = Field(description="Whether it can be reached now.")
-    published_tokens: Count = Field(description="Written to it by this replica, in tokens.")
-    consumed_tokens: Count = Field(description="Learned from it, in tokens.")
-    duplicates: Count = Field(description="Requests read from it that were known already.")
-    dropped_tokens: Count = Field(description="Never written because it was too slow or away, in tokens.")
-    malformed: Count = Field(default=0, description="Entries that were skipped because they make no sense.")
+    published_tokens: Count = Field(description="Tokens that this replica wrote to it.")
+    consumed_tokens: Count = Field(description="Tokens that this replica learned from it.")
+    duplicates: Count = Field(description="Requests read from it that were already known.")
+    dropped_tokens: Count = Field(description="Tokens never written because the log was too slow or unreachable.")
+    malformed: Count = Field(default=0, description="Invalid entries, which were skipped.")
     gaps: Count = Field(
         default=0, description="Times that entries may have been missed: trimmed before they were read, or lost."
     )
     errors: Count = Field(description="Failed calls.")
     lag_entries: Count = Field(description="Entries not read yet.")
-    lag_s: Amount = Field(description="How far behind its end this replica reads, in seconds.")
+    lag_s: Amount = Field(description="Age of the newest entry that was read, relative to the newest one, in seconds.")
 
 
 class ServiceReport(_Part):
@@ -294,21 +294,21 @@ class ServiceReport(_Part):
     uptime_s: Amount = Field(description="Seconds.")
     memory_bytes: Count = Field(description="Resident memory of the whole process, in bytes.")
     refused: Count = Field(description="Requests and streams that were refused.")
-    log: SharedLog | None = Field(description="Null: it runs without one.")
+    log: SharedLog | None = Field(description="Null: the service has no shared log.")
 
 
 class Report(_Part):
-    """What drafting was worth so far."""
+    """What drafting has saved so far."""
 
     schema_version: Literal[2] = Field(description="Version of this schema.")
-    taken_at: Moment = Field(description="Seconds since 1970; of a snapshot, when the file was written.")
+    taken_at: Moment = Field(description="Seconds since 1970; for a snapshot, when the file was written.")
     service: ServiceReport | None = Field(description="Null: the report was made from a snapshot.")
-    total: Drafting = Field(description="Over all namespaces of this report.")
-    namespaces: list[NamespaceReport] = Field(description="By name.")
+    total: Drafting = Field(description="Totals over all namespaces of this report.")
+    namespaces: list[NamespaceReport] = Field(description="Sorted by name.")
 
 
 def schema_json() -> str:
-    """The JSON schema of a report, as docs/report.schema.json holds it."""
+    """Return the JSON schema of a report, the content of docs/report.schema.json."""
     schema = Report.model_json_schema(mode="serialization")
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
 

@@ -1,4 +1,4 @@
-"""A report in the terminal, for a person who asks whether it is worth it."""
+"""A report as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drafter_service.observability.report import units
-from drafter_service.observability.report.bars import bar, sparkline
-from drafter_service.observability.report.grouped import Row, ages, lengths, odds, positions, sources
+from drafter_service.observability.report.figures import share
 from drafter_service.observability.report.schema import (
     Clients,
     CorpusReport,
@@ -22,6 +21,7 @@ from drafter_service.observability.report.schema import (
     NamespaceReport,
     PassageReport,
     Report,
+    Tally,
 )
 from drafter_service.observability.report.verdict import (
     by_saving,
@@ -33,30 +33,40 @@ from drafter_service.observability.report.verdict import (
     worth,
 )
 
-MOST_IN_FULL = 3
-"""More namespaces than this are rows of a table."""
+MAX_IN_FULL = 3
+"""With more namespaces than this only the overview is printed."""
 BAR_WIDTH = 10
 CURVE_WIDTH = 60
-SHOWN_PASSAGE = 300
+MAX_PASSAGE = 300
 """Characters of a passage."""
+POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
+"""First value of each group, here and below."""
+MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+AGES = (0, 16, 256, 4096, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
+LAST_POSITION, LAST_MATCH_LENGTH = 129, 64
+"""These rows count all longer ones, too."""
+PATH_PROB_STEP = 0.1
+
+Row = tuple[str, float | None, int]
+"""A label, the share accepted, and the number of draft tokens."""
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The verdict of each namespace first, then what it rests on. Made for 80 columns; wider ones stay empty."""
+    """Print a sentence about each namespace, then the tables. 80 columns wide, whatever the terminal's width."""
     namespaces = by_saving(report)
     for line in _head(report):
         console.print(Text(line, "dim"))
     console.print()
     for namespace in namespaces:
-        console.print(_verdict(namespace, with_worth=len(namespaces) <= MOST_IN_FULL))
+        console.print(_summary(namespace, with_worth=len(namespaces) <= MAX_IN_FULL))
     if not namespaces:
-        console.print("No namespace yet: nobody has drafted or learned anything here.")
+        console.print("No namespaces yet: this service has not drafted or learned anything.")
     for remark in service_remarks(report):
         console.print(_remark(remark))
     if len(namespaces) > 1:
         console.print()
         console.print(_overview(report, namespaces))
-    if len(namespaces) > MOST_IN_FULL:
+    if len(namespaces) > MAX_IN_FULL:
         console.print()
         console.print("--namespace NAME shows one of them in full.", style="dim")
         return
@@ -71,7 +81,7 @@ def _head(report: Report) -> list[str]:
     return [f"{taken} · {' · '.join(service_facts(report.service))}", *log_facts(report.service.log)]
 
 
-def _verdict(namespace: NamespaceReport, *, with_worth: bool) -> Group:
+def _summary(namespace: NamespaceReport, *, with_worth: bool) -> Group:
     lines: list[RenderableType] = [
         Text.assemble((units.printable(namespace.name), "bold"), " ", saving(namespace.drafting))
     ]
@@ -108,12 +118,12 @@ def _in_full(namespace: NamespaceReport) -> Group:
     engines = Text() if namespace.clients is None else _engines(namespace, namespace.clients)
     parts: list[RenderableType] = [
         Rule(Text(units.printable(namespace.name), "bold"), align="left"),
-        _figures(namespace),
-        *_curve(namespace),
+        _drafting(namespace),
+        *_over_time(namespace),
     ]
     if namespace.drafting.drafted:
         parts += [
-            _side_by_side(_bars("position", positions(namespace)), _bars("match length", lengths(namespace))),
+            _side_by_side(_bars("position", positions(namespace)), _bars("match length", match_lengths(namespace))),
             _side_by_side(
                 _bars("text age, tokens", ages(namespace)),
                 Group(_bars("source", sources(namespace)), Text(), engines),
@@ -129,15 +139,15 @@ def _in_full(namespace: NamespaceReport) -> Group:
     return Group(*(Padding(part, (1, 0, 0, 0)) for part in parts))
 
 
-def _figures(namespace: NamespaceReport) -> Table:
+def _drafting(namespace: NamespaceReport) -> Table:
     recent = namespace.recent
     columns = [("since the start", namespace.drafting)]
     if recent is not None:
         columns.append((f"last {units.duration(recent.seconds)}", recent.drafting))
     table = _table("", *(head for head, _ in columns))
 
-    def add(label: str, figures: Iterable[str]) -> None:
-        table.add_row(label, *figures)
+    def add(label: str, values: Iterable[str]) -> None:
+        table.add_row(label, *values)
 
     drafts: Sequence[Drafting] = [drafting for _, drafting in columns]
     add("tokens per step", (units.ratio(one.tokens_per_step) for one in drafts))
@@ -153,12 +163,12 @@ def _figures(namespace: NamespaceReport) -> Table:
     return table
 
 
-def _curve(namespace: NamespaceReport) -> list[RenderableType]:
+def _over_time(namespace: NamespaceReport) -> list[RenderableType]:
     periods = namespace.over_time or []
     known = [period.tokens_per_step for period in periods if period.tokens_per_step is not None]
     if len(known) < 2:
         return []
-    curve = sparkline([period.tokens_per_step for period in periods], CURVE_WIDTH)
+    curve = units.sparkline([period.tokens_per_step for period in periods], CURVE_WIDTH)
     begin, end = units.moment(periods[0].begins_at, "%m-%d %H:%M"), units.moment(periods[-1].ends_at, "%m-%d %H:%M UTC")
     table = _table("tokens per step over time", "")
     table.add_row(Text(curve, "green"), f"{units.ratio(min(known))} to {units.ratio(max(known))}")
@@ -167,22 +177,23 @@ def _curve(namespace: NamespaceReport) -> list[RenderableType]:
 
 
 def _bars(title: str, rows: Iterable[Row]) -> Table:
-    """Labels, shares and how many they are shares of."""
+    """A table of rows with bars."""
     table = _table(title, "accepted", "", "of")
     table.columns[1].justify = "left"
     table.columns[1].min_width = BAR_WIDTH
-    for label, share, drafted in rows:
-        table.add_row(label, Text(bar(share or 0.0, BAR_WIDTH), "green"), units.share(share), units.count(drafted))
+    for label, accepted, drafted in rows:
+        bar = Text(units.bar(accepted or 0.0, BAR_WIDTH), "green")
+        table.add_row(label, bar, units.share(accepted), units.count(drafted))
     return table
 
 
 def _calibration(namespace: NamespaceReport) -> Table:
     error = namespace.calibration.error
-    table = _table("odds", "promised", "kept", "drafted")
-    for label, promised, kept, drafted in odds(namespace):
-        table.add_row(label, units.share(promised), units.share(kept), units.count(drafted))
+    table = _table("path prob.", "predicted", "accepted", "drafted")
+    for label, predicted, accepted, drafted in calibration(namespace):
+        table.add_row(label, units.share(predicted), units.share(accepted), units.count(drafted))
     table.add_section()
-    table.add_row("off by", "", units.share(error), "")
+    table.add_row("error", "", units.share(error), "")
     return table
 
 
@@ -193,23 +204,23 @@ def _corpus(corpus: CorpusReport, memory_bytes: int | None) -> Table:
             ("tokens", f"{units.count(corpus.tokens)} of {units.count(corpus.capacity_tokens)}"),
             ("full", units.share(corpus.occupancy)),
             ("requests", corpus.requests),
-            ("tokens learned ever", corpus.learned_tokens),
-            ("times written through", units.ratio(corpus.turnovers)),
-            ("all overwritten in", units.duration(corpus.turnover_s)),
+            ("tokens learned in total", corpus.learned_tokens),
+            ("times overwritten", units.ratio(corpus.turnovers)),
+            ("time to overwrite all", units.duration(corpus.turnover_s)),
             ("not draftable yet", corpus.waiting_tokens),
             ("requests forgotten", corpus.forgotten_requests),
             ("merges", corpus.merges),
-            ("large merges", corpus.base_merges),
-            ("sorted from scratch", corpus.full_builds),
+            ("merges into the base tier", corpus.base_merges),
+            ("full sorts", corpus.full_builds),
             ("memory", units.size(memory_bytes)),
         ],
     )
 
 
-def _list(title: str, figures: Iterable[tuple[str, str | int | None]]) -> Table:
+def _list(title: str, values: Iterable[tuple[str, str | int | None]]) -> Table:
     table = _table(title, "")
-    for label, figure in figures:
-        table.add_row(label, figure if isinstance(figure, str) else units.count(figure))
+    for label, value in values:
+        table.add_row(label, value if isinstance(value, str) else units.count(value))
     return table
 
 
@@ -231,13 +242,13 @@ def _engines(namespace: NamespaceReport, clients: Clients) -> Table:
     return _list(
         "engines",
         [
-            ("that draft now", namespace.streams),
-            ("sequences now", namespace.sequences),
+            ("connected", namespace.streams),
+            ("sequences running", namespace.sequences),
             ("steps without drafts: late", clients.timeouts),
             ("late answers dropped", clients.dropped),
-            ("sequences told again", clients.resyncs),
+            ("sequences sent again", clients.resyncs),
             ("reconnects", clients.reconnects),
-            ("texts offered again", namespace.duplicates),
+            ("duplicate texts", namespace.duplicates),
         ],
     )
 
@@ -248,13 +259,13 @@ def _passages(passages: Iterable[PassageReport]) -> Table:
     for passage in passages:
         text = " ".join(map(str, passage.tokens)) if passage.text is None else passage.text
         text = units.printable(text.replace("\n", "⏎"))
-        shown = text if len(text) <= SHOWN_PASSAGE else text[:SHOWN_PASSAGE] + "…"
+        shown = text if len(text) <= MAX_PASSAGE else text[:MAX_PASSAGE] + "…"
         table.add_row(units.count(passage.accepted), units.count(passage.age_tokens), Text(shown))
     return table
 
 
 def _table(first: str, *others: str) -> Table:
-    """A table whose first column is words and whose others are figures."""
+    """A table whose first column is text and whose others are numbers, aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(Text(first))
     for head in others:
@@ -266,3 +277,55 @@ def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     grid = Table.grid(padding=(0, 4, 0, 0))
     grid.add_row(left, right)
     return grid
+
+
+# --- Tables of a report in few rows
+
+
+def positions(namespace: NamespaceReport) -> list[Row]:
+    """Return acceptance by position in the draft."""
+    return _groups([(tally.position, tally) for tally in namespace.by_position], POSITIONS, LAST_POSITION)
+
+
+def match_lengths(namespace: NamespaceReport) -> list[Row]:
+    """Return acceptance by match length."""
+    tallies = [(tally.match_length, tally) for tally in namespace.by_match_length]
+    return _groups(tallies, MATCH_LENGTHS, LAST_MATCH_LENGTH)
+
+
+def ages(namespace: NamespaceReport) -> list[Row]:
+    """Return acceptance by age of the text, in tokens."""
+    return _groups([(tally.least_tokens, tally) for tally in namespace.age.bins], AGES, None)
+
+
+def sources(namespace: NamespaceReport) -> list[Row]:
+    """Return acceptance by source."""
+    return [(tally.source, tally.acceptance, tally.drafted) for tally in namespace.by_source]
+
+
+def calibration(namespace: NamespaceReport) -> list[tuple[str, float | None, float | None, int]]:
+    """Return label, predicted share, accepted share and number of draft tokens, by path probability in tenths."""
+    rows = []
+    for tenth in range(10):
+        least = tenth * PATH_PROB_STEP
+        bins = [
+            one for one in namespace.calibration.bins if least <= one.least_path_prob + 1e-9 < least + PATH_PROB_STEP
+        ]
+        drafted = sum(one.drafted for one in bins)
+        if drafted:
+            predicted = share(sum((one.predicted or 0.0) * one.drafted for one in bins), drafted)
+            accepted = share(sum((one.acceptance or 0.0) * one.drafted for one in bins), drafted)
+            rows.append((units.percents(least, least + PATH_PROB_STEP), predicted, accepted, drafted))
+    return rows
+
+
+def _groups(tallies: Iterable[tuple[int, Tally]], firsts: Sequence[int], last: int | None) -> list[Row]:
+    """Sums over groups of tallies, by the first value of each group; `last` counts all larger values, too."""
+    rows = []
+    for first, following in zip(firsts, (*firsts[1:], None), strict=True):
+        members = [tally for key, tally in tallies if first <= key and (following is None or key < following)]
+        drafted, accepted = sum(tally.drafted for tally in members), sum(tally.accepted for tally in members)
+        if drafted:
+            most = None if following is None or first == last else following - 1
+            rows.append((units.span(first, most), share(accepted, drafted), drafted))
+    return rows

@@ -1,39 +1,39 @@
-"""Whether drafting is worth it, in sentences."""
+"""Sentences about a report: what drafting saves, and what needs attention."""
 
 from __future__ import annotations
 
 from drafter_service.observability.report import units
 from drafter_service.observability.report.schema import Drafting, NamespaceReport, Report, ServiceReport, SharedLog
 
-LEAST_GAIN = 0.01
-"""Less than this part of the steps is within what a service notices."""
+MIN_GAIN = 0.01
+"""A smaller share of saved steps is not noticeable."""
 USUAL_COST = 0.02
-"""What one more verified token costs where nobody measured it, as a part of a step."""
-MOST_LATE_SHARE, LEAST_LATE = 0.001, 100
-MOST_CALIBRATION_ERROR = 0.05
-LEAST_CALIBRATED = 10_000
-"""Fewer draft tokens say little about odds."""
-MOST_LOG_LAG_S = 5.0
+"""Cost of one more verified token, as a fraction of a step, where nobody measured it."""
+MAX_LATE_SHARE, MIN_LATE = 0.001, 100
+MAX_CALIBRATION_ERROR = 0.05
+MIN_CALIBRATION_TOKENS = 10_000
+"""Fewer draft tokens do not show whether probabilities are calibrated."""
+MAX_LOG_LAG_S = 5.0
 
 
 def saving(drafting: Drafting) -> str:
-    """What drafting saves, as the end of a sentence that begins with its name."""
+    """Return a predicate for a sentence whose subject is the namespace: what drafting saves."""
     if drafting.steps == 0:
         return "has not been asked for a draft yet."
     if drafting.drafted == 0:
-        return f"has drafted nothing in {units.count(drafting.steps)} steps: nothing that it remembers has come again."
-    tokens = f"{units.ratio(drafting.tokens_per_step)} tokens a step, not 1"
-    if (drafting.saved_share or 0.0) < LEAST_GAIN:
-        return f"saves next to nothing so far: {tokens}."
+        return f"has drafted nothing in {units.count(drafting.steps)} steps: no remembered text has recurred."
+    tokens = f"{units.ratio(drafting.tokens_per_step)} tokens per step instead of 1"
+    if (drafting.saved_share or 0.0) < MIN_GAIN:
+        return f"saves less than 1% of the target's steps so far: {tokens}."
     return f"saves {units.share(drafting.saved_share)} of the target's steps: {tokens}."
 
 
 def worth(drafting: Drafting) -> str:
-    """Up to which price that pays; empty if nothing was saved."""
+    """Return a sentence about the resulting speed; empty if nothing was saved."""
     if not drafting.break_even_cost:
         return ""
     speedup = next((estimate.speedup for estimate in drafting.estimates if estimate.cost == USUAL_COST), None)
-    limit = f"up to {units.share(drafting.break_even_cost)}" if drafting.break_even_cost < 1 else "at any price"
+    limit = f"up to {units.share(drafting.break_even_cost)}" if drafting.break_even_cost < 1 else "at any cost"
     return (
         f"{units.ratio(speedup)}x as fast where verifying a token costs {units.share(USUAL_COST)} of a step; "
         f"it pays {limit}."
@@ -41,44 +41,44 @@ def worth(drafting: Drafting) -> str:
 
 
 def remarks(namespace: NamespaceReport) -> list[str]:
-    """What somebody should look at."""
+    """Return what needs attention in a namespace."""
     found = []
     steps, clients, error = namespace.drafting.steps, namespace.clients, namespace.calibration.error
-    if clients is not None and clients.timeouts > max(LEAST_LATE, MOST_LATE_SHARE * steps):
+    if clients is not None and clients.timeouts > max(MIN_LATE, MAX_LATE_SHARE * steps):
         found.append(
-            f"{units.count(clients.timeouts)} steps of engines went without drafts because the answer came too late: "
+            f"{units.count(clients.timeouts)} engine steps ran without drafts because the answer came too late: "
             "give the drafter a core of its own, or the clients a longer deadline."
         )
-    if error is not None and error > MOST_CALIBRATION_ERROR and namespace.drafting.drafted >= LEAST_CALIBRATED:
+    if error is not None and error > MAX_CALIBRATION_ERROR and namespace.drafting.drafted >= MIN_CALIBRATION_TOKENS:
         found.append(
-            f"Odds are {units.share(error)} off on average: drafts are longer or shorter than pays. "
-            "They learn from what engines report as accepted; make sure that they do."
+            f"Acceptance probabilities are off by {units.share(error)} on average, so drafts are longer or shorter "
+            "than pays. They are learned from the numbers of verified tokens that engines report; check those."
         )
     return found
 
 
 def service_remarks(report: Report) -> list[str]:
-    """The same, of the whole service."""
+    """Return what needs attention in the service."""
     log = None if report.service is None else report.service.log
     if log is None:
         return []
     if not log.is_connected:
-        return ["The shared log cannot be reached: this replica learns only what it serves itself."]
+        return ["The shared log cannot be reached: this replica learns only from its own engines."]
     found = []
-    if log.lag_s > MOST_LOG_LAG_S:
-        found.append(f"The shared log is read {units.duration(log.lag_s)} late.")
+    if log.lag_s > MAX_LOG_LAG_S:
+        found.append(f"This replica reads the shared log {units.duration(log.lag_s)} late.")
     if log.gaps:
         found.append(
-            "Entries of the shared log were trimmed before this replica read them: let the log hold more, "
+            "Entries of the shared log were trimmed before this replica read them: raise log.max_tokens, "
             "or load a snapshot of another replica."
         )
     if log.dropped_tokens:
-        found.append(f"{units.count(log.dropped_tokens)} tokens never reached the shared log.")
+        found.append(f"{units.count(log.dropped_tokens)} tokens were never written to the shared log.")
     return found
 
 
 def service_facts(service: ServiceReport) -> list[str]:
-    """What is to be known of the process, in a few words each."""
+    """Return version, uptime and memory of the process, a few words each."""
     facts = [
         f"ssd-drafter {units.printable(service.version)}",
         f"up {units.duration(service.uptime_s)}",
@@ -88,7 +88,7 @@ def service_facts(service: ServiceReport) -> list[str]:
 
 
 def log_facts(log: SharedLog | None) -> list[str]:
-    """The shared log on one line, if there is one."""
+    """Return one line about the shared log; nothing without one."""
     if log is None:
         return []
     known = [
@@ -96,16 +96,16 @@ def log_facts(log: SharedLog | None) -> list[str]:
         f"{units.count(log.consumed_tokens)} read",
         f"{units.duration(log.lag_s)} behind ({units.count(log.lag_entries)} entries)",
     ]
-    mishaps = (
+    problems = (
         ("duplicates", log.duplicates),
         ("tokens dropped", log.dropped_tokens),
         ("gaps", log.gaps),
         ("errors", log.errors),
     )
-    known += [f"{units.count(number)} {name}" for name, number in mishaps if number]
+    known += [f"{units.count(number)} {name}" for name, number in problems if number]
     return [f"shared log: {', '.join(known)}"]
 
 
 def by_saving(report: Report) -> list[NamespaceReport]:
-    """The namespaces, the one that saves most first."""
+    """Return the namespaces, sorted by the number of steps that they saved, most first."""
     return sorted(report.namespaces, key=lambda namespace: (-namespace.drafting.saved_steps, namespace.name))

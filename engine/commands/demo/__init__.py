@@ -1,1 +1,1 @@
-"""The demonstration: the same workload with and without drafts, faster as the corpus fills, with the same output."""
+"""Demonstration: one workload with and without drafts, faster as the corpus grows, with the same output."""

@@ -1,69 +1,187 @@
-"""`ssd-engine demo`: what `make run` runs."""
+"""`ssd-engine demo`, which `make run` runs: from the number of requests to the report."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.commands.demo.run import prepare_report, run_demo, write_report
-from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, make_workload, read_prompts
+from drafter_service.client import DrafterClient
+from engine.commands.demo.measure import Measurement, Part, Summary, measure, summarize
+from engine.commands.demo.outputs import find_lengths
+from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, prepare_report, write_report
+from engine.commands.demo.sidecar import running_sidecar
+from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests, read_prompts
+from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
+from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import Request, SamplingParams
+from ssd.config import DrafterConfig
+from ssd.drafter import SuffixDrafter
+from ssd.errors import UserError
+
+PROBE_REQUESTS = 8
+MIN_REQUESTS, MAX_REQUESTS = 120, 300
+"""With fewer, a tenth of the workload is too small; with more, nothing new is shown."""
+WORKLOAD_S = 150.0
+"""Time that the requests should take; with the start, the whole run takes about three minutes."""
+STEP_DEADLINE_S = 0.25
+"""Long, so that a stalled machine shows as a slow step, not as a missing draft."""
+SIDECAR_OPTIONS = ("--capacity", "1M")
+LENGTHS_CONFIG = EngineConfig(max_sequences=16)
+"""Settings of the run that finds where outputs end; it is not timed."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line asked for; see its help."""
+    """Arguments of the command line; see its help."""
 
     out: Path
-    requests: int
+    requests: int | None
+    """None: chosen by the speed of the machine."""
     max_tokens: int
     temperature: float
     seed: int
     model: Path | None
 
 
+class Contest:
+    """The engines without and with drafts over one model, and the requests that both run."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, sampling: SamplingParams, client: DrafterClient) -> None:
+        self.client = client
+        self.plain = build_engine(model, EngineConfig(max_sequences=1), NoDrafter())
+        self.drafting = build_engine(model, EngineConfig(max_sequences=1), client)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+
+    def requests(self, items: Sequence[WorkItem]) -> list[Request]:
+        """Return the requests of `items`, each with `max_tokens` set to where its output ends."""
+        # Exact repeats have the same output.
+        unique = {(item.prompt, item.seed): self._request(item) for item in items}
+        # Drafts only make this faster. Nothing is kept of it: the timed engines have their own caches and drafter.
+        with closing(build_engine(self._model, LENGTHS_CONFIG, SuffixDrafter(DrafterConfig()))) as engine:
+            prompts = [prompt for prompt, _ in unique]
+            lengths = find_lengths(engine, self._tokenizer, list(unique.values()), prompts)
+        ended = {
+            key: replace(request, sampling=replace(request.sampling, max_tokens=length))
+            for (key, request), length in zip(unique.items(), lengths, strict=True)
+        }
+        return [ended[item.prompt, item.seed] for item in items]
+
+    def probe(self, prompts: Sequence[tuple[str, str]]) -> float:
+        """Return the seconds that one request takes, including the search for its end; also warms up both engines."""
+        items = [WorkItem("new", prompt, source, seed=0) for source, prompt in prompts]
+        began = time.perf_counter()
+        # Neither remembered nor found in the prefix cache later.
+        requests = [replace(request, learn=False, salt="probe") for request in self.requests(items)]
+        measure(items, requests, self.plain, self.drafting, 0)
+        return (time.perf_counter() - began) / len(items)
+
+    def run(self, items: Sequence[WorkItem], requests: Sequence[Request], console: Console) -> list[Measurement]:
+        """Run the workload with a progress bar. Raises UserError if the sidecar is lost: the figures would be wrong."""
+        recent: list[Measurement] = []
+        with _progress(console) as progress:
+            task = progress.add_task("requests", total=len(items), speed="")
+
+            def observe(measurement: Measurement) -> None:
+                recent.append(measurement)
+                part = Part.of(recent[-max(10, len(items) // 10) :])
+                rates = f"{part.plain_tokens_per_s:,.0f} -> {part.drafted_tokens_per_s:,.0f} tokens/s"
+                progress.update(task, advance=1, speed=f"{rates}, {part.speedup:.2f}x")
+                if self.client.lost is not None:
+                    raise UserError(f"the sidecar was lost during the run ({self.client.lost}); run again")
+
+            learned_prompt_tokens = DrafterConfig().learned_prompt_tokens
+            return measure(items, requests, self.plain, self.drafting, learned_prompt_tokens, observe)
+
+    def _request(self, item: WorkItem) -> Request:
+        return Request(self._tokenizer.encode(item.prompt), replace(self._sampling, seed=item.seed))
+
+
 def demonstrate(options: DemoOptions) -> bool:
-    """Run the workload both ways and report; returns whether all outputs were identical. Raises UserError."""
+    """Run the workload without and with drafts, and report. Return whether all outputs were identical.
+
+    Raises UserError.
+    """
     prepare_report(options.out)
     console = Console()
     folder = find_model(options.model) if options.model else SHIPPED_MODEL
+    prompts = read_prompts(folder / PROMPTS_FILE)
+    if options.requests is not None:
+        make_workload(prompts, options.requests, options.seed)  # Fails here if there are too few prompts.
     model = pack(load_model(folder))
     tokenizer = Tokenizer(folder)
-    items = make_workload(read_prompts(folder / PROMPTS_FILE), options.requests, options.seed)
     sampling = SamplingParams(options.max_tokens, options.temperature)
-    console.print(
-        f"{options.requests} requests to [bold]{escape(folder.name)}[/], one at a time, "
-        f"at most {options.max_tokens} new tokens each: "
-        f"{EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near repeats, the rest new.\n"
-        "Each runs without drafts and with a sidecar that starts empty, in turns."
+    with running_sidecar(*SIDECAR_OPTIONS) as address:
+        contest = Contest(model, tokenizer, sampling, DrafterClient(address, deadline_s=STEP_DEADLINE_S))
+        with closing(contest.drafting):
+            seconds = contest.probe(prompts[:PROBE_REQUESTS])
+            count = options.requests or choose_requests(seconds, len(prompts))
+            console.print(_introduction(folder.name, count, seconds, options.requests is None))
+            items = make_workload(prompts, count, options.seed)
+            with console.status("finding where each output ends (not timed)"):
+                requests = contest.requests(items)
+            measurements = contest.run(items, requests, console)
+            late_steps = contest.client.timeouts
+    summary = summarize(measurements)
+    settings: dict[str, object] = {**asdict(options), "model": folder.name, "requests": count, "late_steps": late_steps}
+    write_report(summary, measurements, {name: settings[name] for name in settings if name != "out"}, options.out)
+    _print_summary(summary, console)
+    console.print(f"wrote {options.out / JSON_FILE} and {options.out / PAGE_FILE}", markup=False)
+    return summary.identical
+
+
+def choose_requests(seconds: float, prompts: int) -> int:
+    """Return how many requests of `seconds` each fit into `WORKLOAD_S`, within the bounds, for a number of prompts."""
+    return min(most_requests(prompts), max(MIN_REQUESTS, min(MAX_REQUESTS, int(WORKLOAD_S / seconds))))
+
+
+def _introduction(model: str, count: int, seconds: float, is_chosen: bool) -> str:
+    reason = f"The first {PROBE_REQUESTS} requests took {seconds:.2f} s each, so {count} are run" if is_chosen else ""
+    bound = f" (never fewer than {MIN_REQUESTS})" if is_chosen and count == MIN_REQUESTS else ""
+    return (
+        f"{reason or f'{count} requests are run'}{bound}: about {count * seconds / 60:.1f} minutes.\n"
+        f"They go to [bold]{escape(model)}[/] one at a time: {EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near "
+        "repeats, the rest new. Each is run without drafts and with a sidecar that starts empty, in turns.\n"
+        "An output ends with its function, before a line that it already has, or within a line that is too long."
     )
-    measurements, late_steps = run_demo(model, tokenizer, items, sampling, console)
-    settings: dict[str, object] = {
-        "model": folder.name,
-        "requests": options.requests,
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "late_steps": late_steps,
-    }
-    summary = write_report(measurements, options.out, settings, console)
+
+
+def _print_summary(summary: Summary, console: Console) -> None:
+    console.print(console_table(summary))
     for name, part in (("requests", summary.last_tenth), ("new ones among them", summary.last_tenth_new)):
         if part is not None:
             rates = f"[bold]{part.speedup:.2f}x[/] tokens/s, {part.tokens_per_step:.2f} tokens per step"
             console.print(f"last tenth, {part.requests} {name}: {rates}")
-    console.print(f"output that is a loop: {summary.loop_share:.0%}")
+    console.print(f"share of loops in the output: {summary.loop_share:.0%}")
     console.print(
         "outputs: [bold green]identical[/], token by token"
         if summary.identical
         else f"outputs: [bold red]DIFFERENT[/] in requests {', '.join(map(str, summary.differing))}"
     )
-    console.print(f"wrote {options.out / 'run.json'} and {options.out / 'run.html'}", markup=False)
-    return summary.identical
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+        console=console,
+    )

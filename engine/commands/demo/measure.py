@@ -1,37 +1,36 @@
-"""Runs the workload, request by request, without drafts and with the sidecar, and keeps what it saw."""
+"""Runs the workload without and with drafts, request by request, and summarizes what was measured."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from engine.commands.demo.workload import Kind, WorkItem
+from engine.commands.demo.outputs import count_loop_tokens
+from engine.commands.demo.workload import KINDS, Kind, WorkItem
 from engine.engine import Engine
-from engine.models.tokenizer import Tokenizer
-from engine.scheduling.request import Completion, Request, SamplingParams
+from engine.scheduling.request import Completion, Request
 
-LOOP_TOKENS = 16
-"""This many tokens in a row that repeat what stood up to `LOOP_PERIOD` tokens before them make a loop."""
-LOOP_PERIOD = 64
+PARTS = 10
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One request, run both ways."""
+    """One request, run without and with drafts."""
 
     kind: Kind
     source: str
     prompt_tokens: int
     output_tokens: int
     corpus_tokens: int
-    """Tokens that the drafter had been given to remember before this request."""
+    """Tokens that the drafter had been sent to remember before this request."""
     plain_s: float
     drafted_s: float
     steps: int
-    """Verify steps with drafts; without them there is one for each token."""
+    """Verify steps with drafts; without drafts there is one per token."""
     drafted: int
     accepted: int
     identical: bool
@@ -41,23 +40,21 @@ class Measurement:
 
 def measure(
     items: Sequence[WorkItem],
-    tokenizer: Tokenizer,
+    requests: Sequence[Request],
     plain: Engine,
     drafting: Engine,
-    sampling: SamplingParams,
     learned_prompt_tokens: int,
-    observe: Callable[[Measurement], None],
+    observe: Callable[[Measurement], None] = lambda _: None,
 ) -> list[Measurement]:
-    """Run every item with both engines, in turns, so that the machine's noise hits both."""
-    warm_up = Request(tokenizer.encode(items[0].prompt), SamplingParams(max_tokens=8), learn=False)
-    for engine in (plain, drafting):
-        engine.generate([warm_up])
+    """Run the request of every item with both engines in turns, so that noise of the machine affects both.
+
+    learned_prompt_tokens: prompt tokens that the drafter remembers per request.
+    """
     measurements = []
     corpus_tokens = 0
-    for index, item in enumerate(items):
-        request = Request(tokenizer.encode(item.prompt), replace(sampling, seed=item.seed))
+    for index, (item, request) in enumerate(zip(items, requests, strict=True)):
         in_turn = (plain, drafting) if index % 2 == 0 else (drafting, plain)
-        timed = {engine: _timed(engine, request) for engine in in_turn}
+        timed = {engine: _run_timed(engine, request) for engine in in_turn}
         (expected, plain_s), (completion, drafted_s) = timed[plain], timed[drafting]
         measurement = Measurement(
             kind=item.kind,
@@ -73,25 +70,95 @@ def measure(
             identical=bool(np.array_equal(expected.tokens, completion.tokens)),
             loop_tokens=count_loop_tokens(completion.tokens),
         )
-        separator = 1
-        corpus_tokens += min(len(request.prompt), learned_prompt_tokens) + len(completion.tokens) + separator
+        if request.learn:
+            separator = 1
+            corpus_tokens += min(len(request.prompt), learned_prompt_tokens) + len(completion.tokens) + separator
         measurements.append(measurement)
         observe(measurement)
     return measurements
 
 
-def count_loop_tokens(tokens: np.ndarray) -> int:
-    """How many of `tokens`, uint32 [N], are part of a loop."""
-    looping = np.zeros(len(tokens), bool)
-    for period in range(1, LOOP_PERIOD + 1):
-        repeats = tokens[period:] == tokens[:-period]
-        for end in range(LOOP_TOKENS, len(repeats) + 1):
-            if repeats[end - LOOP_TOKENS : end].all():
-                looping[period + end - LOOP_TOKENS : period + end] = True
-    return int(looping.sum())
-
-
-def _timed(engine: Engine, request: Request) -> tuple[Completion, float]:
+def _run_timed(engine: Engine, request: Request) -> tuple[Completion, float]:
     began = time.perf_counter()
     [completion] = engine.generate([request])
     return completion, time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Part:
+    """Totals and rates of some requests."""
+
+    requests: int
+    repeat_share: float
+    """Share of the requests that repeat an earlier one, exactly or nearly."""
+    corpus_tokens: int
+    """Tokens remembered before the last of these requests."""
+    output_tokens: int
+    tokens_per_step: float
+    plain_tokens_per_s: float
+    drafted_tokens_per_s: float
+    speedup: float
+    """Wall-clock time without drafts divided by the time with them."""
+    acceptance: float
+    """Accepted draft tokens divided by verified ones."""
+
+    @classmethod
+    def of(cls, measurements: Sequence[Measurement]) -> Part:
+        """Summarize at least one measurement."""
+        output = sum(m.output_tokens for m in measurements)
+        plain_s = sum(m.plain_s for m in measurements)
+        drafted_s = sum(m.drafted_s for m in measurements)
+        return cls(
+            requests=len(measurements),
+            repeat_share=sum(m.kind != "new" for m in measurements) / len(measurements),
+            corpus_tokens=measurements[-1].corpus_tokens,
+            output_tokens=output,
+            tokens_per_step=output / sum(m.steps for m in measurements),
+            plain_tokens_per_s=output / plain_s,
+            drafted_tokens_per_s=output / drafted_s,
+            speedup=plain_s / drafted_s,
+            acceptance=sum(m.accepted for m in measurements) / max(1, sum(m.drafted for m in measurements)),
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Result of the whole workload."""
+
+    identical: bool
+    """Whether every output was the same with and without drafts, token by token."""
+    differing: tuple[int, ...]
+    """Indices of the requests whose outputs differ."""
+    tenths: tuple[Part, ...]
+    whole: Part
+    kinds: dict[Kind, Part]
+    """All requests by their kind."""
+    last_tenth_new: Part | None
+    """The new requests of the last tenth; None if it has none."""
+    loop_share: float
+    """Share of output tokens that are part of a loop, which any drafter would find."""
+
+    @property
+    def last_tenth(self) -> Part:
+        """The tenth with the largest corpus."""
+        return self.tenths[-1]
+
+
+def summarize(measurements: Sequence[Measurement]) -> Summary:
+    """Summarize a workload of at least ten requests."""
+    count = len(measurements)
+    cuts = [round(part * count / PARTS) for part in range(PARTS + 1)]
+    tenths = [measurements[start:end] for start, end in pairwise(cuts)]
+    by_kind: dict[Kind, list[Measurement]] = {}
+    for measurement in sorted(measurements, key=lambda m: KINDS.index(m.kind)):
+        by_kind.setdefault(measurement.kind, []).append(measurement)
+    new = [m for m in tenths[-1] if m.kind == "new"]
+    return Summary(
+        identical=all(m.identical for m in measurements),
+        differing=tuple(index for index, m in enumerate(measurements) if not m.identical),
+        tenths=tuple(Part.of(tenth) for tenth in tenths),
+        whole=Part.of(measurements),
+        kinds={kind: Part.of(of_kind) for kind, of_kind in by_kind.items()},
+        last_tenth_new=Part.of(new) if new else None,
+        loop_share=sum(m.loop_tokens for m in measurements) / sum(m.output_tokens for m in measurements),
+    )

@@ -1,4 +1,4 @@
-"""A drafter sidecar for the length of a run, as its own process."""
+"""A drafter sidecar as a process of its own, for the duration of a run."""
 
 from __future__ import annotations
 
@@ -11,32 +11,24 @@ from contextlib import contextmanager
 from ssd.errors import UserError
 
 STOP_TIMEOUT_S = 10.0
-QUIETLY = ("--log-level", "warning")
-"""Nobody reads what it says before it ends."""
+COMMAND = ("-m", "drafter_service.commands.main", "serve")
+LOG_LEVEL = ("--log-level", "warning")
+"""Few enough lines that an unread pipe does not fill up."""
 
 
 @contextmanager
 def running_sidecar(*arguments: str) -> Iterator[str]:
-    """Start `ssd-drafter serve` on a Unix socket of its own; yields its address, and stops it at the end.
+    """Run `ssd-drafter serve` on a Unix socket of its own, and stop it at the end; yields its address.
 
-    Raises UserError if it does not come up.
+    Raises UserError if it does not start.
     """
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
-        command = [
-            sys.executable,
-            "-m",
-            "drafter_service.commands.main",
-            "serve",
-            "--listen",
-            address,
-            *QUIETLY,
-            *arguments,
-        ]
+        command = [sys.executable, *COMMAND, "--listen", address, *LOG_LEVEL, *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
-            # Its first line says that it listens.
+            # The first line says that it listens.
             if not process.stdout.readline():
                 _, error = process.communicate(timeout=STOP_TIMEOUT_S)
                 reason = (error.strip().splitlines() or ["it gave no reason"])[-1]

@@ -1,4 +1,4 @@
-"""A workload like a service's: new requests, exact repeats, and repeats whose beginning was edited."""
+"""A workload like that of a service: new requests, exact repeats, and repeats with an edited beginning."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 EXACT_SHARE = 0.3
 NEAR_SHARE = 0.3
 
+EXPECTED = "each line must be a JSON object with the texts `source` and `prompt`"
+
 EDITS = (
     "# Copyright of the authors; see the file LICENSE.",
     "# Reviewed, no change in behaviour.",
@@ -25,7 +27,7 @@ EDITS = (
     "# This part is covered by the tests of the package.",
     "# Moved here from another module.",
 )
-"""Lines that an edited beginning may get."""
+"""Possible first lines of an edited beginning."""
 
 
 @dataclass(frozen=True)
@@ -35,36 +37,36 @@ class WorkItem:
     kind: Kind
     prompt: str
     source: str
-    """Where the prompt came from."""
+    """Origin of the prompt."""
     seed: int
-    """What its sampling draws with; a repeat has the seed of what it repeats."""
+    """Seed for sampling; a repeat has the seed of the original."""
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """(source, prompt) of every line of a prompts file. Raises UserError if it cannot be used."""
+    """Return (source, prompt) of every line of a JSON-lines file. Raises UserError if it cannot be used."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         prompts = [(line["source"], line["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path} is no file of prompts ({problem})") from None
+        raise UserError(f"{path} is not a prompts file ({problem}); {EXPECTED}") from None
     if not all(isinstance(prompt, str) and prompt.strip() for _, prompt in prompts):
-        raise UserError(f"{path} is no file of prompts (one is empty or no text)")
+        raise UserError(f"{path} is not a prompts file (a prompt is empty or not text); {EXPECTED}")
     return prompts
 
 
 def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> list[WorkItem]:
-    """`count` requests in a random order: the shares above are repeats, the rest new.
+    """Return `count` requests in a random order, with the shares of repeats above.
 
-    What is repeated is drawn by Zipf's law: a few requests recur often, many never. In the shuffled order the first of
-    a kin is the new one, so the longer the workload runs, the more of it has been seen before.
-    Raises UserError if there are too few prompts.
+    Originals of repeats are sampled by Zipf's law: a few requests recur often, many never. In the shuffled order the
+    first occurrence of a prompt is the new one, so the share of repeats grows during the workload. Raises UserError if
+    there are too few prompts.
     """
     rng = random.Random(seed)
     exact = round(EXACT_SHARE * count)
-    near = min(round(NEAR_SHARE * count), count - exact - 1)  # A few requests are not all repeats.
+    near = min(round(NEAR_SHARE * count), count - exact - 1)  # At least one request is new.
     new = count - exact - near
     if new > len(prompts):
-        raise UserError(f"{count} requests need {new} prompts; the file has {len(prompts)}")
+        raise UserError(f"{count} requests need {new} prompts; the file has {len(prompts)}; run fewer requests")
     originals = [
         WorkItem("new", prompt, source, seed=number)
         for number, (source, prompt) in enumerate(rng.sample(list(prompts), new))
@@ -83,13 +85,18 @@ def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> 
     return items
 
 
+def most_requests(prompts: int) -> int:
+    """Return the most requests that a number of prompts suffices for."""
+    return int(prompts / (1 - EXACT_SHARE - NEAR_SHARE) + 1e-9)
+
+
 def _repeat(original: WorkItem, kind: Kind, rng: random.Random) -> WorkItem:
     prompt = edit_beginning(original.prompt, rng) if kind == "near repeat" else original.prompt
     return replace(original, kind=kind, prompt=prompt)
 
 
 def edit_beginning(prompt: str, rng: random.Random) -> str:
-    """`prompt` with a new first line, in place of up to a third of its lines or before them."""
+    """Return `prompt` with a new first line, which replaces up to a third of its lines or none."""
     lines = prompt.splitlines(keepends=True)
     dropped = rng.randint(0, len(lines) // 3)
     edits = [edit for edit in EDITS if edit not in prompt]

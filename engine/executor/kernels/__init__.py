@@ -1,1 +1,1 @@
-"""The state of running sequences on the device, and what needs nothing else: inputs of a step and verification."""
+"""Operations of a step on the device. Each file has a PyTorch reference and a Triton kernel of one operation."""

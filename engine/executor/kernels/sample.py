@@ -1,33 +1,122 @@
-"""The target's tokens of a step, by the settings of the seats; `engine.sampling.sampler` has those of the host."""
+"""Sample the target's tokens of a step by settings that the device has; nothing here waits for the device.
+
+The kernel reads the logits once and stores nothing of their size. Both executors sample with it on a GPU, so that they
+give the same tokens. `engine.sampling.sampler` has the settings on the host.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.executor.device_state import NOT_RECORDED, DeviceState
-from engine.executor.kernels.drafted import StepInputs
-from engine.executor.kernels.draw import draw_tokens
+from engine.executor.kernels.dispatch import Operation, kernel, next_power_of_2
+from engine.executor.kernels.noise_triton import gumbel, gumbel_bound, key
+from engine.executor.kernels.tensors import StepInputs
+from engine.sampling import noise
 from engine.sampling.noise import greedy_tokens
-from engine.sampling.truncation import Limits
+from engine.sampling.truncation import Limits, lowest_scores
+from engine.scheduling.request import GREEDY_BELOW
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+BLOCK = 1024
+"""Number of tokens that a program looks at at a time."""
+PROGRAMS = 512
+"""Rows are cut into parts until there are about this many: a few for each of a large GPU's processors."""
 
 
 def sampled_tokens(
     state: DeviceState, inputs: StepInputs, logits: Tensor, *, draws: bool, most: int | None = None
 ) -> Tensor:
-    """The token behind each of the inputs' rows, int64 [N]. logits: float32 [N, V].
+    """Return the target's token behind each of the inputs' rows, int64 [N]. logits: float32 [N, V].
 
-    What decides how much work there is the host must say: whether any sequence `draws`, and `most`, as in `Limits`, if
-    any truncates.
+    draws: whether any sequence samples. most: as in `Limits` if any truncates; the host must know both, since they
+    decide how much work there is.
     """
     if not draws:
         return greedy_tokens(logits)
-    seats = inputs.seats
-    limits = None if most is None else Limits(state.top_k[seats], state.top_p[seats], state.min_p[seats], most)
-    return draw_tokens(logits, state.temperatures[seats], state.seeds[seats], inputs.positions + 1, limits)
+    slots = inputs.request_slots
+    limits = None if most is None else Limits(state.top_k[slots], state.top_p[slots], state.min_p[slots], most)
+    return sample_tokens(logits, state.temperatures[slots], state.seeds[slots], inputs.positions + 1, limits)
 
 
 def replayed(state: DeviceState, inputs: StepInputs, tokens: Tensor) -> Tensor:
-    """The same tokens, int64 [N], but for those that were recorded."""
-    recorded = state.history[:, 1:][inputs.seats, inputs.positions]
+    """Return the tokens, int64 [N], with recorded outputs in place of those that were recorded."""
+    recorded = state.history[:, 1:][inputs.request_slots, inputs.positions]
     return torch.where(recorded == NOT_RECORDED, tokens, recorded)
+
+
+def _sample_reference(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
+) -> Tensor:
+    """Return the target's token for each row of logits, int64 [M]: greedy, or with noise keyed by seed and position.
+
+    logits: float32 [M, V], each row contiguous. temperatures: float64 [M]. seeds: int64 [M]. positions: int64 [M], of
+    the tokens to be sampled.
+    """
+    return noise.sample_tokens_on_device(logits, temperatures, seeds, positions, limits)
+
+
+def _sample_kernel(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
+) -> Tensor:
+    """Run one or more programs for each row, each for a part of the vocabulary."""
+    rows, vocab = logits.shape
+    block = min(BLOCK, next_power_of_2(vocab))
+    parts = min(-(-PROGRAMS // max(1, rows)), -(-vocab // block))
+    size = -(-vocab // (parts * block)) * block
+    parts = -(-vocab // size)
+    scores = torch.empty(rows, parts, device=logits.device)
+    tokens = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
+    # Without limits the kernel does not read the floors.
+    floors = scores if limits is None else lowest_scores(logits, temperatures, limits)
+    _sample[(rows, parts)](
+        logits, logits.stride(0), temperatures, seeds, positions, floors, scores, tokens,
+        vocab, size, GREEDY_BELOW, limits is not None, block, num_warps=4,
+    )  # fmt: skip
+    return tokens.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+
+
+@kernel()
+def _sample(
+    logits, row_stride, temperatures, seeds, positions, floors, out_scores, out_tokens,
+    vocab, size, GREEDY_BELOW: tl.constexpr, HAS_FLOORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the best token of a part of a row; the lowest of equals."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    is_sampled = temperature > tl.full([], GREEDY_BELOW, tl.float64)
+    divisor = tl.where(is_sampled, temperature, 1.0).to(tl.float32)
+    own_key = key(tl.load(seeds + row).to(tl.uint64), tl.load(positions + row))
+    end = tl.minimum((part + 1) * size, vocab)
+    best = tl.full([], float("-inf"), tl.float32)
+    best_token = tl.zeros([], tl.int64)
+    for first in range(part * size, end, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        logit = tl.load(logits + row * row_stride + token, mask=token < end, other=float("-inf"))
+        score = tl.div_rn(logit, divisor)
+        # NaN counts as the largest score, as in PyTorch's argmax.
+        score = tl.where(score == score, score, float("inf"))
+        bound = score
+        if is_sampled:
+            if HAS_FLOORS:
+                score = tl.where(score < tl.load(floors + row), float("-inf"), score)
+            bound = score + gumbel_bound(own_key, token)
+        # Noise in float64 costs most, and few blocks may hold a token that is better than those before.
+        if tl.max(bound, axis=0) > best:
+            if is_sampled:
+                score += gumbel(own_key, token)
+            highest = tl.max(score, axis=0)
+            if highest > best:
+                best = highest
+                best_token = tl.min(tl.where(score == highest, token, vocab), axis=0).to(tl.int64)
+    parts = tl.num_programs(1)
+    tl.store(out_scores + row * parts + part, best)
+    tl.store(out_tokens + row * parts + part, best_token)
+
+
+sample_tokens = Operation(_sample_reference, _sample_kernel)

@@ -1,43 +1,90 @@
-"""Verification on the device: drafts held against the target's tokens, and the state brought up to date.
+"""Verify draft paths on the device and update its state.
 
-Nothing here waits for the device or tells the host anything; what was produced comes back as tensors. On a GPU one
-kernel does it, with a program for each sequence; elsewhere PyTorch's operations do.
+A draft token is accepted if it is the target's own token behind the row before it and all tokens before it are
+accepted; see `engine.speculation.verify`. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels import verify_torch
-from engine.executor.kernels.drafted import Drafted, Verified
-from engine.executor.optional import has_triton
+from engine.executor.kernels.dispatch import Operation, kernel, next_power_of_2
+from engine.executor.kernels.tensors import Verified, VerifyRows
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
-def verify(state: DeviceState, drafted: Drafted, chosen: Tensor, width: int) -> Verified:
-    """Keep what the target would have produced itself, see `engine.speculation.verify`, and commit it.
+def _verify_reference(state: DeviceState, rows: VerifyRows, target_tokens: Tensor, width: int) -> Verified:
+    """Commit the accepted draft tokens of each sequence and the target's own token behind them.
 
-    chosen: int64 [R], the target's token behind each row. width: rows of a sequence at most (W).
+    target_tokens: int64 [N], the target's token behind each row of the step. width: largest number of rows of one
+    sequence (W).
     """
-    return _on(chosen).verify(state, drafted, chosen, width)
+    column = torch.arange(width, device=target_tokens.device)
+    row = (rows.starts[:, None] + column).clamp(max=len(rows.tokens) - 1).long()
+    exists = column < rows.counts[:, None]
+    tokens, own = rows.tokens[row], target_tokens[row]
+    is_kept = pad(tokens[:, 1:] == own[:, :-1], (1, 0), value=True) & exists
+    counts = is_kept.cumprod(dim=1).sum(dim=1)
+    accepted = (counts - 1).clamp(min=0)
+    produced = torch.where(column < counts[:, None], own, 0).int()
+    slots = rows.request_slots
+    lengths = state.lengths[slots]
+    is_written = column < counts[:, None]
+    # What must not be written goes to the idle slot.
+    written_slots = torch.where(is_written, slots[:, None], state.idle)
+    state.history[written_slots, torch.where(is_written, lengths[:, None] + column, 0)] = produced
+    last = produced.gather(1, accepted[:, None])[:, 0]
+    state.last_tokens[slots] = torch.where(counts > 0, last, state.last_tokens[slots])
+    state.lengths[slots] = lengths + counts.int()
+    state.computed[slots] = state.computed[slots] + rows.scheduled + accepted.int()
+    return Verified(produced, counts.int())
 
 
-def reject(state: DeviceState, drafted: Drafted, p: Tensor, q: Tensor, q_starts: Tensor, width: int) -> Verified:
-    """The same against a drafter's own distribution, see `engine.speculation.rejection`, with the state's seeds.
+def _verify_kernel(state: DeviceState, rows: VerifyRows, target_tokens: Tensor, width: int) -> Verified:
+    """Run one program for each sequence."""
+    batch, device = len(rows.request_slots), target_tokens.device
+    produced = torch.empty(batch, width, dtype=torch.int32, device=device)
+    counts = torch.empty(batch, dtype=torch.int32, device=device)
+    _verify[(batch,)](
+        target_tokens, *rows, state.lengths, state.computed, state.last_tokens, state.history, state.history.stride(0),
+        produced, counts, width, next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return Verified(produced, counts)
 
-    p: float [R, V], the target's distribution behind each row. q: float [T, V], of the same dtype, the drafter's;
-    row `q_starts[b] + i`, int32 [B], is the one behind the i-th row of sequence b, needed where that row has children:
-    so drafts that are paths bring one row for each draft token. Both may be overwritten.
-    """
-    return _on(p).reject(state, drafted, p, q, q_starts, width)
+
+@kernel()
+def _verify(
+    target_tokens, tokens, starts, counts, scheduled, request_slots,
+    lengths, computed, last_tokens, history, history_stride, out_tokens, out_counts, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    start, count = tl.load(starts + sequence), tl.load(counts + sequence)
+    row = tl.arange(0, BLOCK)
+    is_draft = (row > 0) & (row < count)
+    token = tl.load(tokens + start + row, mask=is_draft, other=-1)
+    is_right = token == tl.load(target_tokens + start + row - 1, mask=is_draft, other=-2)
+    first_wrong = tl.min(tl.where(is_right | (row == 0), BLOCK, row), axis=0)
+    produced = tl.minimum(first_wrong, count)
+    own = tl.load(target_tokens + start + row, mask=row < produced, other=0).to(tl.int32)
+    slot = tl.load(request_slots + sequence)
+    length = tl.load(lengths + slot)
+    # All threads must have read the length before one of them writes it.
+    tl.debug_barrier()
+    tl.store(out_tokens + sequence * width + row, own, mask=row < width)
+    tl.store(out_counts + sequence, produced)
+    tl.store(history + slot * history_stride + length + row, own, mask=row < produced)
+    if produced > 0:
+        tl.store(last_tokens + slot, tl.load(target_tokens + start + produced - 1).to(tl.int32))
+        tl.store(lengths + slot, length + produced)
+    accepted = tl.maximum(produced - 1, 0)
+    tl.store(computed + slot, tl.load(computed + slot) + tl.load(scheduled + sequence) + accepted)
 
 
-def _on(tensor: Tensor) -> ModuleType:
-    """The implementation for where the tensor is."""
-    if tensor.is_cuda and has_triton():
-        from engine.executor.kernels import verify_triton
-
-        return verify_triton
-    return verify_torch
+verify = Operation(_verify_reference, _verify_kernel)

@@ -1,4 +1,4 @@
-"""The synchronous client over real sockets, against a service that misbehaves on request."""
+"""The client over real sockets, against a service that fails as a test asks for."""
 
 import errno
 import socket
@@ -10,15 +10,23 @@ from dataclasses import replace
 from random import Random
 
 import grpc
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from drafter_service.client import DrafterClient
-from drafter_service.client.link import FIRST_BACKOFF_S, GOOD_ANSWERS, LONGEST_BACKOFF_S, Link, Parting
+from drafter_service.client.connection import (
+    FIRST_BACKOFF_S,
+    GOOD_RESPONSES,
+    LONGEST_BACKOFF_S,
+    ConnectionState,
+    StreamEnd,
+)
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.frames import MAGIC, Frames, framed
 from ssd.errors import UserError
+from ssd.types import Outcomes
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread, unpacked
 from tests.replay import progress_of
 from tests.strategies import array
@@ -37,7 +45,7 @@ def fake(socket_address, request):
 
 @pytest.fixture
 def connect(socket_address):
-    """Makes clients that are closed in the end; they wait long, since the machine may be busy."""
+    """Makes clients that are closed in the end, with long deadlines, since the machine may be busy."""
     clients = []
 
     def connected(**options):
@@ -59,35 +67,18 @@ def draft_of(client, committed, limit=1, **outcome):
     return client.draft(progress_of({1: committed}, limit, **outcome)).tokens.tolist()
 
 
-def test_a_stream_begins_with_who_is_there(fake, connect):
+def test_a_stream_begins_with_the_handshake(fake, connect):
     model = ModelIdentity("org/model", "abc", "lora", 1000)
-    connect(model=model, namespace="team-a")
+    connect(model=model, namespace="team-a", policy="classic")
     [request] = fake.service.requests
     hello = request.hello
-    assert (hello.protocol, hello.oldest_protocol, hello.namespace) == (2, 2, "team-a")
+    assert (hello.protocol, hello.namespace, hello.policy) == (3, "team-a", "classic")
     assert (hello.model.name, hello.model.tokenizer) == ("org/model", "abc")
     assert (hello.model.adapter, hello.model.vocabulary_size) == ("lora", 1000)
     assert hello.client.startswith("ssd-drafter/")
-    assert len(hello.client_id) == 16
 
 
-def test_drafts_can_be_asked_for_without_waiting(fake, connect):
-    client = connect()
-    client.start(1, array([5]))
-    answer = client.ask(progress_of({1: []}, limit=3))
-    for call in (
-        lambda: client.start(2, array([6])),
-        lambda: client.ask(progress_of({1: []}, limit=3)),
-        lambda: client.draft(progress_of({1: []}, limit=3)),
-        lambda: client.finish(1, array([])),
-    ):
-        with pytest.raises(ValueError, match="take the result of what was asked before the next call"):
-            call()
-    assert answer.result().tokens.tolist() == [6, 7, 8]
-    assert draft_of(client, [6, 9], limit=2, verified=3, accepted=1) == [10, 11]
-
-
-def test_steps_that_are_told_together_are_counted_as_such(fake, connect):
+def test_the_number_of_steps_is_sent(fake, connect):
     client = connect()
     client.start(1, array([5]))
     draft_of(client, [], limit=2)
@@ -95,10 +86,33 @@ def test_steps_that_are_told_together_are_counted_as_such(fake, connect):
     assert unpacked(fake.service.requests[-1].batch.steps) == [3]
 
 
-def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):
+def test_drafts_after_outcomes_do_not_count_as_drafts(fake, connect):
     client = connect()
     client.start(1, array([5]))
-    answer = client.ask(progress_of({1: []}, limit=3))
+    assert draft_of(client, [], limit=2) == [6, 7]
+    outcomes = Outcomes(
+        sequence_ids=np.array([1], np.uint64),
+        offsets=array([0, 2]),
+        accepted=array([0, 2]),
+        bonus=array([20, 8]),
+        max_draft=array([2]),
+    )
+    table = client.propose_after(outcomes)
+    assert [table.tokens_of(index).tolist() for index in (0, 1)] == [[21, 22], [9, 10]]
+    assert draft_of(client, [6, 7, 8], limit=1, verified=2) == [9]
+    client._protocol._running._table[8] = 0  # As after a step without a response.
+    assert len(client.propose_after(replace(outcomes, accepted=array([0, 0]))).tokens) == 0
+
+
+def test_forgetting_needs_the_service(fake, connect):
+    client = connect()
+    with pytest.raises(UserError, match="'name' is not forgotten by the drafter at"):
+        client.forget("name")  # The fake service has no such call.
+
+
+def test_an_interrupt_ends_the_wait_for_drafts(fake, connect, monkeypatch):
+    client = connect()
+    client.start(1, array([5]))
 
     def interrupt(stream, timeout_s):
         raise KeyboardInterrupt
@@ -106,19 +120,19 @@ def test_a_wait_that_is_interrupted_is_over(fake, connect, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(client._stream), "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            answer.result()
+            draft_of(client, [])
     client.start(2, array([6]))
     client.finish(1, array([6]))
 
 
-def test_what_start_says_travels(fake, connect):
+def test_the_arguments_of_start_and_finish_are_sent(fake, connect):
     client = connect()
-    client.start(1, array([5]), session="chat", request="req-1", learn=False)
+    client.start(1, array([5]), session_id="chat", request_id="req-1", learn=False)
     client.start(2, array([6]))
     client.draft(progress_of({1: [], 2: []}, limit=1))
     first, second = (request.starts[0] for request in fake.service.requests[1:3])
-    assert (first.session, first.request, first.is_private) == ("chat", "req-1", True)
-    assert (second.session, second.is_private) == ("", False)
+    assert (first.session_id, first.request_id, first.learn) == ("chat", "req-1", False)
+    assert (second.session_id, second.learn) == ("", True)
     client.finish(1, array([7]))
     client.finish(2, array([8]), learn=True)
     client.close()
@@ -145,15 +159,13 @@ def test_a_lost_connection_costs_drafts_and_nothing_else(fake, connect):
     assert client.counters.reconnects == 1
     assert client.timeouts == 0
     assert len(news) == 1
-    for _ in range(GOOD_ANSWERS):
+    for _ in range(GOOD_RESPONSES):
         assert draft_of(client, []) == [8]
     fake.stop()
     assert_eventually(lambda: len(news) == 2)
 
 
-@pytest.mark.parametrize("is_forgetful", [False, True])
-def test_a_stream_that_breaks_in_mid_step_ends_the_wait(fake, connect, is_forgetful):
-    fake.server.is_forgetful = is_forgetful
+def test_a_stream_that_breaks_during_a_step_ends_the_wait(fake, connect):
     client = connect()
     client.start(1, array([5]))
     assert draft_of(client, []) == [6]
@@ -164,8 +176,8 @@ def test_a_stream_that_breaks_in_mid_step_ends_the_wait(fake, connect, is_forget
     assert time.monotonic() - began < TIMEOUT_S / 2
     fake.resume()
     assert_eventually(lambda: client.lost is None and draft_of(client, []) == [7])
-    assert fake.service.texts()[-1] == [5, 6]
-    assert client.counters.resyncs == is_forgetful
+    assert fake.service.texts() == [[5, 6]]
+    assert client.counters.resyncs == 1
 
 
 def test_a_late_service_costs_one_deadline_and_is_sent_nothing_before_it_answers(fake, connect):
@@ -173,7 +185,7 @@ def test_a_late_service_costs_one_deadline_and_is_sent_nothing_before_it_answers
     client._deadline_s = TIMEOUT_S
     client.start(1, array([5]))
     assert draft_of(client, []) == [6]
-    heard = len(fake.service.requests)
+    before = len(fake.service.requests)
     fake.pause()
     client._deadline_s = 0.01
     began = time.monotonic()
@@ -186,13 +198,13 @@ def test_a_late_service_costs_one_deadline_and_is_sent_nothing_before_it_answers
     fake.resume()
     assert_eventually(lambda: client.counters.dropped == 1)
     assert draft_of(client, [27]) == [28]
-    assert len(fake.service.requests) == heard + 2
+    assert len(fake.service.requests) == before + 2
     assert unpacked(fake.service.requests[-1].batch.tokens) == list(range(7, 28))
     assert unpacked(fake.service.requests[-1].batch.steps) == [21]
     assert client.lost is None
 
 
-def test_a_service_that_says_nothing_for_too_long_is_left(fake, connect):
+def test_a_stream_that_is_not_answered_for_too_long_is_closed(fake, connect):
     news = []
     client = connect(deadline_s=0.01, patience_s=0.05, on_lost=news.append)
     client.start(1, array([5]))
@@ -214,8 +226,8 @@ FINAL = [
 
 
 @pytest.mark.parametrize("code", FINAL)
-def test_a_refusal_is_final_and_its_reason_is_told_once(fake, connect, code, socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.client.sync.CONNECT_TIMEOUT_S", TIMEOUT_S)
+def test_a_refusal_is_final_and_reported_once(fake, connect, code, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", TIMEOUT_S)
     fake.server.refusal = (code, "not you")
     began = time.monotonic()
     with pytest.raises(UserError, match=f"the drafter at {socket_address} does not serve this client: not you"):
@@ -242,13 +254,13 @@ def test_a_refusal_after_a_loss_is_final_too(fake, connect):
     assert len(news) == 1
 
 
-def test_rights_that_are_taken_away_in_mid_stream_may_come_back(fake, connect):
+def test_a_stream_that_ends_without_permission_is_opened_again(fake, connect):
     client = connect()
     fake.cut(grpc.StatusCode.PERMISSION_DENIED)
     assert_eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
 
 
-def test_a_full_service_is_asked_again(fake, connect):
+def test_a_full_service_is_tried_again(fake, connect):
     fake.server.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     news = []
     client = connect(required=False, on_lost=news.append)
@@ -275,12 +287,12 @@ def test_an_engine_can_start_without_its_service(connect, socket_address):
         client.close()
 
 
-def test_nobody_at_the_address(connect, socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.client.sync.CONNECT_TIMEOUT_S", 0.2)
+def test_no_service_at_the_address(connect, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.2)
     news = []
     with pytest.raises(UserError, match=f"no drafter answers at {socket_address}; start one with: ssd-drafter serve"):
         connect(on_lost=news.append)
-    assert not news  # the error says it
+    assert not news  # The error has the reason.
 
 
 def test_something_else_at_the_address(connect, socket_address):
@@ -305,7 +317,7 @@ def out_of_step(response: pb.DraftResponse) -> pb.DraftResponse:
     return response
 
 
-def test_lies_cost_drafts_and_nothing_else(fake, connect):
+def test_violations_of_the_protocol_cost_drafts_and_nothing_else(fake, connect):
     client = connect()
     client.start(1, array([5]))
     fake.server.distort = garbled
@@ -315,11 +327,11 @@ def test_lies_cost_drafts_and_nothing_else(fake, connect):
     assert_eventually(lambda: draft_of(client, []) == [] and client.counters.reconnects)
     fake.server.distort = lambda response: response
     assert_eventually(lambda: draft_of(client, []) == [6])
-    assert len({request.hello.client_id for request in fake.service.requests if request.HasField("hello")}) > 1
+    assert fake.service.texts() == [[5]]
 
 
 class Failing:
-    """In place of a function: fails some times, then does what it should."""
+    """Replaces a function: fails some times, then calls it."""
 
     def __init__(self, function, problem, times=2):
         self.function, self.problem, self.times = function, problem, times
@@ -338,7 +350,7 @@ class Failing:
         (RuntimeError("can't start new thread"), "this client failed: RuntimeError"),
     ],
 )
-@pytest.mark.parametrize("place", ["_open", "_greet"])
+@pytest.mark.parametrize("place", ["_open", "_watch"])
 def test_a_failure_to_connect_passes(fake, connect, problem, reason, place):
     client = connect()
     client.start(1, array([5]))
@@ -354,7 +366,7 @@ def test_a_failure_to_connect_passes(fake, connect, problem, reason, place):
     assert [log["problem"] for log in logs] == [type(problem).__name__] * 2
 
 
-def test_an_owner_that_fails_on_bad_news_keeps_its_client(fake, connect):
+def test_an_exception_in_on_lost_is_logged_and_ignored(fake, connect):
     news = []
 
     def fail(reason):
@@ -369,7 +381,7 @@ def test_an_owner_that_fails_on_bad_news_keeps_its_client(fake, connect):
     assert logs == [{"event": "on_lost raised", "log_level": "error", "problem": "RuntimeError"}]
 
 
-def test_an_owner_may_close_its_client_on_bad_news(fake, connect):
+def test_on_lost_may_close_the_client(fake, connect):
     problems = []
 
     def close(_):
@@ -387,7 +399,7 @@ def test_an_owner_may_close_its_client_on_bad_news(fake, connect):
     assert problems == [None]
 
 
-def test_what_the_connection_goes_over_is_said(fake, connect):
+def test_the_transport_is_reported(fake, connect):
     client = connect()
     assert client.transport == client.counters.transport == ("socket" if fake.server.has_steps else "grpc")
     fake.stop()
@@ -395,16 +407,16 @@ def test_what_the_connection_goes_over_is_said(fake, connect):
     assert client.transport == client.counters.transport == ""
 
 
-NO_FRAMES = {
-    "no response": (framed(b"\xff" * 4), "a frame that holds no DraftResponse"),
-    "no end": (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame that holds no Error"),
+BAD_FRAMES = {
+    "no response": (framed(b"\xff" * 4), "a frame does not hold a DraftResponse"),
+    "no end": (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame does not hold a Error"),
     "too long": (struct.pack("<I", 0x7FFF_FFFF), "a frame of 2147483647 bytes; at most 67108864 are possible"),
 }
 
 
 @contextmanager
-def babbler(address, data):
-    """Answers every stream over the socket for steps with the same bytes; yields the greetings that it got."""
+def answering(address, data):
+    """Answer every stream over the step socket with the same bytes; yields the handshakes that arrived."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address.removeprefix("unix:") + ".steps")
     listening.listen()
@@ -432,17 +444,16 @@ def babbler(address, data):
     thread.join(TIMEOUT_S)
 
 
-@pytest.mark.parametrize("kind", NO_FRAMES)
-def test_bytes_that_are_no_frames_of_the_contract_are_met_by_a_new_client(socket_address, connect, kind):
-    data, reason = NO_FRAMES[kind]
-    with babbler(socket_address, data) as hellos:
+@pytest.mark.parametrize("kind", BAD_FRAMES)
+def test_bytes_that_are_no_valid_frames_end_the_stream(socket_address, connect, kind):
+    data, reason = BAD_FRAMES[kind]
+    with answering(socket_address, data) as hellos:
         client = connect(required=False)
         assert_eventually(lambda: len(hellos) >= 2 and client.lost == f"it and this client disagree: {reason}")
         client.close()
-    assert len({hello.client_id for hello in hellos}) == len(hellos)
 
 
-def test_closing_tells_what_is_left_and_is_no_loss(fake, connect):
+def test_closing_sends_what_is_left_and_is_not_reported(fake, connect):
     news = []
     client = connect(on_lost=news.append)
     client.start(1, array([5]))
@@ -451,13 +462,12 @@ def test_closing_tells_what_is_left_and_is_no_loss(fake, connect):
     client.close()
     assert not client._thread.is_alive()
     assert list(fake.service.learned.values()) == [[6, 7]]
-    assert fake.service.texts() == []
     assert fake.service.counters is not None
     assert not news
 
 
-def test_closing_does_not_wait_for_a_service_that_is_behind(fake, connect, monkeypatch):
-    monkeypatch.setattr("drafter_service.client.sync.CLOSE_TIMEOUT_S", TIMEOUT_S)
+def test_closing_does_not_wait_for_a_late_service(fake, connect, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.client.CLOSE_TIMEOUT_S", TIMEOUT_S)
     client = connect(deadline_s=0.0)
     client.start(1, array([5]))
     fake.pause()
@@ -469,32 +479,26 @@ def test_closing_does_not_wait_for_a_service_that_is_behind(fake, connect, monke
     fake.resume()
 
 
-def test_waits_between_attempts_are_random_parts_of_ones_that_double():
-    class Unused:
-        def hang_up(self, **_):
-            pass
-
-        def receive(self, _):
-            pass
-
+def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
     class Longest(Random):
         def uniform(self, low, high):
             assert low == 0
             return high
 
-    link = Link(Unused(), Longest())
-    waits = [link.end(Parting("gone"))[0] for _ in range(100)]
+    def respond(times):
+        for _ in range(times):
+            state.response_received()
+
+    gone = StreamEnd("gone")
+    state = ConnectionState(Longest())
+    waits = [state.ended(gone)[0] for _ in range(100)]
     assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
     assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
-    for _ in range(GOOD_ANSWERS - 1):  # A service that dies of what it is asked is no good one.
-        link.receive(None)
-    assert link.end(Parting("gone")) == (LONGEST_BACKOFF_S, None)
-    for _ in range(GOOD_ANSWERS - 1):
-        link.receive(None)
-    assert link.end(Parting("gone")) == (LONGEST_BACKOFF_S, None)
-    for _ in range(GOOD_ANSWERS):
-        link.receive(None)
-    assert link.end(Parting("gone")) == (FIRST_BACKOFF_S, "gone")
-    first, second = ([Link(Unused(), Random(seed)).end(Parting("gone"))[0] for seed in (1, 2)] for _ in range(2))
+    for _ in range(2):  # A service that fails after a few responses is not a good one.
+        respond(GOOD_RESPONSES - 1)
+        assert state.ended(gone) == (LONGEST_BACKOFF_S, None)
+    respond(GOOD_RESPONSES)
+    assert state.ended(gone) == (FIRST_BACKOFF_S, "gone")
+    first, second = ([ConnectionState(Random(seed)).ended(gone)[0] for seed in (1, 2)] for _ in range(2))
     assert first == second
     assert first[0] != first[1]

@@ -137,8 +137,8 @@ def test_a_namespaces_life(run, service):
         (["drop", "a", "--yes", "{reader}"], "refused: caller 'reader' has no admin right to namespace 'a'"),
         (["drop", "a", "--yes", "{admin}"], "refused: there is no namespace 'a'"),
         (["forget", "a", "--everything", "{admin}"], "refused: there is no namespace 'a'"),
-        (["forget", "a", "{admin}"], "say one of --request, --older-than and --everything"),
-        (["forget", "a", "--everything", "--request", "r", "{admin}"], "say one of --request, --older-than and"),
+        (["forget", "a", "{admin}"], "give one of --request, --older-than and --everything"),
+        (["forget", "a", "--everything", "--request", "r", "{admin}"], "give one of --request, --older-than and"),
         (["forget", "a", "--older-than", "nan", "{admin}"], "older_than_s is nan; it is an age in seconds, 0 or more"),
         (["snapshot", "--namespace", "../x", "{admin}"], "refused: there is no namespace '../x'"),
         (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
@@ -154,7 +154,7 @@ def test_a_namespaces_life(run, service):
         ),
         (["namespaces", "--server", "{address}", "--key", "k"], "--key needs certificate"),
         (["namespaces", "--server", "127.0.0.1:1", "--ca", "/nowhere"], "ca: cannot read /nowhere"),
-        (["namespaces", "--server", "10.0.0.1:1", "--token-file", "{token}"], "the token would travel to 10.0.0.1:1"),
+        (["namespaces", "--server", "10.0.0.1:1", "--token-file", "{token}"], "the token would be sent to 10.0.0.1:1"),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_exit_code_2(run, service, arguments, complaint):
@@ -172,10 +172,10 @@ def test_what_goes_wrong_is_one_line_and_exit_code_2(run, service, arguments, co
         (["forget", "a", "--older-than", "-1"], "'--older-than': -1.0 is not in the range"),
         (["forget"], "Missing argument 'NAMESPACE'"),
         (["sing"], "No such command 'sing'"),
-        (["serve", "--capacity", "many"], "'--capacity': 'many' is no quantity; write 16000000, 500k or 16M"),
-        (["serve", "--capacity", "inf"], "is no quantity"),
-        (["serve", "--capacity", "5kk"], "is no quantity"),
-        (["serve", "--shape", "bush"], "'--shape': 'bush' is not one of 'path', 'tree'"),
+        (["serve", "--capacity", "many"], "'--capacity': 'many' is not a number such as 16000000, 500k or 16M"),
+        (["serve", "--capacity", "inf"], "is not a number"),
+        (["serve", "--capacity", "5kk"], "is not a number"),
+        (["serve", "--draft-shape", "bush"], "'--draft-shape': 'bush' is not one of 'path', 'tree'"),
         (["serve", "--cost", "much"], "'--cost': 'much' is not a valid float"),
     ],
 )
@@ -195,18 +195,18 @@ def test_the_usage_of_a_command_is_told(run, arguments, complaint):
         (["--listen", "unix:{new}" + "x" * 100], "is too long for a Unix socket"),
         (["--listen", "0.0.0.0:0"], "is open to the network"),
         (["--listen", "unix:{new}", "--capacity", "1"], "drafting.capacity: a corpus holds"),
-        (["--listen", "unix:{new}", "--capacity", "1G"], "namespaces.budget: 4,000,000,000 bytes are too few"),
+        (["--listen", "unix:{new}", "--capacity", "1G"], "namespaces.memory_limit: 4,000,000,000 bytes are too few"),
         (["--listen", "unix:{new}", "--refresh-interval", "inf"], "drafting: refresh_interval_s must be"),
-        (["--listen", "unix:{new}", "--cost", "0"], "drafting: cost is what one more verified token costs"),
-        (["--listen", "unix:{new}", "--cost", "nan"], "drafting: cost is"),
+        (["--listen", "unix:{new}", "--cost", "0"], "drafting: cost, the fraction of a step"),
+        (["--listen", "unix:{new}", "--cost", "nan"], "drafting: cost, the"),
         (["--listen", "unix:{new}", "--max-draft", "65"], "drafting: max_draft must be 1 to 64, not 65"),
-        (["--listen", "unix:{new}", "--set", "drafting.policy=article"], "drafting.policy must be 'suffix'"),
+        (["--listen", "unix:{new}", "--set", "drafting.policy=article"], "drafting.policy"),
         (["--listen", "unix:{new}", "--set", "limits.stream=5"], "there is no setting limits.stream; did you mean"),
-        (["--listen", "unix:{new}", "--set", "limits"], "'limits' sets nothing; write KEY=VALUE"),
+        (["--listen", "unix:{new}", "--set", "limits"], "'limits' is not of the form KEY=VALUE"),
         (["--listen", "unix:{new}", "--set", "namespaces.capacities={'a/b' = 5000}"], "a namespace cannot be called"),
         (
             ["--listen", "unix:{new}", "--set", "namespaces.capacities={a = '200M', b = '200M'}"],
-            "namespaces.capacities: namespace 'b' needs up to 3,025,000,000 bytes; 3,025,000,000 of the budget",
+            "namespaces.capacities: namespace 'b' needs up to 3,025,000,000 bytes; 3,025,000,000 of the limit",
         ),
         (["--listen", "unix:{new}", "--snapshot-folder", "{file}/x"], "snapshots.folder: cannot write to"),
         (
@@ -215,10 +215,10 @@ def test_the_usage_of_a_command_is_told(run, arguments, complaint):
         ),
         (
             ["--listen", "unix:{new}", "--socket-mode", "0444"],
-            "access: socket_mode 0444 shuts the server's own user out",
+            "access: socket_mode 0444 excludes the server's own user",
         ),
         (["--listen", "unix:{new}", "--key", "{file}"], "access: key needs certificate"),
-        (["--listen", "unix:{new}", "--key", "{file}", "--certificate", "{file}"], "are no pair in PEM form"),
+        (["--listen", "unix:{new}", "--key", "{file}", "--certificate", "{file}"], "are not a pair in PEM form"),
         (["--listen", "unix:{new}", "--callers", "{file}"], "callers: {file}"),
         (["--listen", "unix:{new}", "--callers", "{new}"], "callers: cannot read {new}"),
         (["--config", "{new}"], "cannot read the settings in {new}: No such file"),
@@ -251,23 +251,43 @@ def test_printed_settings_are_read_back(run, tmp_path):
     ca = Authority(tmp_path)
     pair = ca.server()
     arguments = [
-        *["--listen", "unix:/tmp/x.sock", "--capacity", "32M", "--max-draft", "8", "--shape", "tree", "--cost", "0.5"],
-        *["--refresh-interval", "0.5", "--budget", "8G", "--snapshot-folder", "/kept", "--snapshot-interval", "60"],
+        *[
+            "--listen",
+            "unix:/tmp/x.sock",
+            "--capacity",
+            "32M",
+            "--max-draft",
+            "8",
+            "--draft-shape",
+            "tree",
+            "--cost",
+            "0.5",
+        ],
+        *[
+            "--refresh-interval",
+            "0.5",
+            "--memory-limit",
+            "8G",
+            "--snapshot-folder",
+            "/kept",
+            "--snapshot-interval",
+            "60",
+        ],
         *["--log", "redis://somewhere", "--metrics", "127.0.0.1:9", "--certificate", pair.certificate],
         *["--key", pair.key, "--client-ca", ca.certificate, "--callers", "/callers.toml", "--allow-plaintext"],
         *["--socket-mode", "0660", "--passages", "--log-level", "debug", "--log-format", "json"],
-        *["--set", "limits.grace_s=3", "--set", "namespaces.capacities={'a.b' = '1M'}"],
+        *["--set", "limits.streams=3", "--set", "namespaces.capacities={'a.b' = '1M'}"],
     ]
     code, printed, _ = run("serve", *arguments, "--print-config")
     assert code == 0
     file = tmp_path / "settings.toml"
     file.write_text(printed)
     config = load_settings(file, environment={})
-    assert (config.drafting.capacity, config.drafting.shape, config.limits.grace_s) == (32_000_000, "tree", 3.0)
+    assert (config.drafting.capacity, config.drafting.shape, config.limits.streams) == (32_000_000, "tree", 3)
     assert (config.access.certificate, config.namespaces.capacities) == (pair.certificate, {"a.b": 1_000_000})
     assert run("serve", "--config", file, "--print-config")[1] == printed
     # Flags override what is in the file.
-    assert 'shape = "path"' in run("serve", "--config", file, "--shape", "path", "--print-config")[1]
+    assert 'shape = "path"' in run("serve", "--config", file, "--draft-shape", "path", "--print-config")[1]
 
 
 def test_every_flag_stands_for_a_setting(run):
@@ -283,7 +303,7 @@ def test_every_flag_stands_for_a_setting(run):
 def test_help_is_quick_to_load(command):
     """The help pages import neither numba nor gRPC."""
     script = (
-        "import sys; from click.testing import CliRunner; from drafter_service.cli import cli;"
+        "import sys; from click.testing import CliRunner; from drafter_service.commands.main import cli;"
         f"result = CliRunner().invoke(cli, [*{command!r}, '--help']); assert result.exit_code == 0, result.output;"
         "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
@@ -299,9 +319,20 @@ def drained(process, number):
 
 
 def test_a_port_is_served_as_the_options_say_until_interrupted():
-    options = ["--shape", "tree", "--cost", "0.0001", "--max-draft", "5", "--capacity", "100k", "--log-format", "json"]
+    options = [
+        "--draft-shape",
+        "tree",
+        "--cost",
+        "0.0001",
+        "--max-draft",
+        "5",
+        "--capacity",
+        "100k",
+        "--log-format",
+        "json",
+    ]
     with served("--listen", "127.0.0.1:0", *options) as process:
-        address = re.search(r"listening at (127\.0\.0\.1:\d+), remembering up to 100,000 tokens", process.greeting)[1]
+        address = re.search(r"listening at (127\.0\.0\.1:\d+), up to 100,000 tokens", process.greeting)[1]
         assert not address.endswith(":0")
         with connected(address) as caller:
             stream = caller.stream("a")

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from drafter_service.ingest.encode import encode
+from drafter_service.ingest.batches import read_batches
+from drafter_service.ingest.documents import Learned
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.read import read_batches
-from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.reading import Reading, encode
 from drafter_service.ingest.resume import Resume
-from drafter_service.ingest.sink import Learned
 from drafter_service.ingest.vocabulary import Vocabulary
 
 MODEL = Path(__file__).parents[3] / "engine" / "models" / "assets" / "stdlib-7m"

@@ -19,7 +19,7 @@ def names(tree, *sources):
     return [file.name.removeprefix(f"{tree}/") for file in list_files(sources)]
 
 
-def test_folders_are_read_by_name_without_what_is_hidden(tree):
+def test_folders_are_read_by_name_without_hidden_files(tree):
     assert names(tree, str(tree)) == ["a.txt", "b/1.jsonl", "b/2.jsonl", "odd[1].txt"]
 
 
@@ -33,7 +33,7 @@ def test_globs(tree):
     assert names(tree, f"{tree}/?") == ["b/1.jsonl", "b/2.jsonl"]
 
 
-def test_a_name_that_looks_like_a_glob(tree):
+def test_names_with_characters_of_globs(tree):
     assert names(tree, f"{tree}/odd[1].txt") == ["odd[1].txt"]
 
 
@@ -43,7 +43,7 @@ def test_relative_paths_have_absolute_names(tree, monkeypatch):
     assert names(tree, ".") == ["b/1.jsonl", "b/2.jsonl"]
 
 
-def test_a_file_that_changed_has_another_version(tree):
+def test_changed_files_have_another_version(tree):
     (before,) = list_files([f"{tree}/a.txt"])
     (same,) = list_files([f"{tree}/a.txt"])
     (tree / "a.txt").write_text("[]")
@@ -61,7 +61,7 @@ def test_a_file_that_changed_has_another_version(tree):
         ("nowhere://a", "nowhere"),
     ],
 )
-def test_sources_that_cannot_be_had(tree, source, message):
+def test_unavailable_sources_are_errors(tree, source, message):
     (tree / "empty").mkdir()
     if source.startswith("s3") and "s3fs" in fsspec.available_protocols():
         pytest.skip("s3fs is installed")
@@ -69,14 +69,14 @@ def test_sources_that_cannot_be_had(tree, source, message):
         list_files([source.format(tree=tree)])
 
 
-def test_a_codec_that_is_missing_is_named(tree, monkeypatch):
+def test_missing_codecs_are_reported_with_the_package(tree, monkeypatch):
     (tree / "a.jsonl.zst").write_bytes(b"")
     monkeypatch.setattr("drafter_service.ingest.files.compr", {})
     with pytest.raises(UserError, match="pip install zstandard"):
         check_codecs(list_files([f"{tree}/a.jsonl.zst"]))
 
 
-def test_a_stream_that_cannot_seek_is_read_through(tree):
+def test_streams_without_seek_are_skipped_by_reading(tree):
     (file,) = list_files([f"{tree}/a.txt"])
     (tree / "a.txt").write_bytes(b"0123456789")
     with Opened(file) as opened:

@@ -12,19 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from drafter_service.ingest import jsonl, plain, token_arrays
-from drafter_service.ingest.faults import NO_TOKENIZER, SHOWN
+from drafter_service.ingest import lines as line_formats
+from drafter_service.ingest import token_arrays
+from drafter_service.ingest.batches import BINARY, kind_of
+from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER
 from drafter_service.ingest.files import File, list_files
-from drafter_service.ingest.kinds import kind_of
-from drafter_service.ingest.read import BINARY
-from drafter_service.ingest.reading import LEAD, Reading
+from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
 from tests.drafter_service.ingest.loads import counts_of, documents_in, tokenized, write_jsonl
 
 RECORDS = [{"prompt_token_ids": list(range(100)), "token_ids": [7, index]} for index in range(50)]
-LEARNED = [[*range(100 - LEAD, 100), 7, index] for index in range(50)]
+LEARNED = [[*range(100 - PREFIX_TOKENS, 100), 7, index] for index in range(50)]
 
 
 def small(**settings):
@@ -63,7 +63,7 @@ def test_zstandard_files(tmp_path):
     assert list(documents.values()) == LEARNED
 
 
-def test_bad_lines_are_counted_with_their_places_and_never_with_their_content(tmp_path):
+def test_bad_lines_are_counted_with_places_but_without_content(tmp_path):
     good = orjson.dumps(RECORDS[0])
     lines = [b'{"secret', good, b"", b"[1]", b"\xff\xfe", b'{"text": "secret"}', good, b'{"token_ids": [-1]}']
     lines += [b"nonsense"] * 10
@@ -72,22 +72,22 @@ def test_bad_lines_are_counted_with_their_places_and_never_with_their_content(tm
     documents, reading = documents_in(path, reading=small())
     assert list(documents) == [f"{path}:2", f"{path}:7"]
     by_reason = reading.faults.by_reason
-    assert by_reason[jsonl.NOT_JSON].count == 12
-    assert by_reason[jsonl.NOT_JSON].places == [f"{path}:{line}" for line in (1, 5, 9)]
-    assert len(by_reason[jsonl.NOT_JSON].places) == SHOWN
+    assert by_reason[line_formats.NOT_JSON].count == 12
+    assert by_reason[line_formats.NOT_JSON].places == [f"{path}:{line}" for line in (1, 5, 9)]
+    assert len(by_reason[line_formats.NOT_JSON].places) == MAX_PLACES
     assert by_reason[NO_TOKENIZER].places == [f"{path}:6"]
     assert reading.faults.count == 15
     assert "secret" not in str(by_reason)
 
 
-def test_a_line_without_end_is_left_out_without_being_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MOST_LINE", 4000)
+def test_very_long_lines_are_skipped_without_keeping_them_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_formats, "MAX_JSON_LINE", 4000)
     good = orjson.dumps(RECORDS[0])
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([good, b'{"text": "' + b"x" * 50_000 + b'"}', good, good]) + b"\n")
     documents, reading = documents_in(path, reading=small())
     assert list(documents) == [f"{path}:1", f"{path}:3", f"{path}:4"]
-    assert reading.faults.by_reason[jsonl.TOO_LONG].places == [f"{path}:2"]
+    assert reading.faults.by_reason[line_formats.JSON_TOO_LONG].places == [f"{path}:2"]
 
 
 def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
@@ -98,11 +98,11 @@ def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
     assert reading.faults.count == 0
 
 
-def test_text_records_are_tokenized_behind_the_end_of_their_prompt(tmp_path, vocabulary):
+def test_text_records_have_the_end_of_their_prompt_as_prefix(tmp_path, vocabulary):
     prompt = "import os\n" * 2000 + "def f():\n    return os.path.join(a, b)\n"
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": "print(f())\n"}])
     (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
-    assert document == tokenized(prompt)[-LEAD:] + tokenized("print(f())\n")
+    assert document == tokenized(prompt)[-PREFIX_TOKENS:] + tokenized("print(f())\n")
     (document,) = documents_in(path, reading=Reading(vocabulary, whole_prompts=True))[0].values()
     assert document == tokenized(prompt) + tokenized("print(f())\n")
 
@@ -111,7 +111,7 @@ def test_messages_pass_through_the_chat_template(tmp_path, vocabulary):
     messages = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": "def f"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
     (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
-    assert document == tokenized("<|user|>import os<|end|><|assistant|>")[-LEAD:] + tokenized("def f")
+    assert document == tokenized("<|user|>import os<|end|><|assistant|>")[-PREFIX_TOKENS:] + tokenized("def f")
 
 
 @pytest.mark.parametrize("group_rows", [7, 1000])
@@ -142,7 +142,7 @@ def test_parquet_with_text_messages_and_json_in_strings(tmp_path, vocabulary):
     pq.write_table(pa.Table.from_pylist(rows), path)
     documents, _ = documents_in(path, reading=Reading(vocabulary))
     assert list(documents.values()) == [
-        tokenized("<|user|>a<|end|><|assistant|>")[-LEAD:] + tokenized("def f"),
+        tokenized("<|user|>a<|end|><|assistant|>")[-PREFIX_TOKENS:] + tokenized("def f"),
         tokenized("def g"),
     ]
 
@@ -164,7 +164,7 @@ def test_rows_of_an_array_are_documents(tmp_path, dtype):
     assert list(documents.values()) == rows.tolist()
 
 
-def test_a_row_without_ends_is_cut(tmp_path, monkeypatch):
+def test_arrays_without_lengths_are_split(tmp_path, monkeypatch):
     monkeypatch.setattr(token_arrays, "PIECE_TOKENS", 400)
     np.save(tmp_path / "a.npy", np.arange(1000))
     documents, _ = documents_in(tmp_path / "a.npy", reading=small())
@@ -173,7 +173,7 @@ def test_a_row_without_ends_is_cut(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_archives_say_where_documents_end(tmp_path, save):
+def test_archives_contain_lengths_of_documents(tmp_path, save):
     save(tmp_path / "a.npz", tokens=np.arange(10), offsets=[0, 3, 3, 10])
     documents, _ = documents_in(tmp_path / "a.npz")
     assert list(documents.values()) == [[0, 1, 2], list(range(3, 10))]
@@ -184,7 +184,7 @@ def test_traces_have_prompts(tmp_path):
     tokens = np.arange(2000, dtype=np.uint32)
     np.savez(tmp_path / "a.npz", tokens=tokens, prompt_len=[900, 40, 10], output_len=[100, 0, 950], session=[0, 1, 2])
     documents, _ = documents_in(tmp_path / "a.npz")
-    assert list(documents.values()) == [list(range(900 - LEAD, 1000)), list(range(1040, 2000))]
+    assert list(documents.values()) == [list(range(900 - PREFIX_TOKENS, 1000)), list(range(1040, 2000))]
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ def test_traces_have_prompts(tmp_path):
         {"tokens": [1, 2], "prompt_len": [1], "output_len": [1, 0]},
     ],
 )
-def test_archives_that_do_not_fit_are_left_out(tmp_path, arrays):
+def test_inconsistent_archives_are_skipped(tmp_path, arrays):
     np.savez(tmp_path / "a.npz", **{name: np.array(values) for name, values in arrays.items()})
     documents, reading = documents_in(tmp_path / "a.npz")
     assert (documents, reading.faults.count) == ({}, 1)
 
 
-def test_impossible_ids_in_arrays_are_left_out(tmp_path):
+def test_invalid_ids_in_arrays_are_skipped(tmp_path):
     np.save(tmp_path / "a.npy", np.array([[1, 2], [-1, 2], [1 << 32, 0], [int(SEPARATOR), 1], [3, 4]]))
     documents, reading = documents_in(tmp_path / "a.npy")
     assert list(documents.values()) == [[1, 2], [3, 4]]
@@ -245,11 +245,11 @@ def test_plain_text_and_source_trees(tmp_path, vocabulary):
     documents, reading = documents_in(tmp_path / "pkg", reading=Reading(vocabulary))
     expected = {"a.py": "import sys\n", "b.py": "import os\n", "data.json": '{\n "a": 1}\n'}
     assert documents == {f"{tmp_path}/pkg/{name}:1": tokenized(text) for name, text in expected.items()}
-    assert counts_of(reading.faults) == {BINARY: 1, plain.NOT_UTF8: 1}
+    assert counts_of(reading.faults) == {BINARY: 1, line_formats.NOT_UTF8: 1}
 
 
-def test_long_text_is_cut_at_the_end_of_a_line(tmp_path, vocabulary, monkeypatch):
-    monkeypatch.setattr(plain, "PIECE_BYTES", 100)
+def test_long_text_is_split_at_the_end_of_a_line(tmp_path, vocabulary, monkeypatch):
+    monkeypatch.setattr(line_formats, "PIECE_BYTES", 100)
     lines = [f"value_{index} = {index}\n" for index in range(50)]
     (tmp_path / "a.py").write_text("".join(lines))
     documents, _ = documents_in(tmp_path / "a.py", reading=Reading(vocabulary))
@@ -259,7 +259,7 @@ def test_long_text_is_cut_at_the_end_of_a_line(tmp_path, vocabulary, monkeypatch
         assert document == tokenized("".join(lines[first - 1 : end - 1]))
 
 
-def test_kinds_are_known_by_how_files_begin(tmp_path):
+def test_formats_are_detected_by_the_first_bytes(tmp_path):
     record = orjson.dumps(RECORDS[0])
     contents = {
         "server.log": (record, "JSONL"),
@@ -278,7 +278,7 @@ def test_kinds_are_known_by_how_files_begin(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.npy", "a.npz", "corpus"])
-def test_damaged_files_are_counted_and_the_next_is_read(tmp_path, name):
+def test_damaged_files_are_counted_and_loading_continues(tmp_path, name):
     corpus = Corpus(10_000, 32)
     corpus.append(np.arange(1000, dtype=np.uint32))
     snapshot.save(corpus, tmp_path / "corpus")
@@ -309,7 +309,7 @@ def test_other_file_systems(tmp_path):
     assert list(documents_in("memory://corpus.ssd")[0].values()) == [list(range(10))]
 
 
-def test_an_archive_within_an_archive_is_no_array(tmp_path):
+def test_archives_within_archives_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a.jsonl", "{}")
     (file,) = list_files([str(tmp_path / "a.zip")])

@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 
 from drafter_service.ingest import pipeline
-from drafter_service.ingest.faults import NO_TOKENIZER
+from drafter_service.ingest.documents import NO_TOKENIZER
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.flow import ahead, mapped
-from drafter_service.ingest.pipeline import BATCHES_ENCODED, BATCHES_READ, TOKENIZERS
+from drafter_service.ingest.pipeline import BATCHES_ENCODED, BATCHES_READ, TOKENIZERS, mapped, prefetched
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.resume import Resume
 from ssd.errors import UserError
@@ -29,7 +28,7 @@ def threads_of_loads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("warm-")]
 
 
-def test_documents_come_in_the_order_of_their_files(tmp_path, vocabulary):
+def test_documents_keep_the_order_of_their_files(tmp_path, vocabulary):
     records = [{"text": f"value_{index} = {index}\n"} if index % 3 else {"tokens": [index]} for index in range(500)]
     write_jsonl(tmp_path / "a.jsonl", records)
     write_jsonl(tmp_path / "b.jsonl", records)
@@ -46,7 +45,7 @@ def test_documents_come_in_the_order_of_their_files(tmp_path, vocabulary):
     assert summary.kinds == {"JSONL": 2}
 
 
-def test_what_is_under_way_is_bounded(tmp_path, monkeypatch):
+def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
     """The reader stops when the sink does: memory does not grow with the size of a load."""
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": list(range(100))} for _ in range(5000)])
     changed = threading.Condition()
@@ -58,7 +57,7 @@ def test_what_is_under_way_is_bounded(tmp_path, monkeypatch):
             with changed:
                 produced[0] += 1
                 changed.notify_all()
-            weights.append(sum(item.weight for item in batch.items))
+            weights.append(sum(item.nbytes for item in batch.items))
             yield batch
 
     class Slow(Collected):
@@ -81,7 +80,7 @@ def test_what_is_under_way_is_bounded(tmp_path, monkeypatch):
     assert len(sink.pairs) == 5000
 
 
-def test_a_prompt_of_which_the_end_is_learned_is_not_held(tmp_path):
+def test_whole_prompts_are_not_kept_in_memory(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt_token_ids": list(range(10_000)), "token_ids": [1]}])
     ((item,), *_) = next(
         iter(pipeline.read_batches(list_files([str(tmp_path)]), Resume(None, ""), Reading(), {"JSONL": 0}))
@@ -90,7 +89,7 @@ def test_a_prompt_of_which_the_end_is_learned_is_not_held(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["accept", "finish"])
-def test_what_the_sink_raises_ends_the_load(tmp_path, where):
+def test_errors_of_the_sink_end_the_load(tmp_path, where):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1] * 100}] * 1000)
 
     class Broken(Collected):
@@ -105,7 +104,7 @@ def test_what_the_sink_raises_ends_the_load(tmp_path, where):
     assert threads_of_loads() == []
 
 
-def test_what_the_tokenizer_raises_ends_the_load(tmp_path, vocabulary, monkeypatch):
+def test_errors_of_the_tokenizer_end_the_load(tmp_path, vocabulary, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 1000)
 
     def fail(_):
@@ -123,7 +122,7 @@ def test_text_needs_a_tokenizer(tmp_path):
         load([tmp_path], Collected())
 
 
-def test_a_long_log_of_text_without_a_tokenizer_is_given_up_early(tmp_path):
+def test_long_logs_of_text_without_a_tokenizer_fail_early(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a" * 100}] * 20_000)
     seen = []
     with pytest.raises(UserError, match="--tokenizer FOLDER"):
@@ -138,7 +137,7 @@ def test_some_text_among_token_ids_is_only_counted(tmp_path):
     assert summary.learned.documents == 1
 
 
-def test_a_chat_template_that_refuses_messages(tmp_path):
+def test_messages_refused_by_the_chat_template_are_counted(tmp_path):
     from drafter_service.ingest.vocabulary import Vocabulary
 
     vocabulary = Vocabulary(model_folder(tmp_path / "m", "{{ raise_exception('secret ' + messages[0].content) }}"))
@@ -149,28 +148,28 @@ def test_a_chat_template_that_refuses_messages(tmp_path):
     assert "secret" not in str(summary.faults.by_reason)
 
 
-def test_items_are_fetched_ahead_and_in_order():
-    with closing(ahead(iter(range(100)), 3)) as items:
+def test_items_are_prefetched_in_order():
+    with closing(prefetched(iter(range(100)), 3)) as items:
         assert list(items) == list(range(100))
     assert list(mapped(lambda x: x * x, range(100), 3)) == [x * x for x in range(100)]
 
 
-def test_a_source_that_fails_is_heard_of_behind_what_it_gave():
+def test_errors_of_a_source_follow_its_items():
     def broken():
         yield 1
         raise ValueError("no more")
 
-    items = ahead(broken(), 3)
+    items = prefetched(broken(), 3)
     assert next(items) == 1
     with pytest.raises(ValueError, match="no more"):
         next(items)
 
 
-def test_threads_end_when_nobody_wants_more():
+def test_threads_end_when_the_iterator_is_closed():
     def endless():
         while True:
             yield 1
 
-    with closing(ahead(endless(), 3)) as items:
+    with closing(prefetched(endless(), 3)) as items:
         next(items)
     assert threads_of_loads() == []

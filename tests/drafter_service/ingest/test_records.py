@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.chunk import Item
-from drafter_service.ingest.faults import Faults, RecordError
+from drafter_service.ingest.documents import Faults, Item, RecordError
 from drafter_service.ingest.files import File
 from drafter_service.ingest.messages import Chat, Reply
 from drafter_service.ingest.reading import Reading
@@ -82,7 +81,7 @@ def plain(part):
         ({"prompt": "p", "completion": "c", "token_ids": [2]}, [(None, [2])]),
     ],
 )  # fmt: skip
-def test_known_forms_are_read(record, expected):
+def test_known_formats_are_read(record, expected):
     assert seen(record) == expected
     assert set(record) & KNOWN, "Parquet files would not read these columns"
 
@@ -110,7 +109,7 @@ def test_others_are_refused_with_a_reason(record, reason):
     assert str(problem.value) == reason
 
 
-def test_fields_are_read_from_where_they_are_said_to_be():
+def test_configured_fields_are_read():
     record = {"a": {"b": "deep"}, "c.d": "dotted", "ids": [7], "response": "not asked for"}
     assert seen(record, ("a.b",)) == [(None, "deep")]
     assert seen(record, ("c.d",)) == [(None, "dotted")]
@@ -120,7 +119,7 @@ def test_fields_are_read_from_where_they_are_said_to_be():
             find_outputs(record, missing)
 
 
-def test_requests_keep_the_names_that_the_service_gave_them():
+def test_requests_keep_their_names():
     """Names in a log's own numbering are not taken: other files number their records alike."""
 
     def names(record):
@@ -132,14 +131,14 @@ def test_requests_keep_the_names_that_the_service_gave_them():
     assert names({"id": 1, "text": "t"}) == [None]
 
 
-def test_tool_calls_are_for_the_template():
+def test_tool_calls_are_left_to_the_chat_template():
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
     (found,) = find_outputs({"messages": [USER], "choices": [{"message": {"role": "assistant", "tool_calls": [call]}}]})
     assert isinstance(found.output, Reply)
     assert found.output.message["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "it"}}
 
 
-def test_reasoning_is_output_too():
+def test_reasoning_is_part_of_the_output():
     message = {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}
     assert seen({"choices": [{"message": message}]}) == [(None, "Hm.\n\nYes.")]
 

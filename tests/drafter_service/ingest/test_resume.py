@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import settings
 
-from drafter_service.ingest import offline, pipeline, plain
-from drafter_service.ingest.chunk import Position
+from drafter_service.ingest import lines, pipeline, sinks
+from drafter_service.ingest.batches import kind_of, read_as
+from drafter_service.ingest.documents import Position
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.kinds import kind_of, read_as
-from drafter_service.ingest.offline import OfflineSink
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.resume import Resume
+from drafter_service.ingest.sinks import OfflineSink
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import MIN_CAPACITY
@@ -73,8 +73,8 @@ def learned(folder):
 
 
 @pytest.mark.parametrize("index", range(7))
-def test_each_kind_of_file_is_read_on_from_any_position(sources, vocabulary, index, monkeypatch):
-    monkeypatch.setattr(plain, "PIECE_BYTES", 500)
+def test_every_format_continues_from_any_position(sources, vocabulary, index, monkeypatch):
+    monkeypatch.setattr(lines, "PIECE_BYTES", 500)
     file, reading = sources[index], Reading(vocabulary, block_bytes=BLOCK)
 
     def chunks_from(position):
@@ -94,7 +94,7 @@ class Saboteur:
 
     def __init__(self, monkeypatch, at):
         self.steps, self.at = [], at
-        for owner, name in ((OfflineSink, "accept"), (offline.snapshot, "save"), (Resume, "write")):
+        for owner, name in ((OfflineSink, "accept"), (sinks.snapshot, "save"), (Resume, "write")):
             monkeypatch.setattr(owner, name, self.around(getattr(owner, name)))
 
     def around(self, function):
@@ -121,7 +121,7 @@ class Saboteur:
         return [step for offset, some in enumerate(of_kind) for step in some[offset :: max(1, len(some) // 3)]]
 
 
-def test_an_interrupted_load_goes_on_to_the_same_corpus(sources, tmp_path, vocabulary, monkeypatch):
+def test_interrupted_loads_continue_to_the_same_corpus(sources, tmp_path, vocabulary, monkeypatch):
     (tmp_path / "whole").mkdir()
     with monkeypatch.context() as patch:
         saboteur = Saboteur(patch, at=-1)
@@ -141,7 +141,7 @@ def test_an_interrupted_load_goes_on_to_the_same_corpus(sources, tmp_path, vocab
         assert learned(folder) == expected, f"killed at step {at}"
 
 
-def test_all_of_it_is_as_without_resuming(sources, tmp_path, vocabulary):
+def test_resumed_load_equals_an_uninterrupted_one(sources, tmp_path, vocabulary):
     """Commits on the way change nothing about the newest text."""
     (tmp_path / "whole").mkdir()
     run(sources, tmp_path / "whole", vocabulary)
@@ -151,13 +151,13 @@ def test_all_of_it_is_as_without_resuming(sources, tmp_path, vocabulary):
     assert learned(tmp_path)["text"][newest] == learned(tmp_path / "whole")["text"][newest]
 
 
-def test_what_was_read_is_not_read_again(sources, tmp_path, vocabulary):
+def test_finished_files_are_not_read_again(sources, tmp_path, vocabulary):
     run(sources, tmp_path, vocabulary)
     summary = run(sources, tmp_path, vocabulary)
     assert (summary.learned.documents, summary.learned.duplicates, summary.kinds) == (0, 0, {})
 
 
-def test_a_file_that_changed_is_read_anew_and_only_what_is_new_is_learned(tmp_path):
+def test_changed_files_are_read_again_and_only_new_documents_are_learned(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}, {"tokens": [2]}])
     run(list_files([str(path)]), tmp_path, None)
     write_jsonl(path, [{"tokens": [1]}, {"tokens": [2]}, {"tokens": [3]}])
@@ -167,20 +167,20 @@ def test_a_file_that_changed_is_read_anew_and_only_what_is_new_is_learned(tmp_pa
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"into": 1, "files": {}}'])
-def test_a_resume_file_that_is_none(tmp_path, content):
+def test_other_files_are_refused_as_progress(tmp_path, content):
     (tmp_path / "r").write_bytes(content)
     with pytest.raises(UserError, match="remove it"):
         Resume(tmp_path / "r", "it")
 
 
-def test_a_resume_file_of_another_load(tmp_path):
+def test_progress_of_another_load_is_refused(tmp_path):
     Resume(tmp_path / "r", "the first").write()
     Resume(tmp_path / "r", "the first")
     with pytest.raises(UserError, match="a load into the first"):
         Resume(tmp_path / "r", "the second")
 
 
-def test_a_resume_file_that_cannot_be_written(tmp_path):
+def test_unwritable_progress_file_is_an_error(tmp_path):
     resume = Resume(tmp_path / "missing" / "r", "it")
     with pytest.raises(UserError, match="cannot be written"):
         resume.write()

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from drafter_service.ingest.chat_template import REFUSED, ChatTemplate
-from drafter_service.ingest.faults import RecordError
+from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.messages import Chat
-from drafter_service.ingest.vocabulary import Vocabulary
+from drafter_service.ingest.vocabulary import REFUSED, ChatTemplate, Vocabulary
 from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import MODEL, TEMPLATE, model_folder
 
@@ -20,7 +19,7 @@ CALL = {
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
 
-def test_text_is_encoded_as_the_library_does_it_in_any_number(monkeypatch):
+def test_encoding_agrees_with_the_library_for_any_number_of_texts(monkeypatch):
     from tokenizers import Tokenizer
 
     monkeypatch.setattr("drafter_service.ingest.vocabulary.CHARS_AT_ONCE", 50)
@@ -30,7 +29,7 @@ def test_text_is_encoded_as_the_library_does_it_in_any_number(monkeypatch):
     assert [ids.tolist() for ids in Vocabulary(MODEL).encode(texts)] == expected
 
 
-def test_long_texts_are_not_cut_by_the_tokenizers_own_settings(tmp_path):
+def test_long_texts_are_not_truncated(tmp_path):
     folder = model_folder(tmp_path / "m")
     settings = json.loads((folder / "tokenizer.json").read_text())
     settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
@@ -63,7 +62,7 @@ def test_folders_without_a_tokenizer(tmp_path, content):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     ],
 )
-def test_templates_read_as_in_transformers(tmp_path, template):
+def test_templates_agree_with_transformers(tmp_path, template):
     rendered = (
         pytest.importorskip("transformers.utils.chat_template_utils")
         ._compile_jinja_template(template)
@@ -74,7 +73,7 @@ def test_templates_read_as_in_transformers(tmp_path, template):
     assert chat.note is None
 
 
-def test_templates_are_found_where_models_have_them(tmp_path):
+def test_templates_are_found_in_all_usual_places(tmp_path):
     folder = model_folder(
         tmp_path / "m", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "A"}]
     )
@@ -83,20 +82,20 @@ def test_templates_are_found_where_models_have_them(tmp_path):
     assert ChatTemplate(folder).prompt_text(Chat([USER])) == "B"
 
 
-def test_calls_of_tools_are_written_as_the_template_has_them(tmp_path):
+def test_tool_calls_are_rendered_by_the_template(tmp_path):
     chat = ChatTemplate(model_folder(tmp_path / "m"))
     assert chat.reply_text(Chat([USER]), CALL) == '{"name": "look", "arguments": {"at": "<it>"}}<|end|>'
     assert chat.reply_text(None, CALL) == '{"at":"<it>"}'
 
 
 @pytest.mark.parametrize("template", [None, "{% nonsense %}", "{{"])
-def test_without_a_usable_template_messages_are_put_one_after_the_other(tmp_path, template):
+def test_without_a_usable_template_messages_are_concatenated(tmp_path, template):
     chat = ChatTemplate(model_folder(tmp_path / "m", template))
-    assert not chat.was_missed
+    assert not chat.was_missing
     assert chat.prompt_text(Chat([USER, {"role": "assistant", "content": "So."}])) == "Why <b>?\nSo.\n"
     assert chat.reply_text(Chat([USER]), CALL) == '{"at":"<it>"}'
-    assert chat.was_missed
-    assert "one after the other" in chat.note
+    assert chat.was_missing
+    assert "concatenated" in chat.note
 
 
 def test_templates_cannot_leave_their_sandbox(tmp_path):

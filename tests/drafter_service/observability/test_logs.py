@@ -1,3 +1,5 @@
+"""Structured logs, and redaction of tokens and text."""
+
 import asyncio
 import io
 import json
@@ -16,8 +18,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.logs import configure_logs
-from drafter_service.observability.withhold import LONGEST_TEXT, withhold
+from drafter_service.observability.logs import MAX_TEXT, configure_logs, redact
 from ssd.errors import UserError
 
 SECRET = "Dear Mr Holmes, the hound was seen again"
@@ -26,7 +27,7 @@ TOKENS = np.arange(7000, 7040, dtype=np.uint32)
 
 @pytest.fixture
 def logs():
-    """What was logged, as JSON lines, and the stream; everything is as before afterwards."""
+    """Return a function that returns the logged JSON documents; the logging configuration is restored."""
     root, own = logging.getLogger(), [logging.getLogger(name) for name in ("drafter_service", "ssd")]
     before = root.handlers[:], root.level, [logger.level for logger in own], sys.excepthook, threading.excepthook
     stream = io.StringIO()
@@ -46,7 +47,7 @@ def raised(problem):
         return caught
 
 
-def test_a_line_says_when_who_and_what(logs):
+def test_lines_have_time_logger_and_event(logs):
     structlog.get_logger("drafter_service.server.server").info("stream opened", namespace="main", streams=3)
     (line,) = logs()
     assert line.pop("timestamp").endswith("Z")
@@ -59,7 +60,7 @@ def test_a_line_says_when_who_and_what(logs):
     }
 
 
-def test_logs_of_libraries_go_the_same_way(logs):
+def test_logs_of_libraries_take_the_same_path(logs):
     logging.getLogger("redis").warning("lost %s, attempt %d", "localhost:6379", 2)
     logging.getLogger("redis").debug("unseen")
     warnings.warn("old", stacklevel=1)
@@ -68,7 +69,7 @@ def test_logs_of_libraries_go_the_same_way(logs):
     assert second["logger"] == "py.warnings"
 
 
-def test_the_level_is_ours_and_libraries_stay_quiet(logs):
+def test_debug_level_applies_to_own_loggers_only(logs):
     configure_logs("json", "debug", stream := io.StringIO())
     structlog.get_logger("drafter_service.x").debug("seen")
     logging.getLogger("ssd.corpus.corpus").debug("seen too")
@@ -79,7 +80,7 @@ def test_the_level_is_ours_and_libraries_stay_quiet(logs):
     assert not stream.getvalue()
 
 
-def test_the_console_gets_one_line_for_an_event_and_no_locals(logs):
+def test_console_format_has_one_line_per_event_without_locals(logs):
     configure_logs("console", "info", stream := io.StringIO())
     prompt = SECRET
     try:
@@ -114,7 +115,7 @@ def test_the_console_gets_one_line_for_an_event_and_no_locals(logs):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_could_be_tokens_or_text_is_withheld_under_any_name(logs, value):
+def test_possible_tokens_and_text_are_redacted_under_any_name(logs, value):
     structlog.get_logger("drafter_service.x").info("learned", detail=value)
     logging.getLogger("somebody").warning("learned %s", value)
     logging.getLogger("somebody").warning(value)
@@ -125,15 +126,15 @@ def test_what_could_be_tokens_or_text_is_withheld_under_any_name(logs, value):
 
 
 @pytest.mark.parametrize("name", ["tokens", "prompt", "text", "prompt_text", "completion", "draft", "Content", "token"])
-def test_names_that_promise_text_may_only_have_numbers(logs, name):
+def test_names_of_text_may_only_have_numbers(logs, name):
     structlog.get_logger("drafter_service.x").info("learned", **{name: SECRET})
     structlog.get_logger("drafter_service.x").info("learned", **{name: 512})
     first, second = logs()
-    assert first[name] == f"<withheld: str, {len(SECRET)}>"
+    assert first[name] == f"<redacted: str, {len(SECRET)}>"
     assert second[name] == 512
 
 
-def test_numbers_names_and_paths_are_told(logs):
+def test_numbers_names_and_paths_are_logged(logs):
     structlog.get_logger("drafter_service.x").info(
         "saved",
         count=np.int64(5),
@@ -145,8 +146,8 @@ def test_numbers_names_and_paths_are_told(logs):
         names=["main", "b"],
     )
     (line,) = logs()
-    told = {name: line[name] for name in ("count", "seconds", "share", "ok", "nothing", "path", "names")}
-    assert told == {
+    logged = {name: line[name] for name in ("count", "seconds", "share", "ok", "nothing", "path", "names")}
+    assert logged == {
         "count": 5,
         "seconds": 0.5,
         "share": "nan",
@@ -157,7 +158,7 @@ def test_numbers_names_and_paths_are_told(logs):
     }
 
 
-def test_an_exception_is_told_by_kind_and_place(logs):
+def test_exceptions_are_logged_by_type_and_location(logs):
     try:
         raise KeyError(SECRET) from ValueError(SECRET)
     except KeyError:
@@ -170,7 +171,7 @@ def test_an_exception_is_told_by_kind_and_place(logs):
     assert "Holmes" not in json.dumps(logs())
 
 
-def test_errors_that_name_only_files_and_settings_speak(logs):
+def test_messages_of_safe_errors_are_logged(logs):
     structlog.get_logger("drafter_service.x").error("stopped", exc_info=raised(UserError("reports.metrics: no port")))
     structlog.get_logger("drafter_service.x").error("not saved", reason=raised(OSError(28, "No space left", "/srv/x")))
     first, second = logs()
@@ -178,7 +179,7 @@ def test_errors_that_name_only_files_and_settings_speak(logs):
     assert second["reason"] == "OSError: [Errno 28] No space left: '/srv/x'"
 
 
-def test_no_line_can_be_forged(logs):
+def test_lines_cannot_be_forged(logs):
     configure_logs("console", "info", stream := io.StringIO())
     forged = "engine\n2026-01-01 [error] gone\x1b[2J"
     structlog.get_logger("drafter_service.x").info(f"hello {forged}", client=forged)
@@ -186,17 +187,17 @@ def test_no_line_can_be_forged(logs):
     assert "\x1b[2J" not in stream.getvalue()
 
 
-def test_passwords_in_addresses_are_withheld(logs):
+def test_passwords_in_addresses_are_redacted(logs):
     structlog.get_logger("drafter_service.x").info("log lost", url="redis://ann:pa55@host:6379/0")
     assert logs()[0]["url"] == "redis://***@host:6379/0"
 
 
-def test_of_what_a_library_says_in_many_lines_the_first_is_told(logs):
+def test_only_the_first_line_of_a_library_message_is_logged(logs):
     logging.getLogger("somebody").error(f"it failed\nprompt: {SECRET}")
     assert logs()[0]["event"] == "it failed"
 
 
-def test_what_asyncio_tells_of_tasks_and_callbacks_has_no_values(logs):
+def test_asyncio_messages_contain_no_values(logs):
     def fail(text):
         raise ValueError(text)
 
@@ -212,11 +213,11 @@ def test_what_asyncio_tells_of_tasks_and_callbacks_has_no_values(logs):
     lines = logs()
     assert len(lines) == 3
     assert all(line["raised"] == "ValueError" for line in lines)
-    # It shortens what it writes out, so that only the ends of a text remain.
+    # asyncio shortens representations, so only the ends of a text would appear.
     assert not {"Dear", "Holmes", "again"} & set(re.findall(r"\w+", json.dumps(lines)))
 
 
-def test_what_grpc_tells_of_a_failed_handler_has_no_values(logs):
+def test_grpc_messages_contain_no_values(logs):
     async def fail(request, _context):
         raise ValueError(f"cannot use {request!r}")
 
@@ -232,13 +233,13 @@ def test_what_grpc_tells_of_a_failed_handler_has_no_values(logs):
         await server.stop(None)
 
     asyncio.run(main())
-    # gRPC's poller, one for the whole process, may also complain of a loop that an earlier test has closed.
+    # gRPC's poller is shared by the process and may also report a loop that an earlier test has closed.
     lines = logs()
     assert sum(line["raised"] == "ValueError" for line in lines) == 1
     assert "Holmes" not in json.dumps(lines)
 
 
-def test_a_thread_that_dies_is_logged(logs):
+def test_exceptions_in_threads_are_logged(logs):
     def die():
         raise ValueError(SECRET)
 
@@ -250,8 +251,9 @@ def test_a_thread_that_dies_is_logged(logs):
     assert "Holmes" not in json.dumps(line)
 
 
-def test_the_end_of_a_process_is_logged_to_stderr():
-    program = f"from drafter_service.logs import configure_logs; configure_logs('json'); raise ValueError({SECRET!r})"
+def test_uncaught_exceptions_are_logged_to_stderr():
+    configure = "from drafter_service.observability.logs import configure_logs; configure_logs('json')"
+    program = f"{configure}; raise ValueError({SECRET!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout, json.loads(line)["raised"]) == (1, "", "ValueError")
@@ -265,9 +267,9 @@ ANYTHING = st.recursive(
 
 
 @given(st.dictionaries(st.text(min_size=1), ANYTHING, max_size=3), ANYTHING)
-def test_whatever_is_logged_can_be_written_and_stays_short(values, message):
-    kept = withhold(None, "info", {"event": message, **values})
-    for value in kept.values():
+def test_any_value_can_be_logged_and_stays_short(values, message):
+    allowed = redact(None, "info", {"event": message, **values})
+    for value in allowed.values():
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-        assert len(text) <= 16 * 10 * LONGEST_TEXT
+        assert len(text) <= 16 * 10 * MAX_TEXT
         assert "\n" not in text

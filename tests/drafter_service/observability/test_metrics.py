@@ -1,3 +1,5 @@
+"""Prometheus metrics: values, sums, documentation and the endpoint."""
+
 import asyncio
 import shutil
 import socket
@@ -19,12 +21,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import drafter_service.observability.metrics.endpoint as endpoint_module
-from drafter_service.observability.latency import BOUNDS_S
-from drafter_service.observability.metrics.catalogue import COUNTERS
-from drafter_service.observability.metrics.collector import DrafterCollector
-from drafter_service.observability.metrics.endpoint import MetricsEndpoint, asked_of
-from drafter_service.observability.metrics.kinds import BUCKETS
-from drafter_service.observability.metrics.rows import Rows
+from drafter_service.observability.facts import BOUNDS_S
+from drafter_service.observability.metrics.catalogue import BUCKETS, COUNTERS
+from drafter_service.observability.metrics.collector import DrafterCollector, Rows
+from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
 from tests.drafter_service.service_facts import filled_stats, latency_of, namespace_facts, service_facts
@@ -38,7 +38,7 @@ VLLM = "vllm:spec_decode_num_"
 
 @contextmanager
 def scraped(facts, **settings):
-    """A function that fetches the metrics over HTTP: name and labels to value."""
+    """Serve metrics, and yield a function that fetches them over HTTP."""
     endpoint = MetricsEndpoint(facts, "127.0.0.1:0", **settings)
     endpoint.start()
     try:
@@ -56,12 +56,12 @@ def fetch(endpoint, **headers):
 def samples(text):
     found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     values = {(sample.name, *sorted(sample.labels.values())): sample.value for sample in found}
-    assert len(values) == len(found), "a series was told twice"
+    assert len(values) == len(found), "duplicate series"
     return values
 
 
 def collected(collector):
-    """Name, and values of labels, to value."""
+    """Return values by name and label values."""
     found = [sample for family in collector.collect() for sample in family.samples]
     return {(sample.name, *sample.labels.values()): sample.value for sample in found}
 
@@ -70,7 +70,7 @@ def families(*namespaces):
     return list(DrafterCollector(lambda: service_facts(*namespaces), 20).collect())
 
 
-def test_the_counters_of_a_namespace_are_read_over_http():
+def test_counters_of_a_namespace_over_http():
     stats = filled_stats(1)
     counters = stats.counters
     with scraped(lambda: service_facts(namespace_facts(stats=stats))) as read:
@@ -90,12 +90,13 @@ def test_the_counters_of_a_namespace_are_read_over_http():
     assert values[lengths, "05-08", "main"] == counters.by_length[5:9, VERIFIED].sum()
     assert values[lengths, "64+", "main"] == counters.by_length[64:, VERIFIED].sum()
     assert values["ssd_drafter_accepted_tokens_by_age_total", "2^08", "main"] == counters.by_age[:9, ACCEPTED].sum()
-    odds = counters.calibration[6:8].sum(axis=0)
-    kinds = ("verified", "promised", "accepted")
-    assert [values[f"ssd_drafter_{kind}_tokens_by_odds_total", "0.3-0.4", "main"] for kind in kinds] == odds.tolist()
+    bins = counters.calibration[6:8].sum(axis=0)
+    kinds = ("verified", "predicted", "accepted")
+    names = [f"ssd_drafter_{kind}_tokens_by_path_prob_total" for kind in kinds]
+    assert [values[name, "0.3-0.4", "main"] for name in names] == bins.tolist()
 
 
-def test_nothing_is_lost_by_ranges():
+def test_ranges_include_every_count():
     stats = filled_stats(2)
     values = collected(DrafterCollector(lambda: service_facts(namespace_facts(stats=stats)), 20))
 
@@ -104,10 +105,10 @@ def test_nothing_is_lost_by_ranges():
 
     assert total("ssd_drafter_accepted_tokens_by_match_length_total") == stats.counters.by_length[:, ACCEPTED].sum()
     assert total("ssd_drafter_accepted_tokens_by_age_total") == stats.counters.by_age[:, ACCEPTED].sum()
-    assert total("ssd_drafter_verified_tokens_by_odds_total") == stats.counters.calibration[:, 0].sum()
+    assert total("ssd_drafter_verified_tokens_by_path_prob_total") == stats.counters.calibration[:, 0].sum()
 
 
-def test_everything_else_that_is_known_of_a_namespace_and_the_service():
+def test_other_metrics_of_namespaces_and_the_service():
     values = collected(DrafterCollector(lambda: service_facts(namespace_facts()), 20))
     of_namespace = {
         "corpus_capacity_tokens": 1000,
@@ -151,27 +152,27 @@ def test_everything_else_that_is_known_of_a_namespace_and_the_service():
     assert values["ssd_drafter_info", "1.2.3"] == 1
 
 
-def test_without_a_shared_log_there_are_no_figures_of_one():
+def test_log_metrics_need_a_shared_log():
     values = collected(DrafterCollector(lambda: service_facts(log=None), 20))
     assert not [key for key in values if "_log_" in key[0]]
 
 
 @given(st.lists(st.floats(1e-7, 50) | st.sampled_from(BOUNDS_S), max_size=30))
-def test_buckets_count_what_took_at_most_so_long(seconds):
+def test_buckets_count_durations_up_to_their_bound(seconds):
     (histogram,) = [counter for counter in COUNTERS if counter.name == DRAFT_LATENCY]
     *counts, total_s = histogram.read(namespace_facts(draft_latency=latency_of(*seconds)))
     for bound, count in zip(BUCKETS, accumulate(counts), strict=True):
-        # Bounds are told with six digits; those of the bins have more.
+        # Bucket labels have six digits, the bounds of the bins have more.
         assert count == sum(each <= float(bound) * (1 + 1e-5) for each in seconds)
     assert total_s == pytest.approx(sum(seconds))
 
 
-def test_buckets_are_told_cumulative():
+def test_exported_buckets_are_cumulative():
     values = collected(DrafterCollector(lambda: service_facts(namespace_facts()), 20))
-    told = [
+    exported = [
         values[f"{DRAFT_LATENCY}_bucket", "main", bound] for bound in ("2e-05", "4e-05", "0.00064", "10.4858", "+Inf")
     ]
-    assert told == [0, 1, 3, 3, 4]
+    assert exported == [0, 1, 3, 3, 4]
     assert values[f"{DRAFT_LATENCY}_count", "main"] == 4
     assert values[f"{DRAFT_LATENCY}_sum", "main"] == pytest.approx(20.00083)
 
@@ -186,7 +187,7 @@ def committed(values):
     return {key[1]: value for key, value in values.items() if key[0] == "ssd_drafter_committed_tokens_total"}
 
 
-def test_only_the_most_used_namespaces_are_told_apart():
+def test_only_the_most_used_namespaces_have_their_own_series():
     namespaces = [
         namespace_facts(name, stats_of(count)) for name, count in zip("abcde", (5, 50, 7, 70, 1), strict=True)
     ]
@@ -197,7 +198,7 @@ def test_only_the_most_used_namespaces_are_told_apart():
     assert values["ssd_drafter_namespaces",] == 5
 
 
-def test_a_namespace_called_other_is_told_with_the_rest():
+def test_a_namespace_called_other_is_part_of_the_rest():
     namespaces = [namespace_facts(name, stats_of(count)) for name, count in (("other", 90), ("a", 1), ("b", 2))]
     assert committed(collected(DrafterCollector(lambda: service_facts(*namespaces), 1))) == {"b": 2, "other": 91}
 
@@ -205,47 +206,49 @@ def test_a_namespace_called_other_is_told_with_the_rest():
 MOMENTS = st.lists(
     st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 50), st.booleans()), max_size=6), max_size=12
 )
-"""Which namespaces are in memory, how much each has grown since it was, and whether it began anew."""
+"""At each moment: namespaces in memory, the growth of each since the previous moment, and whether it restarted at 0."""
 
 
 @given(MOMENTS)
-def test_what_is_summed_never_falls_and_counts_everything_once(moments):
-    rows, totals, summed, apart = Rows(2), {}, 0, set()
+def test_sums_never_decrease_and_count_everything_once(moments):
+    rows, totals, summed, own = Rows(2), {}, 0, set()
     for moment in moments:
         before = dict(totals)
         for name, (grown, is_new) in moment.items():
             totals[name] = grown + (0 if is_new else totals.get(name, 0))
-        told = rows.update(namespace_facts(name, stats_of(totals[name])) for name in moment)
-        values = {row.labels["namespace"]: row.counters[COMMITTED_COLUMN] for row in told}
+        updated = rows.update(namespace_facts(name, stats_of(totals[name])) for name in moment)
+        values = {row.labels["namespace"]: row.counters[COMMITTED_COLUMN] for row in updated}
         rest = values.pop("other", summed)
-        assert apart & moment.keys() <= values.keys(), "a namespace lost its row"
+        assert own & moment.keys() <= values.keys(), "a namespace lost its row"
         assert values == {name: totals[name] for name in values}
         assert len(values) == min(2, len(moment))
         for name in moment.keys() - values.keys():
             last = before.get(name, 0)
-            # What began anew cannot be told from growth unless it is less than there was.
+            # A restart is only recognizable if the counter decreased.
             summed += totals[name] - last if totals[name] >= last else totals[name]
         assert rest == summed
-        apart = set(values)
+        own = set(values)
 
 
-def test_every_metric_is_in_the_documentation_as_it_is():
+def test_documentation_lists_every_metric():
     rows = [
         tuple(cell.strip().strip("`") for cell in line.strip("|\n ").split("|"))
         for line in OPERATIONS.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0].splitlines()
         if line.startswith("| `")
     ]
-    told = []
+    exported = []
     for family in families(namespace_facts(stats=filled_stats(1))):
         labels = [label for label in family.samples[0].labels if label != "le"]
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-        told.append(
+        exported.append(
             (family.name + suffix, family.type.replace("info", "gauge"), ", ".join(labels), family.documentation)
         )
-    assert rows == told, "\n".join(f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in told)
+    assert rows == exported, "\n".join(
+        f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in exported
+    )
 
 
-def test_help_says_the_unit_and_is_a_sentence():
+def test_descriptions_are_sentences_with_units():
     units = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "requests": "requests"}
     for family in families(namespace_facts()):
         assert family.documentation.endswith("."), family.name
@@ -254,7 +257,7 @@ def test_help_says_the_unit_and_is_a_sentence():
                 assert unit in family.documentation.lower(), family.name
 
 
-def test_the_text_passes_promtool():
+def test_promtool_accepts_the_metrics():
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("SKIPPED LOUDLY: no promtool; apt-get install prometheus has it")
@@ -265,24 +268,24 @@ def test_the_text_passes_promtool():
     assert not complaints
 
 
-def test_the_port_is_free_again_after_a_stop():
+def test_port_is_free_after_stop():
     endpoint = MetricsEndpoint(service_facts, "127.0.0.1:0")
     endpoint.start()
-    taken = endpoint.address.text
-    with pytest.raises(UserError, match=f"reports.metrics: cannot serve at {taken}: Address already in use; choose"):
-        MetricsEndpoint(service_facts, taken).start()
+    used = endpoint.address.text
+    with pytest.raises(UserError, match=f"reports.metrics: cannot serve at {used}: Address already in use; choose"):
+        MetricsEndpoint(service_facts, used).start()
     endpoint.stop()
     endpoint.stop()
     with pytest.raises(OSError, match="refused"):
         fetch(endpoint)
-    again = MetricsEndpoint(service_facts, taken)
+    again = MetricsEndpoint(service_facts, used)
     again.start()
     assert "ssd_drafter_info" in fetch(again)
     again.stop()
 
 
 @pytest.mark.parametrize("kind", ["application/openmetrics-text;version=1.0.0", "text/plain;version=1.0.0", "*/*"])
-def test_names_are_the_same_whatever_format_is_asked_for(kind):
+def test_names_do_not_depend_on_the_requested_format(kind):
     endpoint = MetricsEndpoint(lambda: service_facts(namespace_facts()), "127.0.0.1:0")
     endpoint.start()
     names = {key[0] for key in samples(fetch(endpoint, Accept=kind))}
@@ -294,11 +297,11 @@ def test_names_are_the_same_whatever_format_is_asked_for(kind):
 @pytest.mark.parametrize(
     ("problem", "answer", "event"),
     [
-        (TimeoutError("the loop is stuck"), HTTPError, "metrics not told: the service is busy"),
-        (RuntimeError("a bug"), RemoteDisconnected, "metrics not told"),
+        (TimeoutError("the loop is stuck"), HTTPError, "metrics not sent: the service is busy"),
+        (RuntimeError("a bug"), RemoteDisconnected, "metrics not sent"),
     ],
 )
-def test_facts_that_cannot_be_had_are_logged_and_asked_for_again(problem, answer, event, capfd, monkeypatch):
+def test_failures_are_logged_and_the_next_scrape_tries_again(problem, answer, event, capfd, monkeypatch):
     def facts():
         if not asked:
             asked.append(True)
@@ -315,7 +318,7 @@ def test_facts_that_cannot_be_had_are_logged_and_asked_for_again(problem, answer
     assert not capfd.readouterr().err
 
 
-def test_it_serves_on_ipv6_where_there_is_any():
+def test_endpoint_serves_on_ipv6():
     try:
         socket.socket(socket.AF_INET6).bind(("::1", 0))
     except OSError:
@@ -327,12 +330,12 @@ def test_it_serves_on_ipv6_where_there_is_any():
 
 
 @pytest.mark.parametrize("address", ["unix:/tmp/metrics.sock", "9400", "localhost:", "localhost:99999"])
-def test_what_is_no_host_and_port_is_refused(address):
+def test_address_must_be_host_and_port(address):
     with pytest.raises(UserError):
         MetricsEndpoint(service_facts, address)
 
 
-def test_facts_are_asked_of_the_event_loop():
+def test_facts_are_read_in_the_event_loop():
     threads = []
 
     def facts():
@@ -340,17 +343,17 @@ def test_facts_are_asked_of_the_event_loop():
         return service_facts()
 
     async def serve_and_read():
-        with scraped(asked_of(asyncio.get_running_loop(), facts)) as read:
+        with scraped(facts_from_loop(asyncio.get_running_loop(), facts)) as read:
             assert "ssd_drafter_info" in await asyncio.to_thread(read)
 
     asyncio.run(serve_and_read())
     assert threads == [threading.current_thread()]
 
 
-def test_scrapes_at_the_same_time_agree():
+def test_concurrent_scrapes_agree():
     stats = np.random.default_rng(0).integers(1, 100, 30)
     namespaces = [namespace_facts(f"n{i}", stats_of(int(count))) for i, count in enumerate(stats)]
-    with scraped(lambda: service_facts(*namespaces), most_namespaces=3) as read:
+    with scraped(lambda: service_facts(*namespaces), max_namespaces=3) as read:
         texts = [[] for _ in range(4)]
         readers = [threading.Thread(target=lambda into=into: into.append(samples(read()))) for into in texts]
         for reader in readers:
@@ -361,7 +364,7 @@ def test_scrapes_at_the_same_time_agree():
     assert totals == [stats.sum()] * 4
 
 
-def test_a_scrape_waits_for_the_sums_of_another():
+def test_scrapes_update_sums_one_at_a_time():
     class Watched(tuple):
         def __iter__(self):
             inside.append(True)

@@ -1,8 +1,10 @@
+"""Counts of accepted passages."""
+
 import numpy as np
 import pytest
 
 from drafter_service.observability import passages
-from drafter_service.observability.passages import LONGEST, MOST_KEPT, SHORTEST, Passages
+from drafter_service.observability.passages import MAX_COUNTED, MAX_LENGTH, MIN_LENGTH, Passages
 from ssd.corpus.corpus import Corpus
 
 
@@ -21,28 +23,28 @@ def corpus(texts):
     return corpus
 
 
-def test_what_was_accepted_most_comes_first_with_its_age(texts, corpus):
+def test_most_accepted_passage_comes_first_with_its_age(texts, corpus):
     found = Passages()
     for number, times in ((3, 2), (7, 5), (9, 1)):
         for _ in range(times):
             found.note(texts[number][10:50], corpus)
     first, second, third = found.most_productive(corpus)
     assert [first.accepted, second.accepted, third.accepted] == [200, 80, 40]
-    assert first.tokens.tolist() == texts[7][10 : 10 + LONGEST].tolist()
-    # Behind it: the rest of its text, and 12 others; each ends with a separator.
+    assert first.tokens.tolist() == texts[7][10 : 10 + MAX_LENGTH].tolist()
+    # After it come the rest of its text and 12 others, each with a separator.
     assert first.age_tokens == 100 - 42 + 1 + 12 * 101
 
 
-def test_short_runs_and_text_that_nobody_finished_do_not_count(texts, corpus):
+def test_short_pieces_and_unknown_text_are_not_counted(texts, corpus):
     found = Passages()
-    found.note(texts[0][: SHORTEST - 1], corpus)
+    found.note(texts[0][: MIN_LENGTH - 1], corpus)
     found.note(np.arange(5000, 5040, dtype=np.uint32), corpus)
     assert found.most_productive(corpus) == ()
-    found.note(texts[0][:SHORTEST], corpus)
+    found.note(texts[0][:MIN_LENGTH], corpus)
     assert len(found.most_productive(corpus)) == 1
 
 
-def test_what_is_forgotten_is_shown_no_more(texts, corpus):
+def test_forgotten_text_is_not_shown(texts, corpus):
     found = Passages()
     for number in (3, 7):
         found.note(texts[number][10:50], corpus)
@@ -52,13 +54,13 @@ def test_what_is_forgotten_is_shown_no_more(texts, corpus):
     assert len(found._accepted) == 1
 
 
-def test_memory_is_bounded_and_the_frequent_stay(texts, corpus, monkeypatch):
-    monkeypatch.setattr(passages, "MOST_KEPT", 16)
+def test_memory_is_bounded_and_frequent_passages_remain(texts, corpus, monkeypatch):
+    monkeypatch.setattr(passages, "MAX_COUNTED", 16)
     found = Passages()
     for _ in range(10):
         found.note(texts[0][:40], corpus)
     for text in texts:
         for first in range(1, 50):
             found.note(text[first : first + 12], corpus)
-            assert len(found._accepted) <= 16 < MOST_KEPT
+            assert len(found._accepted) <= 16 < MAX_COUNTED
     assert found.most_productive(corpus)[0].tokens.tolist() == texts[0][:32].tolist()

@@ -1,3 +1,5 @@
+"""Traces of gRPC calls."""
+
 import asyncio
 import builtins
 import subprocess
@@ -39,7 +41,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def spans(monkeypatch):
-    """Spans that were finished, in memory."""
+    """Return a function that returns the finished spans."""
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -48,13 +50,13 @@ def spans(monkeypatch):
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    # The process has one provider for good; tests put theirs in its place.
+    # A process can set its provider only once, so tests replace it.
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
     return exporter.get_finished_spans
 
 
 async def call(chosen):
-    """One unary call and one stream of three messages to a server with these interceptors."""
+    """Make one unary call and one stream of three messages to a server with these interceptors."""
 
     async def unary(request, _context):
         return request
@@ -78,7 +80,7 @@ async def call(chosen):
     await server.stop(None)
 
 
-def test_a_call_is_a_span_and_so_is_a_stream(spans):
+def test_calls_and_streams_are_spans(spans):
     asyncio.run(call(interceptors(True)))
     assert sorted(span.name for span in spans()) == ["/ssd.Test/Call", "/ssd.Test/Stream"]
     for span in spans():
@@ -87,13 +89,13 @@ def test_a_call_is_a_span_and_so_is_a_stream(spans):
         assert span.attributes["rpc.grpc.status_code"] == 0
 
 
-def test_nothing_is_traced_unless_asked_for(spans):
+def test_tracing_is_off_by_default(spans):
     assert interceptors(False) == []
     asyncio.run(call(interceptors(False)))
     assert not spans()
 
 
-def test_without_the_extra_an_error_names_it(monkeypatch):
+def test_missing_extra_is_named(monkeypatch):
     real_import = builtins.__import__
 
     def refuse(name, *rest):
@@ -107,7 +109,7 @@ def test_without_the_extra_an_error_names_it(monkeypatch):
         interceptors(True)
 
 
-def test_spans_go_where_the_environment_says_and_hold_no_messages_of_exceptions():
+def test_spans_are_exported_without_exception_messages():
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="SKIPPED LOUDLY: no OTLP exporter")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 

@@ -47,13 +47,13 @@ def test_replicas_learn_and_forget_together(replica):
     two.observe("shared", OTHER, names=["second"])
     eventually(lambda: drafts(one, OTHER))
     assert one.observe("shared", OTHER, names=["second"]).duplicates == 1
-    two.call("Forget", namespace="shared", request="first")
+    two.call("Forget", namespace="shared", request_id="first")
     assert not drafts(two)
     eventually(lambda: not drafts(one))
     assert drafts(one, OTHER)
 
 
-def test_a_new_replica_has_what_others_learned_before_it(replica):
+def test_new_replica_learns_earlier_requests(replica):
     one, _ = replica("one")
     one.observe("shared", TEXT, names=["first"])
     eventually(lambda: drafts(one))
@@ -61,7 +61,7 @@ def test_a_new_replica_has_what_others_learned_before_it(replica):
     eventually(lambda: drafts(two))
 
 
-def test_a_replica_that_was_away_catches_up_and_learns_nothing_twice(replica):
+def test_restarted_replica_catches_up_without_duplicates(replica):
     one, _ = replica("one")
     two, stop_two = replica("two")
     one.observe("shared", TEXT, names=["first"])
@@ -74,7 +74,7 @@ def test_a_replica_that_was_away_catches_up_and_learns_nothing_twice(replica):
     assert namespace.tokens == len(TEXT) + len(OTHER) + 2
 
 
-def test_without_redis_each_goes_on_alone_and_tells_the_others_later(replica, redis):
+def test_replicas_continue_alone_without_redis_and_publish_later(replica, redis):
     one, _ = replica("one")
     two, _ = replica("two")
     two.probe("shared", TEXT[:6])

@@ -48,7 +48,7 @@ def replicas_of(log, number, **options):
 
 
 @in_loop
-async def test_replicas_keep_in_step(log):
+async def test_replicas_learn_the_same(log):
     """Each takes what the others publish, in their order, and nothing of its own."""
     rng = np.random.default_rng(0)
     async with replicas_of(log, 3) as members:
@@ -81,7 +81,7 @@ async def test_replicas_keep_in_step(log):
 
 
 @in_loop
-async def test_namespaces_and_prefixes_are_apart(log):
+async def test_namespaces_and_prefixes_are_isolated(log):
     async with (
         replicas_of(log, 2) as (one, two),
         replicas_of(log, 1, namespace="other") as (elsewhere,),
@@ -97,7 +97,7 @@ async def test_namespaces_and_prefixes_are_apart(log):
 
 
 @in_loop
-async def test_a_request_that_several_publish_is_taken_once(log):
+async def test_request_published_by_several_replicas_is_learned_once(log):
     async with replicas_of(log, 3) as (one, two, three):
         await one.publish(request("a"), request(""))
         await two.publish(request("a"), request(""), request("b"))
@@ -115,7 +115,7 @@ async def test_an_empty_request_is_not_published(log):
 
 
 @in_loop
-async def test_a_new_replica_takes_the_end_of_the_log(log):
+async def test_new_replica_reads_from_its_position(log):
     """From the position beside a snapshot on, and without what the snapshot holds."""
     async with replicas_of(log, 4) as (one, two, new, from_own):
         two.read()
@@ -139,7 +139,7 @@ async def test_a_new_replica_takes_the_end_of_the_log(log):
 
 
 @in_loop
-async def test_after_a_restart_a_replica_takes_what_it_published_in_its_last_life(log):
+async def test_restarted_replica_reads_what_it_published_before(log):
     """Its snapshot may be older."""
     async with replicas_of(log, 1) as (before,):
         await before.publish(request("a"))
@@ -149,7 +149,7 @@ async def test_after_a_restart_a_replica_takes_what_it_published_in_its_last_lif
 
 
 @in_loop
-async def test_forgetting_keeps_its_place_among_requests(log):
+async def test_order_of_forgetting_and_learning_is_kept(log):
     async with replicas_of(log, 2) as (one, two):
         two.read()
         await one.publish(request("a"), Forgotten("a", 2.0), request("a", time=3.0), request("b", time=3.0))
@@ -159,7 +159,7 @@ async def test_forgetting_keeps_its_place_among_requests(log):
 
 
 @in_loop
-async def test_what_was_forgotten_is_not_taken_when_it_comes_late(log):
+async def test_forgotten_requests_that_arrive_late_are_not_learned(log):
     """From a replica that was cut off, or as a duplicate. That holds for what this replica said itself, too."""
     async with replicas_of(log, 3) as (one, two, late):
         for member in (one, two):
@@ -197,7 +197,7 @@ async def test_old_text_leaves_redis_when_it_is_forgotten(log, age_s, kept):
 
 
 @in_loop
-async def test_a_position_that_was_trimmed_away_is_a_gap(log):
+async def test_trimmed_position_is_a_gap(log):
     async with replicas_of(log, 3) as (one, two, new):
         two.read()
         for name in "abcd":
@@ -218,8 +218,8 @@ async def test_a_position_that_was_trimmed_away_is_a_gap(log):
 
 
 @in_loop
-async def test_a_reader_that_is_overtaken_by_trimming_notices(log, monkeypatch):
-    monkeypatch.setattr(reader, "LOOKED_EVERY_S", 0.0)
+async def test_reader_notices_trimming_beyond_its_position(log, monkeypatch):
+    monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
     monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 1)
     async with replicas_of(log, 2) as (one, two):
         two.read()
@@ -235,7 +235,7 @@ async def test_a_reader_that_is_overtaken_by_trimming_notices(log, monkeypatch):
 
 
 @in_loop
-async def test_a_log_that_has_lost_its_newest_entries_is_read_on(log):
+async def test_reader_continues_after_redis_lost_entries(log):
     """As when Redis comes back with an older state; even with a clock that was set back."""
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
@@ -247,7 +247,7 @@ async def test_a_log_that_has_lost_its_newest_entries_is_read_on(log):
 
 
 @in_loop
-async def test_a_log_is_bounded_in_bytes(log, monkeypatch):
+async def test_log_size_is_bounded(log, monkeypatch):
     monkeypatch.setattr(writer, "GATHER_S", 0.0)
     bound = 1 << 20
     async with replicas_of(log, 2, max_bytes=bound) as (one, two):
@@ -265,7 +265,7 @@ async def test_a_log_is_bounded_in_bytes(log, monkeypatch):
 
 
 @in_loop
-async def test_reading_is_no_faster_than_taking(log, monkeypatch):
+async def test_reader_waits_for_learning(log, monkeypatch):
     monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 2)
     async with replicas_of(log, 2) as (one, two):
         for number in range(10):
@@ -288,7 +288,7 @@ async def test_reading_is_no_faster_than_taking(log, monkeypatch):
 
 
 @in_loop
-async def test_lag_is_told_while_a_reader_is_behind(log):
+async def test_lag_is_reported(log):
     async with replicas_of(log, 3) as (one, two, three):
         two.read()
         await two.has(0)
@@ -316,7 +316,7 @@ async def test_lag_is_told_while_a_reader_is_behind(log):
 
 
 @in_loop
-async def test_entries_that_make_no_sense_are_skipped_and_counted(log):
+async def test_malformed_entries_are_skipped_and_counted(log):
     rng = np.random.default_rng(0)
     async with replicas_of(log, 2) as (one, two):
         two.read()
@@ -334,7 +334,7 @@ async def test_entries_that_make_no_sense_are_skipped_and_counted(log):
 
 
 @in_loop
-async def test_what_taking_raises_reaches_the_caller(log):
+async def test_exceptions_of_the_consumer_end_the_reader(log):
     async def take(_events):
         raise RuntimeError("no room")
 
@@ -347,9 +347,9 @@ async def test_what_taking_raises_reaches_the_caller(log):
 
 
 @in_loop
-async def test_a_reader_that_is_cancelled_ends(log, monkeypatch):
+async def test_reader_can_be_cancelled(log, monkeypatch):
     """Whatever it was doing."""
-    monkeypatch.setattr(reader, "LOOKED_EVERY_S", 0.0)
+    monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
     async with replicas_of(log, 1) as (one,):
         for number in range(40):
             await one.publish(request(str(number)))

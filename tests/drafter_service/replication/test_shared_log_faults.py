@@ -11,10 +11,10 @@ import pytest
 import structlog
 from redis import Redis
 
-from drafter_service.replication import retry, shared_log, stream
+from drafter_service.replication import shared_log, stream
 from drafter_service.replication.events import Finished, Forgotten
-from drafter_service.replication.outbox import EVENT_WEIGHT
 from drafter_service.replication.shared_log import SharedLog
+from drafter_service.replication.writer import EVENT_WEIGHT
 from ssd.errors import UserError
 from tests.certificates import Authority
 from tests.drafter_service.replication.replica import eventually, in_loop, replicas, request
@@ -27,8 +27,8 @@ KEPT = ("--appendonly", "yes", "--appendfsync", "always")
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Nobody wants to wait for the next attempt, or for a Redis that will not come back."""
-    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(stream, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(stream, "MAX_PAUSE_S", 0.05)
     monkeypatch.setattr(shared_log, "FLUSH_S", 0.2)
 
 
@@ -87,7 +87,7 @@ class Proxy:
 
 
 @in_loop
-async def test_a_request_whose_answer_was_lost_is_written_again_and_taken_once(said):
+async def test_request_is_rewritten_after_a_lost_answer_and_learned_once(said):
     with running_redis() as server, Redis.from_url(server.url) as client:
         async with (
             Proxy(server.port).running() as proxy,
@@ -112,7 +112,7 @@ async def test_a_request_whose_answer_was_lost_is_written_again_and_taken_once(s
 
 
 @in_loop
-async def test_a_reader_whose_answer_was_lost_misses_nothing():
+async def test_reader_misses_nothing_after_a_lost_answer():
     with running_redis() as server:
         async with (
             Proxy(server.port).running() as proxy,
@@ -129,7 +129,7 @@ async def test_a_reader_whose_answer_was_lost_misses_nothing():
 
 @pytest.mark.parametrize("kept", [(), KEPT], ids=["forgetful", "with-a-file"])
 @in_loop
-async def test_redis_is_killed_and_comes_back(kept, said):
+async def test_redis_is_killed_and_restarted(kept, said):
     with running_redis(*kept) as server:
         async with replicas(server.url, 2) as (one, two):
             for member in (one, two):
@@ -162,7 +162,7 @@ async def test_redis_is_killed_and_comes_back(kept, said):
 
 
 @in_loop
-async def test_while_redis_is_away_the_newest_requests_wait_and_what_is_to_be_forgotten(said):
+async def test_newest_requests_and_all_forgetting_wait_for_redis(said):
     room, weight = 100, 3 + len("0000") // 4 + EVENT_WEIGHT
     with running_redis() as server:
         async with replicas(server.url, 2, outbox_tokens=room * weight) as (one, two):
@@ -183,7 +183,7 @@ async def test_while_redis_is_away_the_newest_requests_wait_and_what_is_to_be_fo
 
 
 @in_loop
-async def test_publishing_never_waits_for_a_redis_that_hangs(monkeypatch):
+async def test_publishing_does_not_wait_for_a_hanging_redis(monkeypatch):
     monkeypatch.setattr(stream, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(stream, "BLOCK_S", 0.1)
     with running_redis() as server:
@@ -204,7 +204,7 @@ async def test_publishing_never_waits_for_a_redis_that_hangs(monkeypatch):
 
 
 @in_loop
-async def test_a_key_that_is_no_log_harms_no_other_namespace():
+async def test_key_of_another_type_does_not_affect_other_namespaces():
     with running_redis() as server, Redis.from_url(server.url) as client:
         client.set(KEY, "something else")
         async with replicas(server.url, 1) as (harmed,), replicas(server.url, 2, namespace="other") as (one, two):
@@ -220,7 +220,7 @@ async def test_a_key_that_is_no_log_harms_no_other_namespace():
 
 
 @in_loop
-async def test_closing_does_not_wait_for_a_redis_that_is_away():
+async def test_closing_does_not_wait_for_an_unavailable_redis():
     log = SharedLog(f"redis://127.0.0.1:{free_port()}")
     namespace = log.open("namespace")
     namespace.publish(request("a"))
@@ -230,7 +230,7 @@ async def test_closing_does_not_wait_for_a_redis_that_is_away():
 
 
 @in_loop
-async def test_closing_publishes_what_waits():
+async def test_closing_publishes_waiting_events():
     with running_redis() as server, Redis.from_url(server.url) as client:
         log = SharedLog(server.url)
         namespace = log.open("namespace")
@@ -241,7 +241,7 @@ async def test_closing_publishes_what_waits():
 
 
 @in_loop
-async def test_it_works_over_tls_with_a_password(tmp_path):
+async def test_tls_with_a_password(tmp_path):
     authority = Authority(tmp_path)
     server_pair = authority.server()
     port = free_port()
@@ -264,7 +264,7 @@ async def test_it_works_over_tls_with_a_password(tmp_path):
 
 
 @in_loop
-async def test_neither_passwords_nor_text_nor_names_are_said(said):
+async def test_logs_contain_no_passwords_text_or_names(said):
     with running_redis("--requirepass", "right-secret") as server:
         wrong, right = (server.url.replace("//", f"//:{which}-secret@") for which in ("wrong", "right"))
         client = Redis.from_url(right)
@@ -304,14 +304,14 @@ async def test_neither_passwords_nor_text_nor_names_are_said(said):
         ("redis://:secret@host?unheard_of=secret", "redis://[[user]:password@]host[:port][/database]"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_refused_without_being_repeated(url, advice):
+def test_unusable_url_is_refused_without_quoting_it(url, advice):
     with pytest.raises(UserError) as caught:
         SharedLog(url)
     assert advice in str(caught.value)
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_without_redis_py_the_extra_is_named(monkeypatch):
+def test_missing_redis_py_is_reported_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(UserError, match=r"pip install 'ssd-drafter\[redis\]'"):
         SharedLog("redis://localhost")

@@ -13,22 +13,20 @@ import numpy as np
 import pytest
 
 from drafter_service.auth.callers import sha256_of
-from drafter_service.auth.config import AccessConfig
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import Admin
-from drafter_service.server.identity import default_namespace
-from drafter_service.server.learning import AT_ONCE, Learned, Learning
+from drafter_service.server.learning import TEXTS_PER_TURN, Learned, Learning
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces
-from drafter_service.server.stream import Drafting
-from drafter_service.settings.tree import Limits, ServiceConfig
+from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.messages import default_namespace
 from drafter_service.transport.wire import WireError, pack
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import run
-from tests.drafter_service.raw import CLIENT, TIMEOUT_S, batch, connected, eventually, lost, start, texts
+from tests.drafter_service.raw import TIMEOUT_S, batch, connected, eventually, lost, start, texts
 from tests.drafter_service.server.test_stream import Context, Untouched
 from tests.servers import served
 from tests.strategies import array
@@ -41,7 +39,7 @@ WAITING = 30_000
 def service():
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address, snapshots = f"unix:{folder}/drafter.sock", Path(folder) / "snapshots"
-        settings = [f"limits.waiting_tokens={WAITING}", "limits.grace_s=60"]
+        settings = [f"limits.waiting_tokens={WAITING}"]
         arguments = ["--listen", address, "--capacity", "300k", "--snapshot-folder", str(snapshots)]
         with served(*arguments, *(part for setting in settings for part in ("--set", setting))):
             yield SimpleNamespace(address=address, snapshots=snapshots)
@@ -58,17 +56,17 @@ numbers = itertools.count()
 
 @pytest.fixture
 def name():
-    """Of a namespace that no other test uses."""
+    """The name of a namespace that no other test uses."""
     return f"test-{next(numbers)}"
 
 
 def counted(first, size=40):
-    """A text that stands nowhere else."""
+    """A text that occurs nowhere else."""
     return list(range(first, first + size))
 
 
-def stands_on_disk(service, tokens):
-    """Whether a run of tokens stands in any file of the snapshot folder."""
+def is_on_disk(service, tokens):
+    """Whether a run of tokens is in any file of the snapshot folder."""
     run = pack(array(tokens), "u4")
     return any(run in path.read_bytes() for path in service.snapshots.rglob("*") if path.is_file())
 
@@ -94,7 +92,7 @@ def test_the_default_namespace_follows_from_the_model(caller):
     eventually(lambda: drafts_of(caller, default_namespace(model), 100) == [[108]])
 
 
-def test_text_outside_the_vocabulary_is_refused_whole(caller, name):
+def test_texts_outside_the_vocabulary_are_refused_without_effect(caller, name):
     caller.stream(name, vocabulary_size=150)
     code, message = caller.refusal("Observe", namespace=name, texts=texts(counted(1), counted(120)))
     assert code is INVALID_ARGUMENT
@@ -104,7 +102,7 @@ def test_text_outside_the_vocabulary_is_refused_whole(caller, name):
     assert caller.observe(name, counted(1)).tokens == 40
 
 
-def test_a_stream_of_texts_is_learned_at_the_pace_of_the_index(caller, name):
+def test_a_stream_of_texts_is_learned_at_the_rate_of_the_index(caller, name):
     rng = np.random.default_rng(5)
     batches = [
         texts(*rng.integers(0, 50_000, (10, 1000)), names=[f"{turn}-{i}" for i in range(10)]) for turn in range(30)
@@ -117,7 +115,7 @@ def test_a_stream_of_texts_is_learned_at_the_pace_of_the_index(caller, name):
     assert list(caller.warm([])) == []
 
 
-def test_a_bad_text_ends_the_stream_of_texts_and_the_ones_before_are_learned(caller, name):
+def test_a_bad_text_ends_the_stream_and_earlier_texts_are_learned(caller, name):
     bad = pb.Texts(tokens=b"123")
     responses = caller.warm(pb.WarmRequest(namespace=name, texts=each) for each in (texts(counted(100)), bad))
     assert next(responses).texts == 1
@@ -132,7 +130,7 @@ METHODS = ("Observe", "Forget", "Report", "Snapshot", "ListNamespaces", "DropNam
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_bytes_that_are_no_message_are_the_callers_fault(caller, method):
+def test_malformed_calls_are_reported_as_invalid_arguments(caller, method):
     raw = caller.channel.unary_unary(f"/ssd.drafter.v1.DrafterService/{method}")
     with pytest.raises(grpc.RpcError) as refused:
         raw(b"\xff\xff", timeout=TIMEOUT_S, wait_for_ready=True)
@@ -140,7 +138,7 @@ def test_bytes_that_are_no_message_are_the_callers_fault(caller, method):
     assert f"the message is not a {method}Request of ssd.drafter.v1" in refused.value.details()
 
 
-def test_bytes_that_are_no_texts_are_the_callers_fault(caller):
+def test_malformed_texts_are_reported_as_invalid_arguments(caller):
     raw = caller.channel.stream_stream("/ssd.drafter.v1.DrafterService/Warm")
     good = pb.WarmRequest(namespace="garbage").SerializeToString()
     for requests in ([b"\xff\xff"], [good, b"\xff\xff"]):
@@ -150,24 +148,24 @@ def test_bytes_that_are_no_texts_are_the_callers_fault(caller):
         assert refused.value.details() == "the message is not a WarmRequest of ssd.drafter.v1"
 
 
-@pytest.mark.parametrize("what", [{"request": "b"}, {"older_than_s": 0.0}, {"everything": True}])
-def test_what_was_forgotten_is_drafted_no_more_and_stands_nowhere_on_disk(service, caller, name, what):
+@pytest.mark.parametrize("what", [{"request_id": "b"}, {"older_than_s": 0.0}, {"everything": True}])
+def test_forgotten_text_is_not_drafted_and_not_on_disk(service, caller, name, what):
     first = 1000 * next(numbers)
     caller.observe(name, counted(first), counted(first + 100), names=["a", "b"])
     eventually(lambda: drafts_of(caller, name, first, first + 100) == [[first + 8], [first + 108]])
     caller.call("Snapshot", namespace=name)
-    assert stands_on_disk(service, counted(first + 100))
+    assert is_on_disk(service, counted(first + 100))
     (service.snapshots / name / "corpus.refused").write_bytes(pack(array(counted(first + 100)), "u4"))
     assert caller.call("Forget", namespace=name, **what).snapshot_saved
-    kept = [[first + 8]] if "request" in what else [[]]
+    kept = [[first + 8]] if "request_id" in what else [[]]
     assert drafts_of(caller, name, first, first + 100) == [*kept, []]
-    assert not stands_on_disk(service, counted(first + 100, 8))
-    # It may come again.
+    assert not is_on_disk(service, counted(first + 100, 8))
+    # It may be learned again.
     assert caller.observe(name, counted(first + 100), names=["b"]).texts == 1
     eventually(lambda: drafts_of(caller, name, first + 100) == [[first + 108]])
 
 
-def test_only_what_is_old_enough_is_forgotten(caller, name):
+def test_only_old_text_is_forgotten(caller, name):
     caller.observe(name, counted(100))
     caller.call("Forget", namespace=name, older_than_s=3600.0)
     eventually(lambda: drafts_of(caller, name, 100) == [[108]])
@@ -176,13 +174,13 @@ def test_only_what_is_old_enough_is_forgotten(caller, name):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ({}, "what to forget is missing: give request, older_than_s or everything"),
+        ({}, "what to forget is missing: give request_id, older_than_s or everything"),
         ({"older_than_s": -1.0}, "older_than_s is -1.0; it is an age in seconds"),
         ({"older_than_s": float("nan")}, "older_than_s is nan"),
         ({"older_than_s": float("inf")}, "older_than_s is inf"),
     ],
 )
-def test_an_order_to_forget_that_cannot_be_is_refused(caller, name, what, message):
+def test_an_invalid_request_to_forget_is_refused(caller, name, what, message):
     caller.observe(name, counted(100))
     code, details = caller.refusal("Forget", namespace=name, **what)
     assert code is INVALID_ARGUMENT
@@ -190,8 +188,8 @@ def test_an_order_to_forget_that_cannot_be_is_refused(caller, name, what, messag
 
 
 @pytest.mark.parametrize("method", ["Forget", "Report", "Snapshot", "DropNamespace"])
-@pytest.mark.parametrize("asked", ["nobody", "../nobody", "n" * 500])
-def test_a_namespace_that_is_not_there_is_named_and_not_made(caller, method, asked):
+@pytest.mark.parametrize("asked", ["unknown", "../unknown", "n" * 500])
+def test_an_unknown_namespace_is_refused_and_not_made(caller, method, asked):
     what = {"everything": True} if method == "Forget" else {}
     code, details = caller.refusal(method, namespace=asked, **what)
     assert code is INVALID_ARGUMENT
@@ -199,7 +197,7 @@ def test_a_namespace_that_is_not_there_is_named_and_not_made(caller, method, ask
     assert asked not in [row.name for row in caller.call("ListNamespaces").namespaces]
 
 
-def test_a_report_tells_of_the_namespaces_asked_for(caller, name):
+def test_a_report_has_the_requested_namespaces(caller, name):
     caller.observe(name, counted(100))
     report = json.loads(caller.call("Report", namespace=name).json)
     assert [namespace["name"] for namespace in report["namespaces"]] == [name]
@@ -236,23 +234,17 @@ def test_namespaces_are_listed(caller, name):
     assert eventually(lambda: row().streams == 0)
 
 
-def test_a_dropped_namespace_is_gone_and_its_streams_end(service, caller, name):
+def test_dropping_a_namespace_deletes_it_and_ends_its_streams(service, caller, name):
     caller.observe(name, counted(100))
     eventually(lambda: drafts_of(caller, name, 100) == [[108]])
     caller.call("Snapshot", namespace=name)
-    stream, gone = caller.stream(name, client_id=CLIENT), caller.stream(name, client_id=b"g" * 16)
-    for each in (stream, gone):
-        each.ask(starts=[start(1, counted(100)[:8])])
-    gone.end()
+    stream = caller.stream(name)
+    stream.ask(starts=[start(1, counted(100)[:8])])
     caller.call("DropNamespace", namespace=name)
     assert stream.refusal() == (grpc.StatusCode.ABORTED, f"namespace {name!r} was dropped")
     assert not (service.snapshots / name).exists()
     assert name not in [row.name for row in caller.call("ListNamespaces").namespaces]
-    # Whoever comes back finds nothing of what was there.
-    for client_id in (CLIENT, b"g" * 16):
-        again = caller.stream(name, client_id=client_id)
-        assert again.welcome.resumed_ids == b""
-        assert lost(again.ask(batch=batch({1: ()}))) == [1]
+    assert lost(caller.stream(name).ask(batch=batch({1: ()}))) == [1]
     assert drafts_of(caller, name, 100) == [[]]
     assert caller.observe(name, counted(100)).texts == 1
 
@@ -263,47 +255,47 @@ DRAFTING = DrafterConfig(capacity=100_000, refresh_interval_s=3600)
 
 
 class Still(Corpus):
-    """A corpus that catches up when it is told to."""
+    """A corpus whose queue a test controls."""
 
     def maintain(self, _interval_s):
-        """Nobody does."""
+        """Do nothing."""
 
 
 @asynccontextmanager
-async def learning(most_waiting=100):
-    """What learns, and a namespace."""
+async def learning(max_waiting=100):
+    """A `Learning`, and a namespace."""
     namespace = Namespace("some", ModelIdentity(), DRAFTING, Still(DRAFTING.capacity, DRAFTING.match_depth))
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            yield Learning(most_waiting), namespace
+            yield Learning(max_waiting), namespace
     finally:
         namespace.close()
         namespace.corpus.close()
 
 
 async def waits(task):
-    """Whether a task goes on waiting, whatever turns it gets."""
+    """Whether a task still waits after many turns of the event loop."""
     for _ in range(20):
         await asyncio.sleep(0.001)
     return not task.done()
 
 
 @run
-async def test_whoever_brings_much_waits_for_the_index():
+async def test_a_caller_with_much_text_waits_for_the_index():
     async with learning() as (learner, namespace):
-        many = texts(*[[1]] * (3 * AT_ONCE))
+        many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
         task = asyncio.create_task(learner.learn(namespace, many))
         for turn in range(1, 4):
             assert await waits(task) == (turn < 3)
-            assert namespace.corpus.waiting == AT_ONCE
+            assert namespace.corpus.waiting == TEXTS_PER_TURN
             await asyncio.to_thread(namespace.corpus.refresh)
-        assert await task == Learned(3 * AT_ONCE, 3 * AT_ONCE, 0)
+        assert await task == Learned(3 * TEXTS_PER_TURN, 3 * TEXTS_PER_TURN, 0)
 
 
 @run
-async def test_whoever_waits_when_the_namespace_is_dropped_is_told():
+async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
     async with learning() as (learner, namespace):
-        task = asyncio.create_task(learner.learn(namespace, texts(*[[1]] * (2 * AT_ONCE))))
+        task = asyncio.create_task(learner.learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN))))
         assert await waits(task)
         namespace.close()
         with pytest.raises(ClosedError, match="namespace 'some' was dropped"):
@@ -311,8 +303,8 @@ async def test_whoever_waits_when_the_namespace_is_dropped_is_told():
 
 
 @run
-async def test_others_have_their_turn_while_many_texts_are_learned():
-    async with learning(most_waiting=1 << 30) as (learner, namespace):
+async def test_other_tasks_run_while_many_texts_are_learned():
+    async with learning(max_waiting=1 << 30) as (learner, namespace):
         turns = 0
 
         async def count():
@@ -322,13 +314,13 @@ async def test_others_have_their_turn_while_many_texts_are_learned():
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        await learner.learn(namespace, texts(*[[]] * (20 * AT_ONCE)))
+        await learner.learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)))
         counting.cancel()
         assert turns >= 20
 
 
 @run
-async def test_a_text_that_cannot_be_has_no_effect():
+async def test_an_invalid_text_has_no_effect():
     async with learning() as (learner, namespace):
         with pytest.raises(WireError):
             await learner.learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)))
@@ -361,8 +353,7 @@ def callers_file(folder, namespaces="a"):
 def admin_of(namespaces, access):
     limits = Limits()
     learner = Learning(limits.waiting_tokens)
-    drafting = Drafting(namespaces, access, limits)
-    return Admin(namespaces, access, drafting, learner, lambda *_: None, may_show_passages=False)
+    return Admin(namespaces, access, learner, lambda *_: None, may_show_passages=False)
 
 
 async def refused(method, request, token):
@@ -375,7 +366,7 @@ async def refused(method, request, token):
 
 @pytest.mark.parametrize("method", NEEDED)
 def test_each_call_needs_its_right_and_looks_nothing_up_without_it(tmp_path, method):
-    """So that the time of a refusal depends on nothing in the namespace."""
+    """Otherwise the time of a refusal could reveal something about the namespace."""
     access = AccessControl(AccessConfig(callers=callers_file(tmp_path)))
     needed, request = NEEDED[method]
 
@@ -458,8 +449,8 @@ async def test_everything_is_forgotten_though_the_clock_was_ahead():
 
 
 @run
-async def test_a_merge_that_fails_is_made_up_for(monkeypatch):
-    """Else whoever learns would wait for its text for ever."""
+async def test_a_failed_merge_is_repeated(monkeypatch):
+    """Otherwise callers would wait for their text for ever."""
     async with learning() as (learner, namespace):
         await learner.learn(namespace, texts(counted(100)))
         with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from drafter_service.observability.history import History, Sample
+from drafter_service.observability.facts import History, Sample
 from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.settings.tree import Reports, ServiceConfig, Snapshots
 from drafter_service.stubs import drafter_pb2 as pb
@@ -26,7 +26,6 @@ from ssd.corpus.snapshot import load
 from tests.certificates import Authority
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import (
-    CLIENT,
     DRAFT,
     TIMEOUT_S,
     Stream,
@@ -48,7 +47,7 @@ MB = 1_000_000
 
 
 def counted(first, size=40):
-    """A text that stands nowhere else."""
+    """A text that occurs nowhere else."""
     return list(range(first, first + size))
 
 
@@ -59,8 +58,8 @@ def resident_bytes(process):
 # Killed.
 
 
-def in_mid_step(caller, _folder, _rng):
-    """Requests are on their way, and what they would commit is in memory only."""
+def during_steps(caller, _folder, _rng):
+    """Requests are in flight, and what they commit is only in memory."""
     stream = caller.stream("kept")
     stream.ask(starts=[start(number, counted(number)) for number in range(64)])
     for _ in range(50):
@@ -68,7 +67,7 @@ def in_mid_step(caller, _folder, _rng):
     return stream
 
 
-def in_mid_merge(caller, _folder, rng):
+def during_a_merge(caller, _folder, rng):
     """Much text is being merged into the base."""
     stream = caller.stream("kept")
     tokens = np.random.default_rng(0).integers(0, 50_000, (30, 20_000))
@@ -78,7 +77,7 @@ def in_mid_merge(caller, _folder, rng):
     return stream
 
 
-def in_mid_snapshot(caller, folder, _rng):
+def during_a_snapshot(caller, folder, _rng):
     """A snapshot is being written."""
     stream = caller.stream("kept")
     caller.observe("kept", np.random.default_rng(1).integers(0, 50_000, 300_000))
@@ -94,13 +93,12 @@ def in_mid_snapshot(caller, folder, _rng):
     return stream
 
 
-def assert_told_again(caller):
-    """A client that comes back finds its sequences lost, and goes on once it has told them again."""
-    stream = caller.stream("kept", client_id=CLIENT)
-    assert stream.welcome.resumed_ids == b""
+def assert_registered_again(caller):
+    """A client that connects again finds its sequences lost, and has drafts once they are registered again."""
+    stream = caller.stream("kept")
     assert lost(stream.ask(batch=batch({1: [3]}))) == [1]
-    told = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
-    assert stream.draft(1, starts=[told], limit=2) == [1, 2]
+    again = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
+    assert stream.draft(1, starts=[again], limit=2) == [1, 2]
 
 
 def test_a_server_that_is_killed_comes_back_with_all_that_was_saved():
@@ -108,12 +106,12 @@ def test_a_server_that_is_killed_comes_back_with_all_that_was_saved():
     with tempfile.TemporaryDirectory(prefix="ssd-") as name:
         folder, address, learned = Path(name) / "snapshots", f"unix:{name}/drafter.sock", []
         arguments = ["--listen", address, "--capacity", "1M", "--snapshot-folder", str(folder)]
-        for moment in (in_mid_step, in_mid_merge, in_mid_snapshot, None):
-            # The socket of the one that was killed is taken over.
+        for moment in (during_steps, during_a_merge, during_a_snapshot, None):
+            # The socket of the killed server is replaced.
             with served(*arguments) as process, connected(address) as caller:
                 for first in learned:
                     assert caller.probe("kept", counted(first)[:8], limit=1) == [first + 8]
-                assert_told_again(caller)
+                assert_registered_again(caller)
                 if moment is None:
                     break
                 learned.append(100_000 + 100 * len(learned))
@@ -157,7 +155,7 @@ def test_a_full_disk_costs_snapshots_and_nothing_else():
             assert code is grpc.StatusCode.FAILED_PRECONDITION
             assert re.fullmatch(f"{path}: cannot be written: File too large; free space or save elsewhere", message)
             # The text is forgotten, but the caller learns that the disk still holds it.
-            assert caller.refusal("Forget", namespace="a", request="r")[0] is grpc.StatusCode.FAILED_PRECONDITION
+            assert caller.refusal("Forget", namespace="a", request_id="r")[0] is grpc.StatusCode.FAILED_PRECONDITION
             assert path.read_bytes() == old
             assert sorted(each.name for each in path.parent.iterdir()) == ["corpus.ssd", "namespace.json"]
             eventually(lambda: caller.probe("a", counted(200)[:8], limit=1) == [208])
@@ -184,7 +182,7 @@ def test_a_history_goes_on_when_the_clock_jumps():
 
 
 @run
-async def test_housekeeping_goes_on_when_the_clock_jumps(monkeypatch):
+async def test_housekeeping_continues_when_the_clock_jumps(monkeypatch):
     clock, counts = itertools.cycle([1e9, 2e9, 5.0, 1.5e9]), Counter()
     monkeypatch.setattr("drafter_service.server.housekeeping.time.time", lambda: next(clock))
     seen = set()
@@ -195,19 +193,19 @@ async def test_housekeeping_goes_on_when_the_clock_jumps(monkeypatch):
     namespaces = SimpleNamespace(
         loaded={"a": SimpleNamespace(note_sample=seen.add)},
         save_changed=lambda: counted_call("saves"),
-        let_idle_go=lambda idle_s: counted_call("goes"),
+        unload_idle=lambda idle_s: counted_call("unloads"),
     )
     config = ServiceConfig(reports=Reports(sample_s=0.001), snapshots=Snapshots(interval_s=0.001))
     housekeeping = Housekeeping(namespaces, config)
     housekeeping.start()
     async with asyncio.timeout(TIMEOUT_S):
-        while len(seen) < 4 or counts["saves"] < 5 or counts["goes"] < 5:
+        while len(seen) < 4 or counts["saves"] < 5 or counts["unloads"] < 5:
             await asyncio.sleep(0.001)
         await housekeeping.stop()
 
 
 @run
-async def test_housekeeping_survives_what_it_runs_into_and_finishes_what_it_began():
+async def test_housekeeping_survives_exceptions_and_finishes_work_in_progress():
     began, may_end, saves = asyncio.Event(), asyncio.Event(), []
 
     async def save_changed():
@@ -218,10 +216,10 @@ async def test_housekeeping_survives_what_it_runs_into_and_finishes_what_it_bega
         await may_end.wait()
         saves.append("ended")
 
-    async def let_idle_go(_idle_s):
-        """There is none."""
+    async def unload_idle(_idle_s):
+        """Nothing is idle."""
 
-    namespaces = SimpleNamespace(loaded={}, save_changed=save_changed, let_idle_go=let_idle_go)
+    namespaces = SimpleNamespace(loaded={}, save_changed=save_changed, unload_idle=unload_idle)
     housekeeping = Housekeeping(namespaces, ServiceConfig(snapshots=Snapshots(interval_s=0.001)))
     housekeeping.start()
     async with asyncio.timeout(TIMEOUT_S):
@@ -242,17 +240,17 @@ def service():
     """A server with little room, to be misused."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
-        arguments = ["--listen", address, "--capacity", "50k", "--budget", "200M"]
+        arguments = ["--listen", address, "--capacity", "50k", "--memory-limit", "200M"]
         arguments += ["--snapshot-folder", f"{folder}/kept"]
-        limits = {"streams": STREAMS, "sequences": 200, "stream_tokens": "1M", "grace_s": 0.1}
-        arguments += [part for name, most in limits.items() for part in ("--set", f"limits.{name}={most}")]
+        limits = {"streams": STREAMS, "sequences": 200, "stream_tokens": "1M"}
+        arguments += [part for name, limit in limits.items() for part in ("--set", f"limits.{name}={limit}")]
         with served(*arguments) as process:
             yield SimpleNamespace(address=address, process=process)
 
 
 @pytest.fixture(params=[False, True], ids=["grpc", "steps"])
 def caller(service, request):
-    """Whose streams go over gRPC, or over the step socket."""
+    """Its streams use gRPC, or the step socket."""
     with connected(service.address, over_steps=request.param) as caller:
         yield caller
 
@@ -275,12 +273,12 @@ def damaged(data, rng):
 
 
 def valid_requests(rng):
-    """A stream's life, one request after the other."""
+    """The requests of a stream, one after the other."""
     for number in itertools.count(1):
         tokens = [rng.randrange(30) for _ in range(rng.randrange(20))]
         yield pb.DraftRequest(
             step=number,
-            starts=[start(number, tokens, session=f"s{number % 5}", request=f"r{number}", is_private=number % 3 == 0)],
+            starts=[start(number, tokens, session_id=f"s{number % 5}", request_id=f"r{number}", learn=number % 3 > 0)],
         )
         yield pb.DraftRequest(
             step=number,
@@ -292,7 +290,7 @@ def valid_requests(rng):
 
 def test_thousands_of_damaged_messages_are_answered(service, caller):
     rng = random.Random(11)
-    stream = eventually(lambda: greeted(caller, "fuzzed"))
+    stream = eventually(lambda: opened(caller, "fuzzed"))
     valid = valid_requests(rng)
     codes = Counter()
     before = resident_bytes(service.process)
@@ -302,11 +300,11 @@ def test_thousands_of_damaged_messages_are_answered(service, caller):
             stream.send(rng.randbytes(rng.randrange(60)) if rng.random() < 0.2 else damaged(data, rng))
         for _ in range(1000):
             response = stream.read()
-            codes[response.error.code if response.HasField("error") else response.WhichOneof("outcome")] += 1
+            codes[response.error.code if response.HasField("error") else response.WhichOneof("result")] += 1
     assert codes.keys() == {"drafts", grpc.StatusCode.INVALID_ARGUMENT.value[0]}
     assert min(codes.values()) > 500
     assert resident_bytes(service.process) - before < 60 * MB
-    # What the odds have learned from that is another matter: any draft is wanted.
+    # The learned probabilities may be anything by now, so the price is minimal.
     new = 1 << 60
     response = stream.ask(starts=[start(new, [1005, 1006, 1005])], batch=batch({new: ()}, limit=1, cost=1e-9))
     assert drafted(response) == [1006]
@@ -321,13 +319,13 @@ EXPECTED = {
 MODEL = pb.Model(name="m", tokenizer="t", vocabulary_size=100)
 CALLS = {
     "Observe": pb.ObserveRequest(namespace="fuzz", model=MODEL, texts=texts([1, 2], [3], names=["a", "b"])),
-    "Forget": pb.ForgetRequest(namespace="fuzz", request="a"),
+    "Forget": pb.ForgetRequest(namespace="fuzz", request_id="a"),
     "Report": pb.ReportRequest(namespace="fuzz"),
     "Snapshot": pb.SnapshotRequest(namespace="fuzz"),
     "ListNamespaces": pb.ListNamespacesRequest(),
     "DropNamespace": pb.DropNamespaceRequest(namespace="fuzz"),
     "Warm": pb.WarmRequest(namespace="fuzz", model=MODEL, texts=texts([1, 2], names=["c"])),
-    "Draft": pb.DraftRequest(hello=hello("fuzz", client_id=CLIENT, name="m"), starts=[start(1, [1, 2])]),
+    "Draft": pb.DraftRequest(hello=hello("fuzz", name="m"), starts=[start(1, [1, 2])]),
 }
 
 
@@ -345,7 +343,7 @@ def status_of(channel, method, data):
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_damaged_calls_are_answered_with_a_status_that_tells(service, caller, method):
+def test_damaged_calls_are_answered_with_a_status(service, caller, method):
     rng = random.Random(method)
     data = CALLS[method].SerializeToString()
     codes = Counter()
@@ -353,12 +351,12 @@ def test_damaged_calls_are_answered_with_a_status_that_tells(service, caller, me
         message = rng.randbytes(rng.randrange(40)) if rng.random() < 0.2 else damaged(data, rng)
         codes[status_of(caller.channel, method, message)] += 1
     assert codes.keys() <= EXPECTED
-    # A stream answers what is damaged, and goes on.
+    # A stream answers damaged requests, and continues.
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > 5 or method == "Draft"
     assert caller.probe("default", [5, 6, 5], limit=2) == [6, 5]
 
 
-def greeted(caller, name):
+def opened(caller, name):
     """A stream, unless it is refused."""
     try:
         return caller.stream(name)
@@ -366,17 +364,17 @@ def greeted(caller, name):
         return None
 
 
-def test_a_flood_of_empty_sequences_takes_no_memory(service, caller):
-    stream = eventually(lambda: greeted(caller, "flooded"))
+def test_many_empty_sequences_take_no_memory(service, caller):
+    stream = eventually(lambda: opened(caller, "flooded"))
     before = resident_bytes(service.process)
-    for field in (b"\x12\x00", b"\x1a\x00"):
+    for field in (b"\x1a\x00", b"\x22\x00"):
         assert "at most 65536 sequences" in stream.ask(field * (8 << 20)).error.message
     # Parsed, each of these messages would take half a gigabyte.
     assert resident_bytes(service.process) - before < 150 * MB
 
 
-def test_a_stream_that_never_reads_is_not_read_from_either(service, caller):
-    stream = eventually(lambda: greeted(caller, "unread"))
+def test_a_client_that_reads_no_responses_is_not_read_from(service, caller):
+    stream = eventually(lambda: opened(caller, "unread"))
     stream.ask(starts=[start(number, counted(100 * number, 50) * 3) for number in range(64)])
     request = pb.DraftRequest(batch=batch(dict.fromkeys(range(64), ()), limit=32, cost=1e-30)).SerializeToString()
     size = len(stream.ask(request).SerializeToString())
@@ -401,7 +399,7 @@ def test_idle_streams_beyond_the_limit_are_refused(service):
             for _ in range(0, number, 50):
                 calls += [method(wait_for_ready=True) for _ in range(50)]
                 ends += [asyncio.create_task(call.code()) for call in calls[-50:]]
-                # gRPC itself cancels what comes faster than it can be looked at.
+                # gRPC itself cancels calls that arrive faster than they are handled.
                 while sum(end.done() for end in ends) < len(ends) - STREAMS:
                     await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
             assert {end.result() for end in ends if end.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -410,13 +408,13 @@ def test_idle_streams_beyond_the_limit_are_refused(service):
 
     asyncio.run(test())
     with connected(service.address) as caller:
-        assert eventually(lambda: greeted(caller, "default"))
+        assert eventually(lambda: opened(caller, "default"))
 
 
 # Certificates.
 
 
-def test_only_right_certificates_connect(tmp_path):
+def test_only_valid_certificates_connect(tmp_path):
     ours, other = Authority(tmp_path), Authority(tmp_path, "other")
     pair, expired = ours.server(), ours.server("expired", expired=True)
     callers = tmp_path / "callers.toml"

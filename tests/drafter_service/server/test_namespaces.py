@@ -1,4 +1,4 @@
-"""Isolated corpora and their life: made, restored, saved, let go, dropped, within one budget."""
+"""Namespaces: made, restored, saved, unloaded and dropped, within a memory limit."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
 from drafter_service.server import namespaces as module
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, Stream
-from drafter_service.server.namespaces import BudgetError, NamespaceError, Namespaces, most_bytes
+from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces, max_bytes
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits, ServiceConfig, Snapshots
 from drafter_service.settings.tree import Namespaces as NamespaceSettings
@@ -25,16 +25,16 @@ from tests.drafter_service.raw import batch, drafted, start
 from tests.strategies import array
 
 DRAFTING = DrafterConfig(capacity=5000, refresh_interval_s=0.001)
-NOBODY = ModelIdentity()
+UNKNOWN_MODEL = ModelIdentity()
 LLAMA = ModelIdentity("llama", "tokenizer-a", "", 100)
 
 
 def config_of(folder=None, *, fit=10, **changes):
-    """`fit`: how many namespaces fit into the budget."""
-    budget = fit * most_bytes(DRAFTING.capacity)
+    """`fit`: number of namespaces within the memory limit."""
+    limit = fit * max_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
-        namespaces=NamespaceSettings(budget=budget, **changes),
+        namespaces=NamespaceSettings(memory_limit=limit, **changes),
         snapshots=Snapshots(folder=folder),
     )
 
@@ -47,12 +47,12 @@ async def opened(folder=None, **changes):
             yield namespaces
     finally:
         for namespace in list(namespaces.loaded.values()):
-            await namespaces._leave(namespace)
+            await namespaces._unload(namespace)
 
 
 async def learned(namespaces, name, *texts):
     """A namespace after it has learned some texts."""
-    async with namespaces.use(name, NOBODY) as namespace:
+    async with namespaces.use(name, UNKNOWN_MODEL) as namespace:
         for number, text in enumerate(texts):
             namespace.learn(array(text), f"{name}-{number}")
         await asyncio.to_thread(namespace.corpus.refresh)
@@ -61,14 +61,14 @@ async def learned(namespaces, name, *texts):
 
 def draft_of(namespace, context, limit=3):
     session = Session(namespace, Limits())
-    request = pb.DraftRequest(starts=[start(1, context, is_private=True)], batch=batch({1: ()}, limit))
+    request = pb.DraftRequest(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
     tokens = drafted(session.answer(request, may_learn=True))
     session.close()
     return tokens
 
 
 @run
-async def test_a_namespace_is_made_on_first_use_and_nothing_crosses():
+async def test_namespaces_are_made_on_first_use_and_are_isolated():
     async with opened() as namespaces:
         assert namespaces.names() == []
         first = await learned(namespaces, "a", [1, 2, 3, 4])
@@ -82,18 +82,18 @@ async def test_a_namespace_is_made_on_first_use_and_nothing_crosses():
         request = pb.DraftRequest(starts=[start(1, [1, 2])], batch=batch({1: [3, 4]}))
         session.answer(request, may_learn=True)
         assert [each.stats.committed for each in (first, second, third)] == [2, 0, 0]
-        # Nor does what runs.
+        # Running sequences are isolated, too.
         assert draft_of(second, [3, 4], 1) == []
-        async with namespaces.use("a", NOBODY) as again:
+        async with namespaces.use("a", UNKNOWN_MODEL) as again:
             assert again is first
 
 
 @run
-async def test_who_comes_at_once_gets_the_same_namespace():
+async def test_concurrent_callers_get_the_same_namespace():
     async with opened() as namespaces:
 
         async def used():
-            async with namespaces.use("a", NOBODY) as namespace:
+            async with namespaces.use("a", UNKNOWN_MODEL) as namespace:
                 return namespace
 
         first, *others = await asyncio.gather(*(used() for _ in range(10)))
@@ -105,7 +105,7 @@ def test_a_name_that_could_be_a_path_is_refused(tmp_path, name):
     async def test():
         async with opened(tmp_path / "snapshots") as namespaces:
             with pytest.raises(NamespaceError, match="a namespace cannot be called"):
-                async with namespaces.use(name, NOBODY):
+                async with namespaces.use(name, UNKNOWN_MODEL):
                     pass
             assert namespaces.names() == []
 
@@ -114,7 +114,7 @@ def test_a_name_that_could_be_a_path_is_refused(tmp_path, name):
 
 
 @run
-async def test_only_known_namespaces_where_none_may_be_made(tmp_path):
+async def test_without_permission_to_make_namespaces_only_known_ones_are_used(tmp_path):
     async with opened(tmp_path) as namespaces:
         await namespaces.save(await learned(namespaces, "on-disk", [1, 2, 3, 4]))
     async with opened(tmp_path, create=False, capacities={"configured": 6000}) as namespaces:
@@ -125,7 +125,7 @@ async def test_only_known_namespaces_where_none_may_be_made(tmp_path):
 
 
 @run
-async def test_whoever_serves_another_vocabulary_is_refused(tmp_path):
+async def test_a_client_with_another_vocabulary_is_refused(tmp_path):
     async with opened(tmp_path) as namespaces:
 
         async def use(model):
@@ -140,8 +140,8 @@ async def test_whoever_serves_another_vocabulary_is_refused(tmp_path):
         ):
             with pytest.raises(IdentityError, match=message):
                 await use(other)
-        # Who does not say is served, and so is another model of the same vocabulary.
-        assert await use(NOBODY) == await use(ModelIdentity("other", "tokenizer-a")) == LLAMA
+        # A client without a model is served, and so is another model with the same vocabulary.
+        assert await use(UNKNOWN_MODEL) == await use(ModelIdentity("other", "tokenizer-a")) == LLAMA
         assert namespaces.loaded["a"].holds == 0
         await namespaces.save(namespaces.loaded["a"])
     async with opened(tmp_path) as namespaces:
@@ -150,7 +150,7 @@ async def test_whoever_serves_another_vocabulary_is_refused(tmp_path):
 
 
 @run
-async def test_what_was_saved_is_there_after_a_restart(tmp_path):
+async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
     async with opened(tmp_path) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
         session = Session(namespace, Limits())
@@ -168,12 +168,12 @@ async def test_what_was_saved_is_there_after_a_restart(tmp_path):
         assert (again.stats.committed, again.clients.timeouts, again.duplicates) == (2, 5, 1)
         assert again.history.samples[0].time == 100.0
         assert again.restored_position == again.log_position() == "12-3"
-        # What was learned under a name is not learned again.
+        # Text of a known name is not learned again.
         assert not again.learn(array([1, 2, 3, 9]), "a-0")
 
 
 @run
-async def test_the_longest_idle_makes_room_and_comes_back(tmp_path):
+async def test_the_namespace_that_is_idle_for_longest_is_unloaded_and_restored(tmp_path):
     async with opened(tmp_path, fit=2) as namespaces:
         for name, last in (("a", 4), ("b", 5), ("c", 6)):
             await learned(namespaces, name, [1, 2, 3, last])
@@ -185,12 +185,12 @@ async def test_the_longest_idle_makes_room_and_comes_back(tmp_path):
 
 
 @run
-async def test_nobody_makes_room_for_another_while_in_use(tmp_path):
+async def test_namespaces_in_use_are_not_unloaded(tmp_path):
     async with opened(tmp_path, fit=2) as namespaces, AsyncExitStack() as stack:
-        # One by a call, one by a stream that may come back.
-        first = await stack.enter_async_context(namespaces.use("a", NOBODY))
+        # One by a call, one by a stream.
+        first = await stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL))
         session = Session(await learned(namespaces, "b"), Limits())
-        with pytest.raises(BudgetError, match="namespace 'c' needs up to 25,075,000 bytes; 50,150,000 of the budget"):
+        with pytest.raises(MemoryLimitError, match="'c' needs up to 25,075,000 bytes; 50,150,000 of the limit"):
             await learned(namespaces, "c")
         assert sorted(namespaces.loaded) == ["a", "b"]
         assert first is namespaces.loaded["a"]
@@ -200,19 +200,21 @@ async def test_nobody_makes_room_for_another_while_in_use(tmp_path):
 
 
 @run
-async def test_without_a_folder_nobody_makes_room():
+async def test_without_a_folder_no_namespace_is_unloaded():
     async with opened(fit=1) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
-        with pytest.raises(BudgetError):
+        with pytest.raises(MemoryLimitError):
             await learned(namespaces, "b")
         assert draft_of(namespace, [1, 2, 3], 1) == [4]
         with pytest.raises(SnapshotError, match="there is no snapshot folder; start the service with"):
             await namespaces.save(namespace)
 
 
-def test_a_budget_that_no_namespace_fits_into_is_refused_at_once():
-    with pytest.raises(UserError, match=r"namespaces.budget: 12,537,500 bytes are too few .* which needs 25,075,000"):
-        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(budget=12_537_500)))
+def test_memory_limit_below_one_namespace_is_refused():
+    with pytest.raises(
+        UserError, match=r"namespaces.memory_limit: 12,537,500 bytes are too few .* which needs 25,075,000"
+    ):
+        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(memory_limit=12_537_500)))
 
 
 def blocked_writes(monkeypatch):
@@ -229,7 +231,7 @@ def blocked_writes(monkeypatch):
     return may_write, begun
 
 
-def test_what_cannot_be_saved_stays_in_memory_and_is_counted(tmp_path, monkeypatch):
+def test_a_namespace_that_cannot_be_saved_stays_loaded_and_is_counted(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(28, "No space left on device")
 
@@ -240,9 +242,9 @@ def test_what_cannot_be_saved_stays_in_memory_and_is_counted(tmp_path, monkeypat
             namespace.learn(array([1, 2, 3, 9, 9]), None)
             with monkeypatch.context() as patch:
                 patch.setattr(module, "_write", fails)
-                with pytest.raises(BudgetError, match=r"no idle namespace can be saved .* No space left on device"):
+                with pytest.raises(MemoryLimitError, match=r"no idle namespace can be saved .* No space left"):
                     await learned(namespaces, "b")
-                await namespaces.let_idle_go(0)
+                await namespaces.unload_idle(0)
                 await namespaces.save_changed()
             assert namespaces.failed_saves == 3
             assert namespaces.loaded == {"a": namespace}
@@ -253,8 +255,8 @@ def test_what_cannot_be_saved_stays_in_memory_and_is_counted(tmp_path, monkeypat
     asyncio.run(test())
 
 
-def test_a_save_goes_on_when_its_caller_leaves_and_the_next_one_waits(tmp_path, monkeypatch):
-    """Else the older of the two could be put in place last."""
+def test_a_save_continues_when_its_caller_is_cancelled_and_the_next_one_waits(tmp_path, monkeypatch):
+    """Otherwise the older of two snapshots could replace the newer one."""
     may_write, begun = blocked_writes(monkeypatch)
 
     async def test():
@@ -278,44 +280,44 @@ def test_a_save_goes_on_when_its_caller_leaves_and_the_next_one_waits(tmp_path, 
     asyncio.run(test())
 
 
-def test_nobody_waits_in_a_circle_for_room(tmp_path, monkeypatch):
-    """One is being let go, is wanted again meanwhile, and a third would have its place."""
+def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
+    """One is being unloaded, is wanted again meanwhile, and a third needs its memory."""
     may_write, begun = blocked_writes(monkeypatch)
 
     async def test():
         async with opened(tmp_path, fit=1) as namespaces, AsyncExitStack() as stack:
             await learned(namespaces, "a", [1, 2, 3, 4])
-            going = asyncio.create_task(namespaces.let_idle_go(0))
+            going = asyncio.create_task(namespaces.unload_idle(0))
             await asyncio.to_thread(begun.acquire, timeout=60)
-            wanted = asyncio.create_task(stack.enter_async_context(namespaces.use("a", NOBODY)))
+            wanted = asyncio.create_task(stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL)))
             await asyncio.sleep(0)
             third = asyncio.create_task(learned(namespaces, "b"))
             await asyncio.sleep(0)
             may_write.set()
             await going
             assert draft_of(await wanted, [1, 2, 3], 1) == [4]
-            with pytest.raises(BudgetError):
+            with pytest.raises(MemoryLimitError):
                 await third
 
     asyncio.run(test())
 
 
 @run
-async def test_namespaces_that_nobody_uses_leave_memory(tmp_path):
+async def test_idle_namespaces_are_unloaded(tmp_path):
     async with opened(tmp_path) as namespaces, AsyncExitStack() as stack:
         idle = await learned(namespaces, "idle", [1, 2, 3, 4])
-        await stack.enter_async_context(namespaces.use("held", NOBODY))
+        await stack.enter_async_context(namespaces.use("held", UNKNOWN_MODEL))
         session = Session(await learned(namespaces, "drafting"), Limits())
-        await namespaces.let_idle_go(3600)
+        await namespaces.unload_idle(3600)
         assert len(namespaces.loaded) == 3
-        await namespaces.let_idle_go(0)
+        await namespaces.unload_idle(0)
         assert sorted(namespaces.loaded) == ["drafting", "held"]
         assert idle.is_closed
         session.close()
 
 
 @run
-async def test_a_damaged_snapshot_is_set_aside_and_the_service_goes_on(tmp_path):
+async def test_a_damaged_snapshot_is_renamed_and_the_service_continues(tmp_path):
     async with opened(tmp_path) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
         namespace.log_position = lambda: "12-3"
@@ -327,7 +329,7 @@ async def test_a_damaged_snapshot_is_set_aside_and_the_service_goes_on(tmp_path)
     async with opened(tmp_path) as namespaces:
         again = await learned(namespaces, "a")
         assert again.corpus.tokens == 0
-        # What the lost corpus had read from the log is to be read again.
+        # The log that the lost corpus had read must be read again.
         assert again.restored_position is None
         assert path.with_suffix(".refused").read_bytes() == data
         again.learn(array([5, 6, 7, 8]), None)
@@ -349,7 +351,7 @@ async def test_a_corpus_without_its_description_is_restored_and_can_be_dropped(t
 
 
 @run
-async def test_a_dropped_namespace_is_gone_from_memory_and_disk(tmp_path):
+async def test_a_dropped_namespace_is_deleted_from_memory_and_disk(tmp_path):
     async with opened(tmp_path) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
         published = []
@@ -370,7 +372,7 @@ async def test_a_dropped_namespace_is_gone_from_memory_and_disk(tmp_path):
             await namespaces.save(namespace)
 
 
-def test_a_save_that_waits_does_not_bring_a_dropped_namespace_back(tmp_path, monkeypatch):
+def test_a_waiting_save_does_not_restore_a_dropped_namespace(tmp_path, monkeypatch):
     may_write, begun = blocked_writes(monkeypatch)
 
     async def test():
@@ -418,7 +420,7 @@ async def test_names_that_were_refused_cost_no_memory():
 
 
 class Clock:
-    """Time that stands where it is set."""
+    """A clock that shows the time that it was set to."""
 
     def __init__(self, now):
         self.now = now
@@ -434,7 +436,7 @@ def clock():
 
 @pytest.fixture
 def namespace(clock):
-    namespace = Namespace("some", NOBODY, DRAFTING, Corpus(DRAFTING.capacity, DRAFTING.match_depth, clock))
+    namespace = Namespace("some", UNKNOWN_MODEL, DRAFTING, Corpus(DRAFTING.capacity, DRAFTING.match_depth, clock))
     yield namespace
     namespace.close()
     namespace.corpus.close()
@@ -464,7 +466,7 @@ def test_a_name_is_learned_once_until_it_is_forgotten(namespace, clock):
     assert [type(event) for event in published] == kinds
 
 
-def test_what_comes_from_the_log_is_dated_by_it_and_not_published_again(namespace, clock):
+def test_text_from_the_log_has_its_time_and_is_not_published_again(namespace, clock):
     published = []
     namespace.publish = published.append
     assert namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now - 10)
@@ -479,8 +481,8 @@ def test_what_comes_from_the_log_is_dated_by_it_and_not_published_again(namespac
     assert published == []
 
 
-def test_the_names_that_are_remembered_are_bounded(namespace, monkeypatch):
-    monkeypatch.setattr("drafter_service.server.namespace.MOST_NAMES", 80)
+def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):
+    monkeypatch.setattr("drafter_service.server.namespace.MAX_NAMES", 80)
     nothing = np.empty(0, np.uint32)
     for number in range(1000):
         namespace.learn(nothing, f"{number}")
@@ -489,8 +491,8 @@ def test_the_names_that_are_remembered_are_bounded(namespace, monkeypatch):
     assert namespace.learn(nothing, "0")
 
 
-def test_everything_is_forgotten_whatever_the_clock_says(namespace, clock):
-    """It was ahead by a day when something was learned."""
+def test_everything_is_forgotten_although_the_clock_was_set_back(namespace, clock):
+    """It was a day ahead when something was learned."""
     for now, text in ((1000.0, [1, 2, 3, 4]), (90_000.0, [5, 6, 7, 8]), (1001.0, [2, 4, 6, 8])):
         clock.now = now
         namespace.learn(array(text), str(now))
@@ -501,21 +503,21 @@ def test_everything_is_forgotten_whatever_the_clock_says(namespace, clock):
     assert namespace.learn(array([1, 2, 3, 4]), "1000.0")
 
 
-def test_age_goes_by_the_clock_at_each_time(namespace, clock):
+def test_ages_are_measured_with_the_current_clock(namespace, clock):
     for now, text in ((1000.0, [1, 2, 3, 4]), (2000.0, [15, 16, 17, 18]), (1500.0, [22, 24, 26, 28])):
         clock.now = now
         namespace.learn(array(text), None)
     namespace.forget_before(1600.0)
     namespace.corpus.refresh()
     assert [draft_of(namespace, context, 1) for context in ([1, 2, 3], [15, 16, 17], [22, 24, 26])] == [[], [18], []]
-    # Set back, nothing is older than the epoch.
+    # After it is set back, nothing is older than the epoch.
     clock.now = 10.0
     namespace.forget_before(clock.now - 100)
     namespace.corpus.refresh()
     assert draft_of(namespace, [15, 16, 17], 1) == [18]
 
 
-def test_the_shared_log_is_told_a_time_that_exists(namespace, clock):
+def test_the_shared_log_gets_a_finite_time(namespace, clock):
     published = []
     namespace.publish = published.append
     namespace.forget_before(float("inf"))
@@ -529,3 +531,9 @@ def test_a_namespace_that_is_used_is_not_idle(namespace):
     assert not namespace.is_idle
     session.close()
     assert namespace.is_idle
+
+
+def test_policies_of_namespaces_differ_from_the_default():
+    settings = NamespaceSettings(policies={"team-a": "classic"})
+    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=settings))
+    assert [namespaces.drafting(name).policy for name in ("team-a", "other")] == ["classic", "suffix"]

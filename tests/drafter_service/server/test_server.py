@@ -15,6 +15,7 @@ from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.errors import UserError
 from ssd.types import ROOT
+from tests.drafter_service.raw import hello
 from tests.replay import progress_of, replay_one
 from tests.servers import SERVE, served
 from tests.ssd.test_drafter import TEXT
@@ -70,15 +71,16 @@ def test_health_and_reflection(server, socket_address):
         assert SERVICE in [service.name for service in reply.list_services_response.service]
 
 
-def test_a_malformed_message_is_refused_and_the_stream_lives_on(server, socket_address):
+def test_a_malformed_request_is_refused_and_the_stream_continues(server, socket_address):
     messages = [
+        pb.DraftRequest(hello=hello("default")).SerializeToString(),
         b"\xff\xff\xff",
         pb.DraftRequest(step=2, batch=pb.Batch(sequence_ids=b"123")).SerializeToString(),
         pb.DraftRequest(step=3, starts=[pb.Start(sequence_id=1)]).SerializeToString(),
     ]
     with grpc.insecure_channel(socket_address) as channel:
         raw = channel.stream_stream(f"/{SERVICE}/Draft", response_deserializer=pb.DraftResponse.FromString)
-        garbage, wrong, right = raw(iter(messages), timeout=10, wait_for_ready=True)
+        _, garbage, wrong, right = raw(iter(messages), timeout=10, wait_for_ready=True)
     assert garbage.error.code == wrong.error.code == INVALID_ARGUMENT
     assert "not a DraftRequest" in garbage.error.message
     assert "batch.sequence_ids has 3 bytes" in wrong.error.message
@@ -88,7 +90,7 @@ def test_a_malformed_message_is_refused_and_the_stream_lives_on(server, socket_a
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_service_in_order(socket_address, number):
+def test_a_signal_stops_the_service(socket_address, number):
     with served("--listen", socket_address) as process:
         client = DrafterClient(socket_address, deadline_s=10)
         client.start(1, array([1, 2, 1]))
@@ -115,7 +117,7 @@ def test_a_dead_service_costs_drafts_and_nothing_else(server, socket_address):
     client.close()
 
 
-def test_a_deadline_in_the_past_means_no_draft_and_late_answers_are_dropped(server, socket_address):
+def test_with_a_deadline_of_zero_responses_are_late_and_dropped(server, socket_address):
     client = DrafterClient(socket_address, deadline_s=10)
     client.start(1, array([1, 2, 3, 1]))
     client._deadline_s = 0.0
@@ -129,13 +131,13 @@ def test_a_deadline_in_the_past_means_no_draft_and_late_answers_are_dropped(serv
     client.close()
 
 
-def test_nobody_at_the_address(socket_address):
+def test_no_service_at_the_address(socket_address):
     address = socket_address
     with pytest.raises(UserError, match=f"no drafter answers at {address}; start one with: ssd-drafter serve"):
         DrafterClient(address)
 
 
-def test_a_living_server_keeps_its_socket(server, socket_address):
+def test_a_running_server_keeps_its_socket(server, socket_address):
     code, error = serve_in_vain("--listen", socket_address)
     assert code == 2
     assert error.startswith("error: ")
@@ -154,7 +156,7 @@ def test_a_port_in_use_is_refused():
     assert "Traceback" not in error
 
 
-def test_a_port_serves_like_a_socket():
+def test_a_port_serves_as_a_socket_does():
     with served("--listen", "127.0.0.1:0") as process:
         address = re.search(r"listening at (127\.0\.0\.1:\d+),", process.greeting)[1]
         assert not address.endswith(":0")
@@ -164,8 +166,8 @@ def test_a_port_serves_like_a_socket():
         client.close()
 
 
-def test_a_service_drafts_as_its_options_say(socket_address):
-    with served("--listen", socket_address, "--shape", "tree", "--cost", "0.0001", "--max-draft", "5"):
+def test_a_service_drafts_with_its_options(socket_address):
+    with served("--listen", socket_address, "--draft-shape", "tree", "--cost", "0.0001", "--max-draft", "5"):
         client = DrafterClient(socket_address, deadline_s=10)
         client.start(1, array([1, 2, 3, 1, 2, 4, 1, 2]))
         drafts = client.draft(progress_of({1: []}, limit=9))
@@ -189,7 +191,7 @@ def test_two_engines_learn_from_each_other_and_keep_their_sequences_apart(server
         client.close()
 
 
-def test_a_service_that_hangs_costs_one_deadline_and_is_used_again_when_it_is_back(server, socket_address):
+def test_a_service_that_hangs_costs_one_deadline_and_is_used_again_later(server, socket_address):
     client = DrafterClient(socket_address, deadline_s=0.5)
     client.start(1, array([1, 2, 1]))
     server.send_signal(signal.SIGSTOP)
@@ -199,13 +201,13 @@ def test_a_service_that_hangs_costs_one_deadline_and_is_used_again_when_it_is_ba
     assert time.monotonic() - began < 4 * 0.5
     assert client.timeouts == 6
     server.send_signal(signal.SIGCONT)
-    # Nothing that was committed meanwhile is missing.
+    # No token that was committed meanwhile is missing.
     assert_eventually(lambda: client.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [4, 5])
     assert client.lost is None
     client.close()
 
 
-def test_what_was_held_back_is_learned_from(server, socket_address):
+def test_text_committed_while_the_service_was_late_is_learned(server, socket_address):
     client = DrafterClient(socket_address, deadline_s=0.0)
     server.send_signal(signal.SIGSTOP)
     client.start(1, TEXT[:50])
@@ -219,7 +221,7 @@ def test_what_was_held_back_is_learned_from(server, socket_address):
     client.close()
 
 
-def test_a_service_that_is_silent_for_too_long_is_given_up_once(server, socket_address):
+def test_a_silent_service_is_reported_once(server, socket_address):
     reasons = []
     client = DrafterClient(socket_address, deadline_s=0.01, patience_s=0.0, on_lost=reasons.append)
     client.start(1, array([1, 2, 1]))
@@ -234,8 +236,8 @@ def test_a_service_that_is_silent_for_too_long_is_given_up_once(server, socket_a
     client.close()
 
 
-def test_the_server_describes_the_contract(server, socket_address):
-    """What reflection tells a stranger is the contract that lies in protos/."""
+def test_reflection_returns_the_contract(server, socket_address):
+    """It is the contract in protos/."""
     with grpc.insecure_channel(socket_address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)

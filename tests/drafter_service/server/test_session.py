@@ -1,4 +1,4 @@
-"""One stream's sequences, in the process: what a request does, and what it is refused for."""
+"""The sequences of one stream, in the process: effects of requests, and refusals."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from drafter_service.server.namespace import Namespace
 from drafter_service.server.session import LONG_PROMPT, Session
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import MOST_FIELDS
+from drafter_service.transport.messages import MAX_FIELDS
 from drafter_service.transport.wire import pack, read_drafts
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
@@ -70,7 +70,7 @@ def test_a_step_is_answered_with_its_number_and_drafts(session):
     assert lost(response) == []
 
 
-def test_the_engines_cost_is_passed_on(session):
+def test_the_cost_of_the_engine_is_used(session):
     ask(session, starts=[start(1, [1, 2, 3, 4, 5, 6, 1, 2])])
     sizes = [
         len(drafted(ask(session, batch=batch({1: ()}, limit=32, cost=cost))))
@@ -82,49 +82,46 @@ def test_the_engines_cost_is_passed_on(session):
 def test_refusals_name_the_field_and_have_no_effect(session):
     ask(session, starts=[start(1, [5, 6, 5])])
     again = [start(2, [1]), start(1, [1])]
-    assert refused(ask(session, step=2, starts=again), "starts names a sequence that is running already")
-    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts names a sequence that is running")
-    assert refused(ask(session, finishes=[finish(1), finish(1)]), "finishes names a sequence twice")
+    assert refused(ask(session, step=2, starts=again), "starts contains a sequence that is running already")
+    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts contains a sequence that is running")
+    assert refused(ask(session, finishes=[finish(1), finish(1)]), "finishes contains a sequence twice")
     claims = batch({1: ()})
     claims.verified = pack(array([1]), "u4")
     assert refused(ask(session, batch=claims), "batch.verified[0] is 1; the sequence's last draft had 0 tokens")
     claims.verified = pack(array([0xFFFF_FFFF]), "u4")
     assert refused(ask(session, batch=claims), "batch.verified[0] is 4294967295")
-    claims.verified, claims.accepted = pack(array([0]), "u4"), pack(array([1]), "u4")
-    assert refused(ask(session, batch=claims), "batch.accepted[0] is 1, of 0 verified")
     new = batch({2: ()}, verified=1)
     assert refused(ask(session, starts=[start(2, [1])], batch=new), "the sequence's last draft had 0 tokens")
     no_draft = "finishes[0].verified is 1; the sequence's last draft had 0 tokens"
     assert refused(ask(session, finishes=[finish(1, verified=1)]), no_draft)
     assert refused(ask(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
-    assert refused(ask(session, finishes=[finish(1, accepted=1)]), "finishes[0].accepted is 1, of 0 verified")
     for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
         assert refused(ask(session, batch=batch({1: ()}, cost=cost)), f"batch.cost is {cost}")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
     assert refused(ask(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
     bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")
     assert refused(ask(session, finishes=[bad_tokens]), "finishes[0].tokens holds the token id 4294967295")
-    crowd = pb.Batch(sequence_ids=bytes(8 * (MOST_FIELDS + 1)))
-    assert refused(ask(session, batch=crowd), f"batch.sequence_ids has {MOST_FIELDS + 1} elements")
+    crowd = pb.Batch(sequence_ids=bytes(8 * (MAX_FIELDS + 1)))
+    assert refused(ask(session, batch=crowd), f"batch.sequence_ids has {MAX_FIELDS + 1} elements")
     # Sequence 1 still runs, the others never began.
-    assert session.sizes() == {1: 3}
+    assert session._sizes == {1: 3}
     response = ask(session, step=9, starts=[start(2, [8])], batch=batch({2: (), 1: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
 
 
-def test_sequences_that_are_not_known_are_told_and_the_others_served(session):
+def test_unknown_sequences_are_reported_and_the_others_served(session):
     ask(session, starts=[start(1, [5, 6, 5])])
     response = ask(session, finishes=[finish(7), finish(8, [1], verified=3)], batch=batch({9: [4], 1: (), 6: ()}, 2))
     assert lost(response) == [7, 8, 9, 6]
     assert [drafted(response, 3, index) for index in range(3)] == [[], [6, 5], []]
-    # What is finished and stands in a batch behind it is lost.
+    # Finishes come before the batch.
     assert lost(ask(session, finishes=[finish(1)], batch=batch({1: ()}))) == [1]
 
 
 def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
     response = ask(session, starts=[start(1, [1, 2])], finishes=[finish(1, [3, 4])])
     assert lost(response) == []
-    assert session.sizes() == {}
+    assert session._sizes == {}
     namespace.corpus.refresh()
     assert drafted(ask(session, starts=[start(1, [1, 2])], batch=batch({1: ()}, limit=2))) == [3, 4]
 
@@ -145,11 +142,11 @@ def test_any_bytes_are_answered(shared, data):
 def test_a_damaged_request_is_refused_or_answered_and_the_session_lives_on(shared, data):
     session = Session(shared, Limits())
     ask(session, starts=[start(1, [5, 6, 5]), start(3, [1, 2, 1])])
-    ask(session, batch=batch({1: (), 3: ()}))  # so that there are counts to lie about
+    ask(session, batch=batch({1: (), 3: ()}))  # So that there are counts to damage.
     whole = pb.DraftRequest(
         step=3,
-        starts=[start(2, [1, 2], session="s", request="r")],
-        finishes=[finish(3, [2], verified=1, accepted=1, steps=1)],
+        starts=[start(2, [1, 2], session_id="s", request_id="r")],
+        finishes=[finish(3, [2], verified=1, steps=1)],
         batch=batch({1: [6], 2: ()}, verified=0),
         counters=pb.ClientCounters(timeouts=3, reconnects=1),
     )
@@ -160,10 +157,10 @@ def test_a_damaged_request_is_refused_or_answered_and_the_session_lives_on(share
         request = pb.DraftRequest.FromString(bytes(message))
     except DecodeError:
         request = whole
-    sizes = session.sizes()
+    sizes = dict(session._sizes)
     if session.answer(request, may_learn=False).HasField("error"):
-        assert session.sizes() == sizes
-    another = 1 << 60  # far from what damage makes of a small id
+        assert session._sizes == sizes
+    another = 1 << 60  # Far from any damaged small id.
     response = ask(session, starts=[start(another, [5, 6, 5])], batch=batch({another: ()}, limit=2))
     assert drafted(response) == [6, 5]
     session.close()
@@ -176,31 +173,31 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-def test_what_the_service_has_is_what_it_was_told(shared, actions):
-    """Against a dictionary of texts: a client resumes by these lengths."""
-    session, told = Session(shared, Limits()), {}
+def test_sequences_have_the_tokens_that_were_sent(shared, actions):
+    """Against a dictionary of texts."""
+    session, sent = Session(shared, Limits()), {}
     for action, sequence_id, tokens, learn in actions:
-        was_running = sequence_id in told
+        was_running = sequence_id in sent
         if action == "start":
-            response = ask(session, starts=[start(sequence_id, tokens, session="s" if learn else "")])
+            response = ask(session, starts=[start(sequence_id, tokens, session_id="s" if learn else "")])
             assert response.HasField("error") == was_running
-            told.setdefault(sequence_id, list(tokens))
+            sent.setdefault(sequence_id, list(tokens))
         elif action == "finish":
             response = ask(session, finishes=[finish(sequence_id, tokens, learn=learn)])
             assert lost(response) == ([] if was_running else [sequence_id])
-            told.pop(sequence_id, None)
+            sent.pop(sequence_id, None)
         else:
             response = ask(session, batch=batch({sequence_id: tokens}))
             assert lost(response) == ([] if was_running else [sequence_id])
             if was_running:
-                told[sequence_id] += tokens
-        assert session.sizes() == session._drafter.sizes() == {key: len(text) for key, text in told.items()}
+                sent[sequence_id] += tokens
+        assert session._sizes == {key: len(text) for key, text in sent.items()}
     session.close()
 
 
 def test_the_steps_of_sequences_count(namespace, session):
     ask(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
-    ask(session, finishes=[finish(1, [6, 5, 8], verified=2, accepted=2)])
+    ask(session, finishes=[finish(1, [6, 5, 8], verified=2)])
     assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
     several = batch({2: [1, 1]})
     several.steps = pack(array([2]), "u4")
@@ -229,40 +226,40 @@ def test_streams_share_what_was_learned_and_nothing_else(namespace):
 @pytest.mark.parametrize(
     ("fields", "learn", "may_at_first", "may_at_last"),
     [
-        ({"is_private": True}, True, True, True),
+        ({"learn": False}, True, True, True),
         ({}, False, True, True),
         ({}, True, False, True),
         ({}, True, True, False),
     ],
     ids=["private", "not to be learned", "no right at first", "no right at last"],
 )
-def test_what_may_not_be_learned_is_not(namespace, session, fields, learn, may_at_first, may_at_last):
+def test_nothing_is_learned_without_permission(namespace, session, fields, learn, may_at_first, may_at_last):
     ask(session, starts=[start(1, [1, 2, 3], **fields)], may_learn=may_at_first)
     ask(session, finishes=[finish(1, [4, 5], learn=learn)], may_learn=may_at_last)
     namespace.corpus.refresh()
     assert namespace.corpus.appended == 0
 
 
-@pytest.mark.parametrize(("is_private", "may_learn"), [(False, True), (True, True), (False, False)])
-def test_what_runs_is_shown_to_others_unless_it_may_not_be(namespace, is_private, may_learn):
+@pytest.mark.parametrize(("learn", "may_learn"), [(True, True), (False, True), (True, False)])
+def test_running_sequences_are_drafted_to_others_if_they_may_be_learned(namespace, learn, may_learn):
     first, second = (Session(namespace, Limits()) for _ in range(2))
-    ask(first, starts=[start(1, [1, 2, 3], is_private=is_private)], may_learn=may_learn)
+    ask(first, starts=[start(1, [1, 2, 3], learn=learn)], may_learn=may_learn)
     ask(second, starts=[start(1, [2, 3])])
     ask(first, batch=batch({1: [4, 5, 6]}), may_learn=may_learn)
     namespace.corpus.refresh()
-    is_shown = may_learn and not is_private
+    is_shown = may_learn and learn
     assert drafted(ask(second, batch=batch({1: ()}, limit=3))) == ([4, 5, 6] if is_shown else [])
 
 
-def test_the_sequences_that_were_silent_for_longest_are_let_go(namespace):
+def test_the_sequences_that_were_inactive_for_longest_are_dropped(namespace):
     session = Session(namespace, Limits(sequences=2))
     ask(session, starts=[start(1, [1]), start(2, [2])])
     ask(session, batch=batch({1: [1]}))
     ask(session, starts=[start(3, [3])])
-    assert session.sizes() == {1: 2, 3: 1}
+    assert session._sizes == {1: 2, 3: 1}
     assert lost(ask(session, batch=batch({1: (), 2: ()}))) == [2]
     ask(session, starts=[start(sequence_id, [1]) for sequence_id in range(4, 40)])
-    assert session.sizes() == {38: 1, 39: 1}
+    assert session._sizes == {38: 1, 39: 1}
     assert namespace.sequences == 2
 
 
@@ -270,10 +267,10 @@ def test_the_tokens_of_a_stream_are_bounded(namespace):
     session = Session(namespace, Limits(stream_tokens=100))
     ask(session, starts=[start(1, range(60)), start(2, range(30))])
     ask(session, batch=batch({2: range(20)}))
-    assert session.sizes() == {2: 50}
+    assert session._sizes == {2: 50}
     assert refused(ask(session, starts=[start(3, range(101))]), "brings 101 tokens at once; a stream may have 100")
     ask(session, batch=batch({2: range(51)}))
-    assert session.sizes() == {}
+    assert session._sizes == {}
     assert namespace.corpus.appended == 0
 
 
@@ -286,7 +283,7 @@ def test_clients_counters_are_summed(namespace):
     tell(first, timeouts=4, dropped=5)
     tell(second, timeouts=10)
     assert (namespace.clients.timeouts, namespace.clients.dropped) == (14, 5)
-    # One that has come back to a service that does not know it any more has told most of it before.
+    # A client that has connected again sent most of it before.
     again = Session(namespace, Limits())
     tell(again, timeouts=4, dropped=5, reconnects=2)
     tell(again, timeouts=6, dropped=5, reconnects=2)
@@ -311,41 +308,41 @@ async def indexed(session):
 
 
 @run
-async def test_a_long_prompt_is_indexed_beside_the_others(session):
+async def test_a_long_prompt_is_indexed_while_others_are_served(session):
     prompt = [*LONG, 9001, 9002, 9003, 9001]
     response = ask(session, starts=[start(1, prompt), start(2, [5, 6, 5])], batch=batch({1: (), 2: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
     response = ask(session, batch=batch({2: [6], 1: [9002]}, limit=1))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[5], []]
     assert lost(response) == []
-    assert session.sizes() == {1: len(prompt) + 1, 2: 4}
+    assert session._sizes == {1: len(prompt) + 1, 2: 4}
     assert refused(ask(session, starts=[start(1, [1])]), "running already")
     await indexed(session)
     assert drafted(ask(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
-    assert session.sizes() == session._drafter.sizes() == {1: len(prompt) + 1, 2: 4}
+    assert session._sizes == {1: len(prompt) + 1, 2: 4}
 
 
 @run
-async def test_a_long_prompt_that_ends_meanwhile_is_learned(session):
+async def test_a_sequence_that_ends_while_it_is_indexed_is_learned(session):
     namespace = session.namespace
-    ask(session, starts=[start(1, LONG, request="r")], batch=batch({1: [7001, 7002]}))
+    ask(session, starts=[start(1, LONG, request_id="r")], batch=batch({1: [7001, 7002]}))
     assert lost(ask(session, finishes=[finish(1, [7003, 7004])])) == []
-    assert session.sizes() == {}
+    assert session._sizes == {}
     # The id is free at once.
-    ask(session, starts=[start(1, LONG, is_private=True)])
+    ask(session, starts=[start(1, LONG, learn=False)])
     await indexed(session)
     namespace.corpus.refresh()
     assert drafted(ask(session, batch=batch({1: ()}, limit=4))) == [7001, 7002, 7003, 7004]
     assert namespace.stats.committed == 4
-    ask(session, starts=[start(2, LONG, request="r")])
+    ask(session, starts=[start(2, LONG, request_id="r")])
     ask(session, finishes=[finish(2, [1])])
     assert namespace.duplicates == 1
 
 
 @run
-async def test_a_long_prompt_that_ends_meanwhile_is_not_learned_against_orders(session):
+async def test_a_sequence_that_ends_while_it_is_indexed_is_learned_only_with_the_right(session):
     namespace = session.namespace
-    for number, (fields, learn) in enumerate([({"is_private": True}, True), ({}, False)]):
+    for number, (fields, learn) in enumerate([({"learn": False}, True), ({}, False)]):
         ask(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
         ask(session, finishes=[finish(number, [7002], learn=learn)])
     # The right is needed when it begins and when it ends.
@@ -357,7 +354,7 @@ async def test_a_long_prompt_that_ends_meanwhile_is_not_learned_against_orders(s
 
 
 @run
-async def test_a_session_that_closes_gives_up_its_long_prompts(session):
+async def test_closing_a_session_cancels_its_indexing(session):
     namespace = session.namespace
     ask(session, starts=[start(1, LONG)])
     session.close()
@@ -369,22 +366,22 @@ async def test_a_session_that_closes_gives_up_its_long_prompts(session):
 
 
 @run
-async def test_what_is_being_indexed_counts_and_is_not_let_go(session):
+async def test_a_sequence_that_is_indexed_counts_and_is_not_dropped(session):
     session = Session(session.namespace, Limits(sequences=2, stream_tokens=LONG_PROMPT + 100))
     ask(session, starts=[start(1, LONG), start(2, [1])])
     assert refused(ask(session, starts=[start(3, range(200))]), f"a stream may have {LONG_PROMPT + 100}")
     ask(session, starts=[start(3, [1])])
-    assert session.sizes() == {1: LONG_PROMPT, 3: 1}
+    assert session._sizes == {1: LONG_PROMPT, 3: 1}
     await indexed(session)
 
 
-def test_the_next_turn_of_a_session_goes_on_with_its_index(session):
+def test_the_next_turn_of_a_conversation_uses_its_index(session):
     turn = list(range(300))
-    ask(session, starts=[start(1, turn, session="talk", is_private=True)])
+    ask(session, starts=[start(1, turn, session_id="talk", learn=False)])
     ask(session, finishes=[finish(1, [400, 401], learn=False)])
     response = ask(
         session,
-        starts=[start(2, [*turn, 400, 401, 298, 299], session="talk", is_private=True)],
+        starts=[start(2, [*turn, 400, 401, 298, 299], session_id="talk", learn=False)],
         batch=batch({2: ()}, limit=2),
     )
     assert drafted(response) == [400, 401]

@@ -1,12 +1,11 @@
-"""Namespaces on disk: what lies there, what is made of it, and that every file is put in place whole."""
+"""Namespaces on disk: descriptions, names, and atomic replacement of files."""
 
 import os
 
 import pytest
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity
-from drafter_service.observability.history import Sample
-from drafter_service.server.store import DESCRIPTION, NAME, Store, describe
+from drafter_service.observability.facts import ClientTotals, ModelIdentity, Sample
+from drafter_service.server.store import DESCRIPTION, NAME, Description, Store
 from ssd.errors import UserError
 
 SAMPLE = Sample(1.5, 1, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -22,15 +21,16 @@ def description(name="a", **changes):
         "model": ModelIdentity("llama", "t", "lora", 99),
         "clients": ClientTotals(timeouts=7),
         "duplicates": 3,
-        "position": "1-2",
-        "now": 100.0,
-        "history": [SAMPLE],
+        "policy": "classic",
+        "log_position": "1-2",
+        "saved_at": 100.0,
+        "history": [tuple(SAMPLE)],
     }
-    return describe(name, **(parts | changes))
+    return Description(name=name, **(parts | changes))
 
 
 def written(store, name="a", **changes):
-    store.make_room_for(name)
+    store.make_folder(name)
     store.write_description(description(name, **changes))
     return store
 
@@ -41,36 +41,27 @@ def test_a_description_is_read_back(store):
     assert store.describe("b") is None
 
 
-def test_a_description_is_a_copy():
-    clients, history = ClientTotals(), [SAMPLE]
-    kept = description(clients=clients, history=history)
-    clients.timeouts = 50
-    history.clear()
-    assert kept.clients.timeouts == 0
-    assert kept.samples() == [SAMPLE]
-
-
-def test_what_is_left_out_in_a_description_begins_anew(store):
-    store.make_room_for("a")
+def test_fields_that_a_description_lacks_have_defaults(store):
+    store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text('{"name": "a", "model": {}, "history": [[1, 2]]}')
     kept = store.describe("a")
-    assert (kept.clients, kept.log_position, kept.samples()) == (ClientTotals(), None, [])
+    assert (kept.clients, kept.log_position, kept.policy, kept.samples()) == (ClientTotals(), None, "", [])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocabulary_size": "x"}}'])
-def test_a_description_that_cannot_be_read_is_as_none(store, content):
-    store.make_room_for("a")
+def test_an_unreadable_description_counts_as_missing(store, content):
+    store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text(content)
     assert store.describe("a") is None
 
 
-def test_a_namespace_lies_there_with_either_file(store):
-    """Whoever was killed between the two files left only one."""
+def test_a_namespace_exists_with_either_file(store):
+    """A process that was killed between the two files leaves only one."""
     assert store.names() == []
     written(store, "b")
-    store.make_room_for("a")
+    store.make_folder("a")
     store.corpus_path("a").touch()
-    store.make_room_for("empty")
+    store.make_folder("empty")
     (store.folder / "stray").touch()
     assert store.names() == ["a", "b"]
     assert [store.has(name) for name in ("a", "b", "empty", "stray", "c")] == [True, True, False, False, False]
@@ -78,23 +69,23 @@ def test_a_namespace_lies_there_with_either_file(store):
 
 def test_nothing_of_a_deleted_namespace_stays(store):
     written(store).corpus_path("a").touch()
-    store.set_aside("a")
+    store.move_refused("a")
     store.delete("a")
     assert not (store.folder / "a").exists()
     store.delete("a")
 
 
-def test_a_corpus_is_set_aside(store):
+def test_a_refused_corpus_is_renamed(store):
     written(store).corpus_path("a").write_text("damaged")
-    aside = store.set_aside("a")
-    assert aside.read_text() == "damaged"
+    refused = store.move_refused("a")
+    assert refused.read_text() == "damaged"
     assert not store.corpus_path("a").exists()
-    # The next one takes its place: damage must not fill the disk.
+    # The next one replaces it: damaged files must not fill the disk.
     store.corpus_path("a").write_text("again")
-    assert store.set_aside("a") == aside
-    store.remove_aside("a")
-    store.remove_aside("a")
-    assert not aside.exists()
+    assert store.move_refused("a") == refused
+    store.remove_refused("a")
+    store.remove_refused("a")
+    assert not refused.exists()
 
 
 def test_the_old_description_stays_if_the_new_one_cannot_be_written(store, monkeypatch):
@@ -107,14 +98,14 @@ def test_the_old_description_stays_if_the_new_one_cannot_be_written(store, monke
     assert os.listdir(store.folder / "a") == [DESCRIPTION]
 
 
-def test_files_are_their_owners_alone(store):
+def test_files_are_readable_by_their_owner_only(store):
     written(store)
     for path in (store.folder, store.folder / "a"):
         assert path.stat().st_mode & 0o777 == 0o700
     assert (store.folder / "a" / DESCRIPTION).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_that_cannot_be_is_an_error_that_names_the_setting(tmp_path):
+def test_an_unusable_folder_is_an_error_that_names_the_setting(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=f"snapshots.folder: cannot write to {folder}"):
@@ -122,12 +113,12 @@ def test_a_folder_that_cannot_be_is_an_error_that_names_the_setting(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "Llama-3.1-8B", "team_a@eu", "_", "0", "a" * 128, "a..b"])
-def test_what_a_namespace_may_be_called(name):
+def test_valid_names(name):
     assert NAME.fullmatch(name)
 
 
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../x", "a/b", "/a", "a\\b", ".a", "-a", "a b", "a\n", "a\0", "é", "a" * 129, "a:b", "~"]
 )
-def test_what_it_may_not_be_called(name):
+def test_invalid_names(name):
     assert not NAME.fullmatch(name)

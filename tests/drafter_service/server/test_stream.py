@@ -1,9 +1,8 @@
-"""Draft streams of the real server: who is there, what is drafted for whom, and what is refused with which status."""
+"""Draft streams of the real server: handshakes, drafts, and refusals with their status."""
 
 import asyncio
 import itertools
 import tempfile
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,24 +11,20 @@ import numpy as np
 import pytest
 
 from drafter_service.auth.callers import sha256_of
-from drafter_service.auth.config import AccessConfig
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.identity import default_namespace
-from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import Namespaces
-from drafter_service.server.session import LONG_PROMPT, Session
-from drafter_service.server.sessions import Orphans
-from drafter_service.server.stream import Drafting
-from drafter_service.settings.tree import Limits, ServiceConfig
+from drafter_service.server.session import LONG_PROMPT
+from drafter_service.server.stream import DraftStreams
+from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import unpack
+from drafter_service.transport.messages import default_namespace
+from drafter_service.transport.wire import outcomes_message
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
+from ssd.types import Outcomes
 from tests.certificates import replace_file
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import (
-    CLIENT,
     TIMEOUT_S,
     batch,
     connected,
@@ -41,6 +36,7 @@ from tests.drafter_service.raw import (
     start,
 )
 from tests.servers import served
+from tests.strategies import array
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 RIGHTS = {
@@ -74,7 +70,7 @@ def service():
             "--set",
             f"limits.streams={STREAMS}",
         ]
-        arguments += ["--set", "limits.sequences=500", "--set", "limits.stream_tokens=1M", "--set", "limits.grace_s=60"]
+        arguments += ["--set", "limits.sequences=500", "--set", "limits.stream_tokens=1M"]
         with served(*arguments):
             yield SimpleNamespace(address=address, file=file, entries=entries)
 
@@ -106,23 +102,22 @@ numbers = itertools.count()
 
 @pytest.fixture
 def name():
-    """Of a namespace that no other test uses."""
+    """The name of a namespace that no other test uses."""
     return f"test-{next(numbers)}"
 
 
 def counted(size, first):
-    """A text that stands nowhere else."""
+    """A text that occurs nowhere else."""
     return list(range(first, first + size))
 
 
-def test_a_hello_is_welcomed(caller, name):
+def test_a_handshake_is_answered(caller, name):
     stream = caller.stream()
     response = stream.ask(step=3, hello=hello(name), starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
-    assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 2, name)
-    assert response.welcome.learns
+    assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 3, name)
+    assert response.welcome.may_learn
     assert response.welcome.max_draft == 32
-    assert (response.welcome.most_sequences, response.welcome.most_tokens) == (500, 1_000_000)
-    assert response.welcome.resumed_ids == response.welcome.resumed_lengths == b""
+    assert (response.welcome.max_sequences, response.welcome.max_tokens) == (500, 1_000_000)
     assert drafted(response) == [6, 5]
     assert not stream.ask(step=4).HasField("welcome")
 
@@ -136,23 +131,12 @@ def test_the_default_namespace_follows_from_the_model(caller):
     assert caller.stream("").welcome.namespace == "default"
 
 
-def test_a_client_of_the_first_protocol_is_served(caller):
-    stream = caller.stream()
-    response = stream.ask(starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
-    assert drafted(response) == [6, 5]
-    assert not response.HasField("welcome")
-    # One that says so drafts from the same namespace, whatever it asks for.
-    response = caller.stream().ask(hello=pb.Hello(protocol=1, namespace="ignored"))
-    assert not response.HasField("welcome")
-    assert not response.HasField("error")
-
-
 @pytest.mark.parametrize(
-    ("greeting", "code", "message"),
+    ("handshake", "code", "message"),
     [
-        (pb.Hello(protocol=9, oldest_protocol=3), "FAILED_PRECONDITION", "the client speaks protocol 3 or later, this"),
-        (pb.Hello(), "FAILED_PRECONDITION", "hello.protocol is missing"),
-        (hello(client_id=b"short"), "INVALID_ARGUMENT", "hello.client_id has 5 bytes, not 16"),
+        (pb.Hello(protocol=2), "FAILED_PRECONDITION", "the client speaks protocol 2, this service 3; use the same"),
+        (pb.Hello(), "FAILED_PRECONDITION", "the client speaks protocol 0, this service 3"),
+        (hello("n", policy="best"), "INVALID_ARGUMENT", "policy must be"),
         (hello("../etc"), "INVALID_ARGUMENT", "a namespace cannot be called '../etc'"),
         (hello("a/b"), "INVALID_ARGUMENT", "a namespace cannot be called"),
         (hello("."), "INVALID_ARGUMENT", "a namespace cannot be called"),
@@ -160,18 +144,13 @@ def test_a_client_of_the_first_protocol_is_served(caller):
         (hello("n", name="m" * 600), "INVALID_ARGUMENT", "model.name has 600 characters"),
     ],
 )
-def test_a_hello_that_cannot_be_is_refused_with_a_reason(caller, greeting, code, message):
+def test_an_invalid_handshake_is_refused_with_a_reason(caller, handshake, code, message):
     stream = caller.stream()
-    stream.send(hello=greeting)
+    stream.send(hello=handshake)
     status, details = stream.refusal()
     assert status.name == code
     assert message in details
     assert len(details) < 400
-
-
-def test_a_newer_client_that_speaks_an_older_protocol_too_is_served(caller, name):
-    stream = caller.stream()
-    assert stream.ask(hello=pb.Hello(protocol=7, oldest_protocol=2, namespace=name)).welcome.protocol == 2
 
 
 def test_another_vocabulary_is_refused(caller, name):
@@ -187,26 +166,27 @@ def test_another_vocabulary_is_refused(caller, name):
         assert message in details
 
 
-def test_a_malformed_message_is_answered_and_the_stream_goes_on(caller, name):
+def test_a_malformed_request_is_answered_and_the_stream_continues(caller, name):
     stream = caller.stream(name)
     assert "not a DraftRequest" in stream.ask(b"\xff\xff\xff").error.message
-    assert "at most 65536 sequences" in stream.ask(b"\x12\x00" * 70_000).error.message
+    assert "at most 65536 sequences" in stream.ask(b"\x1a\x00" * 70_000).error.message
     wrong = stream.ask(step=2, batch=pb.Batch(sequence_ids=b"123"))
     assert (wrong.step, wrong.error.code) == (2, INVALID_ARGUMENT.value[0])
     assert "batch.sequence_ids has 3 bytes" in wrong.error.message
     again = stream.ask(step=3, hello=hello("another"), starts=[start(1, [1])])
     assert (again.step, again.error.code) == (3, INVALID_ARGUMENT.value[0])
-    assert "hello belongs into the first request of a stream" in again.error.message
+    assert "hello is only valid in the first request of a stream" in again.error.message
     assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
 
 
-def test_a_stream_that_begins_with_garbage_is_one_of_the_first_protocol(caller):
+@pytest.mark.parametrize("first", [b"\xff", b"", pb.DraftRequest(starts=[start(1, [1])]).SerializeToString()])
+def test_a_stream_without_a_handshake_is_refused(caller, first):
     stream = caller.stream()
-    assert stream.ask(b"\xff").error.code == INVALID_ARGUMENT.value[0]
-    assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
+    stream.send(first)
+    assert stream.refusal() == (INVALID_ARGUMENT, "the first request of a stream has no hello")
 
 
-def test_what_the_service_does_not_know_is_told(caller, name):
+def test_unknown_sequences_are_reported(caller, name):
     stream = caller.stream(name)
     assert lost(stream.ask(finishes=[finish(4)], batch=batch({5: ()}))) == [4, 5]
 
@@ -220,44 +200,47 @@ def test_engines_learn_from_each_other_and_keep_their_sequences_apart(caller, na
     assert eventually(lambda: second.draft(i := next(sequence_ids), starts=[start(i, [1, 2, 3])], limit=3)) == [4, 5, 6]
 
 
-def test_a_client_that_comes_back_goes_on(caller, name):
-    stream = caller.stream(name, client_id=CLIENT)
-    stream.ask(starts=[start(1, [1, 2, 3, 1]), start(2, [5])])
-    assert stream.draft(1, [2], limit=2) == [3, 1]
-    stream.cut()
+def test_the_sequences_of_a_stream_end_with_it(caller, name):
+    for end in ("cut", "end"):
+        stream = caller.stream(name)
+        stream.ask(starts=[start(1, [1, 2, 3, 1])])
+        getattr(stream, end)()
+        assert lost(caller.stream(name).ask(batch=batch({1: ()}))) == [1]
 
-    def resumed():
-        again = caller.stream(name, client_id=CLIENT)
-        if again.welcome.resumed_ids:
-            return again
-        return again.end()
 
-    again = eventually(resumed)
-    ids, lengths = (
-        unpack(part, "u" + size, "")
-        for part, size in (
-            (again.welcome.resumed_ids, "8"),
-            (again.welcome.resumed_lengths, "4"),
-        )
+def test_drafts_after_possible_outcomes(caller, name):
+    stream = caller.stream(name)
+    stream.ask(starts=[start(1, [*range(20), *range(10)])])
+    stream.draft(1, limit=3)
+    outcomes = Outcomes(
+        sequence_ids=np.array([1, 9], np.uint64),
+        offsets=array([0, 2, 3]),
+        accepted=array([3, 0, 0]),
+        bonus=array([13, 5, 1]),
+        max_draft=array([2, 2]),
     )
-    assert dict(zip(ids.tolist(), lengths.tolist(), strict=True)) == {1: 5, 2: 1}
-    assert again.draft(1, [3], limit=2) == [1, 2]
+    response = stream.ask(outcomes=outcomes_message(outcomes))
+    assert [drafted(response, 3, index) for index in range(3)] == [[14, 15], [6, 7], []]
+    assert lost(response) == [9]
+    # The draft itself is still the last one.
+    assert drafted(stream.ask(batch=batch({1: [10, 11]}, limit=2, verified=2))) == [12, 13]
 
 
-@pytest.mark.parametrize("difference", ["client", "caller", "namespace", "nobody"])
-def test_nobody_else_goes_on_with_a_clients_sequences(calling, caller, name, difference):
-    client_id = bytes([next(numbers)] * 16)
-    stream = caller.stream(name, client_id=b"" if difference == "nobody" else client_id)
-    stream.ask(starts=[start(1, [1, 2, 3, 1])])
-    stream.end()
-    with calling("second" if difference == "caller" else "everything") as other:
-        other_id = {"client": b"f" * 16, "nobody": b""}.get(difference, client_id)
-        again = other.stream(name + "-other" if difference == "namespace" else name, client_id=other_id)
-        assert again.welcome.resumed_ids == b""
-        assert lost(again.ask(batch=batch({1: ()}))) == [1]
-    # It is still there for its own client.
-    if difference != "nobody":
-        assert caller.stream(name, client_id=client_id).welcome.resumed_ids
+def test_a_stream_chooses_the_policy_of_a_new_namespace(caller, name):
+    assert caller.stream(f"{name}-default").welcome.policy == "suffix"
+    for _ in range(2):
+        stream = caller.stream(name, policy="classic")
+        assert stream.welcome.policy == caller.stream(name).welcome.policy == "classic"
+    stream.ask(starts=[start(1, [1, 2, 3])])
+    stream.ask(finishes=[finish(1, [4, 5, 6])])
+    assert eventually(lambda: caller.probe(name, [2, 3], limit=3)) == [4, 5, 6]
+    listed = {one.name: one.policy for one in caller.call("ListNamespaces").namespaces}
+    assert (listed[name], listed[f"{name}-default"]) == ("classic", "suffix")
+    refused = caller.stream()
+    refused.send(hello=hello(name, policy="suffix"))
+    status, details = refused.refusal()
+    assert status is grpc.StatusCode.FAILED_PRECONDITION
+    assert "drafts with the policy 'classic', not 'suffix'" in details
 
 
 def test_long_prompts_are_indexed_while_other_streams_go_on(caller, name):
@@ -275,22 +258,22 @@ def test_long_prompts_are_indexed_while_other_streams_go_on(caller, name):
 def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
     prompt, output = counted(20, 100), counted(20, 200)
     open_prompt, open_output = counted(20, 300), counted(20, 400)
-    secretive, other = caller.stream(name), caller.stream(name)
+    private, other = caller.stream(name), caller.stream(name)
     other.ask(starts=[start(1, [7])])
-    secretive.ask(starts=[start(1, prompt, is_private=True, request="secret"), start(2, open_prompt)])
-    secretive.ask(batch=batch({1: output, 2: open_output}))
+    private.ask(starts=[start(1, prompt, learn=False, request_id="secret"), start(2, open_prompt)])
+    private.ask(batch=batch({1: output, 2: open_output}))
     if is_finished:
-        secretive.ask(finishes=[finish(1), finish(2)])
-    # What came with it and is not private is seen, so the private text would be too.
+        private.ask(finishes=[finish(1), finish(2)])
+    # The other text of the same request is found, so the private text would be found, too.
     assert eventually(lambda: caller.probe(name, open_output[:5], limit=3)) == open_output[5:8]
     assert caller.probe(name, output[:5]) == caller.probe(name, [*prompt, output[0]]) == []
 
 
-def test_a_caller_that_may_not_learn_teaches_nothing(calling, caller, name):
+def test_nothing_is_learned_from_a_caller_without_the_right(calling, caller, name):
     prompt, output = counted(20, 100), counted(20, 200)
     with calling("reader") as reader:
         stream = reader.stream(name)
-        assert not stream.welcome.learns
+        assert not stream.welcome.may_learn
         stream.ask(starts=[start(1, prompt)])
         stream.ask(batch=batch({1: output}))
         other = caller.stream(name)
@@ -305,7 +288,7 @@ def test_a_caller_that_may_not_learn_teaches_nothing(calling, caller, name):
 def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(calling, caller, name):
     caller.observe(f"{name}-known", [1, 2, 3])
     with calling("alice") as alice:
-        assert alice.stream(f"alice-{name}").welcome.learns
+        assert alice.stream(f"alice-{name}").welcome.may_learn
         refusals = []
         for asked in (f"{name}-known", f"{name}-empty"):
             stream = alice.stream()
@@ -320,10 +303,10 @@ def test_rights_are_needed_and_a_refusal_tells_nothing_of_the_namespace(calling,
         assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
     with calling("stranger") as stranger:
         stream = stranger.stream()
-        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known here")
+        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known")
 
 
-def greeted(caller, name):
+def opened(caller, name):
     """A stream, unless it is refused."""
     try:
         return caller.stream(name)
@@ -336,7 +319,7 @@ def test_rights_that_are_taken_away_end_the_stream(service, calling, caller, nam
     kept = service.entries["second"].replace('["read", "learn"]', left) if left else ""
     try:
         with calling("second") as second:
-            stream = eventually(lambda: greeted(second, name))
+            stream = eventually(lambda: opened(second, name))
             replace_file(service.file, "".join((service.entries | {"second": kept}).values()))
 
             def refused():
@@ -369,21 +352,21 @@ def test_streams_beyond_the_limit_are_refused_and_room_is_made_again(service, ca
         assert {(stream.call.code(), stream.call.details()) for stream in streams if stream.call.done()} == {
             (grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {STREAMS} streams already")
         }
-        # The others are served as soon as they say something.
+        # The others are served once they send a request.
         assert idle[0].ask(hello=hello("default")).welcome.namespace == "default"
         idle[1].end()
-        assert eventually(lambda: greeted(caller, "default"))
+        assert eventually(lambda: opened(caller, "default"))
 
 
 class Untouched:
-    """Fails whoever looks anything up."""
+    """Fails when anything is looked up."""
 
     def __getattr__(self, name):
         raise AssertionError(f"{name} was looked up")
 
 
 class Context:
-    """A call as the service sees it."""
+    """The context of a call."""
 
     def __init__(self, token):
         self._token = token
@@ -409,28 +392,27 @@ async def messages(*requests):
 async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
     """So that the time of a refusal depends on nothing in the namespace."""
     config = ServiceConfig(access=AccessConfig(callers=service.file))
-    drafting = Drafting(Untouched(), AccessControl(config.access), config.limits)
-    drafting.orphans = Untouched()
+    streams = DraftStreams(Untouched(), AccessControl(config.access), config.limits)
     context = Context("alice")
     with pytest.raises(grpc.aio.AbortError):
-        async for _ in drafting.draft(messages(pb.DraftRequest(hello=hello("b", client_id=CLIENT))), context):
+        async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("b"))), context):
             pass
     assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(AssertionError, match="use was looked up"):
-        async for _ in drafting.draft(messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
+        async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
             pass
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
 @pytest.mark.parametrize("is_answering", [True, False])
-def test_a_stream_that_is_ended_always_gets_a_status(is_dropped, is_answering):
-    """Were it cancelled while gRPC sends a response, the client would wait for ever."""
+def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is_answering):
+    """If it were cancelled while gRPC sends a response, the client would wait for ever."""
 
     async def test():
         config = ServiceConfig(drafting=DrafterConfig(capacity=5000))
         namespaces, context = Namespaces(config), Context("")
         context.invocation_metadata = list
-        drafting = Drafting(namespaces, AccessControl(config.access), config.limits)
+        streams = DraftStreams(namespaces, AccessControl(config.access), config.limits)
         is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def requests():
@@ -438,7 +420,7 @@ def test_a_stream_that_is_ended_always_gets_a_status(is_dropped, is_answering):
             await no_more.wait()
 
         async def served():
-            async for _ in drafting.draft(requests(), context):
+            async for _ in streams.draft(requests(), context):
                 is_sending.set()
                 await is_sent.wait()
 
@@ -451,7 +433,7 @@ def test_a_stream_that_is_ended_always_gets_a_status(is_dropped, is_answering):
             if is_dropped:
                 await namespaces.drop("a")
             else:
-                drafting.stop()
+                streams.stop()
             is_sent.set()
             [ended], _ = await asyncio.wait([serving])
             await namespaces.close()
@@ -460,67 +442,6 @@ def test_a_stream_that_is_ended_always_gets_a_status(is_dropped, is_answering):
             assert context.aborted == (grpc.StatusCode.ABORTED, "namespace 'a' was dropped")
         else:
             assert ended.exception() is None
-        assert drafting.streams == set()
+        assert streams.streams == set()
 
     asyncio.run(test())
-
-
-@asynccontextmanager
-async def orphans(grace_s=60.0, most=10):
-    """Kept sessions, a namespace, and how to make a session in it."""
-    namespace = Namespace("some", ModelIdentity(), DrafterConfig(capacity=5000), Corpus(5000, 32))
-    try:
-        yield Orphans(grace_s, most), namespace, lambda: Session(namespace, Limits())
-    finally:
-        namespace.close()
-        namespace.corpus.close()
-
-
-@run
-async def test_a_session_is_kept_for_the_grace_time():
-    async with orphans(grace_s=0.001) as (kept, namespace, new_session):
-        kept.keep("owner", CLIENT, new_session())
-        async with asyncio.timeout(60):
-            while len(kept):
-                await asyncio.sleep(0.001)
-        assert kept.adopt("owner", CLIENT, namespace) is None
-        assert namespace.is_idle
-
-
-@run
-async def test_without_a_grace_time_or_an_id_nothing_is_kept():
-    for grace_s, client_id in ((0.0, CLIENT), (60.0, b"")):
-        async with orphans(grace_s) as (kept, namespace, new_session):
-            kept.keep("owner", client_id, new_session())
-            assert len(kept) == 0
-            assert namespace.is_idle
-
-
-@run
-async def test_the_kept_sessions_are_bounded():
-    async with orphans(most=3) as (kept, namespace, new_session):
-        ids = [bytes([number] * 16) for number in range(5)]
-        for client_id in ids:
-            kept.keep("owner", client_id, new_session())
-        assert len(namespace.drafters) == len(kept) == 3
-        adopted = [kept.adopt("owner", client_id, namespace) is not None for client_id in ids]
-        assert adopted == [False, False, True, True, True]
-        kept.keep("owner", ids[0], new_session())
-        kept.keep("owner", ids[0], new_session())
-        kept.drop_all("another")
-        assert len(kept) == 1
-        kept.drop_all("some")
-        assert len(kept) == 0
-
-
-@run
-async def test_nobody_goes_on_with_what_a_dropped_namespace_held():
-    async with orphans() as (kept, namespace, new_session):
-        kept.keep("owner", CLIENT, new_session())
-        async with orphans() as (_, made_again, _):
-            assert kept.adopt("owner", CLIENT, made_again) is None
-        assert len(kept) == 0
-        session = new_session()
-        namespace.close()
-        kept.keep("owner", CLIENT, session)
-        assert len(kept) == 0

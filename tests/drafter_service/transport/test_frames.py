@@ -1,4 +1,4 @@
-"""Frames, against splitting one byte at a time, and what is no frame."""
+"""Frames, against a slow twin, and invalid frames."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
 
 
 def slow_frames(data):
-    """All whole frames at the beginning, each with whether it is the last."""
+    """All complete frames at the beginning, each with whether it is the last."""
     if len(data) < 4:
         return []
     length = int.from_bytes(data[:4], "little")
@@ -19,7 +19,7 @@ def slow_frames(data):
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.booleans(), st.data())
-def test_frames_come_out_as_they_went_in_however_they_travel(messages, has_end, data):
+def test_frames_are_found_however_the_bytes_arrive(messages, has_end, data):
     stream = b"".join(map(framed, messages)) + (last_frame(7, "no") if has_end else b"")
     whole = data.draw(st.integers(0, len(stream)))
     cuts = sorted(data.draw(st.lists(st.integers(0, whole), max_size=6)))
@@ -30,7 +30,7 @@ def test_frames_come_out_as_they_went_in_however_they_travel(messages, has_end, 
     assert taken + frames.feed(stream[whole:]) == slow_frames(stream)
 
 
-def test_the_last_frame_says_why():
+def test_the_last_frame_has_the_status():
     [(body, is_last)] = Frames().feed(last_frame(7, "not yours"))
     assert is_last
     assert pb.Error.FromString(body) == pb.Error(code=7, message="not yours")

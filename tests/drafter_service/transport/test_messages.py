@@ -1,4 +1,4 @@
-"""What a server reads from messages: every field checked, errors that name it."""
+"""The fields of requests: read, or refused with an error that names the field."""
 
 import numpy as np
 import pytest
@@ -6,54 +6,51 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.messages import (
-    MOST_NAME_BYTES,
-    MOST_STEPS,
+    default_namespace,
     has_few_fields,
-    pack_resumed,
-    read_begin,
-    read_end,
+    read_finish,
     read_model,
-    read_steps,
+    read_start,
     read_texts,
 )
-from drafter_service.transport.wire import WireError, pack, unpack
+from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, pack
 from tests.drafter_service.raw import finish, start, texts
 from tests.strategies import array
 
-LONG_NAME = "n" * (MOST_NAME_BYTES + 1)
+LONG_NAME = "n" * (MAX_NAME_BYTES + 1)
 SEPARATOR = b"\xff" * 4
 
 
 def test_a_start_is_read():
-    begin = read_begin(start(7, [1, 2], session="s", request="r", committed=pack(array([3]), "u4")), 0)
-    assert (begin.sequence_id, begin.prompt.tolist(), begin.committed.tolist()) == (7, [1, 2], [3])
-    assert (begin.session, begin.request, begin.learn) == ("s", "r", True)
-    bare = read_begin(pb.Start(is_private=True), 0)
-    assert (bare.session, bare.request, bare.learn, len(bare.prompt)) == (None, None, False, 0)
+    read = read_start(start(7, [1, 2], session_id="s", request_id="r", committed=pack(array([3]), "u4")), 0)
+    assert (read.sequence_id, read.prompt.tolist(), read.committed.tolist()) == (7, [1, 2], [3])
+    assert (read.session_id, read.request_id, read.learn) == ("s", "r", True)
+    bare = read_start(pb.Start(), 0)
+    assert (bare.session_id, bare.request_id, bare.learn, len(bare.prompt)) == (None, None, False, 0)
 
 
 def test_a_finish_is_read():
-    end = read_end(finish(7, [1], learn=False, verified=3, accepted=2, steps=4), 0)
-    assert (end.sequence_id, end.tokens.tolist(), end.learn) == (7, [1], False)
-    assert (end.verified, end.accepted, end.steps) == (3, 2, 4)
-    assert read_end(pb.Finish(), 0).steps == 1
+    read = read_finish(finish(7, [1], learn=False, verified=3, steps=4), 0)
+    assert (read.sequence_id, read.tokens.tolist(), read.learn) == (7, [1], False)
+    assert (read.verified, read.steps) == (3, 4)
+    assert read_finish(pb.Finish(), 0).steps == 1
 
 
 @pytest.mark.parametrize(
     ("read", "message"),
     [
-        (lambda: read_begin(pb.Start(prompt=b"12345"), 3), r"starts\[3\]\.prompt has 5 bytes, not a multiple of 4"),
-        (lambda: read_begin(pb.Start(committed=SEPARATOR), 0), r"starts\[0\]\.committed holds the token id 4294967295"),
-        (lambda: read_begin(pb.Start(session=LONG_NAME), 0), r"starts\[0\]\.session has 513 characters; at most 512"),
-        (lambda: read_begin(pb.Start(request=LONG_NAME), 0), r"starts\[0\]\.request has 513"),
-        (lambda: read_end(pb.Finish(tokens=SEPARATOR), 1), r"finishes\[1\]\.tokens holds the token id 4294967295"),
-        (lambda: read_end(pb.Finish(verified=1, accepted=2), 1), r"finishes\[1\]\.accepted is 2, of 1 verified"),
-        (lambda: read_end(pb.Finish(steps=MOST_STEPS + 1), 1), r"finishes\[1\]\.steps is 1048577"),
-        (lambda: read_steps(pb.Batch(steps=bytes(8)), 1), r"batch\.steps has 2 elements, not 1"),
-        (lambda: read_steps(pb.Batch(steps=b"123"), 1), r"batch\.steps has 3 bytes"),
-        (lambda: read_steps(pb.Batch(steps=SEPARATOR), 1), r"batch\.steps holds 4294967295"),
+        (lambda: read_start(pb.Start(prompt=b"12345"), 3), r"starts\[3\]\.prompt has 5 bytes, not a multiple of 4"),
+        (lambda: read_start(pb.Start(committed=SEPARATOR), 0), r"starts\[0\]\.committed holds the token id 4294967295"),
+        (
+            lambda: read_start(pb.Start(session_id=LONG_NAME), 0),
+            r"starts\[0\]\.session_id has 513 characters; at",
+        ),
+        (lambda: read_start(pb.Start(request_id=LONG_NAME), 0), r"starts\[0\]\.request_id has 513"),
+        (lambda: read_finish(pb.Finish(tokens=SEPARATOR), 1), r"finishes\[1\]\.tokens holds the token id 4294967295"),
+        (lambda: read_finish(pb.Finish(steps=MAX_STEPS + 1), 1), r"finishes\[1\]\.steps is 1048577"),
         (lambda: read_model(pb.Model(name=LONG_NAME)), r"model\.name has 513"),
         (lambda: read_model(pb.Model(tokenizer=LONG_NAME)), r"model\.tokenizer has 513"),
         (lambda: read_model(pb.Model(adapter=LONG_NAME)), r"model\.adapter has 513"),
@@ -64,16 +61,11 @@ def test_a_refusal_names_the_field(read, message):
         read()
 
 
-def test_steps_beyond_one_a_sequence_are_counted():
-    assert read_steps(pb.Batch(), 5) == 0
-    assert read_steps(pb.Batch(steps=pack(array([1, 0, 4]), "u4")), 3) == 3
-
-
 def test_texts_are_read():
     read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocabulary_size=4)
     assert [read.text(index).tolist() for index in range(len(read))] == [[1, 2], [], [3]]
-    assert read.names == ["a", None, "b"]
-    assert read_texts(texts([1]), vocabulary_size=0).names == [None]
+    assert read.request_ids == ["a", None, "b"]
+    assert read_texts(texts([1]), vocabulary_size=0).request_ids == [None]
     assert len(read_texts(texts(), vocabulary_size=0)) == 0
 
 
@@ -81,14 +73,14 @@ def test_texts_are_read():
     ("message", "problem"),
     [
         (texts([1, 4]), "texts.tokens holds the id 4; the vocabulary has 4 tokens"),
-        (texts([1], names=["a", "b"]), "texts.requests has 2 elements, not 1"),
-        (texts([1], names=[LONG_NAME]), r"texts.requests\[0\] has 513 characters"),
+        (texts([1], names=["a", "b"]), "texts.request_ids has 2 elements, not 1"),
+        (texts([1], names=[LONG_NAME]), r"texts.request_ids\[0\] has 513 characters"),
         (pb.Texts(tokens=SEPARATOR, offsets=bytes(4)), "texts.tokens holds the token id 4294967295"),
-        (pb.Texts(tokens=bytes(4)), "texts.offsets must rise from 0 to the 1 elements"),
-        (pb.Texts(tokens=bytes(4), offsets=bytes(4)), "texts.offsets must rise"),
-        (pb.Texts(offsets=pack(array([1]), "u4")), "texts.offsets must rise"),
-        (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 2, 1, 2]), "u4")), "texts.offsets must rise"),
-        (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 3, 2]), "u4")), "texts.offsets must rise"),
+        (pb.Texts(tokens=bytes(4)), "texts.offsets must increase from 0 to 1, the number of elements"),
+        (pb.Texts(tokens=bytes(4), offsets=bytes(4)), "texts.offsets must increase"),
+        (pb.Texts(offsets=pack(array([1]), "u4")), "texts.offsets must increase"),
+        (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 2, 1, 2]), "u4")), "texts.offsets must increase"),
+        (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 3, 2]), "u4")), "texts.offsets must increase"),
         (pb.Texts(offsets=b"123"), "texts.offsets has 3 bytes"),
     ],
 )
@@ -100,16 +92,23 @@ def test_texts_that_do_not_fit_are_refused(message, problem):
 @given(st.binary(max_size=40), st.binary(max_size=20), st.lists(st.sampled_from(["", "a"]), max_size=3))
 def test_any_texts_are_read_or_refused(tokens, offsets, names):
     try:
-        read = read_texts(pb.Texts(tokens=tokens, offsets=offsets, requests=names), vocabulary_size=1 << 31)
+        read = read_texts(pb.Texts(tokens=tokens, offsets=offsets, request_ids=names), vocabulary_size=1 << 31)
     except WireError:
         return
     assert sum(len(read.text(index)) for index in range(len(read))) == len(tokens) // 4
 
 
-def test_resumed_sequences_are_packed():
-    ids, lengths = pack_resumed({1 << 63: 5, 2: 0})
-    assert unpack(ids, "u8", "ids").tolist() == [1 << 63, 2]
-    assert unpack(lengths, "u4", "lengths").tolist() == [5, 0]
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (ModelIdentity(), "default"),
+        (ModelIdentity("org/Some Model!"), "Some-Model-"),
+        (ModelIdentity("", "abc"), "model-"),
+        (ModelIdentity("x" * 200), "x" * 64 + "-"),
+    ],
+)
+def test_the_default_namespace_is_readable(model, expected):
+    assert default_namespace(model).startswith(expected)
 
 
 @st.composite
@@ -128,9 +127,9 @@ def requests(draw):
 
 
 @given(requests(), st.integers(0, 12))
-def test_fields_are_counted_without_parsing(request_and_fields, most):
+def test_fields_are_counted_without_parsing(request_and_fields, limit):
     request, fields = request_and_fields
-    assert has_few_fields(request.SerializeToString(), most) == (fields <= most)
+    assert has_few_fields(request.SerializeToString(), limit) == (fields <= limit)
 
 
 @given(st.binary(max_size=80))
@@ -144,9 +143,9 @@ def test_no_message_has_more_sequences_than_fields_were_counted(data):
     assert has_few_fields(data, sequences - 1) is False or sequences == 0
 
 
-def test_a_flood_of_empty_sequences_is_seen_before_it_is_parsed():
-    assert not has_few_fields(b"\x12\x00" * 5000, 4999)
-    in_a_group = b"\x7b" + b"\x7c"  # of a field that nobody knows
-    assert not has_few_fields(in_a_group + b"\x12\x00" * 5000, 4999)
-    assert has_few_fields(b"\x12\x00" * 5000, 5000)
+def test_many_empty_sequences_are_counted_before_parsing():
+    assert not has_few_fields(b"\x1a\x00" * 5000, 4999)
+    in_a_group = b"\x7b" + b"\x7c"  # Of an unknown field.
+    assert not has_few_fields(in_a_group + b"\x1a\x00" * 5000, 4999)
+    assert has_few_fields(b"\x1a\x00" * 5000, 5000)
     assert has_few_fields(pb.DraftRequest(starts=[start(1, np.zeros(100_000))]).SerializeToString(), 1)

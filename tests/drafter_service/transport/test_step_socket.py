@@ -1,4 +1,4 @@
-"""The socket for steps: how a connection begins and ends. What is said between is that of `test_drafting`."""
+"""The step socket: how connections begin and end."""
 
 import asyncio
 import socket
@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from drafter_service.auth.client import ClientAccess
+from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
 from drafter_service.client.grpc_stream import GrpcStream
 from drafter_service.client.socket_stream import SocketStream
@@ -45,7 +45,7 @@ def end_of(connection):
 
 
 def end_after(address, data, *, half_closed=False):
-    """How a connection ends that says just that."""
+    """The status of a connection that sends these bytes."""
     with connect(address) as connection:
         connection.sendall(data)
         if half_closed:
@@ -53,7 +53,8 @@ def end_after(address, data, *, half_closed=False):
         return end_of(connection)
 
 
-GREETING = framed(pb.DraftRequest(hello=hello("default")).SerializeToString())
+LATE = "the authorization did not arrive in time"
+HANDSHAKE = framed(pb.DraftRequest(hello=hello("default")).SerializeToString())
 
 
 def test_connections_that_begin_otherwise_are_refused(server, socket_address):
@@ -62,14 +63,14 @@ def test_connections_that_begin_otherwise_are_refused(server, socket_address):
     assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
     assert end_after(socket_address, MAGIC[:5], half_closed=True)[0] is grpc.StatusCode.CANCELLED
     assert end_after(socket_address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
-    # Nobody asks who is there where nobody is known; but that is no token.
-    code, reason = end_after(socket_address, MAGIC + framed(b"Basic xyz") + GREETING)
-    assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization, of the form: Bearer TOKEN")
+    # Without access control no token is needed, but this is an invalid one.
+    code, reason = end_after(socket_address, MAGIC + framed(b"Basic xyz") + HANDSHAKE)
+    assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization of the form: Bearer TOKEN")
 
 
-async def ends_of_silent_ones(address, number):
-    """How connections end that say nothing, all at once, to a service for two."""
-    listening = StepSocket(drafting=None, most=2)
+async def ends_of_silent_connections(address, number):
+    """The reasons for which connections end that send nothing, at the same time, to a service for two."""
+    listening = StepSocket(streams=None, max_connections=2)
     listening.bind(Address(address).steps, 0o600)
     await listening.start()
 
@@ -85,32 +86,34 @@ async def ends_of_silent_ones(address, number):
     return sorted(ends)
 
 
-def test_silent_ones_are_few_and_not_waited_for_without_end(socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.transport.step_socket.GREETING_S", 0.01)
-    # All are refused as soon as they have connected, but for two that are given time.
-    assert asyncio.run(ends_of_silent_ones(socket_address, 2)) == ["nothing was said for too long"] * 2
-    monkeypatch.setattr("drafter_service.transport.step_socket.GREETING_S", 1.0)
-    ends = asyncio.run(ends_of_silent_ones(socket_address, 20))
-    assert ends == ["nothing was said for too long"] * 2 + ["the service has its 2 streams already"] * 18
+def test_silent_connections_are_few_and_time_out(socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.transport.step_socket.AUTHORIZATION_TIMEOUT_S", 0.01)
+    # All but two are refused at once; these two time out.
+    assert (
+        asyncio.run(ends_of_silent_connections(socket_address, 2)) == ["the authorization did not arrive in time"] * 2
+    )
+    monkeypatch.setattr("drafter_service.transport.step_socket.AUTHORIZATION_TIMEOUT_S", 1.0)
+    ends = asyncio.run(ends_of_silent_connections(socket_address, 20))
+    assert ends == [LATE] * 2 + ["the service has its 2 streams already"] * 18
 
 
 def test_frames_that_are_too_long_end_the_stream(server, socket_address):
     for length in (MAX_MESSAGE_BYTES + 1, 0xFFFF_FFFF):
-        code, reason = end_after(socket_address, MAGIC + framed(b"") + GREETING + struct.pack("<I", length))
+        code, reason = end_after(socket_address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", length))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert "at most 67108864 are possible" in reason
 
 
-def test_a_frame_that_never_ends_is_a_broken_stream(server, socket_address):
+def test_an_incomplete_frame_ends_the_stream(server, socket_address):
     code, _ = end_after(
-        socket_address, MAGIC + framed(b"") + GREETING + struct.pack("<I", 100) + b"x", half_closed=True
+        socket_address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", 100) + b"x", half_closed=True
     )
     assert code is grpc.StatusCode.OK
     with connected(socket_address, over_steps=True) as caller:
         assert caller.stream("default").welcome.namespace == "default"
 
 
-def test_the_socket_is_the_owners_alone_and_goes_with_the_service(socket_address):
+def test_the_socket_has_the_mode_and_is_removed_with_the_service(socket_address):
     steps = steps_of(socket_address)
     with served("--listen", socket_address) as process:
         assert stat.S_IMODE(steps.stat().st_mode) == 0o600
@@ -121,7 +124,7 @@ def test_the_socket_is_the_owners_alone_and_goes_with_the_service(socket_address
         assert stat.S_IMODE(steps.stat().st_mode) == 0o660
 
 
-def test_what_a_dead_service_left_is_cleared_away_and_anything_else_is_not(socket_address):
+def test_the_socket_of_a_dead_service_is_replaced_and_other_files_are_not(socket_address):
     steps = steps_of(socket_address)
     with served("--listen", socket_address) as process:
         process.kill()
@@ -135,7 +138,7 @@ def test_what_a_dead_service_left_is_cleared_away_and_anything_else_is_not(socke
     assert steps.read_text() == "mine"
 
 
-def test_a_stop_ends_streams_in_good_order(socket_address):
+def test_a_stop_ends_streams_normally(socket_address):
     with served("--listen", socket_address) as process, connected(socket_address, over_steps=True) as caller:
         stream = caller.stream("default")
         process.terminate()
@@ -144,7 +147,7 @@ def test_a_stop_ends_streams_in_good_order(socket_address):
         assert stream.call.code() is grpc.StatusCode.OK
 
 
-def test_where_there_is_tls_there_is_no_other_way_in(tmp_path, socket_address):
+def test_with_tls_there_is_no_step_socket(tmp_path, socket_address):
     ours = Authority(tmp_path, "ours")
     pair = ours.server("localhost")
     with served("--listen", socket_address, "--certificate", str(pair.certificate), "--key", str(pair.key)):
@@ -153,13 +156,13 @@ def test_where_there_is_tls_there_is_no_other_way_in(tmp_path, socket_address):
             assert client.lost is None
 
 
-def test_a_client_with_a_ca_does_not_send_its_token_in_the_open(tmp_path, server, socket_address):
+def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, server, socket_address):
     ours = Authority(tmp_path, "ours")
     with pytest.raises(UserError):
         DrafterClient(socket_address, access=ClientAccess(ca=ours.certificate))
 
 
-def test_a_client_takes_the_socket_if_it_is_there(server, socket_address):
+def test_a_client_uses_the_step_socket_if_there_is_one(server, socket_address):
     with DrafterClient(socket_address) as client:
         assert isinstance(client._stream, SocketStream)
     steps_of(socket_address).unlink()
@@ -175,13 +178,13 @@ class Echo:
             yield pb.DraftResponse(step=len(data))
 
 
-def test_few_large_messages_are_on_their_way_at_a_time(socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_AT_ONCE", 2)
+def test_few_large_frames_are_received_at_a_time(socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.transport.step_socket.MAX_LARGE_FRAMES", 2)
     monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_BYTES", 1000)
     monkeypatch.setattr("drafter_service.transport.step_socket.TRIMMED_BYTES", 1000)
 
     async def test():
-        listening = StepSocket(Echo(), most=10)
+        listening = StepSocket(Echo(), max_connections=10)
         listening.bind(Address(socket_address).steps, 0o600)
         await listening.start()
         streams = [await asyncio.open_unix_connection(steps_of(socket_address)) for _ in range(3)]
@@ -195,7 +198,7 @@ def test_few_large_messages_are_on_their_way_at_a_time(socket_address, monkeypat
         await until(lambda: listening._large.locked())
         streams[2][1].write(framed(bytes(1000)) + framed(b"small"))
         streams[0][1].write(bytes(996))
-        # The third is let in once the first is whole; what is small would never have waited.
+        # The third is received once the first is complete; small frames never wait.
         for index in (0, 2):
             [(body, _)] = answers.feed(await streams[index][0].readexactly(4 + 3))
             assert pb.DraftResponse.FromString(body).step == 1000
@@ -210,20 +213,20 @@ def test_few_large_messages_are_on_their_way_at_a_time(socket_address, monkeypat
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
-def test_a_large_message_that_never_ends_is_not_waited_for(server, socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_S", 0.01)
+def test_an_incomplete_large_frame_times_out(server, socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_TIMEOUT_S", 0.01)
     monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_BYTES", 10)
 
     async def test():
         reader = asyncio.StreamReader()
         reader.feed_data(HEADER.pack(100) + b"half")
-        with pytest.raises(WireError, match="did not come within"):
+        with pytest.raises(WireError, match="did not arrive within"):
             await anext(StepSocket(None, 1)._requests(reader))
 
     asyncio.run(test())
 
 
-def test_the_socket_is_there_before_grpcs(socket_address):
+def test_the_socket_accepts_connections_before_the_service_starts(socket_address):
     listening = StepSocket(None, 1)
     listening.bind(Address(socket_address).steps, 0o600)
     with connect(socket_address):

@@ -4,23 +4,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError, batch_message, drafts_message, read_batch, read_drafts
-from ssd.types import DraftBatch, Path, Progress, Source, offsets_of
+from drafter_service.transport.wire import (
+    WireError,
+    batch_message,
+    drafts_message,
+    outcomes_message,
+    read_batch,
+    read_drafts,
+    read_outcomes,
+)
+from ssd.types import DraftBatch, Outcomes, Path, Progress, Source, offsets_of
 from tests.strategies import LARGEST
 
 runs = st.lists(st.lists(st.integers(0, LARGEST), max_size=5), max_size=5)
 
 
-def progress(committed, cost=None):
+def progress(committed, cost=None, steps=False):
     verified = np.arange(len(committed), dtype=np.uint32)
     return Progress(
         sequence_ids=np.arange(len(committed), dtype=np.uint64) + 2**63,
         tokens=np.array([token for run in committed for token in run], np.uint32),
         offsets=offsets_of(np.array([len(run) for run in committed], np.uint32)),
         verified=verified,
-        accepted=verified // 2,
         max_draft=verified + 1,
         cost=cost,
+        steps=verified + 2 if steps and committed else None,
     )
 
 
@@ -33,20 +41,55 @@ def assert_equal(left, right):
         assert getattr(right, name).tolist() == value.tolist(), name
 
 
-@given(runs, st.none() | st.floats(0, 1, exclude_min=True))
-def test_progress_survives_the_wire(committed, cost):
-    sent = progress(committed, cost)
+@given(runs, st.none() | st.floats(0, 1, exclude_min=True), st.booleans())
+def test_progress_is_read_as_it_was_sent(committed, cost, steps):
+    sent = progress(committed, cost, steps)
     assert_equal(sent, read_batch(pb.Batch.FromString(batch_message(sent).SerializeToString())))
 
 
 @given(runs)
-def test_drafts_survive_the_wire(drafted):
+def test_drafts_are_read_as_they_were_sent(drafted):
     paths = [
         Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL, len(run)) for run in drafted
     ]
-    sent = DraftBatch.of_paths(paths)
+    sent = DraftBatch.from_paths(paths)
     message = pb.Drafts.FromString(drafts_message(sent).SerializeToString())
     assert_equal(sent, read_drafts(message, len(drafted)))
+
+
+def outcomes():
+    return Outcomes(
+        sequence_ids=np.array([7, 8], np.uint64),
+        offsets=np.array([0, 1, 3], np.uint32),
+        accepted=np.array([0, 2, 1], np.uint32),
+        bonus=np.array([5, 6, 7], np.uint32),
+        max_draft=np.array([4, 3], np.uint32),
+        cost=0.5,
+    )
+
+
+def test_outcomes_are_read_as_they_were_sent():
+    sent = outcomes()
+    assert_equal(sent, read_outcomes(pb.Outcomes.FromString(outcomes_message(sent).SerializeToString())))
+
+
+@pytest.mark.parametrize(
+    ("field", "data", "reason"),
+    [
+        ("sequence_ids", np.array([7, 7], "<u8").tobytes(), "outcomes.sequence_ids contains a sequence twice"),
+        ("offsets", np.array([0, 1], "<u4").tobytes(), "outcomes.offsets has 2 elements, not 3"),
+        ("offsets", np.array([0, 1, 2], "<u4").tobytes(), "outcomes.offsets must increase from 0 to 3"),
+        ("accepted", bytes(4), "outcomes.accepted has 1 elements, not 3"),
+        ("bonus", b"\xff" * 12, "outcomes.bonus holds the token id 4294967295"),
+        ("max_draft", bytes(4), "outcomes.max_draft has 1 elements, not 2"),
+        ("cost", 0.0, "outcomes.cost is 0.0"),
+    ],
+)
+def test_malformed_outcomes_are_refused_by_field(field, data, reason):
+    message = outcomes_message(outcomes())
+    setattr(message, field, data)
+    with pytest.raises(WireError, match=reason):
+        read_outcomes(message)
 
 
 def changed(**fields):
@@ -60,20 +103,25 @@ u4 = lambda *values: np.array(values, "<u4").tobytes()  # noqa: E731
 
 MALFORMED = {
     "ids cut short": (changed(sequence_ids=b"1234567"), "batch.sequence_ids has 7 bytes, not a multiple of 8"),
-    "ids twice": (changed(sequence_ids=np.array([5, 5], "<u8").tobytes()), "batch.sequence_ids names a sequence twice"),
+    "ids twice": (
+        changed(sequence_ids=np.array([5, 5], "<u8").tobytes()),
+        "batch.sequence_ids contains a sequence twice",
+    ),
     "tokens cut short": (changed(tokens=b"123"), "batch.tokens has 3 bytes"),
     "a reserved token": (changed(tokens=u4(1, 0xFFFFFFFF, 2)), "batch.tokens holds the token id 4294967295"),
     "too few offsets": (changed(offsets=u4(0, 3)), "batch.offsets has 2 elements, not 3"),
-    "offsets that fall": (changed(offsets=u4(0, 4, 3)), "batch.offsets must rise"),
-    "offsets from 1": (changed(offsets=u4(1, 2, 3)), "batch.offsets must rise"),
-    "offsets beyond the tokens": (changed(offsets=u4(0, 2, 9)), "batch.offsets must rise"),
+    "decreasing offsets": (changed(offsets=u4(0, 4, 3)), "batch.offsets must increase"),
+    "offsets from 1": (changed(offsets=u4(1, 2, 3)), "batch.offsets must increase"),
+    "offsets beyond the tokens": (changed(offsets=u4(0, 2, 9)), "batch.offsets must increase"),
     "no offsets": (changed(offsets=b""), "batch.offsets has 0 elements"),
-    "tokens that cost nothing": (changed(cost=0.0), "batch.cost is 0.0; it is a part of a step, above 0 to 1"),
-    "tokens that cost less than nothing": (changed(cost=-0.1), "batch.cost is -0.1"),
-    "tokens that cost more than a step": (changed(cost=1.01), "batch.cost is 1.01"),
-    "a cost that is no number": (changed(cost=float("nan")), "batch.cost is nan"),
-    "an endless cost": (changed(cost=float("inf")), "batch.cost is inf"),
+    "a cost of 0": (changed(cost=0.0), "batch.cost is 0.0; it is a fraction of a step, above 0 to 1"),
+    "a negative cost": (changed(cost=-0.1), "batch.cost is -0.1"),
+    "a cost above a step": (changed(cost=1.01), "batch.cost is 1.01"),
+    "a cost of NaN": (changed(cost=float("nan")), "batch.cost is nan"),
+    "an infinite cost": (changed(cost=float("inf")), "batch.cost is inf"),
     "too many limits": (changed(max_draft=u4(1, 2, 3)), "batch.max_draft has 3 elements, not 2"),
+    "too few steps": (changed(steps=u4(1)), "batch.steps has 1 elements, not 2"),
+    "too many steps": (changed(steps=u4(1, 0xFFFFFFFF)), "batch.steps holds 4294967295"),
 }
 
 
@@ -83,9 +131,7 @@ def test_malformed_batches_are_refused_by_field(message, reason):
         read_batch(message)
 
 
-@given(
-    st.binary(max_size=24), st.sampled_from(["sequence_ids", "tokens", "offsets", "verified", "accepted", "max_draft"])
-)
+@given(st.binary(max_size=24), st.sampled_from(["sequence_ids", "tokens", "offsets", "verified", "max_draft"]))
 def test_any_bytes_in_any_field_are_read_or_refused(data, field):
     try:
         read = read_batch(changed(**{field: data}))

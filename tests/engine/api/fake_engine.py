@@ -1,6 +1,6 @@
-"""An engine that counts instead of thinking: each output is 1, 2, 3, ..., two tokens a step, the first one drafted.
+"""An engine without a model: every output is 1, 2, 3, ..., two tokens per step, the first of them drafted.
 
-It was found in a finished request, the one drafted in vain behind it in the request's own text.
+Each draft has two tokens: an accepted one from the corpus, and a rejected one from the request's own text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.engine import Outcome, StepReport
+from engine.engine import StepReport
+from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
 from ssd.errors import UserError
 from ssd.types import Source
@@ -20,21 +21,21 @@ SOURCES = np.array([Source.CORPUS, Source.LOCAL], np.uint8)
 
 
 class FakeEngine:
-    """Holds a page for each request. Steps only while `gate` is set; `breaks` after so many steps."""
+    """Uses one page per request. Runs only while `gate` is set, and fails after `fail_after` steps."""
 
     max_draft = 2
     model = SimpleNamespace(vocab_size=1000, max_positions=100)
     drafter = SimpleNamespace(corpus=SimpleNamespace(tokens=7, capacity=9))
 
-    def __init__(self, breaks=None):
-        self.requests, self.cancelled, self.steps, self.breaks = {}, [], 0, breaks
+    def __init__(self, fail_after=None):
+        self.requests, self.cancelled, self.steps, self.fail_after = {}, [], 0, fail_after
         self.gate = threading.Event()
         self.gate.set()
         self._next = 0
 
     @property
     def scheduler(self):
-        pages = SimpleNamespace(free=PAGES - len(self.requests), count=PAGES, page_size=PAGE_SIZE)
+        pages = SimpleNamespace(free_count=PAGES - len(self.requests), count=PAGES, page_size=PAGE_SIZE)
         return SimpleNamespace(
             running=[SimpleNamespace(sequence_id=sequence_id) for sequence_id in self.requests],
             waiting=[],
@@ -57,17 +58,19 @@ class FakeEngine:
 
     def step(self):
         self.steps += 1
-        if self.breaks is not None and self.steps > self.breaks:
+        if self.fail_after is not None and self.steps > self.fail_after:
             raise RuntimeError("on purpose")
         report = StepReport()
         for sequence_id, (request, out) in list(self.requests.items()):
             new = list(range(len(out) + 1, min(len(out) + 2, request.sampling.max_tokens) + 1))
             out += new
             tokens = np.array(new, np.uint32)
-            report.outcomes.append(Outcome(sequence_id, tokens, 2, 2, 1, None, SOURCES, np.array([0])))
+            sequence = SimpleNamespace(sequence_id=sequence_id)
+            plan = SequencePlan(sequence, 9, 1, True, draft=np.zeros(2, np.uint32), sources=SOURCES)
+            report.results.append(SequenceResult(plan, tokens, np.array([0])))
             if len(out) == request.sampling.max_tokens:
-                whole = np.array(out, np.uint32)
-                report.finished[sequence_id] = Completion(whole, FinishReason.LENGTH, len(out) // 2, len(out), 1)
+                output = np.array(out, np.uint32)
+                report.finished[sequence_id] = Completion(output, FinishReason.LENGTH, len(out) // 2, len(out), 1)
                 del self.requests[sequence_id]
         return report
 

@@ -1,4 +1,4 @@
-"""What common clients send without being asked, and what they read from the answers."""
+"""Requests as common clients send them by default, and the fields that they read from responses."""
 
 import httpx
 import openai
@@ -37,7 +37,7 @@ CHATS = {
         "tool_choice": "none", "store": False, "metadata": {"run": "7"}, "service_tier": "auto", "logit_bias": {},
         "logprobs": False, "modalities": ["text"], "audio": None, "prediction": None, "reasoning_effort": None,
     },
-    "an answer handed back": {
+    "an earlier answer": {
         "max_tokens": 4,
         "messages": [
             {"role": "user", "content": "x"},
@@ -83,14 +83,14 @@ def test_chats_of_common_clients_work(http, body):
         ({"stream_options": {}}, "stream_options"),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_its_name(http, given, param):
+def test_unsupported_values_are_refused_with_their_name(http, given, param):
     messages = [{"role": "user", "content": "x"}]
     answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 3} | given)
     assert answer.status_code == 400, answer.text
     assert (answer.json()["error"]["param"] or "").startswith(param), answer.text
 
 
-def test_a_prompt_too_long_has_openais_code(http):
+def test_a_too_long_prompt_has_openais_error_code(http):
     answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x " * 5000})
     assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("prompt", "context_length_exceeded")
 
@@ -105,7 +105,7 @@ def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
     assert all(value < 0 for value in scores["token_logprobs"][1:])
     assert [len(top) for top in scores["top_logprobs"][1:]] == [1] * 5
     assert choice["text"] == "".join(scores["tokens"])
-    # What the model says next has the score that it has as a part of the prompt.
+    # An output token has the score that it has as part of a prompt.
     longer = asked | {"prompt": [tokens[:4]]}
     [shorter] = http.post("/v1/completions", json=longer).json()["choices"]
     assert shorter["logprobs"]["token_logprobs"][1:4] == pytest.approx(scores["token_logprobs"][1:4], abs=1e-4)
@@ -138,7 +138,7 @@ def test_echo_without_output_scores_the_prompt_alone(http):
 
 
 @pytest.mark.parametrize(("given", "param"), [({"echo": False}, "max_tokens"), ({"min_tokens": 1}, "min_tokens")])
-def test_no_output_is_asked_for_with_echo_alone(http, given, param):
+def test_zero_tokens_need_echo(http, given, param):
     answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 0, "echo": True} | given)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

@@ -1,4 +1,4 @@
-"""What is said against a body."""
+"""Error messages for invalid bodies."""
 
 import pytest
 from fastapi.exceptions import RequestValidationError
@@ -9,7 +9,7 @@ from engine.api.schemas import ChatRequest, CompletionRequest
 
 
 @pytest.mark.parametrize(
-    ("field", "param", "said"),
+    ("field", "param", "message"),
     [
         # Some of these may be one of several types: what is said is of the type that was sent.
         ({"stop": ["a"] * 65}, "stop", "at most 64 items"),
@@ -21,13 +21,13 @@ from engine.api.schemas import ChatRequest, CompletionRequest
         ({"colour": 1}, "colour", "there is no parameter"),
     ],
 )
-def test_the_first_fault_is_named(field, param, said):
+def test_the_first_error_names_its_parameter(field, param, message):
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"model": "m", "prompt": "x"} | field)
     found = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
     error = from_validation(RequestValidationError(found))
     assert (error.status, error.param) == (400, param)
-    assert said in error.message
+    assert message in error.message
 
 
 def test_what_is_refused_by_name_is_not_told_of_lists():

@@ -1,4 +1,4 @@
-"""Metrics: their names, which are vLLM's, and what is measured at requests."""
+"""Metrics: vLLM's names, and what is measured per request."""
 
 from types import SimpleNamespace
 
@@ -8,14 +8,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import metrics as metrics_module
-from engine.api.admission import Admission
-from engine.api.engine_metrics import EngineMetrics
-from engine.api.generation import Delta
-from engine.api.messages import CorpusFigures, Figures, RequestTimes
-from engine.api.metrics import Metrics, token_bounds
+from engine.api.messages import CorpusSize, EngineStats, RequestTimes
+from engine.api.metrics import EngineCollector, Metrics, bucket_bounds
+from engine.api.outputs import Delta
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 
-OF_VLLM = {
+VLLM_NAMES = {
     "gauge": {
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -52,7 +50,7 @@ OF_VLLM = {
         "vllm:request_params_max_tokens",
     },
 }
-OWN = {
+OUR_NAMES = {
     "gauge": {"ssd:corpus_tokens", "ssd:corpus_capacity_tokens"},
     "counter": {
         "ssd:engine_steps",
@@ -62,20 +60,20 @@ OWN = {
         "ssd:accepted_tokens",
     },
 }
-FIGURES = Figures(
+STATS = EngineStats(
     preemptions=3,
-    step_tokens=(2, 1, *[0] * 11, 4),
+    steps_by_tokens=(2, 1, *[0] * 11, 4),
     step_tokens_sum=80_000,
-    accepted_at=(5, 2),
-    drafted_from={"corpus": 6, "local": 3},
-    accepted_from={"corpus": 5, "local": 2},
-    corpus=CorpusFigures(7, 9),
+    accepted_per_position=(5, 2),
+    drafted_by_source={"corpus": 6, "local": 3},
+    accepted_by_source={"corpus": 5, "local": 2},
+    corpus=CorpusSize(7, 9),
 )
 
 
-def build(figures=FIGURES):
-    engine = SimpleNamespace(figures=figures)
-    return Metrics("tiny", EngineMetrics("tiny", engine, Admission(1), {"block_size": 16}), max_tokens=1000)
+def build(stats=STATS):
+    collector = EngineCollector("tiny", lambda: stats, lambda: 0, {"block_size": 16})
+    return Metrics("tiny", collector, max_tokens=1000)
 
 
 def families(metrics):
@@ -83,7 +81,7 @@ def families(metrics):
 
 
 def samples(metrics, name):
-    """Values by the labels that not all samples have."""
+    """Values by the labels other than model and engine."""
     return {
         tuple(value for label, value in sample.labels.items() if label not in ("model_name", "engine")): sample.value
         for family in families(metrics)
@@ -97,20 +95,20 @@ def value(metrics, name):
     return only
 
 
-@pytest.mark.parametrize("figures", [FIGURES, Figures(corpus=CorpusFigures(0, 9))], ids=["at work", "before all"])
-def test_names_kinds_and_labels_are_those_of_vllm(figures):
+@pytest.mark.parametrize("stats", [STATS, EngineStats(corpus=CorpusSize(0, 9))], ids=["busy", "before the first step"])
+def test_names_kinds_and_labels_are_those_of_vllm(stats):
     named = {}
-    for family in families(build(figures)):
+    for family in families(build(stats)):
         if family.name.endswith("_created"):
             continue
         named.setdefault(family.type, set()).add(family.name)
         for sample in family.samples:
             assert sample.labels["model_name"] == "tiny"
             assert sample.labels["engine"] == "0"
-    assert named == {kind: names | OWN.get(kind, set()) for kind, names in OF_VLLM.items()}
+    assert named == {kind: names | OUR_NAMES.get(kind, set()) for kind, names in VLLM_NAMES.items()}
 
 
-def test_what_the_engine_says():
+def test_engine_statistics():
     metrics = build()
     assert value(metrics, "vllm:num_preemptions_total") == 3
     assert samples(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {("0",): 5, ("1",): 2}
@@ -122,8 +120,8 @@ def test_what_the_engine_says():
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 80_000
 
 
-def test_a_drafter_without_a_corpus_here_has_no_figures_of_one():
-    assert samples(build(Figures()), "ssd:corpus_tokens") == {}
+def test_a_drafter_without_an_embedded_corpus_has_no_corpus_metrics():
+    assert samples(build(EngineStats()), "ssd:corpus_tokens") == {}
 
 
 def requests(count, prompt=7, max_tokens=40):
@@ -143,13 +141,13 @@ def total(metrics, name):
     return value(metrics, f"vllm:{name}_count"), value(metrics, f"vllm:{name}_sum")
 
 
-def test_what_is_measured_at_a_request(monkeypatch):
-    moments = iter([10.0, 12.0, 15.0, 15.0])
-    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+def test_measurements_of_one_request(monkeypatch):
+    times = iter([10.0, 12.0, 15.0, 15.0])
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     metrics = build()
-    watch = metrics.watch(requests(1), 1)
+    recorder = metrics.recorder(requests(1), 1)
     for delta in (some(0, 1), some(0, 3), end(0, 4)):
-        watch.note(delta)
+        recorder.record(delta)
     for name, expected in {
         "time_to_first_token_seconds": (1, 2),
         "inter_token_latency_seconds": (3, 3),
@@ -169,33 +167,33 @@ def test_what_is_measured_at_a_request(monkeypatch):
     assert samples(metrics, "vllm:request_success_total") == {("stop",): 0, ("length",): 1, ("abort",): 0}
 
 
-def test_what_outputs_of_one_prompt_have_together():
+def test_measurements_per_prompt():
     metrics = build()
-    watch = metrics.watch(requests(4), 2)
+    recorder = metrics.recorder(requests(4), 2)
     for index, tokens in ((0, 5), (3, 30), (2, 20)):
-        watch.note(end(index, tokens))
+        recorder.record(end(index, tokens))
     assert total(metrics, "request_params_n") == (1, 2)
     assert total(metrics, "request_max_num_generation_tokens") == (1, 30)
-    watch.note(end(1, 9))
+    recorder.record(end(1, 9))
     assert total(metrics, "request_params_n") == (2, 4)
     assert total(metrics, "request_max_num_generation_tokens") == (2, 39)
 
 
-def test_an_output_that_was_kept_took_no_time_of_the_engine():
+def test_a_cached_output_has_no_engine_times():
     metrics = build()
-    metrics.watch(requests(1), 1).note(end(0, 4, times=None))
+    metrics.recorder(requests(1), 1).record(end(0, 4, times=None))
     assert total(metrics, "request_generation_tokens") == (1, 4)
     assert total(metrics, "request_queue_time_seconds") == (0, 0)
 
 
-def test_what_nobody_waits_for_any_more_is_counted():
+def test_abandoned_outputs_are_counted_as_aborted():
     metrics = build()
-    watch = metrics.watch(requests(3), 3)
-    watch.note(end(1, 4))
-    watch.abandon()
+    recorder = metrics.recorder(requests(3), 3)
+    recorder.record(end(1, 4))
+    recorder.record_abort()
     assert samples(metrics, "vllm:request_success_total") == {("stop",): 0, ("length",): 1, ("abort",): 2}
 
 
-def test_bounds_rise_to_the_context_window():
-    assert token_bounds(1000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
-    assert token_bounds(19) == [1, 2, 5, 10]
+def test_buckets_end_at_the_context_window():
+    assert bucket_bounds(1000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+    assert bucket_bounds(19) == [1, 2, 5, 10]

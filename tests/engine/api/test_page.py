@@ -1,4 +1,4 @@
-"""The page in a real browser, against a real server."""
+"""The status page in a real browser with a real server."""
 
 import re
 import time
@@ -35,16 +35,16 @@ def text_of(tab, name):
 def eventually(condition):
     until = time.monotonic() + TIMEOUT_S
     while not (value := condition()):
-        assert time.monotonic() < until, "it never came true"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.02)
     return value
 
 
 def ask(tab, prompt, *, key=KEY, tokens=60):
-    """Fill the form, send it, and wait until the answer has ended."""
-    for name, value in (("prompt", prompt), ("key", key), ("tokens", tokens), ("heat", 0)):
+    """Submit the form and wait until the answer is complete."""
+    for name, value in (("prompt", prompt), ("key", key), ("tokens", tokens), ("temperature", 0)):
         tab.run(f"document.getElementById({name!r}).value = {value!r}")
-    tab.run("document.getElementById('go').click()")
+    tab.run("document.getElementById('submit').click()")
     eventually(lambda: tab.run("return document.getElementById('state').textContent === ''"))
 
 
@@ -57,10 +57,10 @@ def figures(server):
 
 
 def source_of(tab, name):
-    """Of the tokens found there: how many were accepted, how many were drafted, and the bar's part that is full."""
+    """Return accepted and drafted tokens of a source, and the share that its bar shows."""
     row = f"document.getElementById('source-{name}')"
     counts = tab.run(f"return {row}?.querySelector('small').textContent ?? ''")
-    part = tab.run(f"return {row}?.querySelector('i').style.getPropertyValue('--part') ?? ''")
+    part = tab.run(f"return {row}?.querySelector('i').style.getPropertyValue('--share') ?? ''")
     return (*numbers_of(counts), float(part)) if counts else None
 
 
@@ -73,79 +73,79 @@ def complete(server, prompt, **more):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (380, False)])
-def test_it_fits_says_nothing_wrong_and_asks_nobody_else(server, tab, width, dark):
-    said, asked = tab.show(server.url, width, dark=dark)
-    assert said == []
-    assert all(address.startswith(server.url) for address in asked)
+def test_it_fits_logs_no_errors_and_loads_nothing_from_elsewhere(server, tab, width, dark):
+    messages, addresses = tab.show(server.url, width, dark=dark)
+    assert messages == []
+    assert all(address.startswith(server.url) for address in addresses)
     assert tab.run("return document.documentElement.scrollWidth") <= width
     shade = tab.run("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, shade.removeprefix("rgb(").rstrip(")").split(","))) < 200) is dark
 
 
-def test_figures_appear_and_change(server, tab):
+def test_figures_are_shown_and_updated(server, tab):
     tab.show(server.url, 1100)
     eventually(lambda: text_of(tab, "model") == MODEL)
     complete(server, "def before(")
-    before = eventually(lambda: text_of(tab, "perstep").strip("\N{EN DASH}"))
-    complete(server, "def before(")  # drafted now, so that steps bear more
-    eventually(lambda: float(text_of(tab, "perstep")) > float(before))
+    before = eventually(lambda: text_of(tab, "per-step").strip("\N{EN DASH}"))
+    # Once the corpus is refreshed, the same request is drafted and steps accept more tokens.
+    eventually(lambda: complete(server, "def before(") and float(text_of(tab, "per-step")) > float(before))
     eventually(lambda: tab.run("return document.querySelectorAll('#bars rect').length") > 0)
     eventually(lambda: tab.run("return document.querySelector('#curve polyline')") is not None)
 
 
-def test_the_corpus_grows_and_the_page_was_not_there(server, tab):
-    def remembered():
+def test_the_corpus_history_begins_before_the_page_is_opened(server, tab):
+    def corpus_tokens():
         return figures(server)["corpus"]["tokens"]
 
-    before = remembered()
+    before = corpus_tokens()
     complete(server, "def grow(", ignore_eos=True)
-    eventually(lambda: remembered() > before + 50)
-    first = remembered()
+    eventually(lambda: corpus_tokens() > before + 50)
+    first = corpus_tokens()
     tab.show(server.url, 1100)
     eventually(lambda: numbers_of(text_of(tab, "corpus"))[:2] == [first, 16_000_000])
     assert "top line" in text_of(tab, "corpus")
-    rises = "return document.querySelector('#growth .curve').getAttribute('d').split('V').map(parseFloat)"
-    heights = tab.run(rises)[1:]
-    assert heights == sorted(heights, reverse=True)  # upwards
+    heights_script = "return document.querySelector('#history .line').getAttribute('d').split('V').map(parseFloat)"
+    heights = tab.run(heights_script)[1:]
+    assert heights == sorted(heights, reverse=True)  # y grows downwards
     assert heights[-1] == 4  # the top line
     complete(server, "def grow_more(", learn=False, ignore_eos=True)
     complete(server, "class Grow(", ignore_eos=True)
     eventually(lambda: first + 50 < numbers_of(text_of(tab, "corpus"))[0] < first + 70)
 
 
-def test_acceptance_by_where_drafts_were_found(server, tab):
+def test_acceptance_by_source(server, tab):
     complete(server, "def found(")
     complete(server, "def found(")  # from the corpus
-    complete(server, "x = [1, 1, 1, 1, 1, 1, 1,")  # from itself
+    complete(server, "x = [1, 1, 1, 1, 1, 1, 1,")  # from its own text
     tab.show(server.url, 1100)
     assert eventually(lambda: text_of(tab, "drafter")) == "ssd"
     eventually(lambda: figures(server)["running"] == 0)
-    shown = eventually(lambda: all(figures(server)["drafted_from"].values()) and figures(server))
+    shown = eventually(lambda: all(figures(server)["drafted_by_source"].values()) and figures(server))
     for name in ("corpus", "local"):
-        accepted, drafted = shown["accepted_from"][name], shown["drafted_from"][name]
+        accepted, drafted = shown["accepted_by_source"][name], shown["drafted_by_source"][name]
         eventually(lambda: source_of(tab, name) == (accepted, drafted, pytest.approx(accepted / drafted)))  # noqa: B023
-    assert sum(shown["drafted_from"].values()) == shown["drafted"]
-    assert sum(shown["accepted_from"].values()) == shown["accepted"]
-    assert shown["accepted_from"]["corpus"] > 30
+    assert sum(shown["drafted_by_source"].values()) == shown["drafted"]
+    assert sum(shown["accepted_by_source"].values()) == shown["accepted"]
+    assert shown["accepted_by_source"]["corpus"] > 30
 
 
-def test_a_drafter_that_remembers_nothing(server, tab):
+def test_a_drafter_without_a_corpus(server, tab):
     tab.show(server.url, 1100)
     eventually(lambda: text_of(tab, "model") == MODEL)
-    # Shown and read at once, before the next figures come.
-    said = tab.run("""
-        show({...before, drafter: "ngram", corpus: null, drafted_from: {corpus: 0, local: 0}});
-        const none = [$("corpus").textContent, $("sources").textContent, $("growth").style.display];
-        show({...before, drafted_from: {corpus: 0, local: 200}, accepted_from: {corpus: 0, local: 50}});
+    # Shown and read at once, before the next update.
+    texts = tab.run("""
+        show({...previous, drafter: "ngram", corpus: null, drafted_by_source: {corpus: 0, local: 0}});
+        const none = [$("corpus").textContent, $("sources").textContent, $("history").style.display];
+        show({...previous, drafted_by_source: {corpus: 0, local: 200}, accepted_by_source: {corpus: 0, local: 50}});
         return [...none, $("sources").innerText.replaceAll("\\n", " ")];
     """)
-    assert "ngram" in said[0]
-    assert "remembers nothing of finished requests" in said[0]
-    assert said[1:3] == ["no drafts yet", "none"]
-    assert said[3] == "the request's own text 25 % 50 of 200"
+    assert "ngram" in texts[0]
+    assert "keeps no finished requests" in texts[0]
+    assert texts[1:3] == ["no drafts yet", "none"]
+    assert texts[3] == "the request's own text 25 % 50 of 200"
 
 
-def test_a_drafter_that_remembers_elsewhere(tab, tmp_path):
+def test_a_remote_drafter(tab, tmp_path):
     address = f"unix:{tmp_path}/drafter"
     with (
         served("--listen", address, "--capacity", "100k"),
@@ -153,18 +153,16 @@ def test_a_drafter_that_remembers_elsewhere(tab, tmp_path):
     ):
         complete(server, "def elsewhere(", ignore_eos=True)
         tab.show(server.url, 1100)
+        eventually(lambda: text_of(tab, "corpus").startswith("60 sent from this engine to the drafter service"))
+        # The service indexes asynchronously.
         eventually(
-            lambda: text_of(tab, "corpus").startswith("60 given to the drafter's service from here, which alone")
-        )
-        # The service learns in its own time.
-        eventually(
-            lambda: complete(server, "def elsewhere(", learn=False) and figures(server)["accepted_from"]["corpus"]
+            lambda: complete(server, "def elsewhere(", learn=False) and figures(server)["accepted_by_source"]["corpus"]
         )
         eventually(lambda: source_of(tab, "corpus"))
         assert figures(server)["corpus"] is None
 
 
-def test_an_answer_streams_and_what_was_drafted_is_marked(server, tab):
+def test_an_answer_is_streamed_with_drafted_text_marked(server, tab):
     text = complete(server, "class Page(")
     tab.show(server.url, 1100)
     eventually(lambda: text_of(tab, "model") == MODEL)
@@ -173,40 +171,40 @@ def test_an_answer_streams_and_what_was_drafted_is_marked(server, tab):
     marked = tab.run("return [...document.querySelectorAll('#answer mark')].map(mark => mark.textContent).join('')")
     assert len(marked) > len(text) / 2
     assert len(marked) < len(text)
-    assert "60 tokens in" in text_of(tab, "worth")
+    assert "60 tokens in" in text_of(tab, "usage")
 
 
-def test_what_goes_wrong_is_said(server, tab):
+def test_errors_are_shown(server, tab):
     tab.show(server.url, 1100)
     eventually(lambda: text_of(tab, "model") == MODEL)
-    ask(tab, "x", key="wrong")
-    assert "give a valid key" in text_of(tab, "wrong")
+    ask(tab, "x", key="error")
+    assert "give a valid key" in text_of(tab, "error")
     ask(tab, "x " * 5000)
-    assert "shorten the prompt" in text_of(tab, "wrong")
+    assert "shorten the prompt" in text_of(tab, "error")
     ask(tab, "def f(", tokens=5)
-    assert text_of(tab, "wrong") == ""
+    assert text_of(tab, "error") == ""
 
 
 def test_a_running_answer_can_be_stopped(server, tab):
     tab.show(server.url, 1100)
     eventually(lambda: text_of(tab, "model") == MODEL)
-    for name, value in (("prompt", "def f("), ("key", KEY), ("tokens", 900), ("heat", 1.5)):
+    for name, value in (("prompt", "def f("), ("key", KEY), ("tokens", 900), ("temperature", 1.5)):
         tab.run(f"document.getElementById({name!r}).value = {value!r}")
-    tab.run("document.getElementById('go').click()")
+    tab.run("document.getElementById('submit').click()")
     eventually(lambda: text_of(tab, "answer"))
-    tab.run("document.getElementById('halt').click()")
+    tab.run("document.getElementById('stop').click()")
     eventually(lambda: text_of(tab, "state") == "")
     eventually(lambda: httpx.get(f"{server.url}/figures").json()["running"] == 0)
 
 
-def test_a_server_out_of_reach_is_said_to_be(server, tab):
-    def reach(is_there):
-        conditions = {"offline": not is_there, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+def test_an_unreachable_server_is_reported(server, tab):
+    def set_reachable(is_reachable):
+        conditions = {"offline": not is_reachable, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
         tab.devtools("Network.emulateNetworkConditions", conditions)
 
     tab.show(server.url, 1100)
     eventually(lambda: text_of(tab, "model") == MODEL)
-    reach(False)
-    eventually(lambda: "no figures" in text_of(tab, "trouble"))
-    reach(True)
-    eventually(lambda: text_of(tab, "trouble") == "")
+    set_reachable(False)
+    eventually(lambda: "no figures" in text_of(tab, "offline"))
+    set_reachable(True)
+    eventually(lambda: text_of(tab, "offline") == "")

@@ -1,4 +1,4 @@
-"""The server with the shipped model, as clients see it: the official one of OpenAI, and plain HTTP."""
+"""The server with the shipped model, used through OpenAI's client and plain HTTP."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def http(server):
 def eventually(condition):
     until = time.monotonic() + TIMEOUT_S
     while not (value := condition()):
-        assert time.monotonic() < until, "it never came true"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.01)
     return value
 
@@ -82,7 +82,7 @@ def test_the_model_is_listed(client):
         client.completions.create(model="gpt-4", prompt="x")
 
 
-def test_a_stream_says_what_a_whole_answer_says(client):
+def test_a_stream_equals_the_complete_response(client):
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     whole = client.completions.create(**asked)
     assert whole.choices[0].finish_reason == "length"
@@ -95,7 +95,7 @@ def test_a_stream_says_what_a_whole_answer_says(client):
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
-def test_what_repeats_is_drafted_and_the_answer_says_so(shape, folder, request):
+def test_repeats_are_drafted_and_reported(shape, folder, request):
     with ExitStack() as stack:
         if shape == "path":
             server = request.getfixturevalue("server")
@@ -104,7 +104,7 @@ def test_what_repeats_is_drafted_and_the_answer_says_so(shape, folder, request):
         client = stack.enter_context(client_of(server))
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=TIMEOUT_S))
         asked = {"model": MODEL, "prompt": PROMPT + "pivot", "max_tokens": 60}
-        # Answers that part from each other, so that drafts may have branches.
+        # Outputs that diverge, so that drafts can have branches.
         client.completions.create(**asked, temperature=1, seed=3, n=8)
         asked["temperature"] = 0
         first, second = [client.completions.create(**asked) for _ in range(2)]
@@ -113,7 +113,7 @@ def test_what_repeats_is_drafted_and_the_answer_says_so(shape, folder, request):
         assert draft["accepted_tokens"] > 30
         assert draft["tokens_per_step"] > 2
         assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
-        without = client.completions.create(**asked, extra_body={"max_draft_tokens": 0})
+        without = client.completions.create(**asked, extra_body={"max_draft": 0})
         assert without.choices[0].text == first.choices[0].text
         assert without.usage.model_dump()["draft"]["drafted_tokens"] == 0
         again = client.completions.create(**asked, extra_body={"return_drafted": True})
@@ -122,10 +122,10 @@ def test_what_repeats_is_drafted_and_the_answer_says_so(shape, folder, request):
         assert any(is_drafted for _, is_drafted in pieces)
         assert metric(http, "vllm:spec_decode_num_accepted_tokens_total") >= draft["accepted_tokens"]
         figures = http.get("/figures").json()
-        assert (figures["drafted"] > sum(figures["drafted_at"])) == (shape == "tree")
+        assert (figures["drafted"] > sum(figures["drafted_per_position"])) == (shape == "tree")
 
 
-def test_several_prompts_and_several_outputs_each(client):
+def test_several_prompts_with_several_outputs(client):
     asked = {"model": MODEL, "prompt": ["def a():", "def b():"], "n": 3, "max_tokens": 8, "temperature": 1, "seed": 5}
     answer = client.completions.create(**asked)
     texts = [choice.text for choice in answer.choices]
@@ -150,15 +150,15 @@ def test_stop_strings_end_the_text_before_them(client):
     assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
 
 
-def test_logprobs_come_with_their_tokens(client):
+def test_logprobs_are_sent_with_their_tokens(client):
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
     choice = client.completions.create(**asked).choices[0]
     assert len(choice.logprobs.tokens) == 10
     assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs)
     assert choice.logprobs.text_offset[0] == 0
-    # Of what may become a stop string the text comes later than its tokens.
+    # Text that may become a stop string is sent later than its tokens.
     stop = choice.text[:8] + "\0"
-    one_by_one = {"stop": stop, "stream": True, "extra_body": {"max_draft_tokens": 0}}
+    one_by_one = {"stop": stop, "stream": True, "extra_body": {"max_draft": 0}}
     streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, **one_by_one)]
     assert [token for each in streamed if each for token in each.tokens] == choice.logprobs.tokens
     assert [at for each in streamed if each for at in each.text_offset] == choice.logprobs.text_offset
@@ -173,7 +173,7 @@ def test_logprobs_come_with_their_tokens(client):
     assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [2] * 4
 
 
-def test_a_chat_goes_through_the_models_template(client):
+def test_chats_use_the_models_template(client):
     messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "a list"}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=20, temperature=0)
     text = "# system: sort\n# user: a list\n# answer\n"
@@ -215,7 +215,7 @@ def test_a_chat_goes_through_the_models_template(client):
         ({"seed": 1 << 70}, "seed"),
     ],
 )
-def test_what_cannot_be_is_refused_in_openais_form(http, given, param):
+def test_invalid_values_are_refused_in_openais_format(http, given, param):
     answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 2} | given)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -234,13 +234,13 @@ def test_what_cannot_be_is_refused_in_openais_form(http, given, param):
         (b'"' + b"x" * (10 << 20) + b'"', 413),
     ],
 )
-def test_bodies_that_are_none_are_refused(http, body, status):
+def test_invalid_bodies_are_refused(http, body, status):
     answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
-def test_a_body_that_is_not_called_json_is_told_so(http, kind):
+def test_a_missing_content_type_is_explained(http, kind):
     asked = b'{"model": "stdlib-7m", "prompt": "x", "max_tokens": 1}'
     answer = http.post("/v1/completions", content=asked, headers={"Content-Type": kind})
     said = answer.json()["error"]["message"]
@@ -248,13 +248,13 @@ def test_a_body_that_is_not_called_json_is_told_so(http, kind):
     assert http.post("/v1/completions", json=[]).json()["error"]["message"] == "the body must be a JSON object"
 
 
-def test_routes_that_are_not_there_are_errors_in_the_same_form(http):
+def test_unknown_routes_return_errors_in_the_same_format(http):
     assert http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert http.get("/v1/completions").status_code == 405
     assert "message" in http.get("/v1/completions").json()["error"]
 
 
-def test_who_leaves_is_not_waited_for(http, server):
+def test_requests_of_disconnected_clients_are_cancelled(http, server):
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
     with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
         next(stream.iter_lines())
@@ -301,7 +301,7 @@ def test_health_metrics_and_openapi(http):
     assert figures["generated_tokens"] == metric(http, "vllm:generation_tokens_total")
 
 
-def test_keys_a_full_queue_and_a_cache(folder, tmp_path):
+def test_api_keys_a_full_queue_and_the_response_cache(folder, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# ours\nsecret\n")
     arguments = ("--api-keys", str(keys), "--max-sequences", "1", "--max-waiting", "1", "--cached-responses", "10000")
@@ -322,18 +322,18 @@ def test_keys_a_full_queue_and_a_cache(folder, tmp_path):
         assert (first["usage"]["draft"]["steps"] > 0, second["usage"]["draft"]["steps"]) == (True, 0)
 
 
-def test_a_stop_lets_streams_end(folder):
+def test_streams_finish_after_a_signal_to_stop(folder):
     with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True}
         with http.stream("POST", "/v1/completions", json=asked) as stream:
             lines = stream.iter_lines()
             next(lines)
-            # As a signal to their group: both processes get it.
+            # As a signal to the process group: both processes receive it.
             os.kill(engine_of(server.process), signal.SIGTERM)
             server.process.terminate()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(TIMEOUT_S) == 0
-        assert "letting requests end, up to 30 s" in server.process.stdout.read()
+        assert "waiting up to 30 s for running requests" in server.process.stdout.read()
 
 
 def test_a_second_signal_stops_at_once(folder):
@@ -343,9 +343,9 @@ def test_a_second_signal_stops_at_once(folder):
             lines = stream.iter_lines()
             next(lines)
             engine = engine_of(server.process)
-            os.kill(engine, signal.SIGSTOP)  # So that the request does not end meanwhile.
+            os.kill(engine, signal.SIGSTOP)  # The request cannot end in the meantime.
             server.process.send_signal(signal.SIGINT)
-            assert "letting requests end" in server.process.stdout.readline()
+            assert "for running requests" in server.process.stdout.readline()
             server.process.send_signal(signal.SIGINT)
             assert "stopping at once" in server.process.stdout.readline()
             os.kill(engine, signal.SIGCONT)
@@ -356,11 +356,11 @@ def test_a_second_signal_stops_at_once(folder):
 
 
 def engine_of(process):
-    """The process that the server has started for its engine: the one that was spawned last."""
+    """Return the process id of the engine process: the child that was started last."""
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[-1])
 
 
-def test_an_engine_that_dies_is_said_to_be_gone(folder):
+def test_a_killed_engine_ends_streams_and_the_server(folder):
     with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
         with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
@@ -371,21 +371,21 @@ def test_an_engine_that_dies_is_said_to_be_gone(folder):
         assert server.process.wait(TIMEOUT_S) == 2
 
 
-def test_weights_that_are_no_numbers_are_a_line_and_exit_code_2(folder, tmp_path):
-    spoilt = tmp_path / MODEL
-    shutil.copytree(folder, spoilt)
-    for path in spoilt.glob("*.safetensors"):
+def test_weights_that_are_not_finite_are_one_line_and_exit_code_2(folder, tmp_path):
+    damaged = tmp_path / MODEL
+    shutil.copytree(folder, damaged)
+    for path in damaged.glob("*.safetensors"):
         tensors = load_file(path)
         name = next(name for name in tensors if "norm" in name)
         tensors[name][0] = float("nan")
         save_file(tensors, path, {"format": "pt"})
-    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(spoilt), "--port", "0"]
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(damaged), "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 2
     assert "not finite" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_the_http_process_goes_without_pytorch():
-    asked = "import sys, engine.api.command; print('torch' in sys.modules)"
+def test_the_http_process_does_not_import_pytorch():
+    asked = "import sys, engine.api.server; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.attention.base import RaggedRows, StepShape
 from engine.attention.cache import PagedCache
-from engine.attention.calls import Shape
+from engine.attention.calls import KernelConfig
 from engine.attention.chunks import Chunks, workspaces
-from engine.attention.fixed import RaggedRows, StepShape
 from engine.attention.flashinfer_fixed import FlashInferFixed, requests_of
 from engine.attention.plain_fixed import PlainFixed
 from engine.models.config import ModelConfig
@@ -44,10 +44,10 @@ def compare(
     )
     cache = PagedCache(config, sequences * pages + 1, PAGE_SIZE, dtype, device)
     cache.layers.copy_(torch.randn(cache.layers.shape, generator=generator))
-    shape = Shape(*heads, 64, PAGE_SIZE, dtype, dtype, device)
+    settings = KernelConfig(*heads, 64, PAGE_SIZE, dtype, dtype, device)
     sizes = workspaces(*heads, 64, requests_of(step_shape, heads[0] // heads[1]), count)
     floats, integers = (torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
-    tested = FlashInferFixed(library, shape, floats, integers, cache, step_shape)
+    tested = FlashInferFixed(library, settings, floats, integers, cache, step_shape)
     plain = PlainFixed(*(cache.layers[:, :, kind].float().contiguous() for kind in (0, 1)), step_shape)
     shapes = [(count, of_a_kind, 64) for of_a_kind in (heads[0], *2 * heads[1:])]
     new = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
@@ -70,8 +70,8 @@ def compare(
         starts = np.cumsum([0, *spread])
         places = np.concatenate([context + np.arange(own) for context, own in zip(contexts, spread, strict=True)])
         slots = tables.repeat(spread, axis=0)[np.arange(len(places)), places // PAGE_SIZE] * PAGE_SIZE
-        nobodys = np.full(count - len(places), sequences * pages * PAGE_SIZE)
-        slots = np.concatenate((slots + places % PAGE_SIZE, nobodys))
+        unowned = np.full(count - len(places), sequences * pages * PAGE_SIZE)
+        slots = np.concatenate((slots + places % PAGE_SIZE, unowned))
         for tensor, array in zip(given, (slots, starts, contexts, tables), strict=True):
             tensor.copy_(torch.from_numpy(array))
         for tensor in new:
@@ -86,15 +86,15 @@ def compare(
 
 
 def random_rows(rng, shape):
-    """How many rows each sequence has, so that they fit; none for the last ones, where nobody sits."""
-    seated = int(rng.integers(1, shape.sequences + 1))
-    spread = np.ones(seated, int)
+    """How many rows each sequence has, so that they fit; none for the last ones, which are idle."""
+    active = int(rng.integers(1, shape.sequences + 1))
+    spread = np.ones(active, int)
     if shape.rows == shape.sequences:
-        return [*spread.tolist(), *[0] * (shape.sequences - seated)]
-    for _ in range(int(rng.integers(0, shape.rows - seated + 1))):
-        one = rng.integers(seated)
+        return [*spread.tolist(), *[0] * (shape.sequences - active)]
+    for _ in range(int(rng.integers(0, shape.rows - active + 1))):
+        one = rng.integers(active)
         spread[one] = min(shape.width, spread[one] + 1)
-    return [*spread.tolist(), *[0] * (shape.sequences - seated)]
+    return [*spread.tolist(), *[0] * (shape.sequences - active)]
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (2, 2)], ids=str)

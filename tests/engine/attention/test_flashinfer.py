@@ -4,22 +4,20 @@ Everything runs twice: on the CPU with a slow twin of the library, and, marked `
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from engine.attention import layout, merge
+from engine.attention import layout
 from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.kernels import Kernels
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.executor.batch import build_batch
-from engine.executor.eager import Runner
+from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
@@ -36,15 +34,6 @@ from tests.engine.trees import random_tree
 
 PAGES = 64
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-CHOICES = {
-    "default": Kernels(),
-    "singles apart": Kernels(singles_apart=True),
-    "trees in PyTorch": Kernels(trees="padded"),
-    "mask over everything": Kernels(trees="mask"),
-    "xqa": Kernels(paths="xqa", trees="xqa"),
-}
-choices = pytest.mark.parametrize("kernels", CHOICES.values(), ids=CHOICES.keys())
-some_choices = pytest.mark.parametrize("kernels", [CHOICES["default"], CHOICES["xqa"]], ids=["default", "xqa"])
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -87,22 +76,20 @@ def moves(rng, sequences):
         end = sequence.computed + sequence.scheduled
         kept = np.flatnonzero(rng.random(len(sequence.draft)) < 0.5)
         for list_, places in ((sources, end + kept), (targets, end + np.arange(len(kept)))):
-            list_ += [sequence.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
+            list_ += [sequence.sequence.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
     return np.array(sources, np.int64), np.array(targets, np.int64)
 
 
-def compare(place, kernels, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree"), kv_dtype=None):
+def compare(place, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree"), kv_dtype=None):
     """Random steps through both backends; what one gets is what the other gets, rounded once."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     config = config_of(*sharing)
-    tested = FlashInferAttention(
-        config, PAGES, PAGE_SIZE, place.dtype, place.device, kernels=kernels, kv_dtype=kv_dtype
-    )
-    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device)
+    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, place.dtype, place.device, kv_dtype=kv_dtype, kv_layers=1)
+    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device, kv_layers=1)
     for batch, (sources, targets) in random_batches(rng, kinds):
         attends = tested.begin(batch), plain.begin(batch)
-        for layer in range(config.num_layers):
+        for layer in range(config.num_layers + 1):
             heads = torch.randn(len(batch.tokens), sharing[0] + 2 * sharing[1], 64, generator=generator)
             heads = heads.to(place.device, place.dtype)
             # As from a model: views of one tensor.
@@ -116,28 +103,23 @@ def compare(place, kernels, seed, *, sharing=(4, 2), kinds=("prompt", "single", 
         plain.move(sources, targets)
 
 
-@choices
 @pytest.mark.parametrize("seed", range(2))
-def test_attention_of_mixed_steps(place, kernels, seed):
-    compare(place, kernels, seed)
+def test_attention_of_mixed_steps(place, seed):
+    compare(place, seed)
 
 
-@choices
 @pytest.mark.parametrize("kinds", [("single",), ("path",), ("tree",), ("single", "tree")], ids="+".join)
-def test_attention_of_steps_of_one_kind(place, kernels, kinds):
-    compare(place, kernels, 5, kinds=kinds)
+def test_attention_of_steps_of_one_kind(place, kinds):
+    compare(place, 5, kinds=kinds)
 
 
-@some_choices
 @pytest.mark.parametrize("sharing", [(2, 2), (8, 2), (7, 1)], ids=str)
-def test_attention_of_other_groups_of_heads(place, kernels, sharing):
-    if place.device == "cuda" and kernels.paths == "xqa" and sharing == (7, 1):
-        pytest.skip("XQA has other group sizes")
-    compare(place, kernels, 6, sharing=sharing)
+def test_attention_of_other_groups_of_heads(place, sharing):
+    compare(place, 6, sharing=sharing)
 
 
 def test_attention_over_keys_of_8_bits(place):
-    compare(place, Kernels(), 7, kv_dtype=torch.float8_e4m3fn)
+    compare(place, 7, kv_dtype=torch.float8_e4m3fn)
 
 
 def test_trees_that_see_their_own_keys_unrounded_are_noticed(place, monkeypatch):
@@ -145,11 +127,11 @@ def test_trees_that_see_their_own_keys_unrounded_are_noticed(place, monkeypatch)
         pytest.skip("what 16 bits differ by hides it")
     monkeypatch.setattr("engine.attention.flashinfer.as_stored", lambda part, _: part)
     with pytest.raises(AssertionError, match="not close"):
-        compare(place, Kernels(), 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
+        compare(place, 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
 
 
 FAULTS = {
-    "ancestors unseen": (layout, "rooted", lambda sees: np.tri(len(sees) + 1, dtype=bool)),
+    "ancestors unseen": (layout, "with_root", lambda mask: np.tri(len(mask) + 1, dtype=bool)),
     "one key less": (
         layout,
         "last_page_lengths",
@@ -160,11 +142,6 @@ FAULTS = {
         "paged_keys",
         lambda tables, lengths, size, right=layout.paged_keys: right([table[::-1] for table in tables], lengths, size),
     ),
-    "natural logarithms": (
-        merge,
-        "math",
-        type("Math", (), {"e": 2.0, "log2": staticmethod(lambda _: 1.0), "sqrt": staticmethod(np.sqrt)}),
-    ),
 }
 
 
@@ -174,7 +151,7 @@ def test_faults_are_noticed(place, monkeypatch, fault):
         pytest.skip("some of them read memory that is not there")
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
-        compare(place, Kernels(trees="padded"), 0)
+        compare(place, 0)
 
 
 def test_values_left_behind_are_noticed(place, monkeypatch):
@@ -251,11 +228,9 @@ def test_logits_of_every_family(place, tmp_path, shape):
         assert (got - expected).abs().max() < 5 * place.tolerance * expected.abs().max()
 
 
-@some_choices
-def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path, monkeypatch, kernels):
+def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path):
     make_folder(tmp_path, hidden_size=64, **HEADS)
     model = load_model(tmp_path, dtype=place.dtype, device=place.device)
-    monkeypatch.setattr("engine.attention.flashinfer.Kernels", lambda: kernels)
     config = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16)
     trees = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16, draft_shape="tree")
     asked = requests(3, max_tokens=6)
@@ -269,7 +244,6 @@ def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path, monkeypatch
             (config, RandomTrees(asked, expected)),
             (trees, RandomTrees(asked, expected)),
             (trees, stack.enter_context(SuffixDrafter(settings))),
-            (replace(config, loop="pipelined"), NgramDrafter()),
         ):
             got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), asked)
             for request, mine, other in zip(asked, got, expected, strict=True):

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.attention import calls
 from tests.engine import flashinfer_fa2 as fa2
 from tests.engine.attention import test_chunks
-from tests.engine.attention.test_flashinfer import CHOICES, compare
+from tests.engine.attention.test_flashinfer import compare
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.places import Place
 
@@ -53,8 +52,6 @@ def real_and_twin():
     """Names of arguments by both."""
     for name in FUNCTIONS:
         yield name, getattr(flashinfer, name), getattr(TWIN, name)
-    xqa = "xqa_batch_decode_with_kv_cache"
-    yield xqa, getattr(flashinfer.decode, xqa), getattr(TWIN.decode, xqa)
     for wrapper in WRAPPERS:
         for method in METHODS:
             yield f"{wrapper}.{method}", *(getattr(getattr(library, wrapper), method) for library in (flashinfer, TWIN))
@@ -115,23 +112,19 @@ def library(monkeypatch):
         return call
 
     functions = {name: bound(getattr(flashinfer, name), getattr(TWIN, name)) for name in FUNCTIONS}
-    xqa = "xqa_batch_decode_with_kv_cache"
-    decode = SimpleNamespace(**{xqa: bound(getattr(flashinfer.decode, xqa), getattr(TWIN.decode, xqa))})
     wrappers = {name: getattr(flashinfer, name) for name in WRAPPERS}
-    library = SimpleNamespace(**functions, **wrappers, decode=decode)
+    library = SimpleNamespace(**functions, **wrappers)
     monkeypatch.setattr("engine.attention.flashinfer.flashinfer", lambda: library)
     monkeypatch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1 << 26)
-    monkeypatch.setattr(calls, "XQA_WORKSPACE_BYTES", 1)
     return library
 
 
-@pytest.mark.parametrize("kernels", CHOICES.values(), ids=CHOICES.keys())
-def test_its_wrappers_take_ragged_steps(library, kernels):
-    compare(Place("cpu", torch.float32, 2e-5), kernels, 5, sharing=(8, 2))
+def test_its_wrappers_take_ragged_steps(library):
+    compare(Place("cpu", torch.float32, 2e-5), 5, sharing=(8, 2))
 
 
 def test_its_wrappers_take_steps_of_single_tokens(library):
-    compare(Place("cpu", torch.float32, 2e-5), CHOICES["default"], 6, sharing=(8, 2), kinds=("single",))
+    compare(Place("cpu", torch.float32, 2e-5), 6, sharing=(8, 2), kinds=("single",))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
 from engine.commands.demo.workload import read_prompts
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
 from engine.executor.batch import build_batch
 from engine.models.loader import load_model
 from engine.models.packed import pack

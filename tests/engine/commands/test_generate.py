@@ -1,4 +1,4 @@
-"""The `generate` command, from its arguments to its output."""
+"""The `generate` command from its arguments to its output."""
 
 import io
 import json
@@ -14,9 +14,8 @@ from tokenizers import decoders, models
 
 from drafter_service.client import DrafterClient
 from engine.commands import main as cli
-from engine.commands.options import DRAFTERS
-from engine.commands.output import CompletionWriter
-from engine.drafters.build import DRAFTER_NAMES
+from engine.commands.generate import CompletionWriter
+from engine.drafters.registry import KINDS
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from tests.servers import served
@@ -27,7 +26,7 @@ PROMPT = "def add(left, right):"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the command line in this process; gives exit code, stdout, stderr."""
+    """Run the command line in this process; returns exit code, stdout and stderr."""
 
     def run(*arguments, stdin=None):
         monkeypatch.setattr(sys, "argv", ["ssd-engine", *map(str, arguments)])
@@ -75,14 +74,13 @@ def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tm
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address, temperature):
     outputs = {}
-    for drafter in DRAFTER_NAMES:
+    for drafter in KINDS:
         options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature, "--max-tokens", 40)
         path = tmp_path / drafter
         code, _, err = run("generate", "--model", model_folder, *options, "--output", path, PROMPT, PROMPT, "class")
         assert code == 0, err
         outputs[drafter] = completions(path)
     assert all(output == outputs["none"] for output in outputs.values())
-    assert set(outputs) == set(DRAFTERS)
 
 
 def test_completions_can_be_lines_on_stdout(run, model_folder):
@@ -92,7 +90,7 @@ def test_completions_can_be_lines_on_stdout(run, model_folder):
     assert len(json.loads(line)["logprobs"]) == 3
 
 
-def test_only_newlines_part_the_prompts_of_a_file(run, model_folder, tmp_path):
+def test_only_newlines_separate_the_prompts_of_a_file(run, model_folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\x0cb\u2028c\nd\n", encoding="utf-8")
     arguments = ("--file", tmp_path / "prompts.txt", "--output", tmp_path / "out", "--max-tokens", 1)
     assert run("generate", "--model", model_folder, *arguments)[0] == 0
@@ -136,14 +134,14 @@ def test_an_interruption_while_a_completion_is_written_does_not_lose_it(run, mod
     assert [line["index"] for line in completions(tmp_path / "out")] == [0]
 
 
-def test_completions_come_in_the_order_of_their_prompts(run, model_folder, tmp_path):
+def test_completions_are_in_the_order_of_their_prompts(run, model_folder, tmp_path):
     prompts = [f"def f{number}():" for number in range(9)]
     arguments = ("--output", tmp_path / "out", "--max-tokens", 20, "--max-sequences", 3, "--temperature", 1)
     assert run("generate", "--model", model_folder, *arguments, *prompts)[0] == 0
     assert [line["prompt"] for line in completions(tmp_path / "out")] == prompts
 
 
-def test_a_completion_keeps_the_space_that_vocabularies_drop_where_a_text_begins(tmp_path):
+def test_a_completion_keeps_its_leading_space(tmp_path):
     pieces = {"<unk>": 0, "\u2581hello": 1, "\u2581world": 2}
     hub = HubTokenizer(models.WordLevel(pieces, unk_token="<unk>"))
     hub.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -202,7 +200,7 @@ def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatc
     assert asked == [expected, SamplingParams()]
 
 
-def test_log_probabilities_are_written_beside_the_tokens(run, model_folder, tmp_path):
+def test_log_probabilities_are_written_with_the_tokens(run, model_folder, tmp_path):
     arguments = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out", PROMPT)
     assert run("generate", "--model", model_folder, *arguments)[0] == 0
     [line] = completions(tmp_path / "out")
@@ -213,7 +211,7 @@ def test_log_probabilities_are_written_beside_the_tokens(run, model_folder, tmp_
         assert len(record["top"]) == 2
 
 
-def test_log_probabilities_of_the_prompt_are_those_that_its_tokens_had_as_output(run, model_folder, tmp_path):
+def test_prompt_log_probabilities_equal_those_of_the_same_output(run, model_folder, tmp_path):
     asked = ("generate", "--model", model_folder, "--drafter", "none")
     output = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out")
     assert run(*asked, *output, PROMPT)[0] == 0
@@ -233,13 +231,13 @@ def test_log_probabilities_of_the_prompt_are_those_that_its_tokens_had_as_output
     assert "logprobs" not in line
 
 
-def test_a_bias_decides_the_output(run, model_folder, tmp_path):
+def test_a_logit_bias_determines_the_output(run, model_folder, tmp_path):
     arguments = ("--drafter", "none", "--max-tokens", 4, "--logit-bias", "17=100", "--output", tmp_path / "out", PROMPT)
     assert run("generate", "--model", model_folder, *arguments)[0] == 0
     assert completions(tmp_path / "out")[0]["tokens"] == [17] * 4
 
 
-def test_each_of_several_samples_of_a_prompt_has_a_seed_of_its_own(run, model_folder, tmp_path):
+def test_samples_of_a_prompt_have_different_seeds(run, model_folder, tmp_path):
     base = ("generate", "--model", model_folder, "--drafter", "none", "--temperature", 1, "--max-tokens", 12)
     asked = (*base, PROMPT, "class Pair:")
     assert run(*asked, "--output", tmp_path / "one")[0] == 0
@@ -249,7 +247,7 @@ def test_each_of_several_samples_of_a_prompt_has_a_seed_of_its_own(run, model_fo
     assert [line["prompt"] for line in three] == [PROMPT] * 3 + ["class Pair:"] * 3
     assert three[::3] == completions(tmp_path / "one")
     assert len({tuple(line["tokens"]) for line in three}) == 6
-    # As the server seeds them.
+    # The same seeds as in the server.
     assert run(*base, PROMPT, "--seed", sample_seed(0, 2), "--output", tmp_path / "third")[0] == 0
     assert completions(tmp_path / "third")[0]["tokens"] == three[2]["tokens"]
     code, out, err = run(*base, PROMPT, "--n", 2)
@@ -257,7 +255,7 @@ def test_each_of_several_samples_of_a_prompt_has_a_seed_of_its_own(run, model_fo
     assert "2 outputs" in err
 
 
-def test_token_ids_are_prompts_too(run, model_folder, tmp_path):
+def test_prompts_can_be_token_ids(run, model_folder, tmp_path):
     (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
     code, out, _ = run("generate", "--model", model_folder, "--file", tmp_path / "ids.jsonl", "--max-tokens", 3)
     assert code == 0
@@ -269,11 +267,11 @@ BAD_INPUT = {
     "second prompt empty": ((), ["x", ""], "prompt 2: the prompt is empty"),
     "prompt too long": ((), ["x " * 2000], "context window of 512"),
     "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
-    "empty file": (("--file", "{tmp}/empty.txt"), [], "holds no prompt"),
-    "log-probabilities without a place for them": (("--logprobs", "1"), [PROMPT], "name a file, or - for stdout"),
+    "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
+    "log-probabilities without a place for them": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
     "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
     "file that is no text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
-    "line that is no JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is no JSON object"),
+    "line that is no JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
     "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
     "token that is no id": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
@@ -283,8 +281,8 @@ BAD_INPUT = {
     "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
     "output in no folder": (("--output", "{tmp}/no/such/folder"), ["x"], "cannot write"),
     "output that is a folder": (("--output", "{tmp}"), ["x"], "cannot write"),
-    "bytes that are no text": ((), ["\udcff"], "prompt 1: the prompt is no valid Unicode"),
-    "text that is no Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is no valid Unicode"),
+    "bytes that are not text": ((), ["\udcff"], "prompt 1: the prompt is not valid Unicode"),
+    "text that is not Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is not valid Unicode"),
     "disk full": (("--output", "/dev/full", "--max-tokens", "1"), ["x"], "cannot write /dev/full"),
     "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
     "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
@@ -326,17 +324,18 @@ def test_bad_input_is_one_line_and_exit_2(run, model_folder, tmp_path, options, 
     [
         (("--device", "nonsense"), "--device nonsense"),
         (("--attention", "flashinfer"), "--attention flashinfer needs a CUDA device"),
-        (("--loop", "pipelined", "--draft-shape", "tree"), "verifies paths alone"),
         (("--threads", 100_000), "--threads"),
     ],
 )
-def test_what_no_model_can_mend_is_said_before_one_is_loaded(run, model_folder, monkeypatch, options, message):
+def test_errors_that_do_not_depend_on_the_model_come_before_it_is_loaded(
+    run, model_folder, monkeypatch, options, message
+):
     monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     code, _, err = run("generate", "--model", model_folder, "--device", "cpu", *options, "x")
     assert (code, message in err) == (2, True)
 
 
-def test_one_is_no_plural(run, model_folder):
+def test_singular_and_plural(run, model_folder):
     _, _, err = run("generate", "--model", model_folder, "--max-tokens", 1, PROMPT)
     assert "1 output, 1 token in" in err
 
@@ -352,10 +351,8 @@ def test_no_prompt_at_a_terminal(run, model_folder):
 
 
 @pytest.mark.parametrize("moment", ["between steps", "while an answer is awaited"])
-def test_a_sidecar_that_dies_in_mid_run_costs_no_output(
-    run, model_folder, tmp_path, socket_address, monkeypatch, moment
-):
-    """The service is killed while requests run; each is finished, as without drafts, and a warning comes once."""
+def test_a_killed_sidecar_costs_no_output(run, model_folder, tmp_path, socket_address, monkeypatch, moment):
+    """The sidecar is killed during the run; all requests finish as without drafts, with one warning."""
     prompts = [f"def f{number}():" for number in range(6)]
     options = ("--max-tokens", 60, "--max-sequences", 2, *prompts)
     plain = ("--drafter", "none", "--output", tmp_path / "plain")
@@ -370,7 +367,7 @@ def test_a_sidecar_that_dies_in_mid_run_costs_no_output(
                 while client.lost is None:
                     assert time.monotonic() < until
             else:
-                # Stopped, it cannot answer; killed, it ends the wait.
+                # A stopped process does not answer; killing it ends the wait.
                 client._deadline_s = 30
                 process.send_signal(signal.SIGSTOP)
                 threading.Timer(0.2, process.kill).start()
@@ -382,14 +379,14 @@ def test_a_sidecar_that_dies_in_mid_run_costs_no_output(
         code, _, err = run("generate", "--model", model_folder, *remote, *options)
     assert next(steps) > 10
     assert code == 0
-    assert err.replace("\n", " ").count("going on without drafts") == 1
+    assert " ".join(err.split()).count("going on without drafts") == 1
     assert completions(tmp_path / "remote") == completions(tmp_path / "plain")
 
 
-def test_help_is_quick_to_load():
+def test_help_imports_nothing_heavy():
     """The help page imports neither torch nor numba."""
     script = (
-        "import sys; from click.testing import CliRunner; from engine.cli import cli;"
+        "import sys; from click.testing import CliRunner; from engine.commands.main import cli;"
         "result = CliRunner().invoke(cli, ['--help']); assert result.exit_code == 0, result.output;"
         "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )

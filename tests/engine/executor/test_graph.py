@@ -6,17 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.fixed import StepShape
+from engine.attention.base import StepShape
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.build import build_engine
-from engine.drafters.ngram import NgramDrafter
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.eager import Runner
-from engine.executor.graph import FixedStep, Kind, Orders, Result
-from engine.executor.kernels.drafted import Drafts
+from engine.executor.fixed_step import (
+    OUTCOME_COLUMNS,
+    SEQUENCE_COLUMNS,
+    FixedStep,
+    Kind,
+    StepOrder,
+    order_columns,
+)
 from engine.executor.kernels.inputs import build_inputs
+from engine.executor.kernels.tensors import Drafts
+from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
 from engine.models.fused import FusedOps
@@ -26,10 +31,9 @@ from engine.scheduling.request import SamplingParams
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
-from tests.engine.test_core import CONFIG, outputs, requests
 
 PAGES, LONGEST, MOST_DRAFT = 40, 200, 6
-GREEDY = Kind(draws=False, most=None)
+GREEDY = Kind(samples=False, max_ranked=None)
 CPU = torch.device("cpu")
 
 
@@ -70,7 +74,7 @@ def decoding(rng, count, *, most_draft=MOST_DRAFT):
         draft = rng.integers(1, VOCAB, rng.integers(0, most_draft + 1))
         held = [next(pages) for _ in range(-(-(len(tokens) + len(draft)) // PAGE_SIZE))]
         sequences.append(sequence_of(tokens, held, computed=len(tokens) - 1, draft=draft, sequence_id=index))
-        sequences[-1].max_length = LONGEST
+        sequences[-1].sequence.max_length = LONGEST
     return sequences
 
 
@@ -78,13 +82,13 @@ def fill(runner, sequences):
     """Compute what is to be in the cache."""
     for one in sequences:
         if one.computed:
-            runner.forward(build_batch([sequence_of(one.tokens[:-1], one.pages)], PAGE_SIZE))
+            runner.forward(build_batch([sequence_of(one.sequence.tokens[:-1], one.sequence.pages)], PAGE_SIZE))
 
 
-def state_of(sequences, *, seats=8, device=CPU):
-    state = DeviceState.empty(seats, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
-    for seat, sequence in enumerate(sequences):
-        state.sit(seat, sequence)
+def state_of(sequences, *, slots=8, device=CPU):
+    state = DeviceState.empty(slots, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
+    for slot, entry in enumerate(sequences):
+        state.assign(slot, entry.sequence, entry.computed)
     return state
 
 
@@ -105,7 +109,7 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
     for row, sequence in zip(tokens, sequences, strict=False):
         row[: len(sequence.draft)] = sequence.draft
     lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32, device=device)
-    drafts = Drafts(torch.from_numpy(tokens).to(device), lengths, None)
+    drafts = Drafts(torch.from_numpy(tokens).to(device), lengths)
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
     ones = torch.ones(batch, dtype=torch.int32, device=device)
     inputs = build_inputs(state, seats, ones, drafts, starts, shape.rows, PAGE_SIZE)
@@ -150,15 +154,14 @@ def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
     torch.testing.assert_close(right[1:], wrong[1:])
 
 
-def orders_for(sequences, *, most=MOST_DRAFT):
-    return Orders(
-        seats=list(range(len(sequences))),
-        paths=[sequence.draft for sequence in sequences],
-        lengths=[len(sequence) for sequence in sequences],
-        most=[min(most, len(sequence.draft)) for sequence in sequences],
-        spare=[0] * len(sequences),
-        contexts=[sequence.computed for sequence in sequences],
-    )
+def order_for(sequences):
+    """What the host sends for sequences whose text it knows, each in the slot of its place."""
+    rows = np.zeros((len(sequences), order_columns(MOST_DRAFT)), np.int32)
+    for slot, (row, entry) in enumerate(zip(rows, sequences, strict=True)):
+        size, end = len(entry.draft), SEQUENCE_COLUMNS + OUTCOME_COLUMNS
+        row[:end] = slot, 1 + size, len(entry.sequence), entry.sequence.tokens[-1], size
+        row[end : end + size] = entry.draft
+    return StepOrder(rows, [entry.computed for entry in sequences])
 
 
 def test_a_step_verifies_commits_and_counts(model, monkeypatch):
@@ -169,25 +172,26 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
     # The first one's draft is right, the second one's wrong, the third has none.
     draft = []
     for _ in range(4):
-        trial = sequence_of(sequences[0].tokens, range(30, 38), draft=draft)
+        trial = sequence_of(sequences[0].sequence.tokens, range(30, 38), draft=draft)
         draft.append(int(runner.forward(build_batch([trial], PAGE_SIZE))[-1].argmax()))
     fill(runner, sequences)
     sequences[0].draft = np.array(draft, np.uint32)
     sequences[1].draft = np.full(4, 299, np.uint32)
     sequences[2].draft = np.empty(0, np.uint32)
     for sequence in sequences:
-        sequence.pages = [*sequence.pages, *range(30 + 2 * sequence.sequence_id, 32 + 2 * sequence.sequence_id)]
+        number = sequence.sequence.sequence_id
+        sequence.sequence.pages += range(30 + 2 * number, 32 + 2 * number)
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
-    step = FixedStep(runner.fixed(shape), state, shape, 13, PAGE_SIZE, CopyStream(CPU))
-    results = Result.of_rows(step.run(orders_for(sequences), GREEDY).read())
-    assert [len(result.draft) for result in results] == [4, 4, 0, 0]
-    assert [len(result.tokens) for result in results] == [5, 1, 1, 0]
-    assert results[0].tokens[:4].tolist() == draft
-    for seat, sequence in enumerate(sequences):
-        length = len(sequence) + len(results[seat].tokens)
-        assert int(state.lengths[seat]) == length
-        assert state.history[seat, len(sequence) : length].tolist() == results[seat].tokens.tolist()
+    step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))
+    results = step.run(order_for(sequences), GREEDY).read()
+    assert results[:, 0].tolist() == [5, 1, 1, 0]
+    assert results[:, 1].tolist() == [4, 4, 0, 0]
+    assert results[0, 2:6].tolist() == draft
+    for slot, (entry, (count, _, *tokens)) in enumerate(zip(sequences, results.tolist(), strict=False)):
+        length = len(entry.sequence)
+        assert int(state.lengths[slot]) == length + count
+        assert state.history[slot, length : length + count].tolist() == tokens[:count]
 
 
 @pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
@@ -198,10 +202,10 @@ def test_no_value_is_looked_at(model_folder, kind):
     shape = StepShape(4, 20, 1 + MOST_DRAFT, 13)
     forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
-    step = FixedStep(forward, state, shape, 13, PAGE_SIZE, CopyStream(CPU))
+    step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
     forward.plan([LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
-        assert step._step(kind).shape == (4, 3 + 1 + 2 * MOST_DRAFT)
+        assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
 
 
 class Recorded:
@@ -213,7 +217,7 @@ class Recorded:
     def make(self, sequences, rows):
         self.runs.append((sequences, rows, "made"))
         step = type("Step", (), {})()
-        step.run = lambda orders, kind: self.runs.append((sequences, rows, len(orders.seats)))
+        step.run = lambda order, kind: self.runs.append((sequences, rows, len(order.contexts)))
         return step
 
 
@@ -221,7 +225,9 @@ def test_the_least_shape_that_holds_a_step_runs_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, None, 12, 10)
     for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
-        grid.run(Orders(list(range(len(most))), [], [], most, [0] * len(most), []), GREEDY)
+        rows = np.zeros((len(most), order_columns(10)), np.int32)
+        rows[:, 1] = 1 + np.array(most)
+        grid.run(StepOrder(rows, [0] * len(most)), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
     assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
@@ -232,7 +238,7 @@ def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
 
     def make(sequences, rows):
         step = type("Step", (), {})()
-        step.capture = lambda kind, pool: captures.append((sequences, rows, kind.draws, pool))
+        step.capture = lambda kind, pool: captures.append((sequences, rows, kind.samples, pool))
         return step
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
@@ -263,19 +269,3 @@ def test_few_kinds_of_drawing():
 )
 def test_sizes_double_up_to_the_last(first, last, sizes):
     assert doubled(first, last) == sizes
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 32)])
-def test_captured_steps_are_those_that_run_one_by_one(model_folder, kind):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    model = load_model(model_folder, device="cuda")
-    asked = requests(12, temperature=float(kind.draws))
-    if kind.most:
-        asked = [replace(one, sampling=replace(one.sampling, top_k=kind.most)) for one in asked]
-    plain, pipelined = (
-        outputs(build_engine(model, replace(CONFIG, loop=loop), NgramDrafter(), attention="plain"), asked)
-        for loop in ("plain", "pipelined")
-    )
-    assert plain == pipelined

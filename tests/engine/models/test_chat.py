@@ -1,4 +1,4 @@
-"""Chat prompts against those of transformers' tokenizers, for templates of the kinds that models have."""
+"""Chat prompts compared with those of transformers' tokenizers, for common kinds of templates."""
 
 import json
 import shutil
@@ -88,7 +88,7 @@ def prompts_of(folder, template, **config):
         (MISTRAL, [USER, {"role": "assistant", "content": "So."}, USER], None, {}),
     ],
 )
-def test_prompts_are_those_of_transformers(folder, template, messages, tools, arguments, add_generation_prompt):
+def test_prompts_equal_those_of_transformers(folder, template, messages, tools, arguments, add_generation_prompt):
     settings = {"tools": tools, "add_generation_prompt": add_generation_prompt}
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
     expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **settings, **arguments)
@@ -98,7 +98,7 @@ def test_prompts_are_those_of_transformers(folder, template, messages, tools, ar
     assert tokens.tolist() == Tokenizer(folder).encode(expected, add_special_tokens=False).tolist()
 
 
-def test_text_in_parts_and_arguments_in_json_are_read(folder):
+def test_text_parts_and_json_arguments_are_parsed(folder):
     prompts = prompts_of(folder, QWEN)
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert prompts.text([parts]) == prompts.text([{"role": "user", "content": "a\nb"}])
@@ -108,14 +108,14 @@ def test_text_in_parts_and_arguments_in_json_are_read(folder):
 
 
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000 + "]" * 100_000])
-def test_arguments_that_cannot_be_read_are_refused(folder, arguments):
+def test_invalid_arguments_are_refused(folder, arguments):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not JSON"):
         prompts_of(folder, QWEN).text([USER, call])
 
 
 def test_special_tokens_are_not_added_twice(folder):
-    """A vocabulary that puts a token before every text, and a template that writes it itself."""
+    """The tokenizer adds a token before every text, and the template renders it as well."""
     settings = json.loads((folder / "tokenizer.json").read_text())
     begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     settings["post_processor"] = {
@@ -130,7 +130,7 @@ def test_special_tokens_are_not_added_twice(folder):
     assert prompts.tokens([{"role": "user", "content": "def"}]).tolist().count(0) == 1
 
 
-def test_the_template_for_tools_is_taken_where_there_is_one(folder):
+def test_the_tool_template_is_used_if_there_is_one(folder):
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     prompts = prompts_of(folder, templates)
     assert prompts.text([USER]) == "plain"
@@ -147,23 +147,23 @@ def test_the_template_for_tools_is_taken_where_there_is_one(folder):
         ("{{ messages[0].content + 1 }}", [USER], "refuses the messages"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [USER], "refuses the messages.*unsafe"),
         ("{{ messages.append(1) }}", [USER], "refuses the messages"),
-        (QWEN, [{"role": "user", "content": [{"type": "image_url"}]}], "no text"),
-        (QWEN, [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "no JSON"),
+        (QWEN, [{"role": "user", "content": [{"type": "image_url"}]}], "not text"),
+        (QWEN, [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
     ],
 )
-def test_what_cannot_be_rendered_is_said_in_a_line(folder, template, messages, message):
+def test_rendering_errors_are_one_line(folder, template, messages, message):
     prompts = prompts_of(folder, template)
     with pytest.raises(UserError, match=message) as refused:
         prompts.tokens(messages)
     assert "\n" not in str(refused.value)
 
 
-def test_a_template_that_is_none_is_refused_at_the_start(folder):
+def test_an_invalid_template_is_refused_at_the_start(folder):
     with pytest.raises(UserError, match=r"the chat template of .* is refused"):
         prompts_of(folder, "{% nonsense %}")
 
 
-def test_long_prompts_are_not_cut_by_the_tokenizers_own_settings(folder):
+def test_the_tokenizers_truncation_setting_is_ignored(folder):
     settings = json.loads((folder / "tokenizer.json").read_text())
     settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     (folder / "tokenizer.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""Text token by token is the text of all tokens, and comes as early as it can."""
+"""Text that is returned token by token equals the text of all tokens, and is returned as early as possible."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def byte_level():
-    """Every byte is a token, and some pairs of bytes are."""
+    """Return a vocabulary of all bytes and some pairs of bytes."""
     pairs = [left + right for left in "äåæĠ" for right in "\xb8½aĢ"]
     vocabulary = {piece: index for index, piece in enumerate([*BYTE_CHARS, *pairs])}
     hub = HubTokenizer(models.BPE(vocabulary, []))
@@ -23,7 +23,7 @@ def byte_level():
 
 
 def with_byte_fallback():
-    """Words that bring their space, and the bytes of what is no word; as in Llama 2."""
+    """Return a vocabulary of words with their space, and bytes for other text, as in Llama 2."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "\u2581", "cat", "\u2581cat"]
     hub = HubTokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>"))
     hub.decoder = decoders.Sequence(
@@ -45,7 +45,7 @@ def fed(hub, prompt, tokens):
 
 
 @given(st.lists(st.integers(0, len(BYTE_CHARS) + 11), max_size=30))
-def test_any_bytes_give_the_text_of_all_of_them(tokens):
+def test_pieces_add_up_to_the_text_of_any_bytes(tokens):
     pieces = fed(BYTES, [BYTES.token_to_id("a")], tokens)
     assert "".join(pieces) == decode_with(BYTES)(array(tokens))
 
@@ -65,7 +65,7 @@ def fallback_ids(word):
 
 
 @given(st.lists(words, min_size=1, max_size=12), st.lists(words, max_size=12))
-def test_spaces_and_characters_in_pieces_come_out_whole(prompt, output):
+def test_spaces_and_split_characters_are_complete(prompt, output):
     ids = [[token for word in text for token in fallback_ids(word)] for text in (prompt, output)]
     pieces = fed(FALLBACK, *ids)
     assert "".join(pieces) == "".join(output).replace("\u2581", " ")
@@ -73,7 +73,7 @@ def test_spaces_and_characters_in_pieces_come_out_whole(prompt, output):
 
 
 def test_text_is_held_back_no_longer_than_needed():
-    """A token that ends one character and begins the next gives the first at once."""
+    """A token that ends one character and begins the next returns the first at once."""
     data = "ä猫b".encode()
     chars = dict(zip(range(256), byte_chars(), strict=True))
     tokens = [BYTES.token_to_id(chars[byte]) for byte in data]
@@ -81,13 +81,13 @@ def test_text_is_held_back_no_longer_than_needed():
 
 
 def byte_chars():
-    """The character that GPT-2's alphabet has for each byte."""
+    """Return the character of each byte in GPT-2's alphabet."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(rest)) for byte in range(256)]
 
 
-def test_bytes_that_never_become_a_character_come_at_the_end():
+def test_incomplete_bytes_are_returned_at_the_end():
     tokens = [BYTES.token_to_id(byte_chars()[byte]) for byte in b"x\xe4"]
     assert fed(BYTES, [], tokens) == ["x", "", "\N{REPLACEMENT CHARACTER}"]
 

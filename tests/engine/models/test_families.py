@@ -1,4 +1,4 @@
-"""Every family's logits are those of transformers, and what is saved is the same model for both."""
+"""Logits of every family equal those of transformers, which also loads saved models."""
 
 import json
 
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
-from engine.executor.eager import Runner
+from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import load_config, load_model, save_model
@@ -55,7 +55,7 @@ def transformers_logits(model, tokens=TOKENS):
 
 @families
 def test_logits_equal_those_of_transformers(tmp_path, shape):
-    """Weights whole and in shards, packed and not."""
+    """Weights in one file and in shards, packed and not."""
     reference = make_folder(tmp_path / "whole", vary=0.3, **shape)
     make_folder(tmp_path / "shards", vary=0.3, max_shard_size="50KB", **shape)
     assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
@@ -69,7 +69,7 @@ def test_logits_equal_those_of_transformers(tmp_path, shape):
 
 
 @families
-def test_logits_in_bfloat16_point_the_same_way(tmp_path, shape):
+def test_bfloat16_logits_have_the_same_direction(tmp_path, shape):
     make_folder(tmp_path, vary=0.3, **{**shape, "initializer_range": 0.1})
     expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
     model = pack(load_model(tmp_path, dtype=torch.bfloat16))
@@ -82,7 +82,7 @@ def test_logits_in_bfloat16_point_the_same_way(tmp_path, shape):
 @pytest.mark.parametrize("family", ["llama with biases", "qwen 2.5", "qwen 3", "qwen 3, yarn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
-    """Biases and normalised heads keep a token's logits the same to the last bit, alone or within a draft."""
+    """With biases and normalized heads, a token's logits are bitwise equal alone and within a draft."""
     make_folder(tmp_path, vary=0.3, **FAMILIES[family])
     model = pack(load_model(tmp_path, dtype=dtype))
 
@@ -100,7 +100,7 @@ def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
 
 
 @families
-def test_a_saved_model_is_the_same_model_for_transformers(tmp_path, shape):
+def test_transformers_loads_a_saved_model(tmp_path, shape):
     make_folder(tmp_path / "made", vary=0.3, **shape)
     model = load_model(tmp_path / "made")
     save_model(model, tmp_path / "saved", dtype=torch.float32)
@@ -110,7 +110,7 @@ def test_a_saved_model_is_the_same_model_for_transformers(tmp_path, shape):
 
 
 def test_a_decoder_with_random_weights_needs_no_folder():
-    """As benchmarks of a shape make it."""
+    """Benchmarks of shapes build models this way."""
     config = ModelConfig(VOCAB, 64, 96, 2, 4, 2, 16, 512, qkv_bias=True, qk_norm=True)
     assert prompt_logits(Decoder(config).eval(), TOKENS.numpy()).isfinite().all()
 
@@ -127,14 +127,14 @@ def test_a_decoder_with_random_weights_needs_no_folder():
         ({"rope_parameters": {**YARN, "factor": 2.0}}, 512),
     ],
 )
-def test_the_context_ends_where_a_layer_no_longer_sees_all_of_it(tmp_path, shape, context):
+def test_the_context_ends_at_the_sliding_window(tmp_path, shape, context):
     make_folder(tmp_path, **shape)
     config = load_config(tmp_path)
     assert config.max_positions == context
 
 
 def test_within_a_sliding_window_attention_is_full(tmp_path):
-    """The cut context is the longest at which both agree: one token more, and transformers forgets the first."""
+    """The context is the longest at which both agree: with one more token, transformers drops the first."""
     reference = make_folder(tmp_path, family="mistral", sliding_window=100)
     model = load_model(tmp_path)
     tokens = TOKENS[: model.config.max_positions]
@@ -146,7 +146,7 @@ def test_within_a_sliding_window_attention_is_full(tmp_path):
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}])
-def test_both_spellings_of_rope_are_the_same(tmp_path, rope):
+def test_both_rope_formats_give_the_same_config(tmp_path, rope):
     make_folder(tmp_path, rope_parameters=rope)
     expected = load_config(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())

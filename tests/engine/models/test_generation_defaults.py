@@ -11,7 +11,7 @@ def test_a_folder_without_the_file_recommends_nothing(tmp_path):
     assert load_generation_defaults(tmp_path) == GenerationDefaults()
 
 
-def test_what_transformers_writes_is_read(tmp_path):
+def test_files_of_transformers_are_read(tmp_path):
     """The recommendations of Qwen2.5-Instruct."""
     GenerationConfig(
         do_sample=True,
@@ -37,7 +37,7 @@ def test_what_transformers_writes_is_read(tmp_path):
         ({"do_sample": None, "temperature": None}, None),
     ],
 )
-def test_greedy_is_what_is_said_to_be(tmp_path, fields, temperature):
+def test_greedy_decoding_needs_an_explicit_setting(tmp_path, fields, temperature):
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     assert load_generation_defaults(tmp_path).temperature == temperature
 
@@ -60,8 +60,8 @@ def test_greedy_is_what_is_said_to_be(tmp_path, fields, temperature):
         ("eos_token_id", {}),
     ],
 )
-def test_values_that_cannot_be_are_refused(tmp_path, field, value):
+def test_invalid_values_are_refused(tmp_path, field, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
-    with pytest.raises(UserError, match=r"generation_config\.json holds a field that cannot be") as refusal:
+    with pytest.raises(UserError, match=r"generation_config\.json has an invalid field") as refusal:
         load_generation_defaults(tmp_path)
     assert "\n" not in str(refusal.value)

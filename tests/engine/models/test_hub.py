@@ -1,4 +1,4 @@
-"""Hub names, with a fake in place of the hub: tests have no network."""
+"""Hub names with a fake hub; tests have no network."""
 
 import huggingface_hub
 import pytest
@@ -7,7 +7,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 from drafter_service.client.identity import model_identity
-from drafter_service.server.identity import default_namespace
+from drafter_service.transport.messages import default_namespace
 from engine.models.hub import FILES, find_model
 from engine.models.loader import load_model
 from ssd.errors import UserError
@@ -16,7 +16,7 @@ from tests.engine.conftest import make_folder
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub whose answer a test sets; it keeps what it was asked."""
+    """A hub whose answer a test sets; it records the requested name."""
 
     class Hub:
         answer = None
@@ -33,7 +33,7 @@ def hub(monkeypatch):
     return fake
 
 
-def test_a_folder_is_itself(tmp_path, hub, monkeypatch):
+def test_an_existing_folder_is_returned(tmp_path, hub, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert find_model(tmp_path) == tmp_path
@@ -41,15 +41,15 @@ def test_a_folder_is_itself(tmp_path, hub, monkeypatch):
     assert hub.asked is None
 
 
-def test_a_name_is_downloaded(tmp_path, hub):
+def test_a_hub_name_is_downloaded(tmp_path, hub):
     make_folder(tmp_path)
     hub.answer = tmp_path
     assert load_model(find_model("owner/Name-1.5B")).config.num_layers == 2
     assert hub.asked == ("owner/Name-1.5B", FILES)
 
 
-def test_the_drafters_namespace_is_called_after_the_hubs_name(tmp_path, monkeypatch):
-    """With the library's own layout of its cache, and without a network."""
+def test_the_drafter_namespace_is_named_after_the_hub_name(tmp_path, monkeypatch):
+    """The namespace is found from the library's cache layout, without a network."""
     make_folder(folder := tmp_path / repo_folder_name(repo_id="owner/Name-1.5B", repo_type="model") / "snapshots" / "0")
     refs = folder.parents[1] / "refs"
     refs.mkdir()
@@ -63,14 +63,14 @@ def test_the_drafters_namespace_is_called_after_the_hubs_name(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["missing", "./owner/name", "../name", "/owner/name", "a/b/c", "owner/", ".hidden/x"])
-def test_what_is_no_name_is_taken_for_a_folder(hub, name):
+def test_other_names_are_treated_as_folders(hub, name):
     with pytest.raises(UserError, match="no model folder"):
         load_model(find_model(name))
     assert hub.asked is None
 
 
 def refusal(kind):
-    """As the library raises it, which would want a response."""
+    """Return an exception of the library without the response that its constructor needs."""
     problem = kind.__new__(kind)
     Exception.__init__(problem, "401 Client Error\n\nmore lines")
     return problem
@@ -79,14 +79,14 @@ def refusal(kind):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (refusal(GatedRepoError), "terms accepted"),
+        (refusal(GatedRepoError), "accepting terms"),
         (refusal(RepositoryNotFoundError), "no such model"),
         (ConnectionError("broken\npipe"), r"failed \(broken\)"),
         (OSError(28, "No space left on device"), "No space left"),
         (ValueError(), r"failed \(ValueError\)"),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_line(hub, answer, message):
+def test_download_errors_are_one_line(hub, answer, message):
     hub.answer = answer
     with pytest.raises(UserError, match=message) as refused:
         find_model("owner/name")
@@ -94,9 +94,9 @@ def test_what_goes_wrong_is_said_in_a_line(hub, answer, message):
     assert "owner/name" in str(refused.value)
 
 
-def test_without_a_network_the_advice_is_to_give_a_folder(tmp_path, monkeypatch):
-    """The library itself, told to stay off the network, with nothing downloaded before."""
+def test_without_a_network_the_error_suggests_a_folder(tmp_path, monkeypatch):
+    """The library in offline mode with an empty cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"cannot be reached .* or give a folder"):
+    with pytest.raises(UserError, match=r"cannot be reached, .* or give a folder"):
         find_model("owner/name")

@@ -45,7 +45,7 @@ def test_sharded_weights_are_read(tmp_path):
     assert (prompt_logits(load_model(tmp_path), tokens.numpy()) - expected).abs().max() < 1e-4
 
 
-def test_the_older_spelling_of_rope_is_read(tmp_path):
+def test_the_older_rope_format_is_read(tmp_path):
     make_folder(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     fields = json.loads((tmp_path / "config.json").read_text())
     del fields["rope_parameters"]
@@ -54,20 +54,20 @@ def test_the_older_spelling_of_rope_is_read(tmp_path):
     assert load_config(tmp_path).rope.theta == 500.0
 
 
-def test_a_copy_of_the_tied_head_is_no_harm(tmp_path, model_folder):
+def test_a_copy_of_the_tied_head_is_accepted(tmp_path, model_folder):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     edit_weights(folder, {"lm_head.weight": torch.ones(VOCAB, 64)})
     assert load_model(folder).config.tie_embeddings
 
 
-def test_end_tokens_of_the_generation_config_count_too(tmp_path):
+def test_end_tokens_of_the_generation_config_are_added(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
     assert load_config(tmp_path).eos_token_ids == (0, 7)
 
 
-def test_a_saved_model_is_the_same_model(tmp_path, model):
+def test_a_saved_model_loads_unchanged(tmp_path, model):
     save_model(model, tmp_path, dtype=torch.float32)
     again = load_model(tmp_path)
     assert again.config == model.config
@@ -83,36 +83,42 @@ DAMAGES = {
     "no folder": (lambda folder: shutil.rmtree(folder), "no model folder"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda folder: damage(folder, "config.json", "{"), "cannot be read"),
-    "config is a list": (lambda folder: damage(folder, "config.json", "[]"), "no JSON object"),
+    "config is a list": (lambda folder: damage(folder, "config.json", "[]"), "not a JSON object"),
     "another architecture": (
         lambda folder: edit_config(folder, architectures=["MambaForCausalLM"]),
         "MambaForCausalLM",
     ),
     "no architecture": (lambda folder: edit_config(folder, architectures=None), "none"),
     "a field is missing": (lambda folder: edit_config(folder, hidden_size=None, remove=True), "hidden_size"),
-    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "cannot be: .*two"),
+    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "invalid field: .*two"),
     "no heads": (lambda folder: edit_config(folder, num_attention_heads=0), "num_heads must be at least 1"),
     "heads that cannot share": (lambda folder: edit_config(folder, num_key_value_heads=3), "cannot share 3"),
     "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
     "a size beyond all measure": (
         lambda folder: edit_config(folder, hidden_size=10**30),
-        "hidden_size is far too large",
+        "hidden_size must be less than",
     ),
     "an end token beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
     "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
-    "an end token that is no number": (lambda folder: edit_config(folder, eos_token_id="</s>"), "cannot be: .*</s>"),
+    "an end token that is no number": (
+        lambda folder: edit_config(folder, eos_token_id="</s>"),
+        "invalid field: .*</s>",
+    ),
     "generation's end token that is no number": (
         lambda folder: damage(folder, "generation_config.json", '{"eos_token_id": "</s>"}'),
         "generation_config.json .*</s>",
     ),
-    "rope parameters that are no object": (lambda folder: edit_config(folder, rope_parameters=[1]), "rope_parameters"),
+    "rope parameters that are not an object": (
+        lambda folder: edit_config(folder, rope_parameters=[1]),
+        "rope_parameters",
+    ),
     "an index without a map": (
         lambda folder: damage(folder, "model.safetensors.index.json", '{"weight_map": null}'),
         "no weight_map",
     ),
     "another rope scaling": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        "'longrope', which this engine lacks",
+        "'longrope', which this engine does not support",
     ),
     "a rope scaling without its numbers": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
@@ -128,20 +134,20 @@ DAMAGES = {
     ),
     "rope on a part of a head": (
         lambda folder: edit_config(folder, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        "parts of a head",
+        "part of a head",
     ),
     "rope for each kind of layer": (
         lambda folder: edit_config(folder, rope_parameters={"full_attention": {"rope_theta": 1e4}}),
-        "layers or parts",
+        "per layer or for part",
     ),
     "another kind of layer": (
         lambda folder: edit_config(folder, layer_types=["full_attention", "chunked_attention"]),
         "chunked_attention",
     ),
-    "kinds of layers that are no list": (lambda folder: edit_config(folder, layer_types=5), "cannot be"),
+    "kinds of layers that are no list": (lambda folder: edit_config(folder, layer_types=5), "has an invalid field"),
     "a mixture of experts": (
         lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
-        "'Qwen3MoeForCausalLM', which this engine lacks; give a folder with one of LlamaForCausalLM, ",
+        "'Qwen3MoeForCausalLM', which this engine does not support; give a folder with one of LlamaForCausalLM, ",
     ),
     "architectures that are no list": (lambda folder: edit_config(folder, architectures={}), "none"),
     "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
@@ -159,14 +165,17 @@ DAMAGES = {
     "weights cut short": (lambda folder: cut(folder / "model.safetensors", 0.5), "cut short"),
     "weights cut in their header": (lambda folder: cut(folder / "model.safetensors", 0.0001), "cut short"),
     "weights of another shape": (lambda folder: edit_config(folder, intermediate_size=128), "shape"),
-    "weights of more layers": (lambda folder: edit_config(folder, num_hidden_layers=1), "holds model.layers.1"),
+    "weights of more layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=1),
+        "has the tensor model.layers.1",
+    ),
     "a bias that the config does not name": (
         lambda folder: edit_weights(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
-        "holds model.layers.0.self_attn.q_proj.bias",
+        "has the tensor model.layers.0.self_attn.q_proj.bias",
     ),
-    "quantised weights": (
+    "quantized weights": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
-        "quantised weights",
+        "quantized weights",
     ),
     "weights that are no floats": (
         lambda folder: edit_weights(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
@@ -207,7 +216,7 @@ def cut(path, share):
 
 
 @pytest.mark.parametrize(("harm", "message"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_folder_that_cannot_be_used_is_refused_with_its_reason(tmp_path, model_folder, harm, message):
+def test_an_invalid_folder_is_refused_with_a_reason(tmp_path, model_folder, harm, message):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     harm(folder)
@@ -242,9 +251,9 @@ def kib(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 
 small, large = map(Path, sys.argv[1:])
-load_model(small)  # what PyTorch sets up once is not counted
+load_model(small)  # one-time allocations of PyTorch are not counted
 before = kib("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 model = load_model(large)
 print(before, kib("VmHWM"), sum(parameter.nbytes for parameter in model.parameters()) // 1024)
 """
@@ -252,7 +261,7 @@ print(before, kib("VmHWM"), sum(parameter.nbytes for parameter in model.paramete
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
 @pytest.mark.parametrize("files", ["whole", "sharded"])
-def test_loading_holds_no_second_copy_of_the_weights(tmp_path, model_folder, files):
+def test_loading_makes_no_second_copy_of_the_weights(tmp_path, model_folder, files):
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128}
     make_folder(tmp_path, max_shard_size="20MB" if files == "sharded" else "5GB", **shape)
     assert (tmp_path / "model.safetensors").exists() == (files == "whole")

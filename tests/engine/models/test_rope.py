@@ -1,4 +1,4 @@
-"""Rope's turns against those of transformers, up to positions where another rounding would be another angle."""
+"""Rotations compared with those of transformers, up to positions where rounding changes the angle."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from engine.models.rope import rotate
 
 LONG = 131_072
 
-# As published: Llama 3.1 and 3.2, Qwen2.5 with its recommended scaling, DeepSeek's refinement of it, and odd ones.
+# As published: Llama 3.1 and 3.2, Qwen2.5 with its recommended scaling, DeepSeek's variant, and unusual values.
 PUBLISHED = {
     "llama 3.1": {
         "rope_type": "llama3",
@@ -85,7 +85,7 @@ def turns_of(config, positions):
 
 
 def both_tables(rope, head_dim, max_positions):
-    """Cosines and sines: ours, and those of transformers."""
+    """Return cosines and sines: ours, and those of transformers."""
     fields = fields_of(rope, head_dim, max_positions)
     config = config_from_hf(fields)
     ours = [table[:, 0] for table in turns_of(config, torch.arange(max_positions))]
@@ -94,7 +94,7 @@ def both_tables(rope, head_dim, max_positions):
 
 
 @pytest.mark.parametrize("rope", PUBLISHED.values(), ids=PUBLISHED.keys())
-def test_tables_are_those_of_transformers_at_long_positions(rope):
+def test_long_positions_equal_those_of_transformers(rope):
     for ours, theirs in zip(*both_tables(rope, 64, LONG), strict=True):
         assert ours.shape == theirs.shape
         # One more rounding of a frequency would be 0.004 radians out here.
@@ -102,8 +102,8 @@ def test_tables_are_those_of_transformers_at_long_positions(rope):
 
 
 @pytest.mark.parametrize("rope", PUBLISHED.values(), ids=PUBLISHED.keys())
-def test_a_position_turns_alike_in_every_step(rope):
-    """To the last bit, as keys in the cache were turned in other steps than those that they are compared with."""
+def test_rotation_does_not_depend_on_the_step(rope):
+    """Bitwise, since cached keys were rotated in other steps than the queries that use them."""
     config = config_from_hf(fields_of(rope, 64, LONG))
     positions = torch.cat((torch.arange(300), torch.randint(LONG, (300,), generator=torch.Generator().manual_seed(0))))
     whole = turns_of(config, positions)
@@ -120,7 +120,7 @@ def test_a_long_context_takes_no_memory():
 
 @settings(max_examples=100)
 @given(st.data())
-def test_any_scaling_is_that_of_transformers(data):
+def test_scalings_equal_those_of_transformers(data):
     number = st.floats(1.0, 64.0)
     rope = {
         "rope_type": data.draw(st.sampled_from(["linear", "llama3", "yarn"])),
@@ -137,8 +137,8 @@ def test_any_scaling_is_that_of_transformers(data):
         assert (ours - theirs).abs().max() < 1e-4
 
 
-def test_scores_depend_on_distances_alone():
-    """What rope is for: a query and a key turned by the same number of tokens more have the same product."""
+def test_scores_depend_only_on_distances():
+    """Moving a query and a key by the same number of tokens keeps their product."""
     config = config_from_hf(fields_of(PUBLISHED["llama 3.1"], 64, 4096))
     cos, sin = turns_of(config, torch.arange(4096))
     query, key = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""The model that ships with the package: what it promises, and that drafts change nothing on it."""
+"""The model that ships with the package, and drafts with it."""
 
 import json
 import re
@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.build import build_engine
 from engine.commands.demo.workload import read_prompts
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
@@ -33,7 +33,7 @@ def shipped():
     return pack(load_model(SHIPPED_MODEL))
 
 
-def test_it_is_small_and_has_a_long_window():
+def test_the_shipped_model_is_small_with_a_long_window():
     model = load_model(SHIPPED_MODEL)
     assert 5_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 8_000_000
     assert model.config.max_positions >= 2048
@@ -41,7 +41,7 @@ def test_it_is_small_and_has_a_long_window():
     assert (SHIPPED_MODEL / "model.safetensors").stat().st_size <= 16 << 20
 
 
-def test_its_logits_equal_those_of_transformers(shipped, tokenizer):
+def test_the_shipped_models_logits_equal_those_of_transformers(shipped, tokenizer):
     reference = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
     ids = tokenizer.encode("".join(prompt for _, prompt in PROMPTS[:4]))
     assert len(ids) > 300
@@ -50,14 +50,14 @@ def test_its_logits_equal_those_of_transformers(shipped, tokenizer):
     assert (prompt_logits(shipped, ids) - expected).abs().max() < 1e-4
 
 
-def test_its_card_compares_it_with_the_ngram_model():
+def test_the_card_compares_it_with_the_ngram_model():
     card = (SHIPPED_MODEL / "README.md").read_text()
     own = float(re.search(r"\| this model \| ([\d.]+)", card)[1])
     ngram = float(re.search(r"\| interpolated Kneser-Ney .*? \| ([\d.]+)", card)[1])
     assert own < ngram
 
 
-def test_prompts_come_from_held_out_files_alone(tokenizer):
+def test_prompts_come_only_from_held_out_files(tokenizer):
     files = json.loads((SHIPPED_MODEL / "files.json").read_text())
     assert not set(files["train"]) & set(files["held_out"])
     assert {source.split(":")[0] for source, _ in PROMPTS} <= set(files["held_out"])
@@ -67,12 +67,12 @@ def test_prompts_come_from_held_out_files_alone(tokenizer):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", ["ngram", "ssd"])
-def test_drafts_change_nothing_but_the_steps(shipped, tokenizer, drafter, temperature):
+def test_drafts_change_only_the_number_of_steps(shipped, tokenizer, drafter, temperature):
     sampling = SamplingParams(max_tokens=64, temperature=temperature)
     requests = [Request(tokenizer.encode(prompt), sampling) for _, prompt in PROMPTS[:6]]
     config = EngineConfig(max_sequences=4)
     plain = build_engine(shipped, config, NoDrafter()).generate(requests)
-    engine = build_engine(shipped, config, build_drafter(drafter, DrafterConfig(capacity=10_000), "", warn=pytest.fail))
+    engine = build_engine(shipped, config, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))
     for _ in range(2):
         drafted = engine.generate(requests)
         assert [c.tokens.tolist() for c in drafted] == [c.tokens.tolist() for c in plain]

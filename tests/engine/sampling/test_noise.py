@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine.sampling.noise import choose_tokens, gumbel_noise, mix64
+from engine.sampling.noise import gumbel_noise, mix64, sample_tokens
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import SamplingParams
 
@@ -12,10 +12,10 @@ SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
 
 
 def draws(logits, temperature, count, *, seed_of=lambda index: index, position_of=lambda _: 7):
-    """`count` tokens drawn from one row of logits, each with its own seed and position."""
+    """Return `count` tokens sampled from one row of logits, each with its own seed and position."""
     rows = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
     index = np.arange(count)
-    return choose_tokens(
+    return sample_tokens(
         rows,
         np.full(count, temperature),
         np.array([seed_of(i) for i in index], np.int64),
@@ -24,7 +24,7 @@ def draws(logits, temperature, count, *, seed_of=lambda index: index, position_o
 
 
 def fits_softmax(tokens, logits, temperature):
-    """Whether the tokens could be draws from the softmax, by a chi-square test at one in a million."""
+    """Whether the tokens could be samples of the softmax, by a chi-square test at one in a million."""
     expected = torch.softmax(torch.tensor(logits, dtype=torch.float64) / temperature, 0).numpy() * len(tokens)
     observed = np.bincount(tokens, minlength=len(logits))
     return chisquare(observed, expected).pvalue > 1e-6
@@ -35,16 +35,16 @@ COUNT = 100_000
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax_over_seeds(temperature):
+def test_samples_follow_the_softmax_over_seeds(temperature):
     assert fits_softmax(draws(LOGITS, temperature, COUNT), LOGITS, temperature)
 
 
-def test_draws_follow_the_softmax_over_positions():
+def test_samples_follow_the_softmax_over_positions():
     tokens = draws(LOGITS, 1.0, COUNT, seed_of=lambda _: 3, position_of=lambda index: index)
     assert fits_softmax(tokens, LOGITS, 1.0)
 
 
-def test_rare_tokens_of_a_large_vocabulary_come_at_their_rate():
+def test_rare_tokens_of_a_large_vocabulary_have_their_rate():
     logits = [0.0] * 300 + [3.0] * 5
     assert fits_softmax(draws(logits, 1.0, COUNT), logits, 1.0)
 
@@ -80,10 +80,10 @@ def test_noise_does_not_depend_on_the_batch():
     assert torch.isfinite(together).all()
 
 
-def test_greedy_and_drawn_rows_share_a_batch():
+def test_greedy_and_sampled_rows_share_a_batch():
     logits = torch.tensor([LOGITS] * 3)
-    mixed = choose_tokens(logits, np.array([0.0, 1.0, 0.0]), np.array([1, 1, 1]), np.array([4, 4, 5]))
-    alone = choose_tokens(logits[:1], np.array([1.0]), np.array([1]), np.array([4]))
+    mixed = sample_tokens(logits, np.array([0.0, 1.0, 0.0]), np.array([1, 1, 1]), np.array([4, 4, 5]))
+    alone = sample_tokens(logits[:1], np.array([1.0]), np.array([1]), np.array([4]))
     assert mixed[[0, 2]].tolist() == [2, 2]
     assert mixed[1] == alone[0]
 
@@ -96,7 +96,7 @@ def test_mixing_is_splitmix64():
 def test_temperatures_that_would_overflow_are_greedy():
     logits = torch.tensor([[1.0, 5.0, 2.0]])
     for temperature in (1e-300, 1e-39, 1e-6):
-        assert choose_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
+        assert sample_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
 
 
 def test_samples_of_a_request_have_seeds_of_their_own():

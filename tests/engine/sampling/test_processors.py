@@ -1,13 +1,13 @@
-"""Bias, penalties and forbidden ends against loops, at every place of a draft."""
+"""Bias, penalties and forbidden ends against loops, at every row of a draft."""
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.penalties import TokenCounts
-from engine.sampling.processors import adjusted
+from engine.sampling.processors import NOT_NEEDED, Rows, TokenCounts, process_logits
 from engine.sampling.stopping import Stopping
+from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from tests.engine import naive_sampling as naive
@@ -20,8 +20,8 @@ half = st.integers(-4, 4).map(lambda n: n / 2)
 
 
 @st.composite
-def sequences(draw):
-    """A sequence in mid-life, its output committed in steps, with a draft."""
+def plans(draw):
+    """The plan of a sequence whose output was committed in steps, with a draft."""
     sampling = SamplingParams(
         max_tokens=30,
         repetition_penalty=draw(st.sampled_from([1.0, 1.5, 0.5])),
@@ -34,44 +34,46 @@ def sequences(draw):
     request = Request(array(draw(st.lists(token, min_size=1, max_size=6))), sampling)
     sequence = Sequence(0, request, 60, Stopping(request, EOS))
     for _ in range(draw(st.integers(0, 3))):
-        sequence.draft = array(draw(st.lists(token, max_size=4)))  # of another step: leaves no trace
+        plan = SequencePlan(sequence, 0, 1, True, draft=array(draw(st.lists(token, max_size=4))))  # rejected
         if sequence.token_counts is not None:
-            sequence.token_counts.along(sequence.draft)
-        sequence.commit(array(draw(st.lists(token, min_size=1, max_size=4))), 0)
-    sequence.draft = array(draw(st.lists(token, max_size=5)))
-    return sequence, draw(st.booleans())
+            sequence.token_counts.along(plan.draft)
+        sequence.commit(SequenceResult(plan, array(draw(st.lists(token, min_size=1, max_size=4))), np.arange(0)))
+    return SequencePlan(sequence, 0, 1, True, draft=array(draw(st.lists(token, max_size=5))))
 
 
-@given(st.lists(sequences(), min_size=1, max_size=4), st.integers(0, 1000))
-def test_rows_are_what_loops_make_of_them_as_if_the_draft_were_committed(drawn, seed):
-    """The second of each pair says whether the sequence produces in this step."""
-    counts = [1 + len(sequence.draft) if produces else 0 for sequence, produces in drawn]
-    offsets = np.cumsum([0, *counts])
+@given(st.lists(plans(), min_size=1, max_size=4), st.integers(0, 1000), st.booleans())
+def test_rows_are_processed_as_if_the_draft_were_committed(entries, seed, only_last):
+    """All rows of the drafts, or those after their last tokens."""
+    counts = [1 if only_last else 1 + len(entry.draft) for entry in entries]
+    starts = np.cumsum([0, *counts])
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (sum(counts), VOCAB)).astype(np.float32))
+    rows = []
+    for entry, start, count in zip(entries, starts, counts, strict=False):
+        own = np.arange(start, start + count)
+        skipped = np.full(1 + len(entry.draft) - count, NOT_NEEDED)
+        rows.append(Rows(entry.sequence, entry.draft, None, np.concatenate((skipped, own))))
     before = logits.clone()
-    after = adjusted(logits, offsets, [sequence for sequence, _ in drawn])
+    after = process_logits(logits, rows)
     assert torch.equal(logits, before), "the model's own logits are needed for log-probabilities"
-    for (sequence, _), start, count in zip(drawn, offsets, counts, strict=False):
+    for own in rows:
+        sequence = own.sequence
         prompt, output = sequence.request.prompt.tolist(), sequence.output.tolist()
-        for place in range(count):
-            expected = naive.processed(
-                before[start + place].tolist(),
-                sequence.request.sampling,
-                prompt,
-                output + sequence.draft[:place].tolist(),
-                EOS,
-            )
-            np.testing.assert_allclose(after[start + place].numpy(), expected, rtol=1e-5, atol=1e-6)
+        for depth, row in enumerate(own.rows.tolist()):
+            if row == NOT_NEEDED:
+                continue
+            text = output + own.draft[:depth].tolist()
+            expected = naive.processed(before[row].tolist(), sequence.request.sampling, prompt, text, EOS)
+            np.testing.assert_allclose(after[row].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_to_do_is_nothing_done():
+def test_logits_without_anything_to_apply_are_returned():
     request = Request(array([1, 2]), SamplingParams(temperature=1.0, top_p=0.5))
     logits = torch.zeros(1, VOCAB)
-    assert adjusted(logits, np.array([0, 1]), [Sequence(0, request, 10)]) is logits
+    assert process_logits(logits, [Rows(Sequence(0, request, 10), array([]), None, np.array([0]))]) is logits
 
 
-def test_rejected_drafts_are_not_kept_in_mind():
-    """As many drafts as there are steps must not outgrow the sequence."""
+def test_rejected_drafts_leave_no_trace():
+    """The arrays have room for the sequence's tokens only."""
     counts = TokenCounts(array([1, 2]), 4)
     for start in range(0, 1000, 5):
         counts.along(array(range(start, start + 5)))

@@ -1,4 +1,4 @@
-"""Whatever the settings, drafts and company change nothing: not the tokens, nor why they end, nor what is told of them.
+"""With any settings, drafts and other requests change neither tokens nor finish reasons nor log-probabilities.
 
 The plain outputs come from a loop that knows nothing of batches, pages or drafts.
 """
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from engine.drafters.none import NoDrafter
 from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
-from engine.sampling.penalties import TokenCounts
+from engine.sampling.processors import Rows, TokenCounts
 from engine.scheduling.request import Request, SamplingParams
-from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
@@ -67,7 +66,7 @@ requests = st.lists(
 
 
 def obvious(request):
-    """(tokens, finish reason, stop reason, text) one token after another."""
+    """Return (tokens, finish reason, stop reason, text), computed one token at a time."""
     sampling, prompt = request.sampling, request.prompt.tolist()
     output = []
     while True:
@@ -95,7 +94,7 @@ def obvious(request):
 
 
 class MixedDrafter(NoDrafter):
-    """Drafts of any length, right up to a random place."""
+    """Drafts of any length that are right up to a random position."""
 
     def __init__(self, asked, answers, seed):
         self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(asked, answers, strict=True)]
@@ -111,19 +110,20 @@ class MixedDrafter(NoDrafter):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             right = self.texts[sequence_id][self.lengths[sequence_id] :][: self.rng.integers(0, 7)]
             draft = array([*right, *self.rng.integers(0, VOCAB, self.rng.integers(0, 3))])
+            draft = draft[: int(progress.max_draft[index])]
             paths.append(Path(draft, np.ones(len(draft), np.float32)))
-        return DraftBatch.of_paths(paths)
+        return DraftBatch.from_paths(paths)
 
 
 class MixedTreeDrafter(MixedDrafter):
-    """Trees of any size, partly right."""
+    """Trees of any size that are partly right."""
 
     def draft(self, progress):
         trees = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             right = self.texts[sequence_id][self.lengths[sequence_id] :]
-            trees.append(random_tree(self.rng, right, 9, VOCAB))
+            trees.append(random_tree(self.rng, right, int(progress.max_draft[index]), VOCAB))
         return batch_of_trees(trees)
 
 
@@ -133,7 +133,7 @@ def as_tuple(request, completion):
 
 
 def check_logprobs(request, completion):
-    """Those of the model itself, of each token that was put out, and of the prompt's."""
+    """Check the log-probabilities of the output and of the prompt, which are the model's own."""
     text = [*request.prompt.tolist(), *completion.tokens.tolist()]
     first = len(request.prompt)
     for found, count, start, end in (
@@ -152,7 +152,7 @@ def check_logprobs(request, completion):
 
 
 def check_all(asked, seed, max_sequences=4, max_step_tokens=40, shape="path", verified="path"):
-    """Drafts are of one shape, and verified as another."""
+    """Run requests; `shape` is that of drafts, `verified` that which the engine verifies."""
     expected = [obvious(request) for request in asked]
     kind = MixedDrafter if shape == "path" else MixedTreeDrafter
     drafter = kind(asked, [answer[0] for answer in expected], seed)
@@ -168,13 +168,13 @@ def check_all(asked, seed, max_sequences=4, max_step_tokens=40, shape="path", ve
 
 @settings(max_examples=100)
 @given(requests, st.integers(0, 1000), st.integers(1, 4))
-def test_outputs_are_those_of_the_loop(asked, seed, max_sequences):
+def test_outputs_equal_those_of_the_loop(asked, seed, max_sequences):
     check_all(asked, seed, max_sequences)
 
 
 @settings(max_examples=60)
 @given(requests, st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["path", "tree"]))
-def test_outputs_with_trees_are_those_of_the_loop(asked, seed, max_sequences, verified):
+def test_outputs_with_trees_equal_those_of_the_loop(asked, seed, max_sequences, verified):
     check_all(asked, seed, max_sequences, shape="tree", verified=verified)
 
 
@@ -191,7 +191,7 @@ def penalised_requests():
 
 
 def test_drafts_are_accepted_under_any_settings():
-    """Otherwise the tests above would not say much."""
+    """The tests above need accepted drafts."""
     completions = check_all(penalised_requests(), 0)
     assert sum(completion.accepted for completion in completions) > 100
     of_trees = check_all(penalised_requests(), 0, shape="tree", verified="tree")
@@ -200,13 +200,13 @@ def test_drafts_are_accepted_under_any_settings():
 
 
 def penalties_by_rows(monkeypatch):
-    """Counts as along a path, whatever the tree."""
+    """Count as if every tree were a path."""
     original = TokenCounts.along
     monkeypatch.setattr(TokenCounts, "along", lambda self, draft, tree=None: original(self, draft))
 
 
 def minimum_by_rows(monkeypatch):
-    monkeypatch.setattr(Sequence, "draft_depths", property(lambda self: np.arange(1, len(self.draft) + 1)))
+    monkeypatch.setattr(Rows, "depths", property(lambda self: np.arange(len(self.draft) + 1)))
 
 
 def positions_by_rows(monkeypatch):
@@ -218,31 +218,31 @@ def nothing_compacted(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [penalties_by_rows, minimum_by_rows, positions_by_rows, nothing_compacted])
-def test_a_tree_that_is_taken_for_a_path_is_noticed(monkeypatch, fault):
+def test_treating_a_tree_as_a_path_is_caught(monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         check_all(penalised_requests(), 0, shape="tree", verified="tree")
 
 
 @pytest.mark.parametrize("fault", ["penalties", "min_tokens"])
-def test_a_draft_that_is_not_taken_for_committed_is_noticed(monkeypatch, fault):
+def test_ignoring_the_draft_before_a_row_is_caught(monkeypatch, fault):
     if fault == "penalties":
         original = processors._penalised
 
-        def all_like_the_first(sequence, rows):
-            penalised = original(sequence, rows)
-            first = penalised.counts.reshape(len(rows), -1)[:1]
-            return penalised._replace(counts=np.repeat(first, len(rows), axis=0).ravel())
+        def all_like_the_first(own):
+            penalised = original(own)
+            first = penalised.counts.reshape(len(own.rows), -1)[:1]
+            return penalised._replace(counts=np.repeat(first, len(own.rows), axis=0).ravel())
 
         monkeypatch.setattr(processors, "_penalised", all_like_the_first)
     else:
         original = processors._forbidden
 
-        def of_the_first_alone(sequence, rows):
-            forbidden, ends = original(sequence, rows)
-            return forbidden[forbidden == rows[0]], ends[forbidden == rows[0]]
+        def only_the_first(own):
+            forbidden, ends = original(own)
+            return forbidden[forbidden == own.rows[0]], ends[forbidden == own.rows[0]]
 
-        monkeypatch.setattr(processors, "_forbidden", of_the_first_alone)
+        monkeypatch.setattr(processors, "_forbidden", only_the_first)
     with pytest.raises(AssertionError):
         check_all(penalised_requests(), 0)
 

@@ -1,4 +1,4 @@
-"""Where outputs end, against a loop over characters, however tokens come."""
+"""Ends of outputs, compared with a loop over characters, for tokens in steps of any size."""
 
 import numpy as np
 from hypothesis import example, given
@@ -53,7 +53,7 @@ def test_a_stop_string_in_the_prompt_does_not_count_nor_does_one_that_begins_the
     assert stopping.text() == "c"
 
 
-def test_text_that_an_end_token_would_have_is_left_out():
+def test_the_text_of_an_end_token_is_left_out():
     stopping = stopping_of(eos=(6,), stop=("zz",))
     assert stopping.cut(array([0, 6]), 9).reason is FinishReason.STOP
     assert stopping.text() == "a"

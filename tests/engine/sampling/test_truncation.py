@@ -1,4 +1,4 @@
-"""What min-p, top-k and top-p leave, against loops, and the frequencies of what is then drawn."""
+"""Tokens that min-p, top-k and top-p keep, compared with loops, and the frequencies of the samples."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from engine.sampling import noise as sampling
-from engine.sampling.noise import choose_tokens
+from engine.sampling.noise import sample_tokens
 from engine.sampling.truncation import Truncation, truncate
 from tests.engine import naive_sampling as naive
 
@@ -23,7 +23,7 @@ def truncation_of(settings):
 
 
 @given(st.data())
-def test_what_is_kept_is_what_loops_keep(data):
+def test_kept_tokens_are_those_of_loops(data):
     """Rows with ties and forbidden tokens, each with its own settings, in one batch."""
     size = data.draw(st.integers(1, 12))
     score = st.one_of(st.integers(-16, 16).map(lambda n: n / 4), st.just(float("-inf")))
@@ -38,7 +38,7 @@ def test_what_is_kept_is_what_loops_keep(data):
 
 
 @given(st.lists(limits, min_size=2, max_size=6), st.integers(0, 1000))
-def test_a_row_does_not_depend_on_its_company(settings, seed):
+def test_a_row_does_not_depend_on_the_other_rows(settings, seed):
     scores = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (len(settings), 500)).astype(np.float32))
     together = truncate(scores, truncation_of(settings))
     for index in range(len(settings)):
@@ -58,10 +58,10 @@ SETTINGS = {
 
 
 def fits(temperature, top_k, top_p, min_p):
-    """Whether `COUNT` draws, each with its own seed, could come from the truncated softmax: chi-square, 1 in 10^6."""
+    """Whether `COUNT` samples, each with its own seed, could come from the truncated softmax: chi-square, 1 in 10^6."""
     settings = truncation_of([(top_k, top_p, min_p)]).rows(np.zeros(COUNT, np.int64))
     logits = torch.tensor(LOGITS).expand(COUNT, -1)
-    tokens = choose_tokens(logits, np.full(COUNT, temperature), np.arange(COUNT), np.full(COUNT, 5, np.int64), settings)
+    tokens = sample_tokens(logits, np.full(COUNT, temperature), np.arange(COUNT), np.full(COUNT, 5, np.int64), settings)
     expected = naive.distribution(LOGITS, temperature, top_k, top_p, min_p)
     observed = np.bincount(tokens, minlength=len(LOGITS))
     drawn = expected > 0
@@ -71,7 +71,7 @@ def fits(temperature, top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_draws_follow_the_truncated_softmax(settings):
+def test_samples_follow_the_truncated_softmax(settings):
     assert fits(*settings)
 
 
@@ -95,7 +95,7 @@ def one_too_many(scores, settings):
 
 
 def min_p_of_one(scores, settings):
-    """min-p as a probability, not as a share of the best one's."""
+    """min-p as a probability, not as a share of the largest one."""
     return scores.masked_fill(
         torch.softmax(scores, dim=-1) < torch.from_numpy(settings.min_p).float()[:, None], float("-inf")
     )
@@ -104,8 +104,8 @@ def min_p_of_one(scores, settings):
 @pytest.mark.parametrize(
     ("case", "place", "fault"),
     [
-        ("all", "choose_tokens", noise_before_temperature),
-        ("none", "choose_tokens", noise_before_temperature),
+        ("all", "sample_tokens", noise_before_temperature),
+        ("none", "sample_tokens", noise_before_temperature),
         ("top_p", "truncate", crossing_token_dropped),
         ("top_k", "truncate", one_too_many),
         ("min_p", "truncate", min_p_of_one),
@@ -113,7 +113,7 @@ def min_p_of_one(scores, settings):
     ],
 )
 def test_planted_faults_are_caught(monkeypatch, case, place, fault):
-    if place == "choose_tokens":
+    if place == "sample_tokens":
         monkeypatch.setitem(globals(), place, fault)
     else:
         monkeypatch.setattr(sampling, place, fault)
@@ -131,7 +131,7 @@ def test_top_p_of_one_keeps_what_rounding_would_lose():
 
 
 @pytest.mark.parametrize("settings", [(3, 1.0, 0.0), (0, 0.5, 0.0), (3, 0.5, 0.1)])
-def test_a_row_of_no_numbers_leaves_the_others_as_they_are(settings):
+def test_a_row_of_nan_does_not_affect_the_others(settings):
     scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     limits = truncation_of([settings] * 2)
     alone = truncate(scores[1:], limits.rows(np.array([1])))

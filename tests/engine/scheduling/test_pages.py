@@ -27,71 +27,71 @@ class NaivePool:
     def forget(self, page):
         self.named = [(name, other) for name, other in self.named if other != page]
 
-    def give_back(self, pages):
+    def release(self, pages):
         for page in reversed(pages):
             if self.owners(page) == 0:
                 self.named.sort(key=lambda entry: entry[1] == page)  # to the end, the others as they were
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "give", "share", "name"]), st.integers(0, 11)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "free", "share", "register"]), st.integers(0, 11)), max_size=60))
 def test_the_pool_is_the_naive_one(actions):
     pool, naive = PagePool(8, 16), NaivePool(8)
     for action, number in actions:
-        if action == "take" and number > pool.free:
-            with pytest.raises(ValueError, match="pages wanted"):
-                pool.take(number)
-        elif action == "take":
+        if action == "allocate" and number > pool.free_count:
+            with pytest.raises(ValueError, match="cannot allocate"):
+                pool.allocate(number)
+        elif action == "allocate":
             unused = naive.free() - len(naive.evictable())
             evicted = naive.evictable()[: max(0, number - unused)]
-            taken = pool.take(number)
+            taken = pool.allocate(number)
             assert set(evicted) <= set(taken)
             assert not set(taken) & (set(naive.evictable()) - set(evicted))
             for page in evicted:
                 naive.forget(page)
             naive.owned.append(taken)
-        elif action == "give" and naive.owned:
+        elif action == "free" and naive.owned:
             pages = naive.owned.pop(number % len(naive.owned))
-            pool.give_back(pages)
-            naive.give_back(pages)
+            pool.free(pages)
+            naive.release(pages)
         elif action == "share" and (page := pool.find(bytes([number]))) is not None:
             pool.share(page)
             naive.owned.append([page])
-        elif action == "name" and naive.owned and naive.owned[-1]:
+        elif action == "register" and naive.owned and naive.owned[-1]:
             page = naive.owned[-1][number % len(naive.owned[-1])]
-            if pool.name_of(page) is None:
-                pool.name(page, bytes([number]))
+            if pool.hash_of(page) is None:
+                pool.register(page, bytes([number]))
                 if bytes([number]) not in dict(naive.named):
                     naive.named.append((bytes([number]), page))
         pool.check_integrity(naive.owned)
-        assert pool.free == naive.free()
+        assert pool.free_count == naive.free()
         assert {name: pool.find(name) for name, _ in naive.named} == dict(naive.named)
         assert all((bytes([n]) in dict(naive.named)) == (pool.find(bytes([n])) is not None) for n in range(12))
 
 
 def test_integrity_notices_lost_shared_and_foreign_pages():
     pool = PagePool(4, 8)
-    pages = pool.take(2)
+    pages = pool.allocate(2)
     pool.check_integrity([pages])
     for owned in ([], [pages, pages], [[*pages, 9]], [pages[:1]], [[*pages, 3]]):
         with pytest.raises(AssertionError):
             pool.check_integrity(owned)
     pool.share(pages[0])
-    with pytest.raises(AssertionError, match="without a name"):
+    with pytest.raises(AssertionError, match="without a hash"):
         pool.check_integrity([pages, pages[:1]])
-    pool.name(pages[0], b"name")
+    pool.register(pages[0], b"name")
     pool.check_integrity([pages, pages[:1]])
 
 
 def test_the_end_of_what_was_given_back_is_evicted_before_its_start():
     """A page in the middle is of no use without those before it."""
     pool = PagePool(4, 8)
-    pages = pool.take(4)
+    pages = pool.allocate(4)
     for page in pages:
-        pool.name(page, bytes([page]))
-    pool.give_back(pages)
-    assert pool.take(1) == pages[-1:]
+        pool.register(page, bytes([page]))
+    pool.free(pages)
+    assert pool.allocate(1) == pages[-1:]
     assert pool.find(bytes([pages[0]])) == pages[0]
 
 
 def test_pages_of_a_fresh_pool_are_neighbours():
-    assert PagePool(8, 16).take(4) == [0, 1, 2, 3]
+    assert PagePool(8, 16).allocate(4) == [0, 1, 2, 3]

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.drafters.build import build_drafter
 from engine.drafters.none import NoDrafter
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
@@ -38,9 +38,9 @@ def requests(temperature):
 def engine_on(model, *, prefix_cache, pages=PAGES):
     """An engine with an n-gram drafter and `pages` pages."""
     config = EngineConfig(**{**vars(CONFIG), "prefix_cache": prefix_cache})
-    engine = build_engine(model, config, build_drafter("ngram", DrafterConfig(), "", warn=pytest.fail))
+    engine = build_engine(model, config, build_drafter("ngram", DrafterConfig(), warn=pytest.fail))
     pool = engine.scheduler.pages
-    pool.take(pool.count - pages)
+    pool.allocate(pool.count - pages)
     return engine
 
 
@@ -55,7 +55,7 @@ def test_outputs_are_the_same_with_and_without_the_cache_on_scarce_pages(packed,
         assert [completion.tokens.tolist() for completion in completions] == expected
         assert engine.scheduler.preemptions
         assert bool(sum(completion.cached_tokens for completion in completions)) == prefix_cache
-        assert engine.scheduler.pages.free == PAGES
+        assert engine.scheduler.pages.free_count == PAGES
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")

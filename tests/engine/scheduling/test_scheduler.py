@@ -7,36 +7,32 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
-from engine.scheduling import page_hashes as prefix
+from engine.scheduling import page_hashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.chain import PAGE_SIZE, VOCAB, ChainRunner, answer, chain_engine
 from tests.engine.workload import Workload
 
-WORKLOADS = 50
+WORKLOADS = 30
 
 
 @pytest.mark.parametrize(
-    ("block", "shape", "loop", "rests"),
+    ("block", "shape", "has_backoff", "in_flight"),
     [
-        (0, "path", "plain", False),
-        (1, "path", "plain", False),
-        (2, "path", "plain", False),
-        (3, "tree", "plain", False),
-        (4, "tree", "plain", False),
-        (5, "path", "overlapped", False),
-        (6, "tree", "overlapped", False),
-        (7, "path", "plain", True),
-        (8, "path", "overlapped", True),
-        (9, "path", "pipelined", False),
-        (10, "path", "pipelined", True),
+        (0, "path", False, None),
+        (1, "path", True, None),
+        (2, "tree", False, None),
+        (3, "path", False, 0),
+        (4, "path", False, 1),
+        (5, "path", False, "any"),
+        (6, "path", True, "any"),
     ],
 )
-def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, loop, rests):
+def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, has_backoff, in_flight):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
-        workload = Workload(seed, shape, loop, rests)
+        workload = Workload(seed, shape, has_backoff, in_flight)
         workload.run()
         seen += workload.seen
     # The workloads must meet all that they are for.
@@ -50,29 +46,29 @@ def shares_without_counting(monkeypatch):
     monkeypatch.setattr(PagePool, "share", lambda self, page: self._idle.pop(page, None))
 
 
-def names_pages_before_they_are_computed(monkeypatch):
-    keep = Scheduler.keep
+def registers_pages_before_they_are_computed(monkeypatch):
+    register = Scheduler.register_pages
 
-    def keep_early(scheduler, sequence):
+    def register_early(scheduler, sequence):
         computed, sequence.computed = sequence.computed, len(sequence) - len(sequence) % PAGE_SIZE
-        keep(scheduler, sequence)
+        register(scheduler, sequence)
         sequence.computed = computed
 
-    monkeypatch.setattr(Scheduler, "keep", keep_early)
+    monkeypatch.setattr(Scheduler, "register_pages", register_early)
 
 
-def names_ignore_what_stands_before(monkeypatch):
-    exact = prefix.page_name
-    monkeypatch.setattr(prefix, "page_name", lambda before, tokens: exact(prefix.first_name(""), tokens))
+def hashes_ignore_what_stands_before(monkeypatch):
+    exact = page_hashes.page_hash
+    monkeypatch.setattr(page_hashes, "page_hash", lambda before, tokens: exact(page_hashes.salt_hash(""), tokens))
 
 
-def names_ignore_the_salt(monkeypatch):
-    exact = prefix.first_name
-    monkeypatch.setattr(prefix, "first_name", lambda salt: exact(""))
+def hashes_ignore_the_salt(monkeypatch):
+    exact = page_hashes.salt_hash
+    monkeypatch.setattr(page_hashes, "salt_hash", lambda salt: exact(""))
 
 
 def recomputes_nothing_after_preemption(monkeypatch):
-    monkeypatch.setattr("engine.scheduling.sequence.Sequence.forget_computed", lambda self: None)
+    monkeypatch.setattr("engine.scheduling.sequence.Sequence.restart", lambda self: None)
 
 
 def preempts_the_oldest(monkeypatch):
@@ -81,8 +77,8 @@ def preempts_the_oldest(monkeypatch):
 
 
 def keeps_the_pages_of_the_cancelled(monkeypatch):
-    give_back = PagePool.give_back
-    monkeypatch.setattr(PagePool, "give_back", lambda self, pages: give_back(self, pages[:-1]))
+    free = PagePool.free
+    monkeypatch.setattr(PagePool, "free", lambda self, pages: free(self, pages[:-1]))
 
 
 def leaves_trees_where_they_are(monkeypatch):
@@ -102,9 +98,9 @@ def moves_one_token_after_the_other(monkeypatch):
 TREE_FAULTS = [leaves_trees_where_they_are, moves_one_token_after_the_other]
 FAULTS = [
     shares_without_counting,
-    names_pages_before_they_are_computed,
-    names_ignore_what_stands_before,
-    names_ignore_the_salt,
+    registers_pages_before_they_are_computed,
+    hashes_ignore_what_stands_before,
+    hashes_ignore_the_salt,
     recomputes_nothing_after_preemption,
     preempts_the_oldest,
     keeps_the_pages_of_the_cancelled,
@@ -155,10 +151,9 @@ def test_drafts_never_cost_another_sequence_its_pages():
 def test_drafts_leave_the_watermark_free():
     engine = engine_of(pages=10, watermark=0.5, max_draft=16, max_sequences=1)
     engine.add(Request(text(4 * PAGE_SIZE), SamplingParams(max_tokens=20)))
-    engine.scheduler.admit()
-    [sequence] = engine.scheduler.schedule()
-    assert engine.scheduler.pages.free == 5
-    assert sequence.draft_room == PAGE_SIZE  # four pages were wanted, and six were free
+    [entry] = engine.scheduler.plan().entries
+    assert engine.scheduler.pages.free_count == 5
+    assert entry.draft_room == PAGE_SIZE  # four pages were wanted, and six were free
 
 
 def test_who_comes_later_is_not_let_in_on_pages_that_a_prompt_still_needs():
@@ -166,11 +161,11 @@ def test_who_comes_later_is_not_let_in_on_pages_that_a_prompt_still_needs():
     engine = engine_of(pages=24, max_sequences=2, max_step_tokens=4 * PAGE_SIZE)
     first = engine.add(Request(text(20 * PAGE_SIZE - 1), SamplingParams(max_tokens=1)))
     engine.step()
-    assert engine.scheduler.pages.free == 20
+    assert engine.scheduler.pages.free_count == 20
     engine.add(Request(text(10 * PAGE_SIZE, 1), SamplingParams(max_tokens=1)))
     ended = []
     while engine.scheduler.has_work:
-        engine.scheduler.admit()
+        engine.scheduler.plan()
         assert [sequence.sequence_id for sequence in engine.scheduler.running] == [first if not ended else first + 1]
         ended += engine.step().finished
     assert ended == [first, first + 1]
@@ -204,8 +199,8 @@ def test_a_beginning_that_many_share_is_computed_once():
     asked = [Request(np.concatenate([stem, text(3, seed)]), SamplingParams(max_tokens=2)) for seed in range(1, 6)]
     engine = engine_of(pages=60, max_step_tokens=24)
     computed = []
-    forward = engine._runner.forward
-    engine._runner.forward = lambda batch: (computed.append(len(batch.tokens)), forward(batch))[1]
+    forward = engine._executor.runner.forward
+    engine._executor.runner.forward = lambda batch: (computed.append(len(batch.tokens)), forward(batch))[1]
     first, *others = engine.generate(asked)
     assert first.cached_tokens == 0
     assert [completion.cached_tokens for completion in others] == [40] * 4
@@ -295,7 +290,7 @@ def test_cancelled_requests_return_every_page_at_every_moment():
             if completion is not None:
                 assert completion.finish_reason is FinishReason.ABORT
                 assert completion.tokens.tolist() == streamed[sequence_id]
-        assert engine.scheduler.pages.free == engine.scheduler.pages.count
+        assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
         assert not engine.scheduler.has_work
         assert engine.step().tokens == {}
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from engine import engine as core
 from engine.drafters.none import NoDrafter
+from engine.executor import eager
 from engine.scheduling import times
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.times import StageTimes, Stopwatch
@@ -39,13 +39,13 @@ class SlowDrafter(NoDrafter):
         self._clock[0] += 2
         return super().draft(progress)
 
-    def finish(self, sequence_id, tokens, *, verified=0, accepted=0, learn=True):
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
         self._clock[0] += 4
 
 
 def test_a_step_says_how_long_its_stages_took(clock, monkeypatch):
     engine = fake_engine(SlowDrafter(clock), None)
-    forward, schedule = engine._runner.forward, engine.scheduler.schedule
+    forward, schedule = engine._executor.runner.forward, engine.scheduler.plan
 
     def slowly(run, seconds):
         def call(*arguments):
@@ -54,9 +54,9 @@ def test_a_step_says_how_long_its_stages_took(clock, monkeypatch):
 
         return call
 
-    engine._runner.forward = slowly(forward, 8)
-    monkeypatch.setattr(core, "choose", slowly(core.choose, 16))
-    engine.scheduler.schedule = slowly(schedule, 32)
+    engine._executor.runner.forward = slowly(forward, 8)
+    monkeypatch.setattr(eager, "verify_drafts", slowly(eager.verify_drafts, 16))
+    engine.scheduler.plan = slowly(schedule, 32)
     reports = []
     engine.generate([Request(np.array([1, 2], np.uint32), SamplingParams(2, ignore_eos=True))], reports.append)
     assert [report.times for report in reports] == [

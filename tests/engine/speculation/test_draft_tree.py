@@ -24,7 +24,7 @@ def test_tokens_see_their_ancestors_and_themselves(parents):
 
 
 @given(parents_of_trees())
-def test_a_draft_is_straight_up_to_its_first_turn(parents):
+def test_straight_length_ends_at_the_first_branch(parents):
     expected = 0
     while expected < len(parents) and parents[expected] == expected - 1:
         expected += 1
@@ -32,6 +32,6 @@ def test_a_draft_is_straight_up_to_its_first_turn(parents):
 
 
 def test_paths_are_straight():
-    batch = DraftBatch.of_paths([Path(np.arange(3, dtype=np.uint32), np.ones(3, np.float32)), NO_PATH])
+    batch = DraftBatch.from_paths([Path(np.arange(3, dtype=np.uint32), np.ones(3, np.float32)), NO_PATH])
     assert straight_length(batch.parents_of(0)) == 3
     assert straight_length(batch.parents_of(1)) == 0

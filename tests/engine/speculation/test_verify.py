@@ -14,7 +14,7 @@ def test_the_longest_right_prefix_is_accepted(draft, data):
 
 
 @given(st.integers(0, 10), st.data())
-def test_trees_are_walked_down_as_far_as_the_target_agrees(size, data):
+def test_the_accepted_path_of_a_tree_equals_the_targets_tokens(size, data):
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
     draft = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
     chosen = data.draw(st.lists(st.integers(0, 2), min_size=size + 1, max_size=size + 1))

@@ -8,7 +8,7 @@ def file(path, lines):
     return SourceFile(path, "".join(lines))
 
 
-def test_files_are_read_in_order_and_odd_ones_left_out(tmp_path):
+def test_files_are_sorted_and_unusable_ones_left_out(tmp_path):
     for name in ("b.py", "a.py", "sub/c.py", "site-packages/d.py", "encodings/e.py", "notes.txt", "empty.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.py" else "x = 1\n")

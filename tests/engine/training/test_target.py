@@ -1,4 +1,4 @@
-"""Training in miniature: it learns, it resumes as if it had never stopped, and what it writes is a model."""
+"""Training of a tiny model: the loss decreases, runs resume, and the written folder is a model."""
 
 import json
 from dataclasses import replace
@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.models.loader import load_model
 from engine.training import run as run_module
 from engine.training import sources
+from engine.training.dataset import encode_texts, train_tokenizer
 from engine.training.prompts import function_prompts
 from engine.training.run import train_target
 from engine.training.sources import SourceFile
 from engine.training.target import Recipe, held_out_loss, resume, start, token_losses, train
-from engine.training.vocabulary import encode_texts, train_tokenizer
 
 TINY = Recipe(
     hidden_size=32,
@@ -45,7 +45,7 @@ FILE = "\n".join(FUNCTION.format(n=n) for n in range(30))
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A small standard library: the same few lines in twelve files of their own names."""
+    """Make a small standard library: twelve files with the same lines and different names."""
     root = tmp_path / "lib"
     root.mkdir()
     for number in range(12):
@@ -53,14 +53,14 @@ def library(tmp_path, monkeypatch):
             FILE.replace("function", f"f{number}").replace("argument", f"a{number}")
         )
     monkeypatch.setattr(sources, "MAX_HELD_OUT_GROUP_SHARE", 1.0)
-    for module in (run_module, __import__("engine.training.corpus", fromlist=["stdlib_root"])):
+    for module in (run_module, __import__("engine.training.dataset", fromlist=["stdlib_root"])):
         monkeypatch.setattr(module, "stdlib_root", lambda: root)
     return root
 
 
 @pytest.fixture
 def text(library, tmp_path):
-    from engine.training.corpus import prepare
+    from engine.training.dataset import prepare
 
     return prepare(tmp_path / "work", TINY.vocab_size, lambda _: None)
 
@@ -77,7 +77,7 @@ def test_training_learns(text, tmp_path):
     assert after < before - 1.0
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(text, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(text, tmp_path):
     class StoppedError(Exception):
         pass
 
@@ -120,7 +120,7 @@ def test_held_out_loss_scores_every_token_once():
         expected = []
         with torch.no_grad():
             for target in range(4, size):
-                # Windows begin every half context; a token is scored by the first that sees it.
+                # Windows begin every half context; a token is scored in the first that contains it.
                 first = max(0, -(-(target - 64) // half)) * half
                 context = ids[None, first:target]
                 expected.append(
@@ -131,7 +131,7 @@ def test_held_out_loss_scores_every_token_once():
         )
 
 
-def test_the_whole_making_of_a_model(library, tmp_path):
+def test_training_end_to_end(library, tmp_path):
     said = []
     train_target(TINY, tmp_path / "work", tmp_path / "model", compiled=False, say=said.append, progress=lambda *_: None)
     folder = tmp_path / "model"
@@ -154,7 +154,7 @@ def test_the_whole_making_of_a_model(library, tmp_path):
     assert (prompt_logits(model, ids[0].numpy()) - expected).abs().max() < 1e-4
 
 
-def test_texts_survive_the_vocabulary():
+def test_texts_survive_encoding_and_decoding():
     tokenizer = train_tokenizer([FILE], 300)
     for text in (FILE, "x = 'ünïcode \U0001f600'\n\t\r\n", " \n  \n    deep\n"):
         ids = tokenizer.encode(text).ids
@@ -164,7 +164,7 @@ def test_texts_survive_the_vocabulary():
     assert (row == end).sum() == 3
 
 
-def test_prompts_are_whole_lines_up_to_the_first_statement():
+def test_prompts_are_complete_lines_up_to_the_first_statement():
     tokenizer = train_tokenizer([FILE], 300)
     prompts = function_prompts([SourceFile("a.py", FILE)], tokenizer)
     assert prompts

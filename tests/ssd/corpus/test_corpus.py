@@ -22,7 +22,7 @@ from tests.strategies import ALPHABETS, array, examples
 
 CAPACITY = 300
 DEPTH = 8
-CONFIG = DrafterConfig(capacity=CAPACITY, match_depth=DEPTH, max_draft=8, cost=0.001)
+CONFIG = DrafterConfig(match_depth=DEPTH, max_draft=8, cost=0.001)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,8 +60,8 @@ class Shown:
 
 
 def assert_is_whole(shown, appended, capacity=CAPACITY):
-    """All of the newest text stands in the orders, each position once and sorted, and nothing else does."""
-    everything = naive.joined(appended)
+    """Check that the suffix arrays contain exactly the positions of the newest text, each once and sorted."""
+    everything = naive.concatenated(appended)
     assert min(capacity, len(everything)) <= len(shown.text) <= shown.slots
     assert shown.text == everything[len(everything) - len(shown.text) :]
     # The key of the first positions would reach back into what is overwritten.
@@ -87,7 +87,7 @@ def histories():
 
 @given(histories(), st.integers(CAPACITY, CAPACITY + 100))
 @examples(60)
-def test_every_view_shows_the_newest_text_whole(history, capacity):
+def test_every_view_contains_all_of_the_newest_text(history, capacity):
     corpus, appended = new_corpus(capacity), []
     for requests in history:
         for request in requests:
@@ -100,19 +100,19 @@ def test_every_view_shows_the_newest_text_whole(history, capacity):
 
 
 @pytest.mark.parametrize("most", [1, 5, 30])
-def test_views_stay_whole_while_the_ring_goes_round_many_times(most):
+def test_views_are_consistent_while_the_ring_wraps_many_times(most):
     corpus, appended, rng = new_corpus(), [], np.random.default_rng(most)
     for step in range(2500 // most):
         appended.append(rng.integers(0, 5, rng.integers(1, most + 1)).tolist())
         corpus.append(array(appended[-1]))
         if step % 3:
             corpus.refresh()
-            assert corpus.shown == len(naive.joined(appended))
+            assert corpus.indexed == len(naive.concatenated(appended))
         if step % 15 == 1:
             assert_is_whole(Shown(corpus.view), appended)
     settle(corpus)
     assert_is_whole(Shown(corpus.view), appended)
-    assert corpus.shown > 2 * (CAPACITY + 128)
+    assert corpus.indexed > 2 * (CAPACITY + 128)
     assert corpus.times.base_merges > 10
 
 
@@ -122,7 +122,7 @@ def draft_after(corpus, context, limit=8):
         return drafter.draft(progress_of({1: []}, limit)).tokens.tolist()
 
 
-def test_every_request_is_draftable_after_a_refresh_and_until_it_is_too_old():
+def test_a_request_is_drafted_from_its_refresh_until_it_is_too_old():
     corpus = new_corpus()
     size = 20
     requests = [list(range(100 * number, 100 * number + size)) for number in range(1, 200)]
@@ -156,8 +156,8 @@ def test_a_request_that_is_merged_in_pieces_is_matched_across_the_cuts():
         assert draft_after(corpus, request[max(0, at - DEPTH) : at], limit=1) == request[at : at + 1]
 
 
-def test_what_was_appended_is_its_own():
-    """The caller may write into the array again before the maintainer comes to read it."""
+def test_append_copies_its_tokens():
+    """The caller may reuse the array before the maintainer reads it."""
     corpus, tokens = new_corpus(), array([1, 2, 3, 4])
     corpus.append(tokens)
     tokens[:] = 77
@@ -165,12 +165,12 @@ def test_what_was_appended_is_its_own():
     assert draft_after(corpus, [1, 2]) == [3, 4]
 
 
-def test_what_was_finished_is_remembered_as_it_was_then():
+def test_a_finished_output_is_copied():
     """The session's next turn goes on in the same memory."""
     with SuffixDrafter(CONFIG, corpus=new_corpus()) as drafter:
-        drafter.start(1, array([1, 2]), session="chat")
+        drafter.start(1, array([1, 2]), session_id="chat")
         drafter.finish(1, array([3, 4]))
-        drafter.start(2, array([1, 9, 9, 9]), session="chat")
+        drafter.start(2, array([1, 9, 9, 9]), session_id="chat")
         drafter.corpus.refresh()
         assert draft_after(drafter.corpus, [1, 2]) == [3, 4]
 
@@ -179,7 +179,7 @@ def test_an_empty_request_leaves_no_trace():
     corpus = new_corpus()
     corpus.append(array([]))
     corpus.refresh()
-    assert corpus.shown == corpus.tokens == 0
+    assert corpus.indexed == corpus.tokens == 0
 
 
 def test_a_reserved_token_is_refused():
@@ -191,7 +191,7 @@ def test_a_reserved_token_is_refused():
 
 
 @pytest.mark.parametrize("capacity", [-5, 0, 1])
-def test_a_capacity_that_remembers_nothing_is_refused(capacity):
+def test_impossible_capacities_are_refused(capacity):
     with pytest.raises(ValueError, match="a corpus holds"):
         new_corpus(capacity)
 
@@ -201,7 +201,7 @@ WORDS = 1000
 
 
 def successors(token):
-    """In the language of these tests each word is followed by one of KINDS others."""
+    """Return text in which each token is followed by one of KINDS others."""
     return [(7 * token + 13 * kind + 1) % WORDS for kind in range(KINDS)]
 
 
@@ -213,7 +213,7 @@ def sentence(rng, size):
 
 
 def repeat_until(stopped, problems, work):
-    """Work over and over; what goes wrong is for the test to see."""
+    """Repeat work until the test ends, and keep the exception."""
     try:
         while not stopped.is_set():
             work()
@@ -221,7 +221,7 @@ def repeat_until(stopped, problems, work):
         problems.append(problem)
 
 
-def test_drafts_that_race_the_maintainer_speak_the_language():
+def test_drafts_during_maintenance_contain_only_known_transitions():
     """Each token follows the one before it as it does everywhere. Had text been overwritten, it hardly would."""
     # Pointers, which may disagree with the token before, need longer matches than these.
     config = DrafterConfig(capacity=CAPACITY, match_depth=5, max_draft=32, cost=1e-4, shape="tree")
@@ -258,11 +258,11 @@ def test_drafts_that_race_the_maintainer_speak_the_language():
     assert corpus.times.base_merges > 10
 
 
-def test_the_maintainer_works_in_the_background_until_it_is_closed():
+def test_the_maintainer_refreshes_until_it_is_closed():
     corpus = new_corpus()
     shown = threading.Event()
     refresh = corpus.refresh
-    corpus.refresh = lambda: (refresh(), shown.set() if corpus.shown else None)
+    corpus.refresh = lambda: (refresh(), shown.set() if corpus.indexed else None)
     corpus.maintain(0.001)
     corpus.append(array([1, 2, 3]))
     assert shown.wait(60)
@@ -278,7 +278,7 @@ def test_the_maintainer_can_be_started_again():
     corpus.maintain(0.001)
     corpus.close()
     refreshed, refresh = threading.Event(), corpus.refresh
-    corpus.refresh = lambda: (refresh(), refreshed.set() if corpus.shown else None)
+    corpus.refresh = lambda: (refresh(), refreshed.set() if corpus.indexed else None)
     corpus.maintain(0.001)
     corpus.append(array([1, 2, 3]))
     assert refreshed.wait(10)
@@ -296,7 +296,7 @@ def test_the_maintainer_outlives_a_merge_that_fails(monkeypatch, caplog):
             failed.set()
             raise MemoryError
         refresh()
-        if corpus.shown:
+        if corpus.indexed:
             shown.set()
 
     monkeypatch.setattr(corpus, "refresh", refresh_or_fail)

@@ -1,4 +1,4 @@
-"""What running requests produce is draftable by others, while they run."""
+"""The live tier: the output of running requests, which others draft."""
 
 import threading
 from collections import Counter
@@ -18,26 +18,26 @@ DEPTH = 8
 
 
 def evidence_in(tier):
-    """What a tier says comes after which keys: all of its positions as (key, token), and whether they are sorted."""
-    order = tier.tier.order.positions.tolist()
+    """Return all positions of a tier as counts of (key, next token), after checking that they are sorted."""
+    order = tier.tier.newest.positions.tolist()
     text = uint32_at(tier.address, max(order, default=0) + 1).tolist()
     keys = [naive.key(text, position, DEPTH) for position in order]
     assert keys == sorted(keys)
     return Counter((tuple(key), text[position]) for key, position in zip(keys, order, strict=True))
 
 
-def evidence_of(lead, produced, hidden=()):
-    """The same of what a request produced behind its lead, but for what nobody was told."""
-    text = [naive.SEPARATOR, *lead, *produced]
+def evidence_of(prefix, produced, hidden=()):
+    """The same of what a request produced behind its prefix, but for what nobody was told."""
+    text = [naive.SEPARATOR, *prefix, *produced]
     return Counter(
         (tuple(naive.key(text, position, DEPTH)), text[position])
-        for position in range(1 + len(lead), len(text))
-        if text[position - 1] != naive.SEPARATOR and position - 1 - len(lead) not in hidden
+        for position in range(1 + len(prefix), len(text))
+        if text[position - 1] != naive.SEPARATOR and position - 1 - len(prefix) not in hidden
     )
 
 
 def histories():
-    """What happens to requests, in order: they start behind a lead, produce, told or not, end; and merges."""
+    """What happens to requests, in order: they start behind a prefix, produce, told or not, end; and merges."""
 
     def over(alphabet):
         runs = lambda size: st.lists(st.sampled_from(alphabet), max_size=size)  # noqa: E731
@@ -79,7 +79,7 @@ def crowded_histories():
 
 
 def lived(history, blocks):
-    """Live through a history; yields the tier and what runs, by owner (lead, produced, untold), after each merge."""
+    """Live through a history; yields the tier and what runs, by owner (prefix, produced, untold), after each merge."""
     tier, running, number_of, numbers = LiveTier(blocks, DEPTH), {}, {}, iter(range(1000))
     for event, owner, tokens in [*history, ("merge", None, None)]:
         if event == "start" and owner not in running:
@@ -90,10 +90,10 @@ def lived(history, blocks):
             running[owner][1].extend(tokens)
             tier.extend(number_of[owner], array(tokens))
         elif event == "skip" and owner in running:
-            lead, produced, untold = running[owner]
+            prefix, produced, untold = running[owner]
             untold.update(range(len(produced), len(produced) + len(tokens)))
             produced.extend(tokens)
-            tier.skip(number_of[owner], array([*lead, *produced]))
+            tier.skip(number_of[owner], array([*prefix, *produced]))
         elif event == "finish" and owner in running:
             del running[owner]
             tier.finish(number_of[owner])
@@ -104,19 +104,19 @@ def lived(history, blocks):
 
 @given(histories())
 @examples(80)
-def test_what_runs_is_evidence_and_nothing_else_is(history):
+def test_the_tier_contains_exactly_the_running_output(history):
     for tier, running in lived(history, blocks=200):
         assert evidence_in(tier) == sum((evidence_of(*own) for own in running.values()), Counter())
 
 
 @given(crowded_histories(), st.integers(2, 3))
 @examples(100)
-def test_what_finds_no_room_is_left_out_and_nothing_is_made_up(history, blocks):
+def test_output_without_room_is_left_out(history, blocks):
     for tier, running in lived(history, blocks):
         assert evidence_in(tier) <= sum((evidence_of(*own) for own in running.values()), Counter())
 
 
-def test_a_request_that_found_no_room_goes_on_behind_what_was_left_out():
+def test_a_request_without_room_continues_after_a_gap():
     tier = LiveTier(blocks=2, depth=DEPTH)
     tier.start(1, array([1]))
     tier.extend(1, array([2]))
@@ -137,7 +137,7 @@ def test_a_block_is_free_again_only_once_it_is_unread():
     tier.start(1, array([1]))
     tier.extend(1, array([2]))
     tier.merge()
-    read = tier.tier.order
+    read = tier.tier.newest
     tier.finish(1)
     tier.start(2, array([5]))
     tier.merge()
@@ -152,7 +152,7 @@ def test_a_block_is_free_again_only_once_it_is_unread():
 
 
 @pytest.mark.parametrize("room", range(DEPTH + 4))
-def test_a_gap_near_the_end_of_a_block_writes_into_no_other(room):
+def test_a_gap_near_the_end_of_a_block_stays_inside_it(room):
     tier = LiveTier(blocks=4, depth=DEPTH)
     for owner in (1, 2):
         tier.start(owner, array([]))
@@ -170,8 +170,8 @@ def test_a_gap_near_the_end_of_a_block_writes_into_no_other(room):
 
 
 @pytest.mark.parametrize("missed", [1, DEPTH, 3 * DEPTH])
-def test_gaps_take_no_more_room_than_what_was_produced(missed):
-    """The others come and go, so that now this is told and now that is not."""
+def test_gaps_take_no_more_room_than_the_output(missed):
+    """Other requests start and end, so that output is sometimes published and sometimes not."""
     with drafter_of(match_depth=DEPTH) as drafter:
         drafter.start(1, array([3]))
         live = drafter.corpus._index.live
@@ -183,11 +183,11 @@ def test_gaps_take_no_more_room_than_what_was_produced(missed):
             draft(drafter, 1, np.arange(10_000, 10_000 + missed), limit=0)
             drafter.corpus.refresh()
         produced = rounds * (1 + missed)
-        # A block more than that, and the lead of each block.
+        # A block more than that, and the prefix of each block.
         assert live.nbytes - held <= 4 * 1.2 * produced + 8 * produced + 4 * BLOCK
 
 
-def test_what_was_missed_is_told_when_others_come():
+def test_withheld_output_is_published_when_others_start():
     with drafter_of() as drafter:
         drafter.start(1, array([1, 2, 3]))
         draft(drafter, 1, [4, 5])
@@ -206,7 +206,7 @@ def draft(drafter, sequence_id, tokens=(), limit=8):
     return drafter.draft(progress_of({sequence_id: tokens}, limit, cost=0.001)).tokens.tolist()
 
 
-def test_others_draft_what_a_request_produces_before_it_ends():
+def test_running_output_is_drafted_by_others():
     with drafter_of() as drafter:
         drafter.start(1, array([1, 2, 3]))
         drafter.start(2, array([3]))
@@ -229,7 +229,7 @@ def test_drafters_that_share_a_corpus_draft_from_each_other():
         another.close()
 
 
-def test_what_came_before_others_ran_is_no_gap_in_what_they_draft():
+def test_output_from_before_others_started_is_drafted_without_a_gap():
     with drafter_of() as drafter:
         drafter.start(1, array([1, 2, 3]))
         draft(drafter, 1, [4, 5, 6])
@@ -240,7 +240,7 @@ def test_what_came_before_others_ran_is_no_gap_in_what_they_draft():
 
 
 @pytest.mark.parametrize("size", [BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 10])
-def test_a_long_output_is_draftable_from_end_to_end_and_no_further(size):
+def test_a_long_running_output_is_drafted_completely(size):
     output = np.arange(1000, 1000 + size)
     with drafter_of() as drafter:
         drafter.start(1, array([500]))
@@ -256,7 +256,7 @@ def test_a_long_output_is_draftable_from_end_to_end_and_no_further(size):
             drafter.finish(3, array([]), learn=False)
 
 
-def test_what_has_ended_and_is_not_remembered_is_gone():
+def test_the_output_of_a_cancelled_request_is_removed():
     with drafter_of() as drafter:
         drafter.start(1, array([1, 2, 3]))
         drafter.start(2, array([2, 3]))
@@ -268,48 +268,48 @@ def test_what_has_ended_and_is_not_remembered_is_gone():
         assert draft(drafter, 2) == []
 
 
-def reads_news(corpus, news):
-    """Whether the maintainer comes to read what was said, while nothing else happens."""
+def wakes_maintainer(corpus, change):
+    """Check that each change wakes the maintainer."""
     read, refresh = threading.Event(), corpus.refresh
     corpus.refresh()
     corpus._wake.clear()
     corpus.refresh = lambda: (refresh(), read.set())
     corpus.maintain(0.001)
     try:
-        news(corpus)
+        change(corpus)
         return read.wait(5)
     finally:
         corpus.close()
 
 
-def test_a_cancelled_request_leaves_without_anybody_else_doing_anything():
+def test_a_cancelled_request_is_removed_without_further_calls():
     with drafter_of() as drafter:
         drafter.start(1, array([1, 2, 3]))
         drafter.start(2, array([2, 3]))
         draft(drafter, 1, [4, 5, 6])
         drafter.corpus.refresh()
         assert draft(drafter, 2) == [4, 5, 6]
-        assert reads_news(drafter.corpus, lambda _: drafter.finish(1, array([]), learn=False))
+        assert wakes_maintainer(drafter.corpus, lambda _: drafter.finish(1, array([]), learn=False))
         assert draft(drafter, 2) == []
 
 
 @pytest.mark.parametrize(
-    "news",
+    "change",
     [
-        lambda corpus: corpus.begin(array([1])),
-        lambda corpus: corpus.skip(0, array([1])),
-        lambda corpus: corpus.hide(0),
-        lambda corpus: corpus.end(0),
+        lambda corpus: corpus.start_running(array([1])),
+        lambda corpus: corpus.skip_running(0, array([1])),
+        lambda corpus: corpus.hide_running(0),
+        lambda corpus: corpus.end_running(0),
     ],
     ids=["begin", "skip", "hide", "end"],
 )
-def test_no_news_piles_up(news):
+def test_every_change_wakes_the_maintainer(change):
     with drafter_of() as drafter:
-        assert reads_news(drafter.corpus, news)
-        assert not drafter.corpus._news
+        assert wakes_maintainer(drafter.corpus, change)
+        assert not drafter.corpus._live_changes
 
 
-def test_a_drafter_that_is_closed_leaves_nothing_running():
+def test_closing_a_drafter_ends_its_requests():
     with drafter_of() as drafter:
         another = type(drafter)(drafter.config, corpus=drafter.corpus)
         another.start(1, array([1, 2, 3]))
@@ -333,15 +333,15 @@ def test_a_request_is_no_evidence_for_itself_in_the_live_tier(output, shape):
             if is_refreshed:
                 drafter.corpus.refresh()
             drafts = drafter.draft(progress_of({1: []}, limit=16, cost=0.001))
-            return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.odds.tolist()]
+            return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.accept_prob.tolist()]
 
     assert drafts(is_refreshed=True) == drafts(is_refreshed=False)
 
 
-@pytest.mark.parametrize("lead", [DEPTH, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 44, 5 * BLOCK])
-def test_as_much_of_a_prompt_as_is_remembered_may_lead(lead):
+@pytest.mark.parametrize("prefix", [DEPTH, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 44, 5 * BLOCK])
+def test_the_prefix_may_be_as_long_as_the_learned_prompt(prefix):
     prompt = np.arange(1000, 3000, dtype=np.uint32)
-    with drafter_of(learned_prompt_tokens=lead) as drafter:
+    with drafter_of(learned_prompt_tokens=prefix) as drafter:
         for sequence_id in (1, 2, 3):
             drafter.start(sequence_id, prompt + np.uint32(10_000 * sequence_id))
         drafter.start(4, array([1]))
@@ -354,8 +354,8 @@ def test_as_much_of_a_prompt_as_is_remembered_may_lead(lead):
             assert draft(drafter, 4, context, limit=20) == [100 * sequence_id + token for token in range(4)]
 
 
-def test_what_a_step_was_told_of_is_its_own():
-    """The caller may write into its arrays again, whenever the maintainer comes to read what they said."""
+def test_a_step_copies_its_tokens():
+    """The caller may reuse its arrays before the maintainer reads the tokens."""
     with drafter_of() as drafter:
         prompt = array([1, 2, 3])
         drafter.start(1, prompt)

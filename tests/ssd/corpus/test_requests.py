@@ -13,7 +13,7 @@ def log_of(*rows):
     return log
 
 
-def test_names_become_numbers():
+def test_request_ids_are_hashed():
     assert hash_of(None) == NO_NAME
     assert hash_of("a") == hash_of("a") != hash_of("b")
     assert hash_of("") != NO_NAME
@@ -31,7 +31,7 @@ def test_a_request_ends_where_the_next_begins():
     assert log.rows["first"].tolist() == [5]
 
 
-def test_old_requests_are_taken_out_by_their_time():
+def test_old_requests_are_removed_by_their_time():
     log = log_of((0, 1, 10.0), (5, 2, 11.0), (9, 3, 12.0))
     assert log.take([Forget(before=11.0)], 20).tolist() == [[0, 5]]
     assert log.take([Forget(before=11.0)], 20).tolist() == []
@@ -60,7 +60,7 @@ def test_a_log_stays_small_when_it_drops_as_it_grows(kept):
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(0, 9))), st.integers(1, 3), st.integers(0, 9)
 )
-def test_taking_out_agrees_with_a_list(requests, name, before):
+def test_removal_agrees_with_a_list(requests, name, before):
     log, first, spans, kept = RequestLog(), 0, [], []
     for size, of, time in requests:
         log.add(first, of, float(time))

@@ -53,7 +53,7 @@ def test_each_end_repeats_the_other_whatever_was_written(steps):
 
 @given(st.integers(0, 3 * CAPACITY), st.integers(0, CAPACITY))
 @examples(100)
-def test_what_is_changed_in_place_is_changed_in_the_pads_too(position, size):
+def test_changes_in_place_reach_the_padding(position, size):
     ring = Ring(CAPACITY)
     for _ in range(4):
         ring.write(np.full(CAPACITY - 1, 5, np.uint32))
@@ -67,14 +67,14 @@ def test_what_is_changed_in_place_is_changed_in_the_pads_too(position, size):
     assert everything[-PAD:] == shown[:PAD]
 
 
-def test_what_stands_before_the_first_request_is_a_separator():
+def test_a_separator_precedes_the_first_request():
     ring = Ring(CAPACITY)
     assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
     ring.write(array([1, 2, 3]))
     assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
 
 
-def test_what_was_read_is_a_copy():
+def test_reading_returns_a_copy():
     ring = Ring(CAPACITY)
     ring.write(array([1, 2]))
     before = ring.read(0, 2)
@@ -82,7 +82,7 @@ def test_what_was_read_is_a_copy():
     assert before.tolist() == [1, 2]
 
 
-def test_the_largest_id_is_allowed_and_the_separators_is_not():
+def test_the_largest_token_id_is_valid_and_the_separator_is_not():
     check_tokens(array([]))
     check_tokens(array([0, LARGEST]))
     with pytest.raises(ValueError, match=r"4,294,967,294"):

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-import ssd.kernels.odds
+import ssd.kernels.probabilities
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import sections
 from ssd.corpus.corpus import Corpus
@@ -19,7 +19,7 @@ from tests.replay import replay_one
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
 
 CAPACITY = 100_000
-CONFIG = DrafterConfig(capacity=CAPACITY, match_depth=DEPTH)
+CONFIG = DrafterConfig(match_depth=DEPTH)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_text_in_the_smaller_tiers_is_loaded_too(path):
     requests = some_requests(1200, ids=1_000_000)
     corpus = built(requests[:400])
     fill(corpus, requests[400:])
-    assert sum(len(order) for order in corpus.view.orders[1:]) > 0
+    assert sum(len(order) for order in corpus.view.suffix_arrays[1:]) > 0
     save(corpus, path)
     loaded = load(path, CAPACITY, DEPTH).corpus
     assert np.array_equal(text_of(loaded), text_of(corpus))
@@ -82,7 +82,7 @@ def test_text_in_the_smaller_tiers_is_loaded_too(path):
     assert_same_drafts(corpus, loaded, requests[-100:])
 
 
-def test_what_waits_is_saved(path):
+def test_waiting_text_is_saved(path):
     corpus, requests = Corpus(CAPACITY, DEPTH), some_requests(3)
     for request in requests:
         corpus.append(request)
@@ -97,7 +97,7 @@ def test_an_empty_corpus_can_be_saved(path):
     assert_whole(loaded)
 
 
-def test_a_loaded_corpus_goes_on(path):
+def test_a_loaded_corpus_can_be_extended(path):
     save(built(some_requests(900)), path)
     loaded = load(path, CAPACITY, DEPTH).corpus
     before = loaded.requests
@@ -160,16 +160,16 @@ def test_another_match_depth_is_refused(path):
         load(path, CAPACITY, 9)
 
 
-def test_odds_of_other_tables_begin_anew(path, monkeypatch, caplog):
+def test_learning_starts_again_after_a_change_of_the_tables(path, monkeypatch, caplog):
     corpus = built(some_requests(50))
-    corpus.odds.cells[:, 0] = 0.25
+    corpus.learned.cells[:, 0] = 0.25
     save(corpus, path)
-    assert load(path, CAPACITY, DEPTH).corpus.odds.cells[0, 0] == 0.25
-    monkeypatch.setattr(ssd.odds, "SHARE_BUCKETS", 12)
+    assert load(path, CAPACITY, DEPTH).corpus.learned.cells[0, 0] == 0.25
+    monkeypatch.setattr(ssd.kernels.probabilities, "SHARE_BUCKETS", 12)
     loaded = load(path, CAPACITY, DEPTH)
-    assert "odds" in loaded.notes[0]
-    assert "odds" in caplog.text
-    assert loaded.corpus.odds.cells[0, 0] != 0.25
+    assert "learning starts again" in loaded.notes[0]
+    assert "learning starts again" in caplog.text
+    assert loaded.corpus.learned.cells[0, 0] != 0.25
     assert loaded.corpus.tokens == corpus.tokens
 
 
@@ -203,7 +203,7 @@ def test_a_flipped_bit_is_refused(path):
     assert load(path, CAPACITY, DEPTH).corpus.tokens == 2020
 
 
-def test_foreign_and_missing_files_are_refused(path):
+def test_other_and_missing_files_are_refused(path):
     refuse(path)
     for content in (b"", b"{}\n", b"SSDSNAP\n", b"\0" * 100_000, os.urandom(20_000)):
         path.write_bytes(content)
@@ -259,7 +259,7 @@ def put(at, value):
         ("odds.pace", put(1, 0.0)),
     ],
 )
-def test_what_would_mislead_later_code_is_refused(path, name, change):
+def test_impossible_contents_are_refused(path, name, change):
     save(built(some_requests(200)), path)
     load(path, CAPACITY, DEPTH)
     forged(path, name, change)
@@ -275,7 +275,7 @@ def test_another_version_is_named(path):
         load(path, CAPACITY, DEPTH)
 
 
-def test_the_old_file_stays_whole_until_the_new_one_is_in_its_place(path, monkeypatch):
+def test_the_old_file_is_unchanged_until_the_new_one_replaces_it(path, monkeypatch):
     corpus = built(some_requests(20))
     save(corpus, path)
     whole = path.read_bytes()
@@ -299,7 +299,7 @@ def test_the_old_file_stays_whole_until_the_new_one_is_in_its_place(path, monkey
     assert load(path, CAPACITY, DEPTH).corpus.requests == 40
 
 
-def test_what_a_killed_process_left_is_cleared_away(path):
+def test_unfinished_files_of_killed_processes_are_removed(path):
     left = path.with_name(f".{path.name}.abc.part")
     left.write_bytes(b"half")
     save(built(some_requests(2)), path)
@@ -307,7 +307,7 @@ def test_what_a_killed_process_left_is_cleared_away(path):
 
 
 @pytest.mark.parametrize("when", [(tempfile, "mkstemp"), (os, "replace")], ids=["begun", "written"])
-def test_what_another_writes_is_no_leftover(path, monkeypatch, when):
+def test_a_file_that_another_process_writes_is_not_removed(path, monkeypatch, when):
     """Another save of the same file looks for leftovers just when a part is not locked yet, or need be no more."""
     step, looked = getattr(*when), []
 
@@ -345,7 +345,7 @@ def test_saves_of_the_same_file_do_not_disturb_each_other(path):
     assert load(path, CAPACITY, DEPTH).corpus.requests == 5
 
 
-def test_a_folder_that_is_not_there_is_named(path):
+def test_the_error_names_a_missing_folder(path):
     with pytest.raises(SnapshotError, match="cannot be written: No such file"):
         save(built([]), path.parent / "nowhere" / "corpus.snapshot")
 
@@ -361,7 +361,7 @@ def test_saving_goes_on_beside_appending_and_drafting(path):
             seed += 1
             for request in some_requests(20, seed=seed, ids=1_000_000):
                 corpus.append(request)
-            if corpus.shown > 400_000:
+            if corpus.indexed > 400_000:
                 break
 
     writer = threading.Thread(target=append, daemon=True)

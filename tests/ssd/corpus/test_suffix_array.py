@@ -30,15 +30,15 @@ def keys(text, positions, depth):
 @example([[7] * 200], 32)
 @example([[7] * 20] * 20, 3)
 @example([[LARGEST, LARGEST - 1, LARGEST, LARGEST - 1]], 32)
-def test_positions_are_sorted_by_what_stands_before_them(written, depth):
-    text = naive.joined(written)
+def test_positions_are_sorted_by_the_text_before_them(written, depth):
+    text = naive.concatenated(written)
     positions = naive.usable_positions(text)
     order = sorted_by_kernel(text, positions, depth)
     assert sorted(order) == positions
     assert keys(text, order, depth) == sorted(keys(text, positions, depth))
 
 
-def test_many_positions_are_sorted_too():
+def test_many_positions_are_sorted():
     rng = np.random.default_rng(0)
     text = rng.choice([1, 2, 2**31, LARGEST, naive.SEPARATOR], 5000).tolist()
     order = sorted_by_kernel(text, range(1, len(text)), 8)
@@ -47,8 +47,8 @@ def test_many_positions_are_sorted_too():
 
 
 @given(st.one_of(requests(), requests(max_size=40)), st.data())
-def test_a_split_keeps_positions_behind_one_token_together(written, data):
-    text = naive.joined(written)
+def test_a_split_keeps_positions_after_the_same_token_together(written, data):
+    text = naive.concatenated(written)
     positions = data.draw(st.permutations(naive.usable_positions(text)))
     if not positions:
         return
@@ -62,15 +62,15 @@ def test_a_split_keeps_positions_behind_one_token_together(written, data):
 
 
 @given(st.one_of(requests(), requests(max_size=40)), DEPTHS, st.integers(1, 5))
-def test_any_number_of_threads_sorts_alike(written, depth, threads):
-    text = naive.joined(written)
+def test_any_number_of_threads_gives_the_same_result(written, depth, threads):
+    text = naive.concatenated(written)
     kept, order = Text(text), array(naive.usable_positions(text))
     sort_in_threads(kept.address, order.ctypes.data, len(order), depth, threads)
     assert keys(text, order.tolist(), depth) == sorted(keys(text, naive.usable_positions(text), depth))
     assert sorted(order.tolist()) == naive.usable_positions(text)
 
 
-def test_threads_that_cannot_be_had_are_done_without(monkeypatch):
+def test_sorting_works_if_threads_cannot_start(monkeypatch):
     rng = np.random.default_rng(0)
     kept, order = Text(rng.integers(0, 50, 2000).tolist()), array(range(1, 2000))
     started = threading.Thread.start
@@ -86,7 +86,7 @@ def test_threads_that_cannot_be_had_are_done_without(monkeypatch):
     assert keys(text, order.tolist(), 8) == sorted(keys(text, range(1, 2000), 8))
 
 
-def test_what_a_thread_runs_into_is_raised(monkeypatch):
+def test_an_exception_in_a_thread_is_raised(monkeypatch):
     def sort(_text, _order, _size, _depth):
         if threading.current_thread().name == "ssd-sort":
             raise MemoryError
@@ -99,8 +99,8 @@ def test_what_a_thread_runs_into_is_raised(monkeypatch):
 
 @given(requests(), tokens(), DEPTHS, st.integers(0, 20), st.integers(1, 20))
 def test_places_are_found_in_slices_of_any_size(written, more, depth, first, slice_size):
-    text = [*naive.joined(written), *more]
-    cut = len(naive.joined(written))
+    text = [*naive.concatenated(written), *more]
+    cut = len(naive.concatenated(written))
     usable = naive.usable_positions(text)
     order = sorted_by_kernel(text, [position for position in usable if position < cut], depth)
     added = sorted_by_kernel(text, [position for position in usable if position >= cut], depth)
@@ -146,7 +146,7 @@ def merged_by_kernel(order, added, places, oldest, alive, slots, budgets):
 
 
 @given(st.data())
-def test_merging_in_slices_keeps_the_order_and_leaves_out_what_is_too_old(data):
+def test_merging_in_slices_keeps_the_order_and_removes_old_positions(data):
     slots = data.draw(st.integers(1, 60), "slots")
     everything = data.draw(st.permutations(range(slots)))
     cut = data.draw(st.integers(0, slots), "cut")
@@ -158,13 +158,13 @@ def test_merging_in_slices_keeps_the_order_and_leaves_out_what_is_too_old(data):
     assert merged == naive.merged(order, added, places, oldest, alive, slots)
 
 
-def test_what_lies_across_the_end_of_the_ring_is_alive_too():
+def test_positions_across_the_end_of_the_ring_are_kept():
     merged = merged_by_kernel([9, 0, 5, 1], [8], [2], oldest=8, alive=4, slots=10, budgets=[1000])
     assert merged == [9, 0, 8, 1]
 
 
 @given(st.lists(st.sampled_from([1, 2, naive.SEPARATOR]), min_size=1, max_size=40), st.data())
-def test_usable_positions_are_those_behind_a_token(slots, data):
+def test_usable_positions_follow_a_token(slots, data):
     first = data.draw(st.integers(0, len(slots) - 1))
     size = data.draw(st.integers(0, len(slots)))
     # As in a ring, what stands before slot 0 is in the last slot.

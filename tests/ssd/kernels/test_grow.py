@@ -1,4 +1,4 @@
-"""What a draft looks like, whatever it was found in."""
+"""Properties of drafts: shape, price, and where they end."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def shapes():
 def path_odds_of(drafts):
     """The odds of each node's whole path."""
     odds = []
-    for parent, own in zip(drafts.parents.tolist(), drafts.odds.tolist(), strict=True):
+    for parent, own in zip(drafts.parents.tolist(), drafts.accept_prob.tolist(), strict=True):
         odds.append(own * (odds[parent] if parent != ROOT else 1.0))
     return odds
 
@@ -58,8 +58,8 @@ def assert_is_a_tree(drafts):
         assert ROOT <= parent < node
     for parent in {*drafts.parents.tolist()}:
         # Of the tokens that may follow, one does.
-        assert drafts.odds[drafts.parents == parent].sum() <= 1 + 1e-4
-    assert ((drafts.odds > 0) & (drafts.odds <= 1)).all()
+        assert drafts.accept_prob[drafts.parents == parent].sum() <= 1 + 1e-4
+    assert ((drafts.accept_prob > 0) & (drafts.accept_prob <= 1)).all()
     assert naive.SEPARATOR not in drafts.tokens.tolist()
     assert {*drafts.source.tolist()} <= {*Source}
 
@@ -73,7 +73,7 @@ def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
         assert_is_a_tree(drafts)
         if shape == "path":
             assert drafts.parents.tolist() == list(range(ROOT, len(drafts.tokens) - 1))
-        tokens_a_step, cost_of_a_step = drafter.corpus.odds.pace
+        tokens_a_step, cost_of_a_step = drafter.corpus.learned.pace
         odds = path_odds_of(drafts)
         assert all(own >= cost * tokens_a_step / cost_of_a_step * (1 - 1e-4) for own in odds)
         # The most promising first.
@@ -81,7 +81,7 @@ def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
 
 
 def nodes_of(drafts):
-    return list(zip(drafts.tokens.tolist(), drafts.parents.tolist(), drafts.odds.tolist(), strict=True))
+    return list(zip(drafts.tokens.tolist(), drafts.parents.tolist(), drafts.accept_prob.tolist(), strict=True))
 
 
 @given(worlds(), shapes(), COSTS, st.integers(1, MAX_DRAFT))
@@ -94,10 +94,10 @@ def test_a_lower_limit_only_cuts_the_end_of_a_draft(world, shape, cost, limit):
 
 @given(worlds(), shapes())
 @examples(80)
-def test_what_clearly_pays_does_not_depend_on_the_price(world, shape):
+def test_nodes_that_clearly_pay_do_not_depend_on_the_price(world, shape):
     with drafter_in(world, shape=shape) as drafter:
         cheap = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
-        tokens_a_step, cost_of_a_step = drafter.corpus.odds.pace
+        tokens_a_step, cost_of_a_step = drafter.corpus.learned.pace
         for cost in (0.01, 0.05, 0.3):
             dear = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=cost))
             # Nodes that hardly pay are not matched again, so what follows them may differ.
@@ -138,7 +138,7 @@ def test_every_token_follows_its_parent_somewhere(world, shape):
 
 @given(st.integers(0, 2**32), shapes())
 @examples(60)
-def test_no_draft_goes_on_in_another_request(seed, shape):
+def test_no_draft_continues_in_another_request(seed, shape):
     """Requests that have no token in common, and a prompt that copies a piece of one with an error in it."""
     rng = np.random.default_rng(seed)
     requests = [100 * request + rng.integers(0, 100, 30) for request in range(1, 6)]
@@ -160,7 +160,7 @@ def test_an_overlapping_repeat_is_drafted_beyond_the_end_of_the_text():
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
-def test_nothing_is_drafted_that_does_not_pay(shape):
+def test_tokens_that_do_not_pay_are_not_drafted(shape):
     text = np.random.default_rng(0).integers(0, 50, 2000)
     with drafter_of([text[:1000]], shape=shape) as drafter:
         drafter.start(1, text[1000:].astype(np.uint32))
@@ -169,7 +169,7 @@ def test_nothing_is_drafted_that_does_not_pay(shape):
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
-def test_nothing_is_drafted_for_what_was_never_seen(shape):
+def test_unseen_contexts_get_no_draft(shape):
     with drafter_of([[1, 2, 3]], shape=shape) as drafter:
         drafter.start(1, array([4, 5, 6]))
         assert len(drafter.draft(progress_of({1: []}, limit=9, cost=1e-6)).tokens) == 0
@@ -195,15 +195,15 @@ def test_a_tree_has_a_branch_for_each_token_that_may_follow():
         ]  # fmt: skip
 
 
-def test_the_more_frequent_of_two_continuations_has_better_odds():
+def test_the_more_frequent_continuation_is_more_probable():
     with drafter_of([[1, 2, 5]] * 3 + [[1, 2, 6]] * 9, shape="tree") as drafter:
         drafter.start(1, array([1, 2]))
         drafts = drafter.draft(progress_of({1: []}, limit=2, cost=0.001))
         assert drafts.tokens.tolist() == [6, 5]
-        assert drafts.odds[0] > 2 * drafts.odds[1]
+        assert drafts.accept_prob[0] > 2 * drafts.accept_prob[1]
 
 
-def test_a_copy_with_a_word_changed_is_found_again_before_any_match_is():
+def test_a_copy_with_a_changed_word_is_found_again_by_the_pointer():
     text = np.random.default_rng(0).permutation(1000)[:60].astype(np.uint32)
     with drafter_of([text]) as drafter:
         # The copy goes on behind the error as if it had been none, though nothing ends with this token.
@@ -215,7 +215,7 @@ def test_a_copy_with_a_word_changed_is_found_again_before_any_match_is():
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize("next_request", [[[900, 901, 902, 903]], []])
-def test_a_pointer_does_not_lead_into_the_next_request(shape, next_request):
+def test_a_pointer_stops_at_the_end_of_its_request(shape, next_request):
     copied, other = list(range(100, 120)), [50, 60, 61, 62, 63, 64, 65]
     with drafter_of([other, copied, *next_request], shape=shape) as drafter:
         # The copy is left two tokens before its end, for what another request goes on with.

@@ -1,4 +1,4 @@
-"""Matches in tiers, and the samples taken of them."""
+"""Matches in tiers, and their samples."""
 
 import numba
 import numpy as np
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ssd.kernels.evidence import GROWTH, OWNER_BITS, ROUNDS, Source, gather, new_evidence
 from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
-from ssd.kernels.odds import LEVELS, SAMPLES
+from ssd.kernels.probabilities import LEVELS, SAMPLES
 from tests import naive
 from tests.addresses import Text
 from tests.strategies import ALPHABETS, LARGEST, array, corpus_and_context, examples
@@ -94,9 +94,9 @@ def assert_found(found, expected):
 @example(([[7] * 20], [7] * 50), 32, 1, None)
 @example(([[1, 2]], [9, 8, 7, 6, 5, 4, 3, 1]), 32, 1, None)  # a context longer than the corpus
 @example(([[LARGEST, 0, LARGEST]], [LARGEST]), 32, 1, None)
-def test_every_occurrence_of_the_longest_matches_is_found_however_it_is_split(corpus, depth, tiers, random):
+def test_all_occurrences_of_the_longest_matches_are_found_in_any_tiers(corpus, depth, tiers, random):
     requests, context = corpus
-    text = naive.joined(requests)
+    text = naive.concatenated(requests)
     tier_of = [random.randrange(tiers) if random else 0 for _ in text]
     parts = split(text, tier_of, tiers)
     found = Tiers(parts, depth).gather(context)
@@ -119,9 +119,9 @@ def place_each_way(tiers, contexts, depth):
 @given(corpus_and_context(), st.sampled_from([1, 3, 32]), st.integers(1, 4), st.randoms(use_true_random=False))
 @example(([], [1, 2]), 32, 2, None)
 @examples(100)
-def test_contexts_that_are_searched_for_side_by_side_are_found_where_each_is_alone(corpus, depth, tiers, random):
+def test_a_batched_search_agrees_with_single_searches(corpus, depth, tiers, random):
     requests, context = corpus
-    text = naive.joined(requests)
+    text = naive.concatenated(requests)
     tier_of = [random.randrange(tiers) if random else 0 for _ in text]
     table = Tiers(split(text, tier_of, tiers), depth)
     around = Text(context)
@@ -155,14 +155,14 @@ def naive_occurrences(tiers, context, length):
 
 @given(live_blocks())
 @examples(100)
-def test_what_a_sequence_wrote_itself_is_no_evidence(drawn):
+def test_a_sequences_own_running_output_is_left_out(drawn):
     blocks, request, context = drawn
     live, positions = [], []
     for tokens in (tokens for _, tokens in blocks):
         positions += [len(live) + position for position in range(2, 1 + len(tokens))]
         live += [naive.SEPARATOR, *tokens] + [naive.SEPARATOR] * (BLOCK - 1 - len(tokens))
     owners = [owner for owner, _ in blocks]
-    finished = naive.joined([request])
+    finished = naive.concatenated([request])
     texts = [(finished, naive.usable_positions(finished)), (live, positions)]
     found = Tiers(texts, 32, [*owners, OTHERS]).gather(context, newest=len(finished) - 1, slots=len(finished) + 1)
     of_others = [texts[0], (live, [position for position in positions if owners[position // BLOCK] == OTHERS])]
@@ -178,9 +178,9 @@ def test_what_a_sequence_wrote_itself_is_no_evidence(drawn):
             assert total == len(expected)
 
 
-def test_a_level_has_at_least_so_many_times_the_occurrences_of_the_one_before():
+def test_a_level_has_a_multiple_of_the_occurrences_of_the_previous_one():
     def levels_where(requests):
-        text = naive.joined(requests)
+        text = naive.concatenated(requests)
         return [level[:2] for level in Tiers([(text, naive.usable_positions(text))], 32).gather([1, 2, 3])]
 
     # Three tokens match once, two twice.
@@ -204,14 +204,14 @@ def test_samples_are_spread_evenly(size):
 
 
 @pytest.mark.parametrize("size", [REACH + 1, 3 * REACH])
-def test_occurrences_are_looked_for_no_further_than_the_reach(size):
+def test_occurrences_are_counted_up_to_the_reach(size):
     text = [1] * (size + 1)
     [(length, total, samples)] = Tiers([(text, range(1, size + 1))], 1).gather([1])
     assert (length, total, len(samples)) == (1, REACH, SAMPLES)
 
 
 def test_an_age_counts_the_tokens_since_around_the_ring():
-    text = naive.joined([[5, 1], [5, 2], [5, 3]])
+    text = naive.concatenated([[5, 1], [5, 2], [5, 3]])
     tiers = Tiers([(text, naive.usable_positions(text))], 32)
     # The newest token lies in slot 4: the slots behind it were written before slot 0.
     [(_, _, samples)] = tiers.gather([5], newest=4, slots=len(text))

@@ -28,7 +28,7 @@ def contents(drafts):
     """Each sequence's draft."""
     bounds = list(zip(drafts.offsets.tolist(), drafts.offsets.tolist()[1:], strict=False))
     return [
-        tuple(array[begin:end].tolist() for array in (drafts.tokens, drafts.parents, drafts.odds, drafts.source))
+        tuple(array[begin:end].tolist() for array in (drafts.tokens, drafts.parents, drafts.accept_prob, drafts.source))
         for begin, end in bounds
     ]
 
@@ -90,16 +90,15 @@ def replayed(shape):
             for sequence_id in (first, first + 1):
                 drafter.start(sequence_id, texts[sequence_id][:10].astype(np.uint32))
                 done[sequence_id] = 10
-            outcome = {sequence_id: ([], 0, 0) for sequence_id in done}
+            outcome = {sequence_id: ([], 0) for sequence_id in done}
             for _ in range(12):
-                runs = [np.array(tokens, np.uint32) for tokens, _, _ in outcome.values()]
+                runs = [np.array(tokens, np.uint32) for tokens, _ in outcome.values()]
                 drafts = drafter.draft(
                     Progress(
                         np.array(list(outcome), np.uint64),
                         np.concatenate(runs),
                         np.cumsum([0, *map(len, runs)]).astype(np.uint32),
-                        np.array([verified for _, verified, _ in outcome.values()], np.uint32),
-                        np.array([accepted for _, _, accepted in outcome.values()], np.uint32),
+                        np.array([verified for _, verified in outcome.values()], np.uint32),
                         np.full(2, 6, np.uint32),
                     )
                 )
@@ -110,9 +109,9 @@ def replayed(shape):
                     accepted = len(accepted_path(drafts, index, left))
                     tokens = left[: accepted + 1]
                     done[sequence_id] += len(tokens)
-                    outcome[sequence_id] = (tokens, len(drafts.tokens_of(index)), accepted)
-            for sequence_id, (tokens, verified, accepted) in outcome.items():
-                drafter.finish(sequence_id, tokens.astype(np.uint32), verified=verified, accepted=accepted)
+                    outcome[sequence_id] = (tokens, len(drafts.tokens_of(index)))
+            for sequence_id, (tokens, verified) in outcome.items():
+                drafter.finish(sequence_id, tokens.astype(np.uint32), verified=verified)
             drafter.corpus.refresh()
         return seen, drafter.stats.summary()
 
@@ -136,11 +135,7 @@ REFUSED = {
     "a sequence twice": (lambda: spoiled(progress_of({1: [6], 2: [6]}, limit=4), sequence_ids=1), "twice"),
     "more verified than offered": (
         lambda: spoiled(progress_of({1: [6], 2: [6]}, limit=4), verified=[2, 9]),
-        "sequence 2 was offered 4 tokens; it cannot have verified 9 and accepted 0",
-    ),
-    "more accepted than verified": (
-        lambda: spoiled(progress_of({1: [6], 2: [6]}, limit=4), verified=[2, 1], accepted=[2, 2]),
-        "sequence 2 was offered 4 tokens; it cannot have verified 1 and accepted 2",
+        "sequence 2 was offered 4 tokens; it cannot have verified 9",
     ),
     "a token that costs nothing": (lambda: progress_of({1: [6]}, limit=4, cost=0.0), "cost"),
     "a token that costs more than a step": (lambda: progress_of({1: [6]}, limit=4, cost=1.01), "cost"),
@@ -160,8 +155,8 @@ def test_a_step_that_is_refused_has_no_effect(progress, message):
                 with pytest.raises(ValueError, match=message):
                     drafter.draft(progress())
             drafter.corpus.refresh()
-            second = drafter.draft(progress_of({1: [6, 7], 2: [6, 9]}, limit=4, verified=4, accepted=1))
-            return contents(second), drafter.stats.summary(), drafter.corpus.odds.pace.tolist()
+            second = drafter.draft(progress_of({1: [6, 7], 2: [6, 9]}, limit=4, verified=4))
+            return contents(second), drafter.stats.summary(), drafter.corpus.learned.pace.tolist()
 
     assert run(with_refusal=True) == run(with_refusal=False)
 

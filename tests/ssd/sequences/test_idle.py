@@ -1,4 +1,4 @@
-"""Which sessions are kept between two turns."""
+"""Sessions that are kept between two turns."""
 
 import numpy as np
 import pytest
@@ -15,10 +15,10 @@ def idle_of(size):
 
 def kept(sessions, *names):
     """Which of them are there; they are gone afterwards."""
-    return [name for name in names if sessions.take(name)]
+    return [name for name in names if sessions.pop(name)]
 
 
-def test_the_longest_idle_leave_first():
+def test_the_longest_idle_sessions_are_dropped_first():
     sessions = IdleSessions(2, 1000)
     for name in ("one", "two", "one", "three"):
         sessions.keep(name, idle_of(1))
@@ -26,23 +26,23 @@ def test_the_longest_idle_leave_first():
 
 
 @pytest.mark.parametrize(("last", "expected"), [(10, ["two", "three"]), (60, ["three"]), (100, ["three"]), (101, [])])
-def test_as_many_leave_as_there_are_tokens_too_many(last, expected):
+def test_sessions_are_dropped_until_the_tokens_fit(last, expected):
     sessions = IdleSessions(10, 100)
     for name, size in (("one", 50), ("two", 50), ("three", last)):
         sessions.keep(name, idle_of(size))
     assert kept(sessions, "one", "two", "three") == expected
 
 
-def test_what_was_taken_or_kept_anew_does_not_count_any_more():
+def test_removed_and_replaced_sessions_are_not_counted():
     sessions = IdleSessions(10, 100)
     for _ in range(5):
         sessions.keep("one", idle_of(60))
-        assert sessions.take("one")
-        assert sessions.take("one") is None
+        assert sessions.pop("one")
+        assert sessions.pop("one") is None
         sessions.keep("two", idle_of(60))
     sessions.keep("one", idle_of(40))
     assert sessions.nbytes > 0
-    sessions.end(lambda idle: idle.local.size == 60)
+    sessions.drop(lambda idle: idle.local.size == 60)
     sessions.keep("three", idle_of(60))
     assert kept(sessions, "one", "two", "three") == ["one", "three"]
     assert sessions.nbytes == 0

@@ -1,4 +1,4 @@
-"""The index of one running request, whether its tokens came at once, step by step, or over turns."""
+"""The index of one request, for tokens at once, in steps, and over turns."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def new_index(text, depth):
 @example([[]], 32)
 @example([[9]], 32)
 @example([[7] * 50, [7] * 10], 4)
-def test_text_that_comes_in_pieces_is_indexed_like_text_that_comes_at_once(pieces, depth):
+def test_text_in_pieces_is_indexed_like_the_whole_text(pieces, depth):
     index, text = LocalIndex(depth), []
     for piece in pieces:
         index.extend(array(piece))
@@ -96,14 +96,14 @@ def test_a_turn_indexes_only_what_differs(drawn, depth):
 
 
 @given(tokens(), st.integers(0, 60), DEPTHS)
-def test_a_shortened_text_is_indexed_like_one_that_was_never_longer(text, size, depth):
+def test_a_shortened_text_is_indexed_correctly(text, size, depth):
     index = new_index(text, depth)
     size = min(size, len(text))
     index.truncate(size)
     assert_indexes(index, text[:size], depth)
 
 
-def test_room_grows_and_nothing_is_lost():
+def test_growth_keeps_the_contents():
     index, text = LocalIndex(32), []
     for size in (1, 2, 700, 1000, 3, 5000):
         piece = np.random.default_rng(size).integers(0, 3, size).tolist()
@@ -114,14 +114,14 @@ def test_room_grows_and_nothing_is_lost():
     assert index.nbytes >= 8 * len(text)
 
 
-def test_memory_of_a_text_that_was_longer_is_given_back():
+def test_memory_of_a_longer_text_is_released():
     text = np.random.default_rng(0).integers(0, 3, 50_000)
     index = new_index(text, 32)
     held = index.nbytes
-    index.give_back()
+    index.shrink()
     assert index.nbytes == held
     index.truncate(3000)
-    index.give_back()
+    index.shrink()
     assert index.nbytes < held / 10
     assert_indexes(index, text[:3000].tolist(), 32)
     index.extend(array(text[3000:6000]))
@@ -142,11 +142,11 @@ def index_in(drafter, sequence_id):
 @examples(40)
 @example(0, 3, 5, [FRESH_ROOM - 1, 1, 1, 1, 2 * FRESH_ROOM, 0, 1], 32)
 @example(0, 1, 0, [1, 0, 2, FRESH_ROOM], 32)
-def test_tokens_that_come_step_by_step_are_indexed_like_a_prompt(seed, kinds, prompt_size, steps, depth):
+def test_tokens_of_single_steps_are_indexed_like_a_prompt(seed, kinds, prompt_size, steps, depth):
     text = np.random.default_rng(seed).integers(0, kinds, prompt_size + sum(steps)).astype(np.uint32)
     config = DrafterConfig(match_depth=depth)
     with SuffixDrafter(config, corpus=Corpus(config.capacity, depth)) as drafter:
-        drafter.start(1, text[:prompt_size], session="s")
+        drafter.start(1, text[:prompt_size], session_id="s")
         at = prompt_size
         for size in steps:
             drafter.draft(progress_of({1: text[at : at + size]}, limit=size % 3))
@@ -154,5 +154,5 @@ def test_tokens_that_come_step_by_step_are_indexed_like_a_prompt(seed, kinds, pr
             assert_indexes(index_in(drafter, 1), text[:at].tolist(), depth)
         drafter.finish(1, text[at:])
         # The next turn goes on from there.
-        drafter.start(2, np.append(text, array([1, 2])), session="s")
+        drafter.start(2, np.append(text, array([1, 2])), session_id="s")
         assert_indexes(index_in(drafter, 2), [*text.tolist(), 1, 2], depth)

@@ -1,30 +1,36 @@
-"""Made-up services: what they say is plausible, and the same in every run."""
+"""Facts of imaginary services, plausible and deterministic, and a server that answers with reports."""
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import grpc
 import numpy as np
 
 from drafter_service.observability.facts import (
     ClientTotals,
     CorpusFacts,
+    History,
+    Latency,
     LogFacts,
     ModelIdentity,
     NamespaceFacts,
     Passage,
+    Sample,
     ServiceFacts,
 )
-from drafter_service.observability.history import History, Sample
-from drafter_service.observability.latency import Latency
-from ssd.stats import AGES, LENGTHS, ODDS_BINS, Stats
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs import drafter_pb2_grpc
+from ssd.stats import AGES, LENGTHS, PROB_BINS, Stats
 
 NOW = 1_795_000_000.0
 HOUR = 3600.0
 
 
 def service(*namespaces, **changes):
-    """Facts of a service that has run for a day and a half."""
+    """Return facts of a service that has run for 36 hours."""
     facts = {
         "version": "0.1.0",
         "started_at": NOW - 36 * HOUR,
@@ -39,7 +45,7 @@ def service(*namespaces, **changes):
 
 
 def new_namespace(name="default", **changes):
-    """A namespace in which nothing has happened."""
+    """Return facts of an unused namespace."""
     facts = {
         "name": name,
         "model": ModelIdentity("llama-3-8b", "9f86d081884c7d65", "", 128_256),
@@ -54,7 +60,7 @@ def new_namespace(name="default", **changes):
 
 
 def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
-    """A namespace that has been drafted from; `level`: about how often a draft token is accepted."""
+    """Return facts of a namespace in use; `level`: approximate acceptance of a draft token."""
     stats = Stats()
     fill(stats, steps, level)
     appended = 9 * steps
@@ -85,7 +91,7 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
 
 
 def begun_namespace():
-    """A namespace that has been drafted from for a minute and a half."""
+    """Return facts of a namespace in use for 90 seconds."""
     history = History()
     history.note(Sample(NOW - 90, *[0] * 9))
     latency = Latency()
@@ -95,7 +101,7 @@ def begun_namespace():
 
 
 def fill(stats, steps, level):
-    """Counters as `steps` sequence steps leave them behind."""
+    """Set counters to plausible values after `steps` sequence steps."""
     counters = stats.counters
     hits = int(0.83 * steps)
     reached = float(hits)
@@ -118,24 +124,24 @@ def fill(stats, steps, level):
         accepted,
         [math.exp(-((bits - 17) ** 2) / 20) if 3 < bits < 25 else 0 for bits in range(AGES)],
     )
-    for index in range(ODDS_BINS):
-        odds, count = (index + 0.5) / ODDS_BINS, int(drafted * (0.02 + (index / ODDS_BINS) ** 2) / 8)
-        counters.calibration[index] = count, count * odds, count * min(1.0, odds**1.08 + 0.02 * math.sin(9 * odds))
+    for index in range(PROB_BINS):
+        prob, count = (index + 0.5) / PROB_BINS, int(drafted * (0.02 + (index / PROB_BINS) ** 2) / 8)
+        counters.calibration[index] = count, count * prob, count * min(1.0, prob**1.08 + 0.02 * math.sin(9 * prob))
 
 
 def spread(table, drafted, accepted, weights):
-    """Totals over the rows of a table, more accepted further down."""
+    """Distribute totals over the rows of a table, with higher acceptance in later rows."""
     weights = np.array(weights) / sum(weights)
     table[:, 0] = (weights * drafted).astype(np.int64)
     table[0, 0] += drafted - table[:, 0].sum()
-    kept = table[:, 0] * np.linspace(0.6, 1.0, len(table)) ** 2
-    table[:, 1] = np.minimum(table[:, 0], kept * accepted / max(1.0, kept.sum()))
+    likely = table[:, 0] * np.linspace(0.6, 1.0, len(table)) ** 2
+    table[:, 1] = np.minimum(table[:, 0], likely * accepted / max(1.0, likely.sum()))
     row = int(np.argmax(table[:, 0] - table[:, 1]))
     table[row, 1] += accepted - table[:, 1].sum()
 
 
 def history_of(stats, appended, capacity, samples=300, hours=36):
-    """A history with a quiet night, in which tokens per step grow up to the totals of `stats`."""
+    """Return a history with a period without steps, in which tokens per step grow up to the totals of `stats`."""
     random = np.random.default_rng(2)
     parts = np.arange(samples) / samples
     daytime = np.where((parts > 0.4) & (parts < 0.55), 0.0, 1.2 + np.sin(2 * np.pi * 36 / 24 * parts))
@@ -166,7 +172,7 @@ def history_of(stats, appended, capacity, samples=300, hours=36):
 
 
 def latency_of(count, typical_s, spread_of_log):
-    """Durations around a typical one."""
+    """Return durations with a log-normal distribution around a typical one."""
     latency = Latency()
     for duration in (typical_s * np.exp(np.random.default_rng(1).normal(0, spread_of_log, 400))).tolist():
         latency.note(duration)
@@ -176,8 +182,37 @@ def latency_of(count, typical_s, spread_of_log):
 
 
 def passages():
-    """Two, as token ids."""
+    """Return two passages of token ids."""
     return (
         Passage(9_412, 120_000, np.arange(40, dtype=np.uint32)),
         Passage(1_204, 7, np.array([5, 6, 7], np.uint32)),
     )
+
+
+class Reporter(drafter_pb2_grpc.DrafterServiceServicer):
+    """A gRPC server that answers with the next of `documents`, repeats the last one, and records the requests."""
+
+    def __init__(self, *documents, refusal=None):
+        self._documents, self._refusal = list(documents), refusal
+        self.requests, self.metadata = [], []
+
+    def Report(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        self.metadata = [(entry.key, entry.value) for entry in context.invocation_metadata()]
+        if self._refusal is not None:
+            context.abort(*self._refusal)
+        document = self._documents.pop(0) if len(self._documents) > 1 else self._documents[0]
+        return pb.ReportResponse(json=document)
+
+
+@contextmanager
+def reporting(address, reporter):
+    """Serve `reporter` at `address`."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    drafter_pb2_grpc.add_DrafterServiceServicer_to_server(reporter, server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(0).wait()

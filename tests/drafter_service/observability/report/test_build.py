@@ -1,4 +1,4 @@
-"""Figures of a report, against ones computed by hand."""
+"""Values of a report, compared with ones computed by hand."""
 
 import json
 import math
@@ -10,12 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.facts import ClientTotals, CorpusFacts, LogFacts, Passage
-from drafter_service.observability.history import History, Sample
-from drafter_service.observability.latency import BOUNDS_S, Latency
-from drafter_service.observability.report.build import build_report
-from drafter_service.observability.report.offline import stats_report
-from drafter_service.observability.report.periods import MOST_PERIODS
+from drafter_service.observability.facts import (
+    BOUNDS_S,
+    ClientTotals,
+    CorpusFacts,
+    History,
+    Latency,
+    LogFacts,
+    Passage,
+    Sample,
+)
+from drafter_service.observability.report.build import build_report, snapshot_report
+from drafter_service.observability.report.figures import MAX_PERIODS
 from drafter_service.observability.report.schema import Report
 from ssd.corpus.snapshot import save
 from ssd.stats import Stats
@@ -36,12 +42,12 @@ def report_of(*namespaces, **changes):
 
 
 def only(**changes):
-    """The report of one namespace with these facts."""
+    """Return the report of one namespace with these facts."""
     return report_of(new_namespace(**changes)).namespaces[0]
 
 
 def counted(steps=(0, 0, 0), **tables):
-    """Counters; `tables` give rows by index."""
+    """Return counters; `tables` give rows by index."""
     stats = Stats()
     stats.counters.steps[:] = steps
     for name, rows in tables.items():
@@ -54,7 +60,7 @@ def at(time, steps=0, committed=0, hits=0, drafted=0, accepted=0, corpus=0, appe
     return Sample(time, steps, committed, hits, drafted, accepted, corpus, appended, 1000, timeouts)
 
 
-def test_drafting_follows_from_its_totals():
+def test_ratios_follow_from_totals():
     drafting = only(
         stats=counted((100, 240, 80), by_source={Source.CORPUS: (150, 110), Source.LOCAL: (50, 30)})
     ).drafting
@@ -67,11 +73,11 @@ def test_drafting_follows_from_its_totals():
     assert drafting.saved_share == pytest.approx(140 / 240)
     assert drafting.break_even_cost == pytest.approx(0.7)
     assert {one.cost: one.speedup for one in drafting.estimates}[0.05] == pytest.approx(2.4 / 1.1)
-    # What it pays at most is where it makes nothing faster.
+    # At the break-even cost the speed-up is 1.
     assert drafting.tokens_per_step / (1 + drafting.break_even_cost * drafting.drafted_per_step) == pytest.approx(1.0)
 
 
-def test_a_new_service_says_nothing_instead_of_zero():
+def test_ratios_of_a_new_service_are_null():
     report = report_of()
     assert report.namespaces == []
     drafting = only().drafting
@@ -81,7 +87,7 @@ def test_a_new_service_says_nothing_instead_of_zero():
     assert drafting.estimates == []
 
 
-def test_tables_are_those_of_the_counters():
+def test_tables_contain_the_counters():
     stats = counted(
         (10, 30, 8),
         by_source={Source.LOCAL: (10, 7)},
@@ -98,7 +104,7 @@ def test_tables_are_those_of_the_counters():
     spans = [(one.least_tokens, one.most_tokens) for one in known.age.bins]
     assert spans[:6] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
     assert spans[-1] == (1 << 38, None)
-    # Of 7 accepted, the 4th is 8 to 15 tokens old.
+    # The 4th of 7 accepted tokens is 8 to 15 tokens old.
     assert known.age.median_tokens == 15
     low, high = known.calibration.bins
     assert (low.least_path_prob, low.most_path_prob, low.drafted, low.predicted, low.acceptance) == (
@@ -113,7 +119,7 @@ def test_tables_are_those_of_the_counters():
     assert known.calibration.error == pytest.approx(stats.calibration_error())
 
 
-def test_periods_say_what_happened_between_samples():
+def test_periods_are_differences_of_samples():
     history = History()
     history.note(at(NOW - 30, steps=10, committed=10))
     history.note(
@@ -130,15 +136,15 @@ def test_periods_say_what_happened_between_samples():
     assert (busy.steps, busy.committed, busy.hit_rate, busy.acceptance, busy.tokens_per_step) == (20, 40, 0.5, 0.5, 2.0)
     assert (busy.timeouts, busy.learned_tokens, busy.corpus_tokens) == (2, 700, 500)
     assert (quiet.steps, quiet.tokens_per_step, quiet.hit_rate, quiet.acceptance) == (0, None, None, None)
-    # The last one ends with the totals of now.
+    # The last period ends with the current totals.
     assert (now.ends_at, now.steps, now.committed, now.drafted, now.accepted) == (NOW, 10, 40, 20, 30)
     assert (now.timeouts, now.learned_tokens, now.corpus_tokens, now.memory_bytes) == (1, 200, 600, 7)
 
 
-def test_many_samples_are_few_periods_that_leave_nothing_out():
+def test_many_samples_become_few_periods_with_the_same_sums():
     facts = busy_namespace()
     known, first = report_of(facts).namespaces[0], facts.history.samples[0]
-    assert MOST_PERIODS / 2 < len(known.over_time) <= MOST_PERIODS
+    assert MAX_PERIODS / 2 < len(known.over_time) <= MAX_PERIODS
     for before, after in pairwise(known.over_time):
         assert before.ends_at == after.begins_at
     for field in ("steps", "committed", "drafted", "accepted"):
@@ -147,7 +153,7 @@ def test_many_samples_are_few_periods_that_leave_nothing_out():
     assert known.over_time[-1].ends_at == NOW
 
 
-def test_of_late_is_the_last_hour():
+def test_recent_is_the_last_hour():
     history = History()
     history.note(at(NOW - 3 * HOUR))
     history.note(at(NOW - HOUR, steps=100, committed=100, appended=1000))
@@ -167,7 +173,7 @@ def test_of_late_is_the_last_hour():
     assert known.corpus.occupancy == pytest.approx(600 / 72_000)
 
 
-def test_counters_that_began_anew_are_no_negative_periods():
+def test_reset_counters_make_no_negative_periods():
     history = History()
     history.note(at(NOW - 20, steps=1000, committed=3000, hits=900, drafted=5000, accepted=2000))
     known = only(history=history, stats=counted((5, 6, 1)))
@@ -175,7 +181,7 @@ def test_counters_that_began_anew_are_no_negative_periods():
 
 
 @pytest.mark.parametrize("now", [math.inf, -math.inf, math.nan, 1e300, -5.0])
-def test_a_clock_that_is_out_of_its_mind_costs_the_curve_alone(now):
+def test_implausible_clock_removes_only_the_periods(now):
     history = History()
     history.note(at(NOW - 20, steps=1))
     stats = counted((5, 10, 1))
@@ -202,7 +208,7 @@ def test_latencies_have_quantiles_and_bins():
     assert (unknown.count, unknown.p50_s, unknown.longest_s, unknown.bins) == (0, None, None, [])
 
 
-def test_the_total_is_of_all_namespaces():
+def test_total_sums_all_namespaces():
     report = report_of(
         new_namespace("b", stats=counted((10, 20, 5), by_source={0: (10, 5)})),
         new_namespace("a", stats=counted((30, 120, 15), by_source={0: (70, 35)})),
@@ -212,7 +218,7 @@ def test_the_total_is_of_all_namespaces():
     assert (report.total.hit_rate, report.total.acceptance) == (0.5, 0.5)
 
 
-def test_what_else_is_known_is_told():
+def test_report_contains_the_other_facts():
     facts = service(busy_namespace(passages=passages()), log=LogFacts(lag_s=-0.5, is_connected=True, dropped_tokens=9))
     report = build_report(facts)
     known = report.namespaces[0]
@@ -232,7 +238,7 @@ odd_floats = st.one_of(st.floats(), st.floats(0, 1e6))
 
 @st.composite
 def any_stats(draw):
-    """Counters that no drafter leaves behind, such as those of a damaged file."""
+    """Counters that no drafter produces, such as those of a damaged file."""
     stats = Stats()
     for table in stats.counters:
         values = odd_floats if table.dtype == np.float64 else st.one_of(counts, st.integers(-5, 0))
@@ -260,12 +266,12 @@ def any_namespace(draw):
 
 
 @given(namespaces=st.lists(any_namespace(), max_size=2), now=odd_floats)
-def test_whatever_was_counted_makes_a_sound_document(namespaces, now):
+def test_any_counters_make_a_valid_document(namespaces, now):
     report = build_report(replace(service(), namespaces=tuple(namespaces), now=now))
     document = report.model_dump_json()
 
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     parsed = json.loads(document, parse_constant=refuse)
     assert Report.model_validate(parsed) == report
@@ -282,7 +288,7 @@ def numbers_in(value):
         yield value
 
 
-def test_a_snapshot_tells_what_the_running_drafter_counted(tmp_path):
+def test_report_of_a_snapshot_has_the_counters_of_the_drafter(tmp_path):
     text = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
     path = tmp_path / "team.snapshot"
     with drafter_of() as drafter:
@@ -291,7 +297,7 @@ def test_a_snapshot_tells_what_the_running_drafter_counted(tmp_path):
         replay_one(drafter, 2, text[:50], text[50:])
         save(drafter.corpus, path, drafter.stats)
         live = only(stats=drafter.stats)
-        report = stats_report(path)
+        report = snapshot_report(path)
         tokens, requests = drafter.corpus.tokens, drafter.corpus.requests
     known = report.namespaces[0]
     assert known.drafting.accepted > 100

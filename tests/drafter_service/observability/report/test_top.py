@@ -1,4 +1,4 @@
-"""The live view: rates from two reports, and a terminal that can be left."""
+"""The live view: rates between two reports, frames, and restoring the terminal."""
 
 import io
 import os
@@ -14,15 +14,19 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from drafter_service.observability.facts import CorpusFacts
-from drafter_service.observability.latency import BOUNDS_S, Latency
+from drafter_service.observability.facts import BOUNDS_S, CorpusFacts, Latency
 from drafter_service.observability.report.build import build_report
-from drafter_service.observability.report.rates import rates_of
-from drafter_service.observability.report.top import Monitor, print_once, watch
+from drafter_service.observability.report.top import Monitor, print_once, rates_of, watch
 from ssd.errors import UserError
 from ssd.stats import Stats
-from tests.drafter_service.observability.report.samples import NOW, busy_namespace, new_namespace, service
-from tests.drafter_service.observability.report.servers import Reporter, reporting
+from tests.drafter_service.observability.report.samples import (
+    NOW,
+    Reporter,
+    busy_namespace,
+    new_namespace,
+    reporting,
+    service,
+)
 
 TIMEOUT_S = 30
 
@@ -47,11 +51,11 @@ AFTER = build_report(
 )
 
 
-def test_rates_are_differences_by_the_second():
+def test_rates_are_differences_per_second():
     a, b, total = rates_of(BEFORE, AFTER)
     assert (a.name, a.tokens_per_s, a.steps_per_s, a.drafts_per_s) == ("a", 60, 20, 15)
     assert (a.tokens_per_step, a.acceptance, a.learned_per_s) == (3.0, 0.8, 300)
-    # Since the first report only slow ones came.
+    # All drafts since the first report were slow.
     bound = next(bound for bound in BOUNDS_S if bound >= 0.1)
     assert a.draft_p50_s == a.draft_p99_s == bound
     assert (b.tokens_per_step, b.acceptance, b.draft_p50_s) == (2.0, None, None)
@@ -59,7 +63,7 @@ def test_rates_are_differences_by_the_second():
     assert (total.corpus_tokens, total.streams, total.sequences, total.learned_per_s) == (10_000, 4, 18, 350)
 
 
-def test_without_a_report_before_nothing_is_claimed():
+def test_rates_need_an_earlier_report_of_the_same_process():
     restarted = AFTER.model_copy(update={"service": AFTER.service.model_copy(update={"started_at": NOW + 1})})
     for before, after in ((None, AFTER), (BEFORE, restarted), (AFTER, AFTER), (AFTER, BEFORE)):
         for rates in rates_of(before, after):
@@ -67,7 +71,7 @@ def test_without_a_report_before_nothing_is_claimed():
             assert rates.corpus_tokens >= 5000
 
 
-def test_a_namespace_that_is_new_or_began_anew_waits_for_the_next_report():
+def test_new_and_recreated_namespaces_have_no_rates_yet():
     again = build_report(service(namespace("a", 1, 1, 0, 0, 0, 1, 0), namespace("c", 1, 1, 0, 0, 0, 1, 0), now=NOW + 2))
     a, c, total = rates_of(BEFORE, again)
     assert a.tokens_per_s is c.tokens_per_s is total.tokens_per_s is None
@@ -80,7 +84,7 @@ def frame_of(monitor, width, height=None):
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_a_frame_fits_and_has_a_row_a_namespace(width):
+def test_frame_fits_the_width_and_has_one_row_per_namespace(width):
     monitor = Monitor()
     for second in range(12):
         spaces = [busy_namespace(f"team-{n}/{'long' * 20}", steps=(100 + second) * 10**n) for n in range(5)]
@@ -93,7 +97,7 @@ def test_a_frame_fits_and_has_a_row_a_namespace(width):
     assert all("▁" in row or "█" in row for row in rows)
 
 
-def test_the_busiest_are_shown_where_there_is_no_room_for_all():
+def test_most_active_namespaces_are_shown_where_there_is_no_room_for_all():
     monitor = Monitor()
     for second in range(2):
         spaces = [busy_namespace(f"n{n:02}", steps=1000 + second * n) for n in range(30)]
@@ -105,7 +109,7 @@ def test_the_busiest_are_shown_where_there_is_no_room_for_all():
     assert "all, 18 not shown" in text
 
 
-def test_a_frame_shows_the_figures_of_now():
+def test_print_once_shows_the_rates_of_one_interval():
     console = Console(file=io.StringIO(), width=100)
     reports = iter([BEFORE, AFTER])
     waited = []
@@ -124,7 +128,7 @@ def test_a_frame_shows_the_figures_of_now():
     assert waited == [2.5]
 
 
-def test_watching_goes_on_when_a_report_does_not_come():
+def test_watching_continues_when_a_report_fails():
     answers = iter([BEFORE, UserError("gone [away]"), AFTER])
     frames, turns = io.StringIO(), iter([False, False, True])
 
@@ -136,11 +140,11 @@ def test_watching_goes_on_when_a_report_does_not_come():
 
     watch(fetch, Console(file=frames, width=80, height=30, force_terminal=True), lambda _: next(turns), 1.0)
     drawn = frames.getvalue()
-    assert "no news: gone [away]" in drawn
-    assert "3.00" in drawn[drawn.index("no news") :]
+    assert "no new report: gone [away]" in drawn
+    assert "3.00" in drawn[drawn.index("no new report") :]
 
 
-def test_watching_nothing_is_an_error():
+def test_watching_fails_without_a_first_report():
     def fetch():
         raise UserError("no drafter answers")
 
@@ -148,12 +152,12 @@ def test_watching_nothing_is_an_error():
         watch(fetch, Console(file=io.StringIO()), lambda _: True, 1.0)
 
 
-TOP = "from drafter_service.observability.report.command import top; top()"
+TOP = "from drafter_service.commands.report import top; top()"
 
 
 @pytest.mark.parametrize("leave", ["q", "interrupt"])
-def test_a_terminal_is_left_as_it_was(socket_address, leave):
-    """The real command in a pseudo-terminal: it draws on a screen of its own, and gives the old one back."""
+def test_terminal_is_restored(socket_address, leave):
+    """The command in a pseudo-terminal uses the alternate screen, and returns to the normal one."""
     changing = [replace(service(busy_namespace(steps=1000 + second)), now=NOW + second) for second in range(50)]
     documents = [build_report(facts).model_dump_json() for facts in changing]
     ours, theirs = pty.openpty()
@@ -181,7 +185,7 @@ def test_a_terminal_is_left_as_it_was(socket_address, leave):
 
 
 def read_until(terminal, wanted):
-    """What comes from a terminal up to and with `wanted`."""
+    """Return the output of a terminal up to and including `wanted`."""
     seen, until = b"", time.monotonic() + TIMEOUT_S
     while wanted not in seen:
         ready, _, _ = select.select([terminal], [], [], max(0.0, until - time.monotonic()))

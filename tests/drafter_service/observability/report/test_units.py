@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Formatting of numbers."""
 
 import math
 
@@ -46,11 +46,11 @@ def test_examples(unit, value, written):
 
 @pytest.mark.parametrize("unit", [units.count, units.size, units.share, units.ratio, units.rate, units.duration])
 @given(value=st.floats(0, 1e300))
-def test_every_figure_is_short(unit, value):
+def test_formatted_numbers_are_short(unit, value):
     assert 1 <= len(unit(value if unit is not units.share else math.fmod(value, 1.0))) <= 14
     assert unit(None) == units.UNKNOWN
 
 
-def test_names_cannot_steer_a_terminal():
+def test_terminal_escapes_are_replaced():
     assert units.printable("a\x1b[2Jb\nc\u202e") == "a\ufffd[2Jb\ufffdc\ufffd"
     assert units.shortened("x" * 100, 10) == "x" * 9 + "…"

@@ -1,4 +1,4 @@
-"""The demonstration itself, short, on a tiny model: with the real sidecar, to its files."""
+"""A short demonstration with a tiny model and the real sidecar, up to the files that it writes."""
 
 import json
 import re
@@ -9,9 +9,9 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from engine.commands import main as cli
-from engine.commands.demo import run as demo_run
-from engine.commands.demo.measure import Measurement
-from engine.commands.demo.summary import summarise
+from engine.commands.demo import command
+from engine.commands.demo.measure import Measurement, summarize
+from engine.commands.demo.workload import make_workload
 from ssd.types import DraftBatch
 from tests.engine.conftest import make_folder
 
@@ -34,10 +34,10 @@ def measurement(**changes):
     return Measurement(**{**fields, **changes})
 
 
-def test_figures_are_those_of_the_measurements():
+def test_the_summary_adds_up_measurements():
     measurements = [measurement(corpus_tokens=100 * index) for index in range(18)]
     measurements += [measurement(kind="exact repeat", drafted_s=0.25, steps=10), measurement(corpus_tokens=1900)]
-    summary = summarise(measurements)
+    summary = summarize(measurements)
     assert summary.identical
     assert len(summary.tenths) == 10
     assert summary.last_tenth.requests == 2
@@ -52,30 +52,39 @@ def test_figures_are_those_of_the_measurements():
 
 def test_one_differing_output_is_reported():
     measurements = [measurement(identical=index != 7) for index in range(20)]
-    summary = summarise(measurements)
+    summary = summarize(measurements)
     assert not summary.identical
     assert summary.differing == (7,)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "prompts", "expected"), [(0.1, 200, 300), (1.0, 200, 150), (60.0, 200, 120), (0.1, 10, 25)]
+)
+def test_the_number_of_requests_follows_from_their_time(seconds, prompts, expected):
+    count = command.choose_requests(seconds, prompts)
+    assert count == expected
+    make_workload([("a.py", f"def f{number}():") for number in range(prompts)], count, 0)  # has enough prompts
 
 
 @pytest.fixture(scope="module")
 def model_with_prompts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     make_folder(folder)
-    prompts = [{"source": f"a.py:f{n}:1", "prompt": f"def f{n}(left, right):\n    return left\n"} for n in range(10)]
+    prompts = [{"source": f"a.py:f{n}:1", "prompt": f"x{n} = [\n    left, right, {n}\n"} for n in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_refresh():
-    """What was learned is draftable at once: the whole of it may take no longer than the usual interval."""
+    """Refresh the corpus at once: the whole run is shorter than the default interval."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_run, "SIDECAR_OPTIONS", (*demo_run.SIDECAR_OPTIONS, "--refresh-interval", "0.001"))
+        patch.setattr(command, "SIDECAR_OPTIONS", (*command.SIDECAR_OPTIONS, "--refresh-interval", "0.001"))
         yield
 
 
 def run_demo(model, out, *more):
-    """Runs a short demonstration into `out`; gives its exit code."""
+    """Run a short demonstration into `out` and return its exit code."""
     arguments = ("demo", "--model", model, "--out", out, "--requests", 20, "--max-tokens", 24, *more)
     argv, sys.argv = sys.argv, ["ssd-engine", *map(str, arguments)]
     try:
@@ -92,7 +101,7 @@ def demo(model_with_prompts, tmp_path_factory):
     return out, run_demo(model_with_prompts, out)
 
 
-def test_the_run_is_written_with_every_figure(demo):
+def test_run_json_has_every_figure(demo):
     out, code = demo
     run = json.loads((out / "run.json").read_text())
     assert code == 0
@@ -111,7 +120,7 @@ def test_the_run_is_written_with_every_figure(demo):
     assert sum(r["output_tokens"] for r in repeats) > 2 * sum(r["steps"] for r in repeats)
 
 
-def test_the_page_stands_alone(demo):
+def test_the_page_loads_nothing(demo):
     out, _ = demo
     page = (out / "run.html").read_text()
 
@@ -123,8 +132,8 @@ def test_the_page_stands_alone(demo):
 
         def handle_starttag(self, tag, attributes):
             self.circles += tag == "circle"
-            assert not {"src", "href"} & {name for name, _ in attributes}
-            if tag not in ("meta",):
+            assert not any(name in ("src", "href") and value != "data:," for name, value in attributes)
+            if tag not in ("meta", "link"):
                 self.open.append(tag)
 
         def handle_startendtag(self, tag, attributes):
@@ -141,7 +150,7 @@ def test_the_page_stands_alone(demo):
     assert "tokens/s" in page
 
 
-def test_sampled_outputs_are_identical_too_and_exact_repeats_are_draftable(model_with_prompts, tmp_path):
+def test_sampled_outputs_are_identical_and_exact_repeats_are_drafted(model_with_prompts, tmp_path):
     assert run_demo(model_with_prompts, tmp_path, "--temperature", 0.5) == 0
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["identical"] is True
@@ -150,7 +159,7 @@ def test_sampled_outputs_are_identical_too_and_exact_repeats_are_draftable(model
     assert sum(r["output_tokens"] for r in repeats) > 2 * sum(r["steps"] for r in repeats)
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(model_with_prompts, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_reported_first(model_with_prompts, tmp_path, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "out" / "run.json").mkdir(parents=True)
     for out in (tmp_path / "file" / "out", tmp_path / "out"):
@@ -160,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(model_with
         assert printed.out == ""
 
 
-def test_a_sidecar_that_dies_is_no_result(model_with_prompts, tmp_path, capsys, monkeypatch):
+def test_a_lost_sidecar_is_an_error(model_with_prompts, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(DrafterClient, "draft", lambda client, progress: lose(client, progress))
 
     def lose(client, progress):
@@ -168,5 +177,5 @@ def test_a_sidecar_that_dies_is_no_result(model_with_prompts, tmp_path, capsys, 
         return DraftBatch.empty(len(progress.sequence_ids))
 
     assert run_demo(model_with_prompts, tmp_path) == 2
-    assert "the sidecar went away in mid-run (killed)" in capsys.readouterr().err
+    assert "the sidecar was lost during the run (killed)" in capsys.readouterr().err
     assert (tmp_path / "run.json").read_text() == ""

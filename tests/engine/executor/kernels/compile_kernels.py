@@ -1,57 +1,43 @@
-"""Compiles every kernel for a GPU that this machine need not have; a process of its own, since others interpret."""
+"""Compiles every kernel for a GPU of the Hopper generation; a process of its own, since other tests interpret them."""
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.executor.kernels import draw_triton, follow_triton, inputs_triton, lookup_triton, verify_triton
+from engine.executor.kernels import inputs, sample, select, verify
 from engine.scheduling.request import GREEDY_BELOW
 
-LONG = {"seats", "out_tokens", "out_positions", "out_slots", "out_seats"}
 HOPPER = GPUTarget("cuda", 90, 32)
-DRAFTED = {
-    "tokens": "*i64",
-    "parents": "*i32",
-    "starts": "*i32",
-    "counts": "*i32",
-    "scheduled": "*i32",
-    "seats": "*i64",
+SCALARS = {"width", "batch", "rows", "idle", "scratch", "page_size", "vocab", "size"}
+TYPES = {
+    "request_slots": "*i64",
+    "target_tokens": "*i64",
+    "logits": "*fp32",
+    "temperatures": "*fp64",
+    "seeds": "*i64",
+    "positions": "*i64",
+    "floors": "*fp32",
+    "out_scores": "*fp32",
+    "out_positions": "*i64",
+    "out_cache_slots": "*i64",
+    "out_request_slots": "*i64",
 }
-STATE = {"lengths": "*i32", "computed": "*i32", "last_tokens": "*i32", "history": "*i32", "history_stride": "i32"}
-OUT = {"out_tokens": "*i32", "out_rows": "*i32", "out_counts": "*i32", "width": "i32"}
 
 
-def compile_kernel(kernel, signature, constants, warps):
-    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+def compile_kernel(kernel, warps, constants, **types):
+    """types: of arguments that are neither scalars, nor in `TYPES`, nor arrays of int32."""
+    compiled = kernel.compiled
+    signature = {}
+    for name in compiled.arg_names:
+        is_scalar = name in SCALARS or name.endswith(("_stride", "_step"))
+        signature[name] = "constexpr" if name in constants else "i32" if is_scalar else TYPES.get(name, "*i32")
+    source = ASTSource(fn=compiled, signature=signature | types, constexprs=constants)
     triton.compile(source, target=HOPPER, options={"num_warps": warps})
 
 
-for is_tree in (False, True):
-    shape = {"IS_TREE": is_tree, "BLOCK": 32}
-    common = {**DRAFTED, **STATE, **OUT}
-    compile_kernel(verify_triton._verify, {"chosen": "*i64", **common}, shape, 1)
-    odds = {"p": "*fp32", "q": "*fp32", "q_starts": "*i32", "seeds": "*i64", "vocab": "i32"}
-    compile_kernel(verify_triton._reject, {**odds, **common}, {**shape, "VOCAB_BLOCK": 4096}, 8)
-
-texts = {"seats": "*i64", "lengths": "*i32", "history": "*i32", "history_stride": "i32"}
-drafts = {"out_tokens": "*i32", "out_counts": "*i32", "width": "i32"}
-found = {"spare": "*i32", "spare_stride": "i32", "out_found": "*i32"}
-blocks = {"LONGEST": 4, "BLOCK": lookup_triton.BLOCK, "WIDTH": 16}
-compile_kernel(lookup_triton._look_up, {**texts, **drafts, **found}, blocks, 8)
-columns = dict.fromkeys(("tokens", "sizes", "bases", "most"), "*i32")
-columns |= {f"{name}_stride": "i32" for name in columns} | {"size": "i32"}
-compile_kernel(follow_triton._follow, {**texts, **drafts, **columns}, {"SIZE": 64, "WIDTH": 16}, 1)
-names = inputs_triton._make.arg_names
-integers = {name: "i32" for name in names if "stride" in name}
-arrays = {name: "*i64" if name in LONG else "*i32" for name in names}
-shape = dict.fromkeys(("batch", "rows", "idle", "scratch", "page_size"), "i32")
-constants = {"BLOCK": inputs_triton.BLOCK}
-del arrays["BLOCK"]
-compile_kernel(inputs_triton._make, {**arrays, **integers, **shape}, constants, 1)
-
-rows = {"logits": "*fp32", "row_stride": "i32", "temperatures": "*fp64", "seeds": "*i64", "positions": "*i64"}
-drawn = {"floors": "*fp32", "out_scores": "*fp32", "out_tokens": "*i64", "vocab": "i32", "size": "i32"}
+compile_kernel(verify._verify, 1, {"BLOCK": 32}, tokens="*i64")
+compile_kernel(select._select, 1, {"ROWS": 32, "WIDTH": 16})
+compile_kernel(inputs._build, 1, {"BLOCK": inputs.BLOCK}, out_tokens="*i64")
 for has_floors in (False, True):
-    constants = {"GREEDY_BELOW": GREEDY_BELOW, "HAS_FLOORS": has_floors, "BLOCK": draw_triton.BLOCK}
-    compile_kernel(draw_triton._draw, {**rows, **drawn}, constants, 4)
+    constants = {"GREEDY_BELOW": GREEDY_BELOW, "HAS_FLOORS": has_floors, "BLOCK": sample.BLOCK}
+    compile_kernel(sample._sample, 4, constants, out_tokens="*i64")

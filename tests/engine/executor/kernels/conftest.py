@@ -1,13 +1,18 @@
-"""Tests that run on every implementation of verification."""
+"""A fixture for tests that run on every implementation of an operation."""
 
 import pytest
 
-from tests.engine.executor.kernels.backends import BACKENDS
+from tests.engine.executor.kernels.implementations import IMPLEMENTATIONS, on, require_interpreter
 
 
 @pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=pytest.mark.gpu) if "gpu" in name else name for name in BACKENDS],
+    params=[
+        pytest.param(one, marks=[pytest.mark.gpu] if one.device == "cuda" else [], id=one.name)
+        for one in IMPLEMENTATIONS
+    ]
 )
-def backend(request):
-    return BACKENDS[request.param]()
+def implementation(request):
+    on(request.param.device)
+    if request.param.name == "interpreted":
+        require_interpreter()
+    return request.param

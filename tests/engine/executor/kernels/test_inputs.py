@@ -6,166 +6,137 @@ import torch
 
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels import inputs_torch as made
+from engine.executor.kernels import inputs as inputs_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.inputs_torch import depths
+from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
-from engine.speculation.draft_tree import DraftTree
-from tests.engine.executor.kernels.backends import interpreted_kernels, planted
-from tests.engine.executor.kernels.hosted import (
+from tests.engine.executor.kernels.device_steps import (
     PAGE_SIZE,
     PAGES,
     give_drafts,
     new_sequence,
     padded_drafts,
+    planned,
     state_of,
 )
+from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
 
 SCRATCH = PAGES * PAGE_SIZE
-KERNEL_CASES = 40
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def on(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return device
-
-
-def random_step(seed, device, trees):
-    """Sequences with drafts and pages, their state, and what the device is given for a step, with rows to spare."""
+def random_step(seed, device):
+    """Sequences with drafts and pages, their state, and the arguments of a step that has a few rows too many."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     most = int(rng.integers(0, 7))
-    give_drafts(sequences, rng, most, trees=trees)
+    give_drafts(sequences, rng, most)
     free = iter(rng.permutation(PAGES).tolist())
     for sequence in sequences:
         held = sequence.computed + sequence.scheduled + len(sequence.draft)
         sequence.pages = [next(free) for _ in range(-(-held // PAGE_SIZE))]
-    state, seats = state_of(sequences, device)
+    state, slots = state_of(sequences, device)
     scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
-    drafts = padded_drafts(sequences, most, device, trees=trees, rng=rng)
+    drafts = padded_drafts(sequences, most, device, rng=rng)
     widths = [sequence.scheduled + len(sequence.draft) + int(rng.integers(0, 3)) for sequence in sequences]
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
-    return sequences, state, (seats, scheduled, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
+    return sequences, state, (slots, scheduled, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
 
 
 def matches(sequences, inputs):
-    """Whether inputs are those of `build_batch` where they count, and harmless elsewhere."""
-    batch = build_batch(sequences, PAGE_SIZE)
-    tokens, positions, slots, seats, starts = (
-        getattr(inputs, name).tolist() for name in ("tokens", "positions", "slots", "seats", "starts")
+    """Whether inputs are those of `build_batch`, and padding elsewhere."""
+    batch = build_batch(planned(sequences), PAGE_SIZE)
+    tokens, positions, cache_slots, request_slots, starts = (
+        getattr(inputs, name).tolist() for name in StepInputs._fields[:5]
     )
-    drafted = inputs.drafted
-    row_tokens = drafted.tokens.tolist()
+    rows_to_verify = inputs.verify_rows
+    row_tokens = rows_to_verify.tokens.tolist()
     good = inputs.contexts.tolist() == [sequence.computed for sequence in sequences]
-    good &= drafted.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
-    for index, (sequence, span) in enumerate(zip(sequences, batch.spans, strict=True)):
+    good &= rows_to_verify.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
+    for index, span in enumerate(batch.spans):
         own = slice(span.start, span.start + span.length)
         rows = slice(starts[index], starts[index + 1])
         pad = starts[index + 1] - starts[index] - span.length
         good &= int(inputs.lengths[index]) == span.length
         good &= tokens[rows] == [*batch.tokens[own].tolist(), *[0] * pad]
         good &= positions[rows] == [*batch.positions[own].tolist(), *[0] * pad]
-        good &= slots[rows] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
-        good &= seats[rows] == [int(drafted.seats[index])] * (starts[index + 1] - starts[index])
+        good &= cache_slots[rows] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
+        good &= request_slots[rows] == [int(rows_to_verify.request_slots[index])] * (starts[index + 1] - starts[index])
         wanted = batch.logit_rows[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
-        count = int(drafted.counts[index])
+        count = int(rows_to_verify.counts[index])
         good &= count == len(wanted)
-        start = int(drafted.starts[index])
+        start = int(rows_to_verify.starts[index])
         good &= [start] * min(count, 1) == [row - span.start + starts[index] for row in wanted[:1].tolist()]
         good &= row_tokens[start : start + count] == batch.tokens[wanted].tolist()
-        if drafted.parents is not None and count:
-            parents = np.arange(-1, count - 2) if sequence.tree is None else sequence.tree.parents
-            good &= drafted.parents[start + 1 : start + count].tolist() == parents.tolist()
     behind = slice(starts[-1], None)
     return (
         good
         and not any(tokens[behind])
-        and set(slots[behind]) <= {SCRATCH}
-        and set(seats[behind]) <= {len(sequences) + 1}
+        and set(cache_slots[behind]) <= {SCRATCH}
+        and set(request_slots[behind]) <= {len(sequences) + 1}
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("trees", [False, True], ids=["paths", "trees"])
-def test_inputs_are_those_of_the_batch(device, trees):
-    for seed in range(100):
-        sequences, state, step = random_step(seed, on(device), trees)
-        inputs = build_inputs(state, *step)
-        assert matches(sequences, inputs)
+def agrees(operation, implementation, seed):
+    sequences, state, step = random_step(seed, implementation.device)
+    return matches(sequences, implementation.of(operation)(state, *step))
 
 
-FAULTS = {
-    "padding is written": ("torch.where(counts_in, pages * page_size", "torch.where(within >= 0, pages * page_size"),
+def test_inputs_are_those_of_the_batch(implementation, monkeypatch):
+    # Several blocks of the kernel for a sequence.
+    monkeypatch.setattr(inputs_module, "BLOCK", 4)
+    assert all(agrees(build_inputs, implementation, seed) for seed in range(implementation.cases))
+
+
+REFERENCE_FAULTS = {
+    "padding is written": ("torch.where(is_token, pages * page_size", "torch.where(within >= 0, pages * page_size"),
     "an empty sequence takes the next one's rows": ("right=True", "right=False"),
     "drafts beyond the room": ("torch.minimum(drafts.lengths, room - 1)", "drafts.lengths"),
     "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(runs > 0, torch.minimum"),
-    "positions of trees are places": ("state.lengths[seat] - 1 + ahead", "places"),
-    "pages by position": ("state.page_tables, seat, places", "state.page_tables, seat, positions"),
-    "rows that produce begin early": ("starts[:-1] + scheduled - 1", "starts[:-1] + scheduled - 2"),
-    "too few rounds": ("parents.shape[1].bit_length()", "(parents.shape[1].bit_length() - 1)"),
+    "pages of another token": ("slot, positions // page_size", "slot, (positions + 1) // page_size"),
+    "rows to verify begin early": ("starts[:-1] + scheduled - 1", "starts[:-1] + scheduled - 2"),
 }
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault, tmp_path):
-    module = planted(made, *FAULTS[fault], tmp_path)
-    steps = [random_step(seed, "cpu", True) for seed in range(100)]
-    assert not all(matches(sequences, module.build_inputs(state, *step)) for sequences, state, step in steps)
-
-
-def kernel_agrees(module, seed):
-    sequences, state, step = random_step(seed, "cpu", False)
-    return matches(sequences, module.build_inputs(state, *step))
-
-
-def test_the_kernel_makes_the_same(monkeypatch):
-    module = interpreted_kernels("inputs_triton")
-    # Several blocks for a sequence.
-    monkeypatch.setattr(module, "BLOCK", 4)
-    assert all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
-
-
 KERNEL_FAULTS = {
-    "padding is written": ("tl.where(counts_in, page * page_size", "tl.where(is_own, page * page_size"),
-    "drafts beyond the room": (", room - 1), 0)", ", room + 9), 0)"),
+    "padding is written": ("tl.where(is_token, page * page_size", "tl.where(is_own, page * page_size"),
+    "drafts beyond the room": (", room - 1), 0)\n        tl.store", ", room + 9), 0)\n        tl.store"),
     "drafts within prompts": ("(context + runs == length) & ", ""),
     "drafts of the first sequence": ("draft_tokens + sequence * draft_stride", "draft_tokens"),
-    "rows that produce begin early": ("start + asked - 1", "start + asked - 2"),
-    "behind all is the last sequence": ("tl.full([], idle, tl.int64)", "tl.load(seats + batch - 1)"),
+    "rows to verify begin early": ("start + asked - 1", "start + asked - 2"),
+    "padding belongs to the last sequence": (
+        "tl.full([], idle, tl.int64)",
+        "tl.load(request_slots + batch - 1)",
+    ),
 }
+
+
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_faults_in_the_reference_are_caught(fault, tmp_path):
+    module = planted(inputs_module, *REFERENCE_FAULTS[fault], tmp_path)
+    assert not all(agrees(module.build_inputs, REFERENCE, seed) for seed in range(100))
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_the_kernel_are_caught(fault, tmp_path):
-    module = planted(interpreted_kernels("inputs_triton"), *KERNEL_FAULTS[fault], tmp_path)
-    assert not all(kernel_agrees(module, seed) for seed in range(KERNEL_CASES))
+    require_interpreter()
+    module = planted(inputs_module, *KERNEL_FAULTS[fault], tmp_path)
+    assert not all(agrees(module.build_inputs, INTERPRETED, seed) for seed in range(40))
 
 
-def test_seats_of_nobody_and_of_ended_sequences_do_nothing():
+def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
     """Whatever the host still asks for."""
     sequence = Sequence(0, Request(np.arange(5, dtype=np.uint32)), 9)
-    sequence.pages = [3, 5]
+    sequence.pages, sequence.draft, sequence.produces = [3, 5], np.empty(0, np.uint32), True
     state, _ = state_of([sequence, sequence, sequence], "cpu")
-    state.rise(0)
+    state.release(0)
     state.limits[1] = 5
-    seats = torch.tensor([0, 1, state.idle, state.idle])
-    drafts = padded_drafts([sequence] * 4, 3, "cpu", trees=False, rng=np.random.default_rng(0))
-    drafts, ones = drafts._replace(lengths=torch.full((4,), 3)), torch.ones(4, dtype=torch.int32)
-    inputs = build_inputs(state, seats, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
-    for left in (inputs.tokens, inputs.positions, inputs.lengths, inputs.drafted.counts, inputs.drafted.scheduled):
+    slots = torch.tensor([0, 1, state.idle, state.idle])
+    ones = torch.ones(4, dtype=torch.int32)
+    drafts = Drafts(torch.ones(4, 3, dtype=torch.int32), 3 * ones)
+    inputs = build_inputs(state, slots, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
+    rows = inputs.verify_rows
+    for left in (inputs.tokens, inputs.positions, inputs.lengths, rows.counts, rows.scheduled):
         assert not left.any()
-    assert (inputs.slots == SCRATCH).all()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 17, 33])
-def test_depths_are_those_of_the_tree(size):
-    rng = np.random.default_rng(size)
-    parents = np.array([[rng.integers(max(-1, node - 2), node) for node in range(size)] for _ in range(50)], np.int32)
-    parents[0] = np.arange(-1, size - 1)
-    assert depths(torch.from_numpy(parents)).tolist() == [DraftTree(row).depths.tolist() for row in parents]
+    assert (inputs.cache_slots == SCRATCH).all()
 
 
 def test_pages_are_appended_where_each_table_ends():

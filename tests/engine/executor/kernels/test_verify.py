@@ -3,186 +3,173 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.engine import _kept_rows
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.kernels import verify_torch
-from engine.executor.kernels.drafted import Drafted
+from engine.executor.kernels import verify as verify_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.sampling.sampler import Chosen
+from engine.executor.kernels.tensors import VerifyRows
+from engine.scheduling.plan import SequenceResult
+from engine.speculation.verify import accepted_length
 from tests import naive
-from tests.engine.executor.kernels.backends import Backend, planted, triton_module
-from tests.engine.executor.kernels.hosted import (
+from tests.engine.executor.kernels.device_steps import (
     PAGE_SIZE,
     VOCAB,
     give_drafts,
     new_sequence,
     padded_drafts,
+    planned,
     same_state,
     state_of,
 )
+from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
 
 
 def commit_on_host(sequences, chosen):
-    """What each produces, as the engine's core does it."""
-    batch = build_batch(sequences, PAGE_SIZE)
+    """What each produces, as the eager executor and the engine do it."""
+    entries = planned(sequences)
+    batch = build_batch(entries, PAGE_SIZE)
     produced = []
-    for index, (sequence, rows) in enumerate(
-        zip(sequences, _kept_rows(batch, Chosen(chosen, {}), sequences), strict=True)
-    ):
-        if len(rows) == 0:
-            sequence.computed += sequence.scheduled
-            produced.append(([], []))
+    for index, entry in enumerate(entries):
+        sequence = entry.sequence
+        sequence.computed += sequence.scheduled - sequence.produces
+        if not entry.produces:
+            produced.append([])
             continue
-        start = batch.logit_offsets[index]
-        tokens = chosen[start + rows]
-        sequence.commit(tokens, len(rows) - 1)
-        produced.append((tokens.tolist(), rows.tolist()))
+        target = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+        kept = np.arange(accepted_length(entry.draft, target))
+        tokens = target[: len(kept) + 1]
+        sequence.commit(SequenceResult(entry, tokens, kept))
+        produced.append(tokens.tolist())
     return produced
 
 
-def steps_agree(backend, seed, *, trees):
+def steps_agree(verify, device, seed):
     """Whether a few steps on the device and on the host produce, move and leave the same."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     for index, sequence in enumerate(sequences):
         sequence.pages = list(range(index * 10, index * 10 + 10))
-    state, seats = state_of(sequences, backend.device)
+    state, slots = state_of(sequences, device)
     most = int(rng.integers(0, 7))
     for _ in range(4):
-        give_drafts(sequences, rng, most, trees=trees)
+        give_drafts(sequences, rng, most)
         scheduled = [sequence.scheduled for sequence in sequences]
-        drafts = padded_drafts(sequences, most, backend.device, trees=trees, rng=rng)
-        # A batch is filled up with seats of nobody.
-        filled = torch.cat([seats, torch.full((2,), state.idle, device=seats.device)])
-        drafts = type(drafts)(*(part if part is None else torch.cat([part, part[:1], part[:1]]) for part in drafts))
-        asked = torch.tensor([*scheduled, 1, 1], dtype=torch.int32, device=backend.device)
+        drafts = padded_drafts(sequences, most, device, rng=rng)
+        # A batch is filled up with idle slots.
+        filled = torch.cat([slots, torch.full((2,), state.idle, device=slots.device)])
+        drafts = type(drafts)(*(torch.cat([part, part[:1], part[:1]]) for part in drafts))
+        asked = torch.tensor([*scheduled, 1, 1], dtype=torch.int32, device=device)
         widths = [count + most + int(rng.integers(2)) for count in scheduled]
-        starts = torch.tensor(np.cumsum([0, *widths, 0, 0]), dtype=torch.int32, device=backend.device)
+        starts = torch.tensor(np.cumsum([0, *widths, 0, 0]), dtype=torch.int32, device=device)
         inputs = build_inputs(state, filled, asked, drafts, starts, sum(widths) + int(rng.integers(3)), PAGE_SIZE)
-        firsts, counts = inputs.drafted.starts.tolist(), inputs.drafted.counts.tolist()
+        firsts, counts = inputs.verify_rows.starts.tolist(), inputs.verify_rows.counts.tolist()
         chosen = rng.integers(0, VOCAB, len(inputs.tokens))
         of_host = np.concatenate([chosen[first:][:count] for first, count in zip(firsts, counts, strict=True)])
-        verified = backend.verify(state, inputs.drafted, torch.from_numpy(chosen).to(backend.device), most + 1)
+        verified = verify(state, inputs.verify_rows, torch.from_numpy(chosen).to(device), most + 1)
         produced = commit_on_host(sequences, of_host.astype(np.uint32))
-        produced += [([], [])] * 2
-        for index, (tokens, rows) in enumerate(produced):
+        produced += [[], []]
+        for index, tokens in enumerate(produced):
             padding = [0] * (most + 1 - len(tokens))
-            if verified.tokens[index].tolist() != tokens + padding or verified.rows[index].tolist() != rows + padding:
+            if verified.tokens[index].tolist() != tokens + padding:
                 return False
-        if verified.counts.tolist() != [len(tokens) for tokens, _ in produced]:
+        if verified.counts.tolist() != list(map(len, produced)):
             return False
-        if not same_state(state, sequences, seats):
+        if not same_state(state, sequences, slots):
             return False
-        sequences, seats = still_running(sequences, seats)
+        sequences, slots = still_running(sequences, slots)
         if not sequences:
             break
     return all(not column[state.idle] for column in (state.lengths, state.computed, state.last_tokens))
 
 
-def still_running(sequences, seats):
+def still_running(sequences, slots):
     going = [index for index, sequence in enumerate(sequences) if sequence.room]
-    return [sequences[index] for index in going], seats[going]
+    return [sequences[index] for index in going], slots[going]
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["paths", "trees"])
-def test_steps_are_those_of_the_host(backend, trees):
-    for seed in range(backend.cases):
-        assert steps_agree(backend, seed, trees=trees)
+def test_steps_are_those_of_the_host(implementation):
+    check = implementation.of(verify_module.verify)
+    assert all(steps_agree(check, implementation.device, seed) for seed in range(implementation.cases))
 
 
-def random_rows(data, *, trees):
-    """Drafts of sequences in flat rows with gaps between them, and the target's tokens."""
-    tokens, parents, starts, counts = [9], [9], [], []
+def random_rows(data):
+    """Rows of some sequences, with rows of nobody between them: tokens, starts, counts, the target's choices."""
+    tokens, starts, counts = [9], [], []
     for _ in range(data.draw(st.integers(1, 4))):
         tokens += [9] * data.draw(st.integers(0, 2))
-        parents += [9] * (len(tokens) - len(parents))
         count = data.draw(st.integers(0, 8))
         starts.append(len(tokens))
         counts.append(count)
         if count:
             tokens += [9, *data.draw(st.lists(st.integers(0, 1), min_size=count - 1, max_size=count - 1))]
-            parents += [9, *(data.draw(st.integers(-1, node - 1)) if trees else node - 1 for node in range(count - 1))]
     chosen = data.draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens)))
-    return tokens, parents, starts, counts, chosen
+    return tokens, starts, counts, chosen
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["paths", "trees"])
-@settings(max_examples=30)
+# The implementation does not change between examples.
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_ragged_rows_are_verified_as_by_the_slow_twin(backend, trees, data):
-    tokens, parents, starts, counts, chosen = random_rows(data, trees=trees)
-    device, batch = backend.device, len(starts)
+def test_ragged_rows_are_verified_as_by_the_slow_twin(implementation, data):
+    tokens, starts, counts, chosen = random_rows(data)
+    device, batch = implementation.device, len(starts)
     state = DeviceState.empty(batch, 20, 1, 0, device)
     integers = {"dtype": torch.int32, "device": device}
-    drafted = Drafted(
+    rows = VerifyRows(
         tokens=torch.tensor(tokens, device=device),
-        parents=torch.tensor(parents, **integers) if trees else None,
         starts=torch.tensor(starts, **integers),
         counts=torch.tensor(counts, **integers),
         scheduled=torch.ones(batch, **integers),
-        seats=torch.arange(batch, device=device),
+        request_slots=torch.arange(batch, device=device),
     )
-    verified = backend.verify(state, drafted, torch.tensor(chosen, device=device), 8)
+    verified = implementation.of(verify_module.verify)(state, rows, torch.tensor(chosen, device=device), 8)
     assert all(part.dtype == torch.int32 for part in verified)
     for index, (start, count) in enumerate(zip(starts, counts, strict=True)):
         draft = slice(start + 1, start + count)
-        path = naive.accepted_path(tokens[draft], parents[draft], chosen[start : start + count]) if count else []
-        rows = [0, *(node + 1 for node in path)] if count else []
-        produced = [chosen[start + row] for row in rows]
-        assert int(verified.counts[index]) == len(rows) == int(state.lengths[index])
-        assert verified.rows[index].tolist() == rows + [0] * (8 - len(rows))
-        assert verified.tokens[index].tolist() == produced + [0] * (8 - len(rows))
-        assert state.history[index].tolist() == produced + [0] * (20 - len(rows))
-        assert int(state.computed[index]) == 1 + len(path)
+        path = list(range(-1, count - 2))
+        accepted = naive.accepted_path(tokens[draft], path, chosen[start : start + count]) if count else []
+        produced = chosen[start : start + len(accepted) + 1] if count else []
+        assert int(verified.counts[index]) == len(produced) == int(state.lengths[index])
+        assert verified.tokens[index].tolist() == produced + [0] * (8 - len(produced))
+        assert state.history[index].tolist() == produced + [0] * (20 - len(produced))
+        assert int(state.last_tokens[index]) == (produced[-1] if produced else 0)
+        assert int(state.computed[index]) == 1 + len(accepted)
 
 
-TORCH_FAULTS = {
-    "any sibling": ("(are_siblings & agrees[:, None, :]).any(dim=2)", "torch.zeros_like(agrees)"),
-    "agrees with its own row": ("own.gather(1, rows.parents)", "own"),
-    "ancestors forgotten": ("kept = kept & kept.gather(1, up)", "kept = kept"),
-    "too few rounds": ("(len(column) - 1).bit_length()", "1"),
-    "rows of others": ("kept = _accepted(agrees, rows.parents) & rows.exist", "kept = _accepted(agrees, rows.parents)"),
-    "bonus of the first row": ("own.gather(1, last[:, None])", "own[:, :1]"),
-    "computed without accepted": ("drafted.scheduled + accepted.int()", "drafted.scheduled"),
-    "computed counts the bonus token": ("drafted.scheduled + accepted.int()", "drafted.scheduled + verified.counts"),
+REFERENCE_FAULTS = {
+    "agrees with its own row": ("tokens[:, 1:] == own[:, :-1]", "tokens[:, 1:] == own[:, 1:]"),
+    "keeps tokens behind a wrong one": ("is_kept.cumprod(dim=1)", "is_kept.int()"),
+    "rows of others": ("value=True) & exists", "value=True)"),
+    "computed without accepted": ("rows.scheduled + accepted.int()", "rows.scheduled"),
+    "computed counts the bonus token": ("rows.scheduled + accepted.int()", "rows.scheduled + counts.int()"),
     "history overwritten": ("lengths[:, None] + column, 0", "lengths[:, None] + column - 1, 0"),
-    "last token of the draft": ("produced.gather(1, accepted", "path.gather(1, accepted"),
-    "draft not shifted": ("path.roll(-1, dims=1)", "path"),
+    "last token of the draft": ("produced.gather(1, accepted", "tokens.int().gather(1, accepted"),
 }
-
 KERNEL_FAULTS = {
-    "a path is enough": ("drafted.parents is not None, block, num_warps=1", "False, block, num_warps=1"),
-    "agrees with its own row": ("tl.load(chosen + start + parent,", "tl.load(chosen + start + row,"),
-    "accepts the children of all": ("agrees & (parent == at)", "agrees & (parent >= at) & (row > at)"),
-    "rows of others": ("sequence, kept & (row < count), token, bonus", "sequence, kept, token, bonus"),
-    "bonus of the first row": ("chosen + start + at, mask", "chosen + start, mask"),
+    "agrees with its own row": ("target_tokens + start + row - 1,", "target_tokens + start + row,"),
+    "rows of others": ("tl.minimum(first_wrong, count)", "first_wrong"),
+    "bonus of the first row": ("target_tokens + start + produced - 1", "target_tokens + start"),
     "computed without accepted": ("tl.load(scheduled + sequence) + accepted", "tl.load(scheduled + sequence)"),
-    "history overwritten": ("seat * history_stride + length", "seat * history_stride + length - 1"),
-    "draft not shifted": ("out_tokens + line + rank - 1", "out_tokens + line + rank"),
-    "rest not cleared": (
-        "mask=(row >= produced) & (row < width))\n    tl.store(out_counts",
-        "mask=row < 0)\n    tl.store(out_counts",
-    ),
+    "history overwritten": ("slot * history_stride + length + row", "slot * history_stride + length - 1 + row"),
+    "rest not cleared": ("own, mask=row < width)", "own, mask=row < produced)"),
 }
 
 
-@pytest.mark.parametrize("fault", TORCH_FAULTS)
-def test_planted_faults_are_caught(fault, tmp_path):
-    assert caught(Backend(planted(verify_torch, *TORCH_FAULTS[fault], tmp_path)))
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_faults_in_the_reference_are_caught(fault, tmp_path):
+    assert caught(REFERENCE.of(planted(verify_module, *REFERENCE_FAULTS[fault], tmp_path).verify))
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
-def test_planted_faults_of_kernels_are_caught(fault, tmp_path):
-    module = planted(triton_module(), *KERNEL_FAULTS[fault], tmp_path)
-    assert caught(Backend(module, "cuda" if torch.cuda.is_available() else "cpu"))
+def test_faults_in_the_kernel_are_caught(fault, tmp_path):
+    require_interpreter()
+    assert caught(INTERPRETED.of(planted(verify_module, *KERNEL_FAULTS[fault], tmp_path).verify))
 
 
-def caught(backend):
+def caught(verify):
     try:
-        return not all(steps_agree(backend, seed, trees=True) for seed in range(60))
+        return not all(steps_agree(verify, "cpu", seed) for seed in range(60))
     except (RuntimeError, IndexError):
         return True

@@ -1,0 +1,181 @@
+"""Share of accepted tokens that is kept when drafts are made while a step is in flight.
+
+    python -m benchmarks.late_drafts shared/traces/*.npz
+
+Replays recorded outputs without a model, one request at a time. `waiting`: each draft is made when the results of the
+step before are known. `path`: it is made one step earlier, as a longer path, which is right for one outcome of the step
+in flight. `tree of n`: the branches of a draft tree give drafts for up to n outcomes. The engine does what `path` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.traces import Request, load_trace
+from ssd.config import MAX_DRAFT, DrafterConfig
+from ssd.drafter import SuffixDrafter
+from ssd.types import ROOT, DraftBatch, Progress, offsets_of
+
+DRAFT = 16
+"""Largest number of draft tokens of a step."""
+COST = 0.02
+"""Price of a draft token."""
+TREE_COST = COST / 4
+"""Price for trees: their nodes are shared by several outcomes."""
+
+Outcome = tuple[int, int]
+"""Number of accepted draft tokens, bonus token."""
+
+
+class Mode(NamedTuple):
+    """How drafts are made."""
+
+    name: str
+    shape: str
+    outcomes: int
+    """Largest number of outcomes that have a draft; 0: drafts are made when the outcome is known."""
+
+
+MODES = (
+    Mode("waiting", "path", 0),
+    Mode("path", "path", 1),
+    Mode("tree of 4", "tree", 4),
+    Mode("tree of 16", "tree", 16),
+)
+
+
+class Tally:
+    """Steps, produced tokens and draft tokens."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = self.drafted = 0
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Mean number of accepted draft tokens."""
+        return self.tokens / self.steps - 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a row for each trace, then one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--tokens", type=int, default=6000, help="output tokens of each trace (6000)")
+    options = parser.parse_args(arguments)
+    rows = []
+    for path in options.traces:
+        trace = load_trace(path)
+        tallies = {mode.name: replay(trace.requests, mode, options.tokens) for mode in MODES}
+        waiting = tallies["waiting"].accepted_per_step
+        row: dict[str, object] = {"trace": trace.name}
+        for name, tally in tallies.items():
+            row[name] = {
+                "tokens_per_step": round(tally.tokens / tally.steps, 3),
+                "drafted_per_step": round(tally.drafted / tally.steps, 2),
+                "accepted_kept": round(tally.accepted_per_step / waiting, 3) if waiting else None,
+            }
+        rows.append(row)
+        kept = "  ".join(f"{name} {row[name]['accepted_kept']}" for name in tallies)  # type: ignore[index]
+        print(f"{trace.name:28} {kept}")
+    print(json.dumps({"results": rows}))
+
+
+def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Tally:
+    """Replay requests one after the other until that many tokens are produced."""
+    cost = TREE_COST if mode.shape == "tree" else COST
+    drafter = SuffixDrafter(DrafterConfig(capacity=1_000_000, max_draft=MAX_DRAFT, shape=mode.shape))
+    tally = Tally()
+    for number, request in enumerate(requests):
+        if tally.tokens >= tokens:
+            break
+        replay_one(drafter, number, request, mode, cost, tally)
+    drafter.close()
+    return tally
+
+
+def replay_one(drafter: SuffixDrafter, number: int, request: Request, mode: Mode, cost: float, tally: Tally) -> None:
+    """Replay one request: `draft` is what the step in flight verifies, `told` what the drafter knows of the output."""
+    output, done, told, verified = request.output.tolist(), 0, 0, 0
+    drafter.start(number, request.prompt)
+    draft: list[int] = []
+    limit = DRAFT if mode.outcomes == 0 else MAX_DRAFT
+    offered: list[int] = []
+    while done < len(output):
+        new, told = output[told:done], done
+        batch = drafter.draft(progress_of(number, new, verified, limit, cost))
+        if mode.outcomes == 0:
+            draft = batch.tokens.tolist()
+        table = outcomes_of(batch, draft, mode.outcomes) if mode.outcomes else {}
+        accepted = shared(draft, output[done:-1])
+        bonus = output[done + accepted]
+        tally.steps, tally.tokens, tally.drafted = (
+            tally.steps + 1,
+            tally.tokens + accepted + 1,
+            tally.drafted + len(draft),
+        )
+        done += accepted + 1
+        offered = batch.tokens.tolist()
+        judged = shared(offered, output[told:done])
+        # The committed tokens judge a path up to its first wrong token, and one path of a tree.
+        verified = min(len(offered), done - told, judged + 1) if mode.shape == "path" else len(offered)
+        draft = table.get((accepted, bonus), [])
+    drafter.finish(number, np.array(output[told:], np.uint32), verified=verified)
+
+
+def progress_of(number: int, new: list[int], verified: int, limit: int, cost: float) -> Progress:
+    """What the drafter is told of a single sequence."""
+    return Progress(
+        sequence_ids=np.array([number], np.uint64),
+        tokens=np.array(new, np.uint32),
+        offsets=offsets_of(np.array([len(new)])),
+        verified=np.array([verified], np.uint32),
+        max_draft=np.array([limit], np.uint32),
+        cost=cost,
+    )
+
+
+def outcomes_of(batch: DraftBatch, draft: list[int], count: int) -> dict[Outcome, list[int]]:
+    """Return drafts for the `count` likeliest outcomes of verifying `draft`, from a tree after the same text."""
+    tokens, parents, probabilities = batch.tokens.tolist(), batch.parents.tolist(), batch.accept_prob.tolist()
+    children: dict[int, list[int]] = {}
+    path_prob = [0.0] * len(tokens)
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+        path_prob[node] = probabilities[node] * (1.0 if parent == ROOT else path_prob[parent])
+    found: list[tuple[float, Outcome, int]] = []
+    at, depth = ROOT, 0
+    while True:
+        wanted = draft[depth] if depth < len(draft) else None
+        found += [
+            (path_prob[node], (depth, tokens[node]), node) for node in children.get(at, ()) if tokens[node] != wanted
+        ]
+        following = [node for node in children.get(at, ()) if tokens[node] == wanted]
+        if wanted is None or not following:
+            break
+        at, depth = following[0], depth + 1
+    found.sort(key=lambda entry: -entry[0])
+    best: Callable[[int], float] = path_prob.__getitem__
+    table = {}
+    for _, outcome, node in found[:count]:
+        path: list[int] = []
+        while node in children and len(path) < DRAFT:
+            node = max(children[node], key=best)
+            path.append(tokens[node])
+        table[outcome] = path
+    return table
+
+
+def shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of leading tokens that two texts share."""
+    size = min(len(left), len(right))
+    return next((place for place in range(size) if left[place] != right[place]), size)
+
+
+if __name__ == "__main__":
+    main()

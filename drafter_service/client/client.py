@@ -1,0 +1,439 @@
+"""The client: an engine's calls, which never wait past a deadline, and a thread that keeps the connection."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+import numpy as np
+import structlog
+
+from drafter_service.auth.connector import ClientAccess, Connector
+from drafter_service.client.connection import ConnectionState, StreamEnd
+from drafter_service.client.grpc_stream import GrpcStream, Stream
+from drafter_service.client.messages import Counters, RefusedError, hello_message
+from drafter_service.client.protocol import Protocol, Turn
+from drafter_service.client.socket_stream import SocketStream
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs import drafter_pb2_grpc
+from drafter_service.transport.address import Address
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+from ssd.corpus.ring import MAX_TOKEN_ID
+from ssd.errors import UserError
+from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
+
+if TYPE_CHECKING:  # It imports numba.
+    from drafter_service.observability.facts import ModelIdentity
+
+logger = structlog.get_logger(__name__)
+
+DEADLINE_S = 0.002
+"""Longest wait for the drafts of one step."""
+
+PATIENCE_S = 30.0
+"""A service that leaves a request unanswered for this long has failed, though its connection may still be open."""
+
+CONNECT_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 2.0
+FORGET_TIMEOUT_S = 60.0
+"""Longest wait for `forget`, which rebuilds a part of the index and saves the namespace."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Each channel connects at once: how long to wait is decided here.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+PROPOSE_ID = (1 << 64) - 1
+"""Id of the sequence that `propose` keeps; no other sequence may have it."""
+NO_TOKENS = np.empty(0, np.uint32)
+
+EXPECTED_ENDS = (grpc.RpcError, RefusedError, WireError, UserError)
+"""Exceptions that end streams without a warning in the log."""
+
+
+class DrafterClient:
+    """A drafter behind a stream, with the interface of the embedded drafter.
+
+    One thread uses it. `on_lost` is called from another.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        deadline_s: float = DEADLINE_S,
+        patience_s: float = PATIENCE_S,
+        model: ModelIdentity | None = None,
+        namespace: str = "",
+        policy: str = "",
+        access: ClientAccess | None = None,
+        required: bool = True,
+        on_lost: Callable[[str], None] = lambda _: None,
+        rng: Random | None = None,
+    ) -> None:
+        """Connect to the service at `address`, and connect again whenever the connection is lost.
+
+        deadline_s: longest wait for the drafts of a step. patience_s: a connection on which a request stays unanswered
+        for longer is closed and made again. model: what is served. namespace: which corpus remembers it; "" for one
+        that is named after the model. policy: how the namespace drafts, "suffix" or "classic", if this client is the
+        first to use it; "" for the service's default. access: TLS files and bearer token. required: raise UserError if
+        no service answers or it refuses; otherwise there are no drafts until one accepts. on_lost: called with the
+        reason, once for each time that drafts cease to come. rng: source of the random waits between attempts to
+        connect.
+        """
+        self.address = Address.parse(address).text
+        self._connector = Connector(Address.parse(address), access or ClientAccess())
+        self._deadline_s = deadline_s
+        self._patience_s = patience_s
+        self._on_lost = on_lost
+        self._protocol = Protocol(hello_message(model, namespace, policy))
+        self._connection = ConnectionState(rng or Random())
+        self._process = os.getpid()
+        self._is_required = required
+        self._is_closing = False
+        self._own_end: StreamEnd | None = None
+        """Why this client itself ended the stream."""
+        self._lock = threading.Lock()
+        """Held by the thread that uses the protocol."""
+        self._stream: Stream | None = None
+        self._is_waiting = False
+        """Whether the engine's thread receives the responses."""
+        self._proposed: tuple[np.ndarray, int] | None = None
+        """The context of the last `propose`, uint32 [N], and the length of its draft."""
+        self._decided = threading.Event()
+        """Set once the service serves this client, or finally does not."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ssd-client", daemon=True)
+        self._thread.start()
+        if required:
+            self._await_welcome()
+
+    @property
+    def lost(self) -> str | None:
+        """Why there is no connection; None while there is one."""
+        return self._connection.lost
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the client was made."""
+        return self._protocol.counters
+
+    @property
+    def timeouts(self) -> int:
+        """Number of steps that went without drafts because the service was late."""
+        return self._protocol.counters.timeouts
+
+    @property
+    def transport(self) -> str:
+        """What the connection uses: "socket" for the step socket, "grpc", or "" while there is none."""
+        return self._protocol.counters.transport
+
+    def start(
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        learn: bool = True,
+    ) -> None:
+        """Begin a sequence with its prompt, uint32 [P].
+
+        session_id: shared by the turns of a conversation. request_id: a name by which to `forget` what the sequence
+        produces, at most 512 bytes as UTF-8, as is session_id. learn: whether anything of it may be learned, or drafted
+        to others while it runs. Raises ValueError for an id in use, a reserved token id and a name that is too long.
+        """
+        self._check_process()
+        with self._lock:
+            self._protocol.start(sequence_id, prompt, session_id=session_id, request_id=request_id, learn=learn)
+            self._send()
+            self._watch()
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Send what was committed and wait for drafts, at most until the deadline.
+
+        Raises ValueError as `Progress.check`.
+        """
+        self._check_process()
+        with self._lock:
+            turn = self._protocol.draft(progress)
+            self._is_waiting = True
+            self._send()
+            stream = self._stream
+        return self._settle(turn, stream)
+
+    def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
+        """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
+
+        context: token ids, a list or uint32 [N]. max_draft: most tokens; None: as the service is configured. The last
+        context is kept, so that a call whose context extends it sends only the new tokens. Contexts are never learned.
+        Raises ValueError for a reserved or negative token id.
+        """
+        given = np.asarray(context)
+        if len(given) and not (given.dtype.kind in "iu" and 0 <= given.min() <= given.max() <= MAX_TOKEN_ID):
+            raise ValueError(f"a context is a row of token ids from 0 to {MAX_TOKEN_ID:,}")
+        text = given.astype(np.uint32)
+        limit = (1 << 32) - 1 if max_draft is None else max(0, max_draft)
+        before, verified = self._proposed or (None, 0)
+        added = NO_TOKENS
+        if before is not None and len(before) <= len(text) and np.array_equal(before, text[: len(before)]):
+            added = text[len(before) :]
+        else:
+            if before is not None:
+                self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
+            self._proposed = None
+            self.start(PROPOSE_ID, text, session_id="propose", learn=False)
+        progress = Progress(
+            sequence_ids=np.array([PROPOSE_ID], np.uint64),
+            tokens=added,
+            offsets=offsets_of(np.array([len(added)])),
+            verified=np.array([verified if len(added) else 0], np.uint32),
+            max_draft=np.array([limit], np.uint32),
+        )
+        drafts = self.draft(progress)
+        self._proposed = text, len(drafts.tokens)
+        return drafts
+
+    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
+        """Wait, at most until the deadline, for drafts after each of K possible outcomes of verifying the last drafts.
+
+        Nothing is committed. There is no draft for sequences whose last draft is not the service's last one. Raises
+        ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
+        """
+        self._check_process()
+        with self._lock:
+            turn = self._protocol.propose_after(outcomes)
+            self._is_waiting = True
+            self._send()
+            stream = self._stream
+        return self._settle(turn, stream)
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
+        """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
+        self._check_process()
+        with self._lock:
+            self._protocol.finish(sequence_id, tokens, verified=verified, learn=learn)
+            self._send()
+            self._watch()
+
+    def forget(self, request_id: str) -> None:
+        """Forget what was learned under a name; what still runs under it is not learned.
+
+        Returns once no draft can contain it, which takes longer than a step. Raises UserError if the service cannot be
+        reached, or does not allow it ("admin" is the right that is needed).
+        """
+        self._check_process()
+        with self._lock:
+            self._protocol.forget(request_id)
+            namespace, stream = self._protocol.namespace, self._stream
+            self._is_waiting = True
+        try:
+            # A sequence of this name may still be on its way to the service.
+            until = time.monotonic() + FORGET_TIMEOUT_S
+            self._receive_until(lambda: not self._protocol.pending.has_pending, stream, until)
+        finally:
+            with self._lock:
+                self._is_waiting = False
+                self._watch()
+        try:
+            with self._connector.open(CHANNEL_OPTIONS) as channel:
+                drafter_pb2_grpc.DrafterServiceStub(channel).Forget(
+                    pb.ForgetRequest(namespace=namespace, request_id=request_id),
+                    metadata=self._connector.metadata(),
+                    timeout=FORGET_TIMEOUT_S,
+                )
+        except grpc.RpcError as problem:
+            reason = f"{request_id!r} is not forgotten by the drafter at {self.address}: {problem.details()}"
+            raise UserError(reason) from None
+
+    def close(self) -> None:
+        """Let the service process what was sent, then end the stream. May be called by `on_lost`.
+
+        In a fork of the process that connected, only the descriptors of the connection are closed.
+        """
+        if self._is_fork:
+            if self._stream is not None:
+                self._stream.abandon()
+            return
+        self._stopping.set()
+        with self._lock:
+            self._is_closing = True
+            is_heard = self._protocol.pending.may_send
+            self._protocol.close()
+            self._send()
+            if self._stream is not None:
+                self._stream.end()
+            if not is_heard:
+                self._cancel()
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
+        with self._lock:
+            self._cancel()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> DrafterClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The engine's thread.
+
+    @property
+    def _is_fork(self) -> bool:
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        """Raises UserError in a fork, whose messages would mix with its parent's."""
+        if self._is_fork:
+            raise UserError(f"this client belongs to process {self._process}; make another one in each process")
+
+    def _await_welcome(self) -> None:
+        self._decided.wait(CONNECT_TIMEOUT_S)
+        with self._lock:
+            self._is_required = False
+            failure = None if self.lost is None else self._connection.failure(self.address)
+        if failure is not None:
+            self.close()
+            raise failure
+
+    def _settle(self, turn: Turn, stream: Stream | None) -> DraftBatch:
+        # The engine waits here, which lets the service run where the engine's threads use every core.
+        try:
+            self._receive_until(lambda: self._protocol.is_settled(turn), stream, time.monotonic() + self._deadline_s)
+        finally:  # Also after an interrupt, no thread waits any more.
+            with self._lock:
+                self._is_waiting = False
+                self._receive()
+                self._check_silence()
+                drafts = self._protocol.settle(turn)
+                self._watch()
+        return drafts
+
+    def _receive_until(self, condition: Callable[[], bool], stream: Stream | None, until: float) -> None:
+        """Process responses until a condition holds, the stream is closed, or a time has come."""
+        is_met = condition()
+        while stream is not None and not is_met and stream.wait(until - time.monotonic()):
+            with self._lock:
+                self._receive()
+                is_met = condition()
+
+    def _check_silence(self) -> None:
+        """End a stream whose service does not answer any more."""
+        silent_s = self._protocol.pending.oldest_wait_s
+        if silent_s > self._patience_s:
+            self._leave(StreamEnd(f"it has not answered for {silent_s:.0f} s"))
+
+    # Both threads, with the lock.
+
+    def _send(self) -> None:
+        if self._stream is not None and (requests := self._protocol.pending.take_outgoing()):
+            self._stream.send(requests)
+
+    def _watch(self) -> None:
+        """Leave outstanding responses to the client's thread."""
+        if self._stream is not None and self._protocol.pending.has_pending:
+            self._stream.watch()
+
+    def _receive(self) -> None:
+        try:
+            for response in [] if self._stream is None else self._stream.receive():
+                if self._own_end is None:
+                    self._protocol.receive(response)
+                    self._connection.response_received()
+            self._send()
+        except (RefusedError, WireError) as problem:
+            self._leave(self._connection.end_of(problem))
+
+    def _leave(self, end: StreamEnd) -> None:
+        """End the stream from this side."""
+        if self._own_end is None:
+            self._own_end = end
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+
+    # The client's thread.
+
+    def _run(self) -> None:
+        """Connect, again and again."""
+        wait_s: float | None = 0.0
+        while wait_s is not None and not self._stopping.wait(wait_s):
+            problem = self._run_stream()
+            with self._lock:
+                wait_s, report = self._end_stream(problem)
+            if wait_s is None:
+                self._decided.set()
+            if report is not None:
+                self._report_loss(report)
+
+    def _run_stream(self) -> Exception | None:
+        """Run one stream until its end; returns what ended it, None if the service ended it normally."""
+        try:
+            stream = self._open()
+            with self._lock:
+                self._stream, self._own_end = stream, None
+                if self._is_closing:
+                    return None
+                self._protocol.counters.transport = "socket" if isinstance(stream, SocketStream) else "grpc"
+                self._protocol.connected()
+                self._send()
+                self._watch()
+            stream.pump(self._receive_unless_awaited)
+            with self._lock:
+                self._receive()
+                return stream.failure
+        except Exception as problem:  # Such as too few descriptors or threads: that may pass.
+            return problem
+
+    def _open(self) -> Stream:
+        """Open a stream. Raises UserError for files that cannot be used any more, and OSError without descriptors."""
+        connection = self._connector.connect_steps(CONNECT_TIMEOUT_S)
+        if connection is not None:
+            return SocketStream(connection, self._connector.authorization())
+        return GrpcStream(self._connector.open(CHANNEL_OPTIONS), self._connector.metadata())
+
+    def _receive_unless_awaited(self) -> None:
+        """Process responses, unless the engine's thread waits for them."""
+        if self._is_waiting:
+            return
+        with self._lock:
+            if self._is_waiting:
+                return
+            self._receive()
+            self._watch()
+            if self.lost is None:
+                self._decided.set()
+
+    def _end_stream(self, problem: Exception | None) -> tuple[float | None, str | None]:
+        """Record the end of a stream; returns as `ConnectionState.ended`."""
+        self._protocol.counters.transport = ""
+        if problem is not None and not isinstance(problem, EXPECTED_ENDS):
+            logger.warning("the connection to the drafter failed", problem=type(problem).__name__)
+        self._protocol.disconnected()
+        wait_s, report = self._connection.ended(self._own_end or self._connection.end_of(problem))
+        self._own_end = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        return wait_s, None if self._is_required or self._is_closing else report
+
+    def _report_loss(self, reason: str) -> None:
+        """Call `on_lost`, and log whatever it raises."""
+        try:
+            self._on_lost(reason)
+        except Exception as problem:
+            logger.error("on_lost raised", problem=type(problem).__name__)

@@ -1,0 +1,170 @@
+"""The requests of a stream that have no response yet, and when the service may be asked for drafts again.
+
+Every request is answered, in order. A service that is late is sent nothing more until it has answered, so that it does
+not become slower. After several late responses in a row it is asked less often. Steps behind long texts do not count,
+since indexing these takes its time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import NamedTuple
+
+from drafter_service.client.messages import OutgoingRequest, RefusedError
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import WireError
+
+RESOURCE_EXHAUSTED = 8
+"""The gRPC status code of a service that has too much to do now."""
+
+MAX_BACKOFF_DOUBLINGS = 6
+"""A service that is always late costs one deadline in 64 steps."""
+
+DELAYING_BYTES = 8 << 10
+"""A response behind a request with this much text to index may be late because of the text alone."""
+
+
+class Phase(Enum):
+    """State of the stream."""
+
+    OFFLINE = auto()
+    HANDSHAKE = auto()
+    """The hello was sent and is not answered."""
+    READY = auto()
+
+
+class Pending(NamedTuple):
+    """A request that is not answered yet."""
+
+    step: int
+    sent_at: float
+    wants_drafts: bool
+    text_bytes: int
+
+
+class PendingRequests:
+    """Numbers requests and matches responses, over one stream after the other."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds."""
+        self.phase = Phase.OFFLINE
+        self.dropped = 0
+        """Draft responses that came after the caller had stopped waiting."""
+        self._clock = clock
+        self._step = 0
+        self._pending: deque[Pending] = deque()
+        self._outgoing: list[OutgoingRequest] = []
+        self._awaited: int | None = None
+        """The request whose drafts the caller waits for."""
+        self._drafts: pb.Drafts | None = None
+        """These drafts, once they have come."""
+        self._is_late = False
+        """Whether drafts are outstanding that the caller no longer waits for."""
+        self._is_delayed = False
+        """Whether the awaited drafts come behind much text."""
+        self._misses = 0
+        """Number of late draft responses in a row."""
+        self._backoff_steps = 0
+        """Steps to skip before the service is asked again."""
+
+    @property
+    def may_send(self) -> bool:
+        """Whether requests may be sent: the handshake is done and the service is not late."""
+        return self.phase is Phase.READY and not self._is_late
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether any response is outstanding."""
+        return bool(self._pending)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """Seconds since the oldest pending request was sent; 0 without one."""
+        return self._clock() - self._pending[0].sent_at if self._pending else 0.0
+
+    def open(self, hello: pb.Hello) -> None:
+        """Begin a new stream with its handshake."""
+        self.close()
+        self.phase = Phase.HANDSHAKE
+        self.send(OutgoingRequest(pb.DraftRequest(hello=hello)))
+
+    def close(self) -> None:
+        """End the stream; its pending requests will not be answered."""
+        self.phase = Phase.OFFLINE
+        self._pending.clear()
+        self._outgoing.clear()
+        self._awaited = self._drafts = None
+        self._is_late = False
+        self._misses = self._backoff_steps = 0
+
+    def send(self, outgoing: OutgoingRequest) -> int:
+        """Number a request and queue it for sending; returns its number."""
+        self._step += 1
+        outgoing.request.step = self._step
+        wants_drafts = outgoing.request.WhichOneof("wanted") is not None
+        self._pending.append(Pending(self._step, self._clock(), wants_drafts, outgoing.text_bytes))
+        self._outgoing.append(outgoing)
+        return self._step
+
+    def take_outgoing(self) -> list[OutgoingRequest]:
+        """Return the queued requests, in order, and empty the queue."""
+        requests, self._outgoing = self._outgoing, []
+        return requests
+
+    def receive(self, response: pb.DraftResponse) -> None:
+        """Match a response with the oldest pending request.
+
+        Raises RefusedError if the handshake is refused, and WireError for any other error and for a response that does
+        not belong to the oldest pending request.
+        """
+        if not self._pending or self._pending[0].step != response.step:
+            raise WireError(f"response {response.step} is out of order")
+        if response.HasField("error"):
+            is_refused = self.phase is Phase.HANDSHAKE and response.error.code != RESOURCE_EXHAUSTED
+            raise (RefusedError if is_refused else WireError)(response.error.message)
+        answered = self._pending.popleft()
+        if self.phase is Phase.HANDSHAKE:
+            self.phase = Phase.READY
+        elif answered.wants_drafts and answered.step == self._awaited:
+            self._drafts = response.drafts
+        elif answered.wants_drafts:
+            self._is_late = False
+            self.dropped += 1
+
+    def may_ask(self) -> bool:
+        """Whether to ask for drafts in this step, to be called once a step."""
+        if not self.may_send:
+            return False
+        if self._backoff_steps:
+            self._backoff_steps -= 1
+            return False
+        return True
+
+    def ask(self, request: pb.DraftRequest) -> int:
+        """Send a request whose drafts the caller will wait for; returns its number."""
+        self._is_delayed = sum(pending.text_bytes for pending in self._pending) >= DELAYING_BYTES
+        self._awaited = self.send(OutgoingRequest(request))
+        return self._awaited
+
+    def is_waiting(self, step: int) -> bool:
+        """Whether the drafts of a request are still to come."""
+        return self._awaited == step and self._drafts is None
+
+    def is_cut(self, step: int) -> bool:
+        """Whether the stream of a request has ended before the request was answered."""
+        return self._awaited != step
+
+    def take_drafts(self) -> pb.Drafts | None:
+        """Stop waiting for the awaited drafts; returns them if they have come."""
+        drafts = self._drafts
+        # Each further miss in a row doubles the number of steps that are skipped.
+        if drafts is not None:
+            self._misses = 0
+        elif not self._is_delayed:
+            self._misses += 1
+        self._backoff_steps = (1 << min(max(0, self._misses - 1), MAX_BACKOFF_DOUBLINGS)) - 1
+        self._is_late = drafts is None
+        self._awaited = self._drafts = None
+        return drafts

@@ -1,0 +1,307 @@
+"""The running sequences of a client: their tokens, and how much of each the service was sent.
+
+A sequence is *registered* when the service was sent its prompt and the tokens that were committed until then. It is
+*current* when, in addition, no later token is unsent and the engine's last draft is the service's last draft; nearly
+always all sequences of a batch are, and what the engine reports is forwarded as it is.
+
+Several engine steps may pass before a sequence is current again, for example while the service is late. They are then
+sent together: `steps` is their number, and `verified` what the first of them verified of the service's last draft,
+since the later ones had no draft. Drafts from an earlier connection count as not verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from drafter_service.client.history import TokenHistory
+from ssd.config import check_cost
+from ssd.corpus.ring import check_tokens
+from ssd.types import Progress, offsets_of
+
+MIN_ROWS = 16
+
+# Lines of the table, int64.
+UNSENT, OFFERED, VERIFIED, STEPS, WIRE_ID, PROMPT, IS_REGISTERED, IS_COUNTED, IS_CURRENT = range(9)
+"""UNSENT: committed tokens that the service was not sent. OFFERED: tokens of the draft that the engine got last.
+VERIFIED, STEPS: to be sent with the unsent tokens. WIRE_ID: the service's id of the sequence, never used twice, so that
+nothing about an earlier sequence applies to it. PROMPT: tokens of the prompt. IS_COUNTED: whether the draft that the
+engine got last is the service's last one for the sequence."""
+LINES = 9
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceInfo:
+    """What a sequence was started with; kept as long as it may have to be registered again."""
+
+    prompt: np.ndarray
+    """uint32 [P]."""
+    session_id: str
+    request_id: str
+    """The service learns the sequence under this name, once."""
+    learn: bool
+    """Whether it may be learned, or drafted to others while it runs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What the service was not sent yet of B sequences."""
+
+    wire_ids: np.ndarray
+    """int64 [B]."""
+    tokens: np.ndarray
+    """uint32 [T]."""
+    offsets: np.ndarray
+    """uint32 [B + 1]."""
+    verified: np.ndarray
+    """Integers [B]."""
+    steps: np.ndarray | None = None
+    """Integers [B]; None: one each."""
+
+
+@dataclass(eq=False)
+class Finished:
+    """A sequence that has ended and whose end the service has not confirmed."""
+
+    info: SequenceInfo
+    committed: np.ndarray
+    """uint32 [n]: all committed tokens."""
+    wire_id: int
+    is_registered: bool
+    sent: int
+    """How many tokens of `committed` the service was sent."""
+    learn: bool
+    verified: int
+    steps: int
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, prompt included."""
+        return len(self.info.prompt) + len(self.committed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens, prompt included."""
+        return 4 * self.size
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of the tokens that the service must still be sent."""
+        return 4 * (len(self.committed) - self.sent) if self.is_registered else self.nbytes
+
+    def unregister(self) -> None:
+        """Record that the service does not have the sequence any more."""
+        self.is_registered = False
+        self.sent = self.verified = 0
+
+
+class RunningSequences:
+    """Assigns a row of several tables to each running sequence."""
+
+    def __init__(self) -> None:
+        self.row_of: dict[int, int] = {}
+        """By the engine's sequence id, in the order of the starts."""
+        self.has_unregistered = False
+        """Whether `unregistered` may be non-empty."""
+        self._table = np.zeros((LINES, 0), np.int64)
+        self._history = TokenHistory()
+        self._infos: list[SequenceInfo | None] = []
+        self._free: list[int] = []
+        self._last_ids: bytes | None = None
+        """The ids of the last batch: most often the next batch has the same, and the same rows."""
+        self._last_rows = np.zeros(0, np.int64)
+
+    def rows_of(self, progress: Progress) -> np.ndarray:
+        """Return the rows of a batch, int64 [B], not to be changed. Raises ValueError as `Progress.check`."""
+        ids_as_bytes = progress.sequence_ids.tobytes()
+        if ids_as_bytes != self._last_ids:
+            ids = progress.sequence_ids.tolist()
+            if len({*ids}) < len(ids) or not self.row_of.keys() >= {*ids}:
+                self._refuse(progress)
+            self._last_rows = np.array([self.row_of[sequence_id] for sequence_id in ids], np.int64)
+            self._last_ids = ids_as_bytes
+        rows = self._last_rows
+        if np.count_nonzero(progress.verified > self._table[OFFERED, rows]):
+            self._refuse(progress)
+        check_tokens(progress.tokens)
+        if progress.cost is not None:
+            check_cost(progress.cost)
+        return rows
+
+    def rows(self, sequence_ids: list[int]) -> np.ndarray:
+        """Return the rows of sequences, int64 [B]. Raises ValueError for one that was not started."""
+        try:
+            return np.array([self.row_of[sequence_id] for sequence_id in sequence_ids], np.int64)
+        except KeyError as missing:
+            raise ValueError(f"sequence {missing.args[0]} was not started") from None
+
+    def add(self, sequence_id: int, info: SequenceInfo) -> int:
+        """Add a sequence, not registered yet; returns its row."""
+        self._last_ids = None
+        if not self._free:
+            self._grow(max(MIN_ROWS, 2 * len(self._infos)))
+        row = self._free.pop()
+        self.row_of[sequence_id] = row
+        self._infos[row] = info
+        self._history.clear(row)
+        self._table[:, row] = 0
+        self._table[PROMPT, row] = len(info.prompt)
+        return row
+
+    def remove(self, sequence_id: int, learn: bool) -> Finished:
+        """Remove a sequence that has ended."""
+        row = self.row_of.pop(sequence_id)
+        self._last_ids = None
+        unsent, _, verified, steps, wire_id, _, is_registered, *_ = self._table[:, row].tolist()
+        info, committed = self.info(row), self._history.tokens(row)
+        finished = Finished(
+            info,
+            committed=committed,
+            wire_id=wire_id,
+            is_registered=bool(is_registered),
+            sent=len(committed) - unsent,
+            learn=learn and info.learn,
+            verified=verified,
+            steps=steps,
+        )
+        self._infos[row] = None
+        self._history.clear(row)
+        self._free.append(row)
+        return finished
+
+    def info(self, row: int) -> SequenceInfo:
+        """Return what the sequence in a row was started with."""
+        info = self._infos[row]
+        assert info is not None, "the row is free"
+        return info
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """Number of tokens of each sequence, prompt included, int64 [B]."""
+        sizes: np.ndarray = self._table[PROMPT, rows] + self._history.sizes(rows)
+        return sizes
+
+    def unregistered(self) -> np.ndarray:
+        """Rows of sequences that the service does not have, int64 [U], in the order of their starts."""
+        rows = self._rows()
+        unregistered: np.ndarray = rows[~self.are_registered(rows)]
+        self.has_unregistered = len(unregistered) > 0
+        return unregistered
+
+    def load(self) -> tuple[int, int]:
+        """Number of registered sequences, and an upper bound of their tokens at the service."""
+        registered = self._registered_rows()
+        return len(registered), int(self.sizes(registered).sum())
+
+    def offered(self, rows: np.ndarray) -> np.ndarray:
+        """Number of tokens of the draft that the engine got last, int64 [B]."""
+        return self._table[OFFERED, rows]
+
+    def are_registered(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the service has these sequences, bool [B]."""
+        registered: np.ndarray = self._table[IS_REGISTERED, rows] != 0
+        return registered
+
+    def are_current(self, rows: np.ndarray) -> bool:
+        """Whether what the engine reports now is all that the service lacks of these sequences."""
+        return bool(0 < len(rows) == np.count_nonzero(self._table[IS_CURRENT, rows]))
+
+    def is_current(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the service has all of each sequence, and made its last draft, bool [B]."""
+        current: np.ndarray = self._table[IS_CURRENT, rows] != 0
+        return current
+
+    def wire_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Ids of the sequences at the service, int64 [B]."""
+        return self._table[WIRE_ID, rows]
+
+    def forward(self, rows: np.ndarray, progress: Progress) -> Update:
+        """Do what `commit` and `take_unsent` do, for sequences that are current."""
+        self._history.append(rows, progress.tokens, progress.offsets)
+        wire_ids = self._table[WIRE_ID, rows]
+        return Update(wire_ids, progress.tokens, progress.offsets, progress.verified, progress.steps)
+
+    def commit(self, rows: np.ndarray, progress: Progress) -> None:
+        """Record what was committed and verified, to be sent later."""
+        offsets = progress.offsets.astype(np.int64)
+        counts = offsets[1:] - offsets[:-1]
+        table = self._table[:, rows]
+        table[VERIFIED] += progress.verified * table[IS_COUNTED]
+        table[STEPS] += (counts > 0) * (1 if progress.steps is None else np.maximum(progress.steps, 1))
+        table[UNSENT] += counts
+        table[IS_CURRENT] = 0
+        self._table[:, rows] = table
+        self._history.append(rows, progress.tokens, offsets)
+
+    def take_unsent(self, rows: np.ndarray) -> Update:
+        """Return all that registered sequences have unsent; from now on it counts as sent."""
+        unsent, _, verified, steps, wire_ids, *_ = self._table[:, rows]
+        offsets = offsets_of(unsent)
+        tokens = self._history.last(rows, offsets.astype(np.int64))
+        for line in (UNSENT, VERIFIED, STEPS):
+            self._table[line, rows] = 0
+        for line in (IS_COUNTED, IS_CURRENT):
+            self._table[line, rows] = 1
+        return Update(wire_ids, tokens, offsets, verified, np.maximum(steps, 1))
+
+    def register(self, row: int, wire_id: int) -> np.ndarray:
+        """Record that the service is sent a whole sequence; returns all its committed tokens, uint32."""
+        self._table[WIRE_ID, row] = wire_id
+        for line in (UNSENT, VERIFIED, STEPS):
+            self._table[line, row] = 0
+        self._table[IS_REGISTERED, row] = 1
+        # A draft that the engine still holds is one of an earlier registration.
+        self._table[[IS_COUNTED, IS_CURRENT], row] = self._table[OFFERED, row] == 0
+        return self._history.tokens(row)
+
+    def set_offered(self, rows: np.ndarray, sizes: np.ndarray) -> None:
+        """Record how many draft tokens the engine gets for each sequence, int64 [B]."""
+        self._table[OFFERED, rows] = sizes
+        self._history.fold_if_due()
+
+    def unregister(self, wire_ids: Collection[int]) -> int:
+        """Record that the service does not have these sequences any more; returns how many of them are running."""
+        registered = self._registered_rows()
+        lost = registered[np.isin(self._table[WIRE_ID, registered], list(wire_ids))]
+        self._unregister_rows(lost)
+        return len(lost)
+
+    def unregister_all(self) -> int:
+        """Record that the service does not have any sequence; returns how many it had."""
+        registered = self._registered_rows()
+        self._unregister_rows(registered)
+        return len(registered)
+
+    def withhold(self, request_id: str) -> None:
+        """Let nothing be learned from running sequences of this name."""
+        for row in self.row_of.values():
+            info = self.info(row)
+            if info.request_id == request_id:
+                self._infos[row] = SequenceInfo(info.prompt, info.session_id, info.request_id, learn=False)
+
+    def _refuse(self, progress: Progress) -> NoReturn:
+        """Raise the ValueError that describes what is wrong with a batch."""
+        offered = dict(zip(self.row_of, self.offered(self._rows()).tolist(), strict=True))
+        progress.check(offered)
+        raise AssertionError("the batch is valid")
+
+    def _rows(self) -> np.ndarray:
+        return np.array(list(self.row_of.values()), np.int64)
+
+    def _registered_rows(self) -> np.ndarray:
+        rows = self._rows()
+        return rows[self.are_registered(rows)]
+
+    def _unregister_rows(self, rows: np.ndarray) -> None:
+        for line in (IS_REGISTERED, IS_COUNTED, IS_CURRENT, VERIFIED):
+            self._table[line, rows] = 0
+        self.has_unregistered = self.has_unregistered or len(rows) > 0
+
+    def _grow(self, rows: int) -> None:
+        before = len(self._infos)
+        self._table = np.pad(self._table, ((0, 0), (0, rows - before)))
+        self._history.grow(rows)
+        self._infos += [None] * (rows - before)
+        self._free += range(rows - 1, before - 1, -1)

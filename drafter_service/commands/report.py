@@ -1,0 +1,221 @@
+"""`ssd-drafter report` and `ssd-drafter top`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from drafter_service.commands.connection import Link, connection_options
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    import grpc
+    from tokenizers import Tokenizer
+
+    from drafter_service.observability.report.schema import NamespaceReport, Report
+
+TOKENIZER_FILE = "tokenizer.json"
+TIMEOUT_S = 10.0
+MAX_REPORT_BYTES = 256 << 20
+
+
+@click.command()
+@connection_options
+@click.option(
+    "--snapshot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Report on a snapshot instead of a running service.",
+)
+@click.option("--namespace", default="", metavar="NAME", help="Report on this namespace only.", show_default=False)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts.")
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON document that docs/report.schema.json describes.")
+@click.option("--passages", is_flag=True, help="Include the texts that most drafts came from. They are users' text.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Show passages as text, decoded by the tokenizer.json of this folder.",
+)
+def report(
+    link: Link,
+    snapshot: Path | None,
+    namespace: str,
+    html: Path | None,
+    as_json: bool,
+    passages: bool,
+    tokenizer: Path | None,
+) -> None:
+    """Show what drafting saves, as tables, as an HTML page, or as JSON."""
+    if snapshot is not None and (passages or namespace):
+        raise UserError("a snapshot has one namespace and no passages; remove --passages and --namespace")
+    if tokenizer is not None and not passages:
+        raise UserError("--tokenizer decodes passages; add --passages")
+    if snapshot is None:
+        made = fetch_report(link, namespace, passages)
+    else:
+        from drafter_service.observability.report.build import snapshot_report
+
+        made = snapshot_report(snapshot)
+    if tokenizer is not None:
+        made = with_text(made, tokenizer)
+    if html is not None:
+        from drafter_service.observability.report.page import render_page
+
+        _write(html, render_page(made))
+    if as_json:
+        click.echo(made.model_dump_json(indent=2))
+    elif html is None:
+        from rich.console import Console
+
+        from drafter_service.observability.report.terminal import print_report
+
+        print_report(made, Console())
+
+
+@click.command()
+@connection_options
+@click.option("--namespace", default="", metavar="NAME", help="Watch this namespace only.", show_default=False)
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=1.0,
+    metavar="SECONDS",
+    help="Time between two updates.",
+)
+@click.option("--once", is_flag=True, help="Print one interval and exit. Default without a terminal.")
+def top(link: Link, namespace: str, interval: float, once: bool) -> None:
+    """Watch what a service does now; q quits."""
+    from rich.console import Console
+
+    from drafter_service.observability.report.top import keys, print_once, wait_without_keys, watch
+
+    def fetch() -> Report:
+        return fetch_report(link, namespace)
+
+    console = Console()
+    if once or not console.is_terminal:
+        print_once(fetch, console, wait_without_keys, interval)
+        return
+    try:
+        with keys() as wait:
+            watch(fetch, console, wait, interval)
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"cannot write {path}: {problem.strerror}") from None
+    click.echo(f"wrote {path}", err=True)
+
+
+# --- Reports of a running service
+
+
+def fetch_report(link: Link, namespace: str = "", passages: bool = False) -> Report:
+    """Return the report of a running service: of one namespace, or of all that the caller may see.
+
+    Raises UserError with the reason if there is none.
+    """
+    import grpc
+
+    from drafter_service.stubs import drafter_pb2 as pb
+    from drafter_service.stubs import drafter_pb2_grpc
+
+    connector = link.connector()
+    request = pb.ReportRequest(namespace=namespace, passages=passages)
+    with connector.open([("grpc.max_receive_message_length", MAX_REPORT_BYTES)]) as channel:
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+        try:
+            answer = stub.Report(request, timeout=TIMEOUT_S, metadata=connector.metadata())
+        except grpc.RpcError as error:
+            raise UserError(_reason(error, link.server)) from None
+    return read_report(answer.json, link.server)
+
+
+def read_report(document: str, server: str) -> Report:
+    """Return a report from JSON. Raises UserError for one that this version cannot read; `server` is for the text."""
+    from pydantic import ValidationError
+
+    from drafter_service.observability.report import units
+    from drafter_service.observability.report.schema import SCHEMA_VERSION, Report
+
+    try:
+        return Report.model_validate_json(document)
+    except ValidationError as problem:
+        version = _version_of(document)
+        if version not in (None, SCHEMA_VERSION):
+            raise UserError(
+                f"{server} writes reports of version {units.shortened(str(version))}, and this ssd-drafter reads "
+                f"version {SCHEMA_VERSION}; use the ssd-drafter that runs there"
+            ) from None
+        first = problem.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the document"
+        raise UserError(f"the answer of {server} is not a report ({field}: {first['msg']}); is it a drafter?") from None
+
+
+def _version_of(document: str) -> object:
+    import json
+
+    try:
+        parsed = json.loads(document)
+    except ValueError:
+        return None
+    return parsed.get("schema_version") if isinstance(parsed, dict) else None
+
+
+def _reason(error: grpc.RpcError, server: str) -> str:
+    import grpc
+
+    from drafter_service.observability.report import units
+
+    code, details = error.code(), units.shortened(str(error.details() or ""), 300)
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return f"no drafter answers at {server}; start one with: ssd-drafter serve --listen {server}"
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"the drafter at {server} has not answered within {TIMEOUT_S:.0f} s; is it overloaded, or stopped?"
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return f"{server} refuses the report: {details or 'a report needs the right to administer'}"
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return f"the drafter at {server} makes no reports; update it, or use --snapshot"
+    return f"{server} failed to make a report: {details or code.name}"
+
+
+# --- Passages as text
+
+
+def with_text(report: Report, folder: Path) -> Report:
+    """Return the report with its passages decoded by the tokenizer.json of a folder.
+
+    Raises UserError for a folder without a usable one, or without the tokenizers library.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
+
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise UserError(f"{folder} has no {TOKENIZER_FILE}; give the folder of the model that is served")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as problem:  # The library raises bare exceptions.
+        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
+    namespaces = [_namespace_with_text(namespace, tokenizer) for namespace in report.namespaces]
+    return report.model_copy(update={"namespaces": namespaces})
+
+
+def _namespace_with_text(namespace: NamespaceReport, tokenizer: Tokenizer) -> NamespaceReport:
+    if namespace.passages is None:
+        return namespace
+    passages = [
+        passage.model_copy(update={"text": tokenizer.decode(passage.tokens, skip_special_tokens=False)})
+        for passage in namespace.passages
+    ]
+    return namespace.model_copy(update={"passages": passages})

@@ -1,0 +1,179 @@
+"""`ssd-drafter warm`: learn from logs and text, with a progress bar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from drafter_service.commands.connection import Link, connection_options
+from drafter_service.settings.quantity import Quantity
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from drafter_service.ingest.documents import Sink
+    from drafter_service.ingest.files import File
+    from drafter_service.ingest.pipeline import Summary
+    from drafter_service.ingest.reading import Reading
+    from drafter_service.ingest.resume import Resume
+
+
+@click.command()
+@click.option(
+    "--from",
+    "sources",
+    required=True,
+    multiple=True,
+    metavar="PATH_OR_URL...",
+    help="Files, folders, globs or URLs (s3://, gs://, https://): JSON lines and Parquet logs, plain text and source "
+    "trees, token arrays (.npy, .npz, .bin), snapshots; .gz, .zst, .bz2 and .xz too.",
+)
+@click.argument("more_sources", nargs=-1, metavar="")
+@click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot file.")
+@click.option("--capacity", type=Quantity(), help="Capacity of the snapshot in tokens.  [default: 16M]")
+@click.option(
+    "--namespace",
+    metavar="NAME",
+    help="Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of the target model; needed for text.",
+)
+@click.option(
+    "--field",
+    "fields",
+    multiple=True,
+    metavar="NAME",
+    help="Field or column to learn, such as answer or meta.answer; if repeated, the last one is the output and "
+    "the others are its prompt.  [default: the usual ones]",
+)
+@click.option("--whole-prompts", is_flag=True, help="Learn whole prompts instead of their ends.")
+@click.option(
+    "--resume",
+    "resume_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Store the progress in this file; the same command continues from there.",
+)
+@connection_options
+def warm(
+    sources: tuple[str, ...],
+    more_sources: tuple[str, ...],
+    snapshot: Path | None,
+    capacity: int | None,
+    namespace: str | None,
+    tokenizer: Path | None,
+    fields: tuple[str, ...],
+    whole_prompts: bool,
+    resume_path: Path | None,
+    link: Link,
+) -> None:
+    """Learn from logs and text, so that the first requests already get drafts."""
+    from drafter_service.ingest.files import check_codecs, list_files
+    from drafter_service.ingest.parquet import check_parquet
+    from drafter_service.ingest.reading import Reading
+    from drafter_service.ingest.vocabulary import Vocabulary
+
+    files = list_files((*sources, *more_sources))
+    check_codecs(files)
+    if any(file.suffix == ".parquet" for file in files):
+        check_parquet()
+    vocabulary = Vocabulary(tokenizer) if tokenizer else None
+    reading = Reading(vocabulary, fields, whole_prompts)
+    if snapshot is not None and namespace is not None:
+        raise UserError("give --snapshot FILE or --namespace NAME of a running service, not both")
+    if snapshot is None and namespace is None and tokenizer is None:
+        raise UserError("give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER of the target")
+    if snapshot is not None:
+        sink, resume = _into_snapshot(snapshot, capacity, resume_path)
+    elif capacity is not None:
+        raise UserError("--capacity applies to --snapshot; a service has its own setting")
+    else:
+        sink, resume = _into_service(link, namespace, tokenizer, resume_path)
+    try:
+        summary = _load(files, reading, sink, resume)
+    except KeyboardInterrupt:
+        raise UserError(
+            "interrupted; the same command continues from the last commit"
+            if resume.is_kept
+            else "interrupted; with --resume FILE a load can be continued"
+        ) from None
+    _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
+    if summary.faults.by_reason and not summary.learned.documents and not summary.learned.duplicates:
+        raise UserError("nothing could be learned, see the table; docs/operations.md lists the accepted formats")
+
+
+def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | None) -> tuple[Sink, Resume]:
+    from drafter_service.ingest.resume import Resume
+    from drafter_service.ingest.sinks import OfflineSink
+
+    resume = Resume(resume_path, str(snapshot.absolute()))
+    if not resume.is_new and not snapshot.exists():
+        raise UserError(f"--resume: {resume_path} continues {snapshot}, which does not exist; remove it to start again")
+    return OfflineSink(snapshot, capacity), resume
+
+
+def _into_service(
+    link: Link, namespace: str | None, tokenizer: Path | None, resume_path: Path | None
+) -> tuple[Sink, Resume]:
+    from drafter_service.client.identity import fingerprint, model_identity
+    from drafter_service.ingest.resume import Resume
+    from drafter_service.ingest.sinks import RemoteSink
+    from drafter_service.observability.facts import ModelIdentity
+    from drafter_service.transport.messages import default_namespace
+
+    if namespace is None:
+        # The namespace that an engine with this model uses by default.
+        model = model_identity(Path(str(tokenizer)))
+        namespace = default_namespace(model)
+    else:
+        model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
+    click.echo(f"learning into the namespace {namespace}", err=True)
+    resume = Resume(resume_path, f"the namespace {namespace} at {link.server}")
+    return RemoteSink(link.connector(), namespace, model, link.describe), resume
+
+
+def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Summary:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from drafter_service.ingest import pipeline
+
+    total = sum(file.size for file in files)
+    columns = (BarColumn(20), DownloadColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("reading", total=total or None, speed="")
+
+        def watch(state: pipeline.Progress) -> None:
+            seconds = progress.tasks[task].elapsed or 1e-9
+            speed = f"{state.tokens / seconds:,.0f} tokens/s"
+            stage = "sorting and saving" if total and state.bytes_read >= total else "reading"
+            progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
+
+        return pipeline.load(files, reading, sink, resume, watch)
+
+
+def _show(summary: Summary, note: str | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    console = Console()
+    if note:
+        console.print(f"note: {escape(note)}")
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary.kinds.most_common())
+    learned = summary.learned
+    table = Table("learned", "", show_lines=False)
+    table.add_row("files", kinds or "no new ones")
+    table.add_row("documents", f"{learned.documents:,}")
+    table.add_row("tokens", f"{learned.tokens:,}")
+    table.add_row("already known", f"{learned.duplicates:,} documents")
+    table.add_row("time", f"{summary.seconds:.1f} s, {learned.tokens / summary.seconds:,.0f} tokens/s")
+    console.print(table)
+    if summary.faults.by_reason:
+        skipped = Table("skipped", "count", Column("first at", overflow="fold"))
+        for reason, fault in summary.faults.by_reason.items():
+            skipped.add_row(reason, f"{fault.count:,}", escape("\n".join(fault.places)))
+        console.print(skipped)

@@ -1,0 +1,134 @@
+"""Data of a load: items that readers yield, documents that sinks learn, and counts of what could not be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+Part = str | np.ndarray
+"""Text, or token ids, uint32 [N]."""
+
+MAX_PLACES = 3
+"""Number of places stored for each reason."""
+
+NO_TOKENIZER = "text, but no --tokenizer to read it with"
+
+
+class Item(NamedTuple):
+    """A document, perhaps not tokenized yet."""
+
+    name: str
+    prompt: Part | None
+    """The end of the prompt, or the whole prompt with `Reading.whole_prompts`."""
+    output: Part
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate memory in bytes."""
+        prompt = 0 if self.prompt is None else _size(self.prompt)
+        return prompt + _size(self.output)
+
+
+class Position(NamedTuple):
+    """A position from which reading a file can continue."""
+
+    offset: int = 0
+    """Bytes of the uncompressed content, rows or tokens, depending on the format."""
+    item: int = 0
+    """Number of lines, rows or documents before it."""
+
+
+class Chunk(NamedTuple):
+    """A part of a file."""
+
+    items: list[Item]
+    position: Position
+    """Position after the items."""
+    bytes_read: int
+    """Bytes of the file read so far, relative to `File.size`."""
+
+
+def _size(part: Part) -> int:
+    return len(part) if isinstance(part, str) else part.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """D documents as token ids. Each is an output with the last tokens of its prompt as a prefix, if it has one."""
+
+    tokens: np.ndarray
+    """uint32 [T]."""
+    offsets: np.ndarray
+    """uint32 [D + 1]: document i is `tokens[offsets[i]:offsets[i + 1]]`; none is empty."""
+    names: list[str]
+    """D request names, by which documents are forgotten, and recognized when they are loaded again."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def room(self) -> int:
+        """Number of tokens in a corpus, including separators."""
+        return len(self.tokens) + len(self)
+
+
+class Learned(NamedTuple):
+    """Totals of the documents of a load."""
+
+    documents: int
+    tokens: int
+    duplicates: int
+    """Documents that were skipped because one of the same name has been learned before."""
+
+
+class Sink(Protocol):
+    """A corpus that learns the documents of a load, local or of a running service."""
+
+    window: int
+    """The sink recognizes the names of the newest documents up to this total number of tokens with separators."""
+
+    def accept(self, documents: Documents) -> None:
+        """Learn documents. Blocks while the sink is busy."""
+
+    def commit(self) -> None:
+        """Wait until all accepted documents are stored: a load that is interrupted later continues after them."""
+
+    def finish(self) -> Learned:
+        """Commit for the last time."""
+
+
+# --- Faults
+
+
+class RecordError(Exception):
+    """A record cannot be learned. The message is one of a fixed set of reasons and contains no user data."""
+
+
+@dataclass
+class Fault:
+    """Records that were skipped for one reason."""
+
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+    """The first ones, as FILE:LINE or FILE."""
+
+
+class Faults:
+    """Skipped records by reason. One thread writes them."""
+
+    def __init__(self) -> None:
+        self.by_reason: dict[str, Fault] = {}
+
+    def note(self, reason: str, place: str) -> None:
+        """Count a record that was skipped."""
+        fault = self.by_reason.setdefault(reason, Fault())
+        fault.count += 1
+        if len(fault.places) < MAX_PLACES:
+            fault.places.append(place)
+
+    @property
+    def count(self) -> int:
+        """Number of all skipped records."""
+        return sum(fault.count for fault in self.by_reason.values())

@@ -1,0 +1,200 @@
+"""Sinks: a namespace of a running service, or a snapshot file."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+
+from drafter_service.auth.connector import Connector
+from drafter_service.ingest.documents import Documents, Learned
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, pack
+from ssd.config import DrafterConfig
+from ssd.corpus import snapshot
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.requests import hash_of
+from ssd.corpus.sections import read_sections
+from ssd.corpus.snapshot import DEPTH, SIZE
+from ssd.errors import UserError
+from ssd.stats import Stats
+
+MAX_UNANSWERED = 4
+"""Requests in flight: enough to keep the service busy, and a few megabytes."""
+NAMES_KNOWN = 100_000
+"""Minimum number of document names that a service remembers; the shortest document has a token and a separator."""
+
+
+class RemoteSink:
+    """Learns into a namespace of a running service, over one stream."""
+
+    window = 2 * NAMES_KNOWN
+
+    def __init__(
+        self, connector: Connector, namespace: str, model: ModelIdentity, describe: Callable[[grpc.RpcError], str]
+    ) -> None:
+        """`describe` returns a message for an error. Raises UserError if the service is unreachable or refuses."""
+        self._describe = describe
+        sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
+        self._channel = connector.open(sizes)
+        self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()
+        self._sent = self._answered = 0
+        self._problem: str | None = None
+        self._changed = threading.Condition()
+        self._total = Learned(0, 0, 0)
+        stream = DrafterServiceStub(self._channel).Warm(iter(self._requests.get, None), metadata=connector.metadata())
+        self._reader = threading.Thread(target=self._read, args=(stream,), name="ssd-warm", daemon=True)
+        self._reader.start()
+        self._send(pb.WarmRequest(namespace=namespace, model=pb.Model(**vars(model))))
+        self.commit()
+
+    def accept(self, documents: Documents) -> None:
+        """Send documents. Blocks while the service is busy. Raises UserError if the service fails."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sent - self._answered < MAX_UNANSWERED or self._problem)
+        texts = pb.Texts(
+            tokens=pack(documents.tokens, "u4"),
+            offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
+            request_ids=documents.names,
+        )
+        self._send(pb.WarmRequest(texts=texts))
+
+    def commit(self) -> None:
+        """Wait until the service has learned everything sent. Raises UserError if it fails."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sent == self._answered or self._problem)
+        self._check()
+
+    def finish(self) -> Learned:
+        """Commit for the last time and close the connection."""
+        self.commit()
+        self._requests.put(None)
+        self._reader.join()
+        self._channel.close()
+        return self._total
+
+    def _send(self, request: pb.WarmRequest) -> None:
+        self._check()
+        self._sent += 1
+        self._requests.put(request)
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            self._channel.close()
+            raise UserError(self._problem)
+
+    def _read(self, stream: Iterator[pb.WarmResponse]) -> None:
+        try:
+            for response in stream:
+                with self._changed:
+                    self._answered += 1
+                    self._total = Learned(response.texts, response.tokens, response.duplicates)
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            with self._changed:
+                self._problem = self._describe(error)
+                self._changed.notify_all()
+
+
+class _New(NamedTuple):
+    """Documents of a batch that are not in the corpus yet."""
+
+    documents: Documents
+    indexes: list[int]
+    names: list[int]
+    """Hashes of their names."""
+    room: int
+
+
+class OfflineSink:
+    """Learns into a snapshot file. The corpus is sorted only when it is saved, so overwritten text is never sorted."""
+
+    def __init__(self, path: Path, capacity: int | None = None) -> None:
+        """Continue the snapshot at `path` if there is one.
+
+        capacity: tokens; None: the default, or the number of tokens in the snapshot if that is larger. Raises UserError
+        for a snapshot that cannot be read or written, or a capacity out of range.
+        """
+        self._path = path
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"--snapshot: there is no folder {path.absolute().parent}; create it first")
+        try:
+            self._corpus, self._stats = _opened(path, capacity)
+        except ValueError as problem:
+            raise UserError(f"--capacity: {problem}") from None
+        self.window = self._corpus.capacity
+        self._known = set(self._corpus.request_times())
+        self._waiting: deque[_New] = deque()
+        self._room = 0
+        self._documents = self._tokens = self._duplicates = 0
+
+    @property
+    def corpus(self) -> Corpus:
+        """The corpus as of the last commit."""
+        return self._corpus
+
+    def accept(self, documents: Documents) -> None:
+        """Keep documents for the next commit, without those that newer ones will have overwritten by then."""
+        new = self._take_new(documents)
+        self._waiting.append(new)
+        self._room += new.room
+        while self._room - self._waiting[0].room >= self.window:
+            old = self._waiting.popleft()
+            self._room -= old.room
+            self._known.difference_update(old.names)
+
+    def commit(self) -> None:
+        """Sort and save. Raises SnapshotError, a UserError, if it cannot be written."""
+        corpus = self._corpus
+        for new in self._waiting:
+            tokens, offsets, names = new.documents.tokens, new.documents.offsets.tolist(), new.documents.names
+            for index in new.indexes:
+                corpus.append(tokens[offsets[index] : offsets[index + 1]], names[index])
+        self._waiting.clear()
+        self._room = 0
+        corpus.refresh()
+        # Text that is not merged would have to be sorted when the snapshot is loaded.
+        while corpus.is_merging:
+            corpus.refresh()
+        self._known = set(corpus.request_times())
+        snapshot.save(corpus, self._path, self._stats)
+
+    def finish(self) -> Learned:
+        """Commit for the last time."""
+        self.commit()
+        return Learned(self._documents, self._tokens, self._duplicates)
+
+    def _take_new(self, documents: Documents) -> _New:
+        indexes, names = [], []
+        for index, name in enumerate(documents.names):
+            hashed = hash_of(name)
+            if hashed not in self._known:
+                self._known.add(hashed)
+                indexes.append(index)
+                names.append(hashed)
+        offsets = documents.offsets
+        tokens = int((offsets[1:] - offsets[:-1])[indexes].sum())
+        self._documents += len(indexes)
+        self._tokens += tokens
+        self._duplicates += len(documents) - len(indexes)
+        return _New(documents, indexes, names, tokens + len(indexes))
+
+
+def _opened(path: Path, capacity: int | None) -> tuple[Corpus, Stats]:
+    """The corpus of a snapshot, or an empty one. Raises ValueError for a capacity out of range."""
+    if not path.exists():
+        return Corpus(DrafterConfig.capacity if capacity is None else capacity, DrafterConfig.match_depth), Stats()
+    facts = read_sections(path).get("facts")
+    if facts is None or len(facts) <= SIZE:
+        raise UserError(f"{path}: not written by a drafter; give another path to --snapshot")
+    size, depth = int(facts[SIZE]), int(facts[DEPTH])
+    loaded = snapshot.load(path, max(DrafterConfig.capacity, size) if capacity is None else capacity, depth)
+    return loaded.corpus, loaded.stats

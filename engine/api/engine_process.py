@@ -1,0 +1,203 @@
+"""The engine as the HTTP process sees it: requests go in, each request's events come out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from engine.api.messages import (
+    CancelRequest,
+    Command,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    Event,
+    RequestEnded,
+    RequestRefused,
+    Shutdown,
+    SubmitRequest,
+    TokensProduced,
+)
+from engine.api.worker import run_worker
+from engine.scheduling.request import Request
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+STOP_TIMEOUT_S = 10.0
+MAX_POINTS = 200
+"""Points of a history; beyond them its resolution is halved."""
+
+
+class EngineGoneError(Exception):
+    """The engine process has ended; the text gives the reason."""
+
+
+class EngineProcess:
+    """Starts an engine in a process of its own and exchanges messages with it. Used by one event loop."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """`build` makes the engine in the other process, so it must be picklable."""
+        self.stats = EngineStats()
+        """Latest statistics of the engine."""
+        self.corpus_history = History()
+        """Tokens in the corpus over time (monotonic clock); for a remote drafter, tokens passed to it."""
+        self.gone: str | None = None
+        """The reason why the engine process has ended; None while it runs."""
+        self._build = build
+        self._ids = itertools.count()
+        self._streams: dict[int, asyncio.Queue[Event]] = {}
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._connection: Connection | None = None
+        self._process: Any = None
+        self._is_ready = False
+        self._ended = asyncio.Event()
+
+    async def start(self) -> EngineReady:
+        """Start the process and wait until it has loaded its model. Raises UserError if it cannot."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, worker_end = context.Pipe()
+        self._process = context.Process(target=run_worker, args=(worker_end, self._build), name="ssd-engine")
+        self._process.start()
+        worker_end.close()
+        ready = await asyncio.to_thread(self._first_event)
+        if isinstance(ready, EngineFailed):
+            raise UserError(ready.reason)
+        assert isinstance(ready, EngineReady)
+        self._is_ready = True
+        loop = asyncio.get_running_loop()
+        connection = self._connection
+        threading.Thread(target=self._read, args=(loop, connection), name="engine-reader", daemon=True).start()
+        threading.Thread(target=self._write, args=(connection,), name="engine-writer", daemon=True).start()
+        return ready
+
+    async def stop(self) -> None:
+        """End the process. Running requests are lost."""
+        self._commands.put(Shutdown())
+        if self._process is None:
+            return
+        if not self._is_ready:
+            self._process.kill()  # While it loads, it reads no commands.
+        await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+
+    async def run(self, request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
+        """Yield the events of a request. Closing the iterator early cancels the request.
+
+        Raises UserError for a request that cannot run, and EngineGoneError.
+        """
+        if self.gone is not None:
+            raise EngineGoneError(self.gone)
+        request_id = next(self._ids)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        self._streams[request_id] = events
+        has_ended = False
+        try:
+            self._commands.put(SubmitRequest(request_id, request))
+            while not has_ended:
+                event = await events.get()
+                has_ended = not isinstance(event, TokensProduced)
+                if isinstance(event, RequestRefused):
+                    raise UserError(event.reason)
+                if isinstance(event, EngineFailed):
+                    raise EngineGoneError(event.reason)
+                assert isinstance(event, (TokensProduced, RequestEnded))
+                yield event
+        finally:
+            del self._streams[request_id]
+            if not has_ended and self.gone is None:
+                self._commands.put(CancelRequest(request_id))
+
+    async def wait_for_end(self) -> None:
+        """Wait until the engine process has ended."""
+        await self._ended.wait()
+
+    def _write(self, connection: Connection) -> None:
+        """Send commands from a thread, so that the event loop never waits for an engine in the middle of a step."""
+        with suppress(OSError):
+            while not isinstance(command := self._commands.get(), Shutdown):
+                connection.send(command)
+            connection.send(command)
+
+    def _first_event(self) -> Event:
+        assert self._connection is not None
+        try:
+            [event] = self._connection.recv()
+        except EOFError:
+            return EngineFailed("the engine process ended during its start")
+        return event
+
+    def _read(self, loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
+        """Receive events in a thread as soon as they are sent, so that the engine never waits for the event loop."""
+        reason = "the engine process has ended"
+        try:
+            while True:
+                events = connection.recv()
+                if isinstance(events[-1], EngineFailed):
+                    reason = events[-1].reason
+                    break
+                loop.call_soon_threadsafe(self._dispatch, events)
+        except (EOFError, OSError):
+            pass
+        except Exception as problem:  # A message that was cut off can fail to unpickle in any way.
+            reason = f"a message of the engine process cannot be read: {problem}"
+        with suppress(RuntimeError):  # The loop may be closed by now.
+            loop.call_soon_threadsafe(self._set_gone, reason)
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, EngineStats):
+                self.stats = event
+                total = event.learned_tokens if event.corpus is None else event.corpus.tokens
+                self.corpus_history.add(time.monotonic(), total)
+            elif isinstance(event, (TokensProduced, RequestEnded, RequestRefused)):
+                stream = self._streams.get(event.request_id)
+                if stream is not None:
+                    stream.put_nowait(event)
+
+    def _set_gone(self, reason: str) -> None:
+        self.gone = reason
+        for stream in self._streams.values():
+            stream.put_nowait(EngineFailed(reason))
+        self._ended.set()
+
+
+class History:
+    """A total over time in at most `MAX_POINTS` points. When there are more, the least distance between two doubles."""
+
+    def __init__(self, interval_s: float = 1.0) -> None:
+        self._interval_s = interval_s
+        self._points: list[tuple[float, int]] = []
+        self._latest: tuple[float, int] | None = None
+
+    def add(self, at: float, total: int) -> None:
+        """Record the total at a time, in seconds; times never decrease."""
+        self._latest = (at, total)
+        self._append(self._latest)
+        while len(self._points) > MAX_POINTS:
+            self._interval_s *= 2
+            before, self._points = self._points, []
+            for point in before:
+                self._append(point)
+
+    @property
+    def points(self) -> list[tuple[float, int]]:
+        """Times and totals in order; the last is the latest one."""
+        if self._latest is None or self._latest == self._points[-1]:
+            return self._points[:]
+        return [*self._points, self._latest]
+
+    def _append(self, point: tuple[float, int]) -> None:
+        if not self._points or point[0] >= self._points[-1][0] + self._interval_s:
+            self._points.append(point)

@@ -1,0 +1,94 @@
+"""Checks before any route: request ids, API keys, body size, and clients that stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+from collections.abc import Collection
+from contextlib import suppress
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.api.errors import ApiError, error_response
+
+REQUEST_ID = "x-request-id"
+VALID_ID = re.compile(r"[\w.:-]{1,128}")
+
+STALL_TIMEOUT_S = 60.0
+"""A response is given up after this time without the client reading anything while buffers are full."""
+
+
+class StalledError(Exception):
+    """The client reads nothing of its response."""
+
+
+class RequestChecks:
+    """ASGI middleware. Routes below `/v1/` require one of `keys`, if there are any."""
+
+    def __init__(
+        self, app: ASGIApp, keys: Collection[str], max_body_bytes: int, stall_timeout_s: float = STALL_TIMEOUT_S
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._max_body_bytes = max_body_bytes
+        self._stall_timeout_s = stall_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if VALID_ID.fullmatch(given) else secrets.token_hex(8)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            try:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                raise StalledError from None
+
+        error = self._check(scope, headers)
+        if error is not None:
+            await error_response(error)(scope, receive, send_with_id)
+            return
+        # uvicorn closes the connection of a response that was not finished.
+        with suppress(StalledError):
+            await self._app(scope, self._limited(receive), send_with_id)
+
+    def _check(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """Return the error of a request that has no valid key, or announces a body that is too long."""
+        if scope["path"].startswith("/v1/") and self._keys and not self._has_key(headers.get("authorization", "")):
+            return ApiError(401, "give a valid key, as in: Authorization: Bearer KEY", code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        return self._too_long() if length.isdecimal() and int(length) > self._max_body_bytes else None
+
+    def _has_key(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        # Every key is compared in constant time, so that the time taken reveals nothing about them.
+        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Count the bytes of a body as they arrive, since its length need not be announced."""
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise HTTPException(413, self._too_long().message)
+            return message
+
+        return limited
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body is longer than {self._max_body_bytes} bytes; send a shorter prompt")

@@ -1,0 +1,193 @@
+"""Outputs of requests while they are generated: text in pieces, merged over all requests of an HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from engine.api.messages import RequestEnded, RequestTimes, TokensProduced
+from engine.sampling.logprobs import Logprobs
+from engine.scheduling.request import Completion, FinishReason, Request
+
+NO_TOKENS = np.empty(0, np.uint32)
+
+
+class Decoder(Protocol):
+    """Incremental conversion of tokens to text, as `engine.models.detokenize.Detokenizer`."""
+
+    def feed(self, token: int) -> str:
+        """Return the text that became certain with `token`."""
+
+    def finish(self) -> str:
+        """Return the text that was held back; no token follows."""
+
+
+class Piece(NamedTuple):
+    """A part of an output's text."""
+
+    text: str
+    is_drafted: bool
+    """Whether its tokens were drafted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """The next part of one output."""
+
+    index: int
+    """Index of its request."""
+    pieces: list[Piece]
+    tokens: np.ndarray
+    """uint32 [n]."""
+    logprobs: Logprobs | None = None
+    """Log-probabilities of `tokens`, if requested."""
+    completion: Completion | None = None
+    """Set in the last delta of an output."""
+    times: RequestTimes | None = None
+    """Set in the last delta of an output that the engine ran."""
+
+    @property
+    def text(self) -> str:
+        """Text of all pieces."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """One complete output."""
+
+    pieces: list[Piece]
+    completion: Completion
+
+    @property
+    def text(self) -> str:
+        """Text of all pieces."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class OutputText:
+    """Text of one output, released in pieces: whole characters, and nothing that may become a stop string.
+
+    The engine decides where an output ends; this class only delays text until the decision is certain.
+    """
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str] = ()) -> None:
+        self._decoder = decoder
+        self._stops = stops
+        self._held = ""
+        """Text that may belong to a stop string."""
+        self._released = 0
+        """Number of characters released."""
+
+    def feed(self, tokens: np.ndarray, accepted: int) -> list[Piece]:
+        """Add tokens, the first `accepted` of them drafted, and return the pieces that became certain."""
+        pieces = []
+        for part, is_drafted in ((tokens[:accepted], True), (tokens[accepted:], False)):
+            if len(part):
+                text = self._split_off_certain("".join(map(self._decoder.feed, part.tolist())))
+                pieces += self._release(text, is_drafted)
+        return pieces
+
+    def finish(self, whole: str | None) -> list[Piece]:
+        """Return the remaining pieces. `whole`: the whole text of an output that the engine cut at a stop string."""
+        rest = self._held + self._decoder.finish() if whole is None else whole[self._released :]
+        return self._release(rest, is_drafted=False)
+
+    def _split_off_certain(self, text: str) -> str:
+        # A complete stop string that did not end the output must be released later: `min_tokens` lets it pass.
+        searched = len(self._held)
+        self._held += text
+        starts = [self._held.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stops]
+        certain = min((start for start in starts if start >= 0), default=len(self._held) - self._stop_prefix_length())
+        released, self._held = self._held[:certain], self._held[certain:]
+        return released
+
+    def _stop_prefix_length(self) -> int:
+        """Number of characters at the end that are the beginning of a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        sizes = range(min(longest, len(self._held)), 0, -1)
+        return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
+
+    def _release(self, text: str, is_drafted: bool) -> list[Piece]:
+        self._released += len(text)
+        return [Piece(text, is_drafted)] if text else []
+
+
+Run = Callable[[Request], AsyncGenerator[TokensProduced | RequestEnded, None]]
+"""Runs a request and yields its events, as `EngineProcess.run`."""
+
+
+async def stream_deltas(
+    run: Run, requests: Sequence[Request], texts: Sequence[OutputText], on_end: Callable[[], None] = lambda: None
+) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of all requests in the order in which they arrive. Closing the iterator cancels all requests.
+
+    `on_end` is called once per request when it no longer runs, whether or not its deltas were read.
+
+    Raises UserError for a request that cannot run, and EngineGoneError.
+    """
+    deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_run_one(run, index, request, text, deltas))
+        for index, (request, text) in enumerate(zip(requests, texts, strict=True))
+    ]
+    for task in tasks:
+        task.add_done_callback(lambda _: on_end())
+    try:
+        unfinished = len(tasks)
+        while unfinished:
+            delta = await deltas.get()
+            if isinstance(delta, BaseException):
+                raise delta
+            unfinished -= delta.completion is not None
+            yield delta
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_one(
+    run: Run, index: int, request: Request, text: OutputText, deltas: asyncio.Queue[Delta | BaseException]
+) -> None:
+    try:
+        async with aclosing(run(request)) as events:
+            async for event in events:
+                if isinstance(event, RequestEnded):
+                    completion = event.completion
+                    pieces = text.finish(completion.text)
+                    deltas.put_nowait(Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times))
+                else:
+                    pieces = text.feed(event.tokens[: event.visible], event.accepted)
+                    deltas.put_nowait(Delta(index, pieces, event.tokens, event.logprobs))
+    except Exception as problem:
+        deltas.put_nowait(problem)
+
+
+def prompt_only(run: Run) -> Run:
+    """Wrap `run` for requests that ask for log-probabilities of their prompt and no output: drop the one token."""
+
+    async def run_prompt(request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
+        async with aclosing(run(request)) as events:
+            async for event in events:
+                if isinstance(event, RequestEnded):
+                    yield replace(event, completion=_without_output(event.completion))
+
+    return run_prompt
+
+
+def _without_output(completion: Completion) -> Completion:
+    return replace(
+        completion,
+        tokens=NO_TOKENS,
+        finish_reason=FinishReason.LENGTH,
+        steps=0,
+        stop_reason=None,
+        text=None,
+        logprobs=None if completion.logprobs is None else completion.logprobs.at(np.arange(0)),
+    )

@@ -1,0 +1,220 @@
+"""Responses to requests: complete JSON documents, or streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response, StreamingResponse
+
+from engine.api.engine_process import EngineGoneError
+from engine.api.errors import ApiError, error_body, from_engine
+from engine.api.outputs import Delta, Output, Piece, stream_deltas
+from engine.api.schemas import SamplingFields
+from engine.api.service import Service, new_id, unix_time
+from engine.scheduling.request import Completion, Request
+from ssd.errors import UserError
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+class ResponseFormat(ABC):
+    """JSON of one response, in the format of an endpoint. Keeps what usage and log-probabilities need."""
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def __init__(self, service: Service, body: SamplingFields, requests: Sequence[Request]) -> None:
+        """`requests`: `n` requests per prompt, in the order of the prompts."""
+        self.requests = requests
+        self.completions: dict[int, Completion] = {}
+        """Ended outputs by the index of their request."""
+        self.decode = service.served.tokenizer.decode
+        self._body = body
+        self._header = {"id": new_id(self.id_prefix), "created": unix_time(), "model": service.served.name}
+
+    @abstractmethod
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Chunks at the beginning of a stream."""
+
+    @abstractmethod
+    def choice_of_output(self, index: int, output: Output) -> dict[str, Any]:
+        """Return the choice of a complete output."""
+
+    @abstractmethod
+    def choice_of_delta(self, delta: Delta) -> dict[str, Any]:
+        """Return the choice of a chunk."""
+
+    def document(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return a complete response."""
+        self.completions = {index: output.completion for index, output in enumerate(outputs)}
+        choices = [self.choice_of_output(index, output) for index, output in enumerate(outputs)]
+        return self._header | {"object": self.object_name, "choices": choices, "usage": self._usage()}
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """Chunks for a delta: one, or none if nothing in it is visible."""
+        if delta.completion is not None:
+            self.completions[delta.index] = delta.completion
+        elif not delta.pieces and delta.logprobs is None:
+            return []
+        return [self.chunk([self.choice_of_delta(delta)])]
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """Chunks at the end of a stream."""
+        if self._body.stream_options is None or not self._body.stream_options.include_usage:
+            return []
+        return [self.chunk([]) | {"usage": self._usage()}]
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return one chunk of a stream."""
+        return self._header | {"object": self.chunk_name, "choices": choices}
+
+    def choice(self, index: int, content: dict[str, Any], completion: Completion | None) -> dict[str, Any]:
+        """Return a choice without log-probabilities; `completion`: None while the output goes on."""
+        reason, stop_reason = (None, None) if completion is None else (completion.finish_reason, completion.stop_reason)
+        return {"index": index, **content, "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
+
+    def pieces(self, output: Output | Delta) -> dict[str, Any]:
+        """Return the field that marks drafted text, if it was requested."""
+        return {"pieces": [list(piece) for piece in output.pieces]} if self._body.return_drafted else {}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage([len(request.prompt) for request in self.requests[:: self._body.n]], self.completions)
+
+
+def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict[str, Any]:
+    """Return OpenAI's usage object, with its fields for predicted outputs, and ours for drafts.
+
+    prompts: number of tokens of each prompt. completions: by index; the outputs of a prompt are consecutive, and all
+    prompts have the same number of outputs.
+    """
+    outputs = completions.values()
+    prompt_tokens = sum(prompts)
+    completion_tokens = sum(len(completion.tokens) for completion in outputs)
+    steps = sum(completion.steps for completion in outputs)
+    accepted = sum(completion.accepted for completion in outputs)
+    drafted = sum(completion.drafted for completion in outputs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": _cached_tokens(len(completions) // len(prompts), completions)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+        "draft": {
+            "steps": steps,
+            "drafted_tokens": drafted,
+            "accepted_tokens": accepted,
+            "tokens_per_step": round(completion_tokens / steps, 3) if steps else None,
+        },
+    }
+
+
+def _cached_tokens(n: int, completions: Mapping[int, Completion]) -> int:
+    """Prompt tokens that were cached before the HTTP request: the least over the `n` outputs of each prompt.
+
+    Later outputs of a prompt find the pages of the first one.
+    """
+    return sum(
+        min(completions[first + index].cached_tokens for index in range(n)) for first in range(0, len(completions), n)
+    )
+
+
+async def respond(
+    service: Service, body: SamplingFields, requests: Sequence[Request], form: ResponseFormat, http: HttpRequest
+) -> dict[str, Any] | Response:
+    """Run requests and return the response, streamed if the body says so.
+
+    Raises ApiError, and ClientGoneError if the client disconnects; running requests are cancelled then.
+    """
+    if body.stream:
+        return await _streamed(_deltas(service, body, requests), form, http)
+    return form.document(await _while_connected(_outputs(service, body, requests), http))
+
+
+async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
+    """Admit requests and yield their deltas. Raises ApiError."""
+    recorder = service.metrics.recorder(requests, body.n)
+    texts = [service.output_text(request) for request in requests]
+    try:
+        service.admission.admit(len(requests))
+        run, release = service.runner(body, requests), service.admission.release
+        async with aclosing(stream_deltas(run, requests, texts, release)) as deltas:
+            async for delta in deltas:
+                recorder.record(delta)
+                yield delta
+    except UserError as problem:
+        raise from_engine(str(problem), body.prompt_field) from None
+    except EngineGoneError as problem:
+        raise ApiError(503, f"the engine has stopped: {problem}") from None
+    except (asyncio.CancelledError, GeneratorExit):
+        recorder.record_abort()
+        raise
+
+
+async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Request]) -> list[Output]:
+    pieces: list[list[Piece]] = [[] for _ in requests]
+    completions: dict[int, Completion] = {}
+    async with aclosing(_deltas(service, body, requests)) as deltas:
+        async for delta in deltas:
+            pieces[delta.index] += delta.pieces
+            if delta.completion is not None:
+                completions[delta.index] = delta.completion
+    return [Output(pieces[index], completions[index]) for index in range(len(requests))]
+
+
+async def _streamed(deltas: AsyncGenerator[Delta, None], form: ResponseFormat, http: HttpRequest) -> StreamingResponse:
+    # A request that cannot run fails before its first delta: the response is an error then, not a stream.
+    first_delta = await _while_connected(anext(deltas), http)
+
+    async def events() -> AsyncIterator[bytes]:
+        async with aclosing(deltas):
+            try:
+                for chunk in (*form.first_chunks(), *form.chunks(first_delta)):
+                    yield _server_sent(chunk)
+                async for delta in deltas:
+                    for chunk in form.chunks(delta):
+                        yield _server_sent(chunk)
+                for chunk in form.last_chunks():
+                    yield _server_sent(chunk)
+            except ApiError as error:
+                yield _server_sent(error_body(error))
+            yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _while_connected(work: Awaitable[T], http: HttpRequest) -> T:
+    """Await `work`; cancel it and raise ClientGoneError if the client disconnects first."""
+    working = asyncio.ensure_future(work)
+    disconnecting = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, disconnecting):
+            task.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _server_sent(data: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"

@@ -1,0 +1,187 @@
+"""`ssd-engine serve` from start to end: the engine process, the application, the port.
+
+The HTTP process does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from engine.api.app import create_app
+from engine.api.engine_process import EngineProcess
+from engine.api.response_cache import ResponseCache
+from engine.api.service import SAMPLING, Admission, ServedModel, Service
+from engine.commands.options import EngineOptions
+from engine.models.chat import ChatPrompts
+from engine.models.generation import load_generation_defaults
+from engine.models.tokenizer import Tokenizer
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+BIND_ADVICE = {
+    errno.EADDRINUSE: "the port is in use; give another --port, or 0 for a free one",
+    errno.EADDRNOTAVAIL: "this machine does not have that address; give one of its own as --host, or 0.0.0.0 for all",
+    errno.EACCES: "this user may not listen on that port; give a --port of 1024 or more",
+}
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of the HTTP server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: Path | None = None
+    """File with one key per line; None: requests need no key."""
+    max_waiting: int = 256
+    """Most requests that wait while others run; more are refused with status 429."""
+    max_body_bytes: int = 4 << 20
+    drain_s: float = 30.0
+    """Seconds that running requests may take after a signal to stop."""
+    cached_responses: int = 0
+    """Capacity of the response cache in tokens; 0: no cache."""
+
+
+def run_server(
+    model: str | None, name: str | None, config: ServerConfig, say: Callable[[str], None], **engine: Any
+) -> None:
+    """Serve until a signal. `engine`: further fields of `EngineOptions`. Raises UserError."""
+    options = EngineOptions.of(model, **engine)
+    # The folder of a downloaded model is named after its revision, so the hub name is used instead.
+    default_name = options.model.resolve().name if model is None or Path(model).exists() else model
+    asyncio.run(serve(options, config, name or default_name, say))
+
+
+async def serve(options: EngineOptions, config: ServerConfig, name: str, say: Callable[[str], None]) -> None:
+    """Serve until a signal. Raises UserError if the server cannot start, or the engine process ends by itself."""
+    bind(config.host, config.port).close()  # Fails before a large model is loaded, not after.
+    folder = options.model
+    keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
+    tokenizer = Tokenizer(folder)
+    served = ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        chat=ChatPrompts(folder, tokenizer),
+        defaults=_sampling_defaults(folder),
+        created=int(time.time()),
+        drafter=options.drafter,
+        prefix_cache=options.prefix_cache,
+    )
+    engine = EngineProcess(partial(build_engine_from, options))
+    say(f"loading {name} ...")
+    try:
+        ready = await engine.start()
+        admission = Admission(options.max_sequences + config.max_waiting)
+        cache = ResponseCache(config.cached_responses) if config.cached_responses else None
+        service = Service(engine, ready, served, admission, cache)
+        app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
+        await _listen(app, engine, config, say)
+        if engine.gone is not None:
+            raise UserError(f"the engine has stopped: {engine.gone}")
+    finally:
+        await engine.stop()
+
+
+def build_engine_from(options: EngineOptions) -> Engine:
+    """Build the engine; runs in the engine process. Raises UserError for a model or drafter that cannot be used."""
+    from engine.commands.launch import launch, load  # Imports PyTorch.
+
+    def warn(text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    return launch(load(options), Tokenizer(options.model), options, warn, say)
+
+
+def read_keys(path: Path) -> frozenset[str]:
+    """Return the keys in a file, one per line; lines that start with # are comments. Raises UserError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"--api-keys: cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
+    keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise UserError(f"--api-keys: {path} has no key; write one key per line")
+    return keys
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address and does not listen yet. Raises UserError."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as problem:
+        bound.close()
+        advice = BIND_ADVICE.get(problem.errno or 0, problem.strerror)
+        raise UserError(f"cannot listen on {host}:{port}: {advice}") from None
+    return bound
+
+
+def _sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Sampling parameters that the model's publisher recommends, by the names of `SamplingParams`."""
+    recommended = asdict(load_generation_defaults(folder))
+    return {name: value for name, value in recommended.items() if name in SAMPLING and value is not None}
+
+
+async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Callable[[str], None]) -> None:
+    settings = uvicorn.Config(
+        app, host=config.host, port=config.port, log_level="warning", access_log=False,
+        timeout_graceful_shutdown=int(config.drain_s), server_header=False, lifespan="off",
+    )  # fmt: skip
+    sockets = [bind(config.host, config.port)]
+    host, port = sockets[0].getsockname()[:2]
+    server = _UvicornServer(settings, lambda: say(f"serving at http://{host}:{port}"))
+
+    def stop() -> None:
+        say("stopping at once" if server.should_exit else f"waiting up to {config.drain_s:g} s for running requests")
+        server.force_exit, server.should_exit = server.should_exit, True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+    async def stop_with_engine() -> None:
+        await engine.wait_for_end()
+        server.should_exit = True
+
+    watching = asyncio.create_task(stop_with_engine())
+    try:
+        await server.serve(sockets=sockets)
+    finally:
+        watching.cancel()
+
+
+class _UvicornServer(uvicorn.Server):
+    """Calls back when it listens, and leaves signals to the event loop's handlers."""
+
+    def __init__(self, settings: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, then call back."""
+        await super().startup(sockets)
+        self._on_listening()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no handlers; uvicorn would raise the signal again after a normal shutdown."""
+        yield

@@ -1,0 +1,226 @@
+"""The interface between the engine and its drafters.
+
+How to write a drafter
+======================
+
+A drafter that reads nothing but tokens implements `ssd.types.Drafter` (`start`, `draft`, `finish`, `close`, in terms of
+ids and arrays); the engine wraps it in `engine.drafters.tokens.TokenDrafter`. Any other one implements `Drafter` below.
+Either kind is selected with `--drafter package.module:Class`, and is made as `Class(config, target)`, where `config` is
+an `ssd.config.DrafterConfig` (`config.options` has the `--drafter-option` pairs) and `target` a `TargetInfo`.
+
+Order of calls, all of them from the thread that runs the engine:
+
+    bind(forward)            once, after the KV cache exists, if the drafter has this method
+    start(sequence)          once per sequence, before its first step; not again after a preemption
+    propose(plan)            at most once per step, before the target's forward, for the entries of `plan.producing`;
+                             not called in steps in which drafting does not pay
+    observe(result)          after every step, once its tokens are committed to their sequences
+    finish(sequence, learn)  once per sequence, after the `observe` of its last step, or between steps if cancelled
+    close()                  once
+
+`propose` returns at most `entry.draft_room` tokens for each entry. Within a draft, parents precede their children. The
+engine may verify only a part of what was proposed, and tells in `observe` which one. A drafter that raises, or returns
+drafts that break these rules, loses its drafts for that step; `engine.drafters.guard` reports the first such problem.
+
+Verification
+------------
+
+`exact` (the default): the target's token at each position is fixed by noise that depends on the request's seed and on
+the position; a draft token is accepted if it is that token. A drafter that samples does so with the same noise, so that
+its tokens agree with the target's wherever the two distributions do (Gumbel coupling). `q` is not used.
+
+`rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise the
+residual distribution max(p - q, 0) takes the place of p. A token without a row of `q` is a deterministic candidate, as
+if q were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without
+replacement. A drafter samples with the noise of `Stream.DRAFT`, which is independent of the target's. Outputs follow
+the target's distribution only if whether a sampled token is proposed depends on its prefix and on earlier siblings
+alone, never on the token itself or its own probability. For the same reason the engine does not read the `accept_prob`
+of such drafts: it verifies all tokens up to a depth that it chooses from past acceptance rates.
+
+`engine.sampling.draft_sampler` samples for both modes, with the temperature, penalties and truncation of each request.
+
+Layers in the target's KV pages
+-------------------------------
+
+A drafter with layers of its own declares `kv_layers`; layers num_layers .. num_layers + kv_layers - 1 of the KV cache
+are its own, in the target's pages: same page tables, same slots, same prefix cache. So what slot t holds must depend on
+tokens 0..t alone. A drafter that reads hidden states stores in slot t what follows from the pair (hidden state of
+t - 1, token t), and writes the slots of all rows that it gets in `observe` before it returns: from then on, other
+sequences may share these pages. Rows of rejected drafts are overwritten later and never read.
+
+After a prefix-cache hit of n tokens the first row in `observe` belongs to position n. Its pair needs the hidden state
+of n - 1, which is not computed again. n is a multiple of the page size, so a drafter keeps the hidden state of the last
+slot of every page, indexed by page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from ssd.types import DraftBatch
+
+if TYPE_CHECKING:  # Drafters of tokens go without PyTorch.
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+    from engine.config import EngineConfig
+    from engine.drafters.draft_forward import DraftForward
+    from engine.models.config import ModelConfig
+    from engine.models.decoder import Decoder
+    from engine.scheduling.plan import StepPlan, StepResult
+    from engine.scheduling.sequence import Sequence
+
+DETERMINISTIC = -1
+"""Row of `Drafts.q` of a token that was not sampled."""
+
+
+class TargetOutputs(NamedTuple):
+    """What a drafter needs from the target."""
+
+    hidden_layers: tuple[int, ...] = ()
+    """Layers after which hidden states are taken, ascending; `num_layers` is the last layer's output before the final
+    norm, 0 the embedding."""
+    top_k: int = 0
+    """Number of largest logits, with their tokens, of the rows that are verified."""
+    kv_layers: int = 0
+    """Layers of the drafter's own in the target's KV pages, with the target's number and size of KV heads."""
+
+
+NO_OUTPUTS = TargetOutputs()
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The target and the limits that it runs within."""
+
+    config: ModelConfig
+    max_sequences: int
+    """Largest number of sequences in a step."""
+    max_draft: int
+    """Largest number of draft tokens of a sequence in a step."""
+    page_size: int
+    """Tokens in a page of KV cache."""
+    model: Decoder | None = None
+    """None if only tokens are drafted from, as in tests."""
+    folder: Path | None = None
+    """Where the target was loaded from."""
+
+    @classmethod
+    def from_model(cls, model: Decoder, engine: EngineConfig, folder: Path | None = None) -> TargetInfo:
+        """Describe a loaded model and the engine that is to run it."""
+        return cls(model.config, engine.max_sequences, engine.max_draft, engine.page_size, model, folder)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the target's weights and hidden states. Raises ValueError without a model."""
+        return self._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the target. Raises ValueError without a model."""
+        return self._weight.device
+
+    @property
+    def _weight(self) -> Tensor:
+        if self.model is None:
+            raise ValueError("this drafter needs the target's model, not only its configuration")
+        return self.model.embedding.weight
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """Drafts for B sequences, T tokens in all."""
+
+    batch: DraftBatch
+    """Tokens, parents, `accept_prob` and sources, one draft per entry of `StepPlan.producing`, in that order."""
+    q: Tensor | None = None
+    """float32 [R, V]: the distributions that tokens were sampled from; None if all candidates are deterministic."""
+    q_rows: np.ndarray | None = None
+    """int32 [T]: the row of `q` of each token, `DETERMINISTIC` for a token that was not sampled."""
+
+    @classmethod
+    def empty(cls, sequences: int) -> Drafts:
+        """Return no draft for any of `sequences`."""
+        return cls(DraftBatch.empty(sequences))
+
+
+@dataclass(frozen=True, eq=False)
+class OutcomeTable:
+    """Draft paths for possible outcomes of a step that is in flight: at most K outcomes for each of B sequences.
+
+    An outcome is the number of accepted tokens of `SequencePlan.in_flight_draft` and the token that the target adds to
+    them. A sequence without a step in flight has one outcome: no accepted token, and its last committed token.
+    """
+
+    accepted: np.ndarray
+    """int32 [B, K]: the number of accepted draft tokens of each outcome; -1 for an unused entry."""
+    bonus: np.ndarray
+    """uint32 [B, K]: the token after them."""
+    tokens: np.ndarray
+    """uint32 [B, K, n]: the draft to verify after that outcome, a path."""
+    lengths: np.ndarray
+    """int32 [B, K]: number of tokens of each draft."""
+    accept_prob: np.ndarray
+    """float32 [B, K, n]."""
+    source: np.ndarray
+    """uint8 [B, K, n]: an `ssd.types.Source` each."""
+
+    @classmethod
+    def empty(cls, sequences: int, outcomes: int, width: int) -> OutcomeTable:
+        """Return a table of unused entries, with room for `outcomes` drafts of `width` tokens for each sequence."""
+        return cls(
+            accepted=np.full((sequences, outcomes), -1, np.int32),
+            bonus=np.zeros((sequences, outcomes), np.uint32),
+            tokens=np.zeros((sequences, outcomes, width), np.uint32),
+            lengths=np.zeros((sequences, outcomes), np.int32),
+            accept_prob=np.zeros((sequences, outcomes, width), np.float32),
+            source=np.zeros((sequences, outcomes, width), np.uint8),
+        )
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens; the module's documentation has the rules.
+
+    Two methods are optional: `bind(forward: DraftForward)`, see `bind`, and `propose_after(plan: StepPlan) ->
+    OutcomeTable`, which returns drafts for likely outcomes of a step in flight and changes nothing.
+    """
+
+    needs: TargetOutputs
+
+    def start(self, sequence: Sequence) -> None:
+        """Begin a sequence; its prompt is `sequence.request.prompt`."""
+        ...
+
+    def propose(self, plan: StepPlan) -> Drafts:
+        """Return a draft for each entry of `plan.producing`, at most `entry.draft_room` tokens each."""
+        ...
+
+    def observe(self, result: StepResult) -> None:
+        """Take what a step committed, and the target's outputs that the drafter needs."""
+        ...
+
+    def finish(self, sequence: Sequence, learn: bool) -> None:
+        """End a sequence. `learn`: whether its output may be remembered for other requests."""
+        ...
+
+    def close(self) -> None:
+        """Release what the drafter holds."""
+        ...
+
+
+class BindableDrafter(Drafter, Protocol):
+    """A drafter that computes on the target's device."""
+
+    def bind(self, forward: DraftForward) -> None:
+        """Take access to the drafter's layers in the KV pages."""
+        ...

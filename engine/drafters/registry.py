@@ -1,0 +1,192 @@
+"""The kinds of drafters. `--drafter` and its help, error messages, tests and benchmarks read this table.
+
+Nothing heavy is imported before a drafter is made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ssd.config import DrafterConfig
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.drafters.base import Drafter, TargetInfo
+    from ssd import types
+
+    AnyDrafter = Drafter | types.Drafter
+    """A drafter with either interface; `engine.drafters.tokens.adapt` turns both into one."""
+
+LOG = logging.getLogger(__name__)
+DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
+REMOTE_DEADLINE_S = 0.01
+"""Time that a step waits for a remote drafter: a fraction of a step on a CPU."""
+GIVEN_BY_FLAGS = {"policy": "--drafter", "shape": "--draft-shape", "max_draft": "--max-draft"}
+"""Fields of `DrafterConfig` that have a flag of their own."""
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Access to a drafter that runs in another process."""
+
+    address: str = DEFAULT_ADDRESS
+    warn: Callable[[str], None] = LOG.warning
+    """Called whenever the sidecar goes away; the engine then runs without drafts until it is back."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of drafter."""
+
+    help: str
+    """What it drafts from, in a few words."""
+    build: Callable[[DrafterConfig, TargetInfo | None, Sidecar], AnyDrafter]
+    has_options: bool = False
+    """Whether it reads the fields of `DrafterConfig`, so that they may be given as options."""
+
+
+def _none(_config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+    from engine.drafters.none import NoDrafter
+
+    return NoDrafter()
+
+
+def _ngram(_config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+    from engine.drafters.ngram import NgramDrafter
+
+    return NgramDrafter()
+
+
+def _ssd(config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+    from ssd.drafter import SuffixDrafter
+
+    return SuffixDrafter(config)
+
+
+def _ssd_remote(_config: DrafterConfig, target: TargetInfo | None, sidecar: Sidecar) -> AnyDrafter:
+    from drafter_service.client import DrafterClient
+    from drafter_service.client.identity import model_identity
+
+    # The service keeps one namespace for each model.
+    folder = None if target is None else target.folder
+    return DrafterClient(
+        sidecar.address,
+        deadline_s=REMOTE_DEADLINE_S,
+        model=None if folder is None else model_identity(folder),
+        on_lost=lambda reason: sidecar.warn(
+            f"lost the connection to the drafter at {sidecar.address} ({reason}); going on without drafts"
+        ),
+    )
+
+
+def _classic(config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+    from ssd.classic import ClassicDrafter
+
+    return ClassicDrafter(replace(config, policy="classic"))
+
+
+KINDS: Mapping[str, Kind] = {
+    "none": Kind("no drafts: plain decoding", _none),
+    "ngram": Kind("prompt lookup in the request's own text", _ngram),
+    "ssd": Kind("all earlier requests and the request's own text", _ssd, has_options=True),
+    "ssd-remote": Kind("the same, in a sidecar at --address", _ssd_remote),
+    "classic": Kind("the article's plain scheme, as a baseline", _classic, has_options=True),
+}
+"""By the name that `--drafter` takes."""
+
+
+def describe_kinds() -> str:
+    """Return one line that names all kinds and says what they draft from."""
+    return "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
+
+
+def parse_kinds(text: str) -> list[str]:
+    """Split `A+B` into kinds, each a name of `KINDS` or `package.module:Class`. Raises UserError for unknown ones."""
+    kinds = text.split("+")
+    for kind in kinds:
+        module, separator, name = kind.partition(":")
+        if kind not in KINDS and not (separator and module and name):
+            raise UserError(f"unknown drafter {kind!r}; give {', '.join(KINDS)}, or package.module:Class")
+    return kinds
+
+
+def single_kind(text: str) -> str:
+    """Return the one kind that `text` names. Raises UserError for unknown kinds and for combinations of several."""
+    kinds = parse_kinds(text)
+    if len(kinds) > 1:
+        raise UserError(f"--drafter {text}: combining drafters is not supported yet; give one of {', '.join(kinds)}")
+    return kinds[0]
+
+
+def configure(kind: str, config: DrafterConfig, options: Mapping[str, str]) -> DrafterConfig:
+    """Return `config` with the options of `--drafter-option`.
+
+    Built-in kinds take fields of `DrafterConfig`; a third-party kind finds all of them in `config.options`. Raises
+    UserError for an unknown field or a value that it cannot have.
+    """
+    if kind not in KINDS:
+        return replace(config, options=dict(options))
+    known = {field.name for field in fields(DrafterConfig)} - {*GIVEN_BY_FLAGS, "options"}
+    for name in options:
+        if name in GIVEN_BY_FLAGS:
+            raise UserError(f"drafter option {name}: give {GIVEN_BY_FLAGS[name]} instead")
+        if not KINDS[kind].has_options:
+            raise UserError(f"the drafter {kind} has no options, so it cannot take {name}")
+        if name not in known:
+            raise UserError(f"the drafter {kind} has no option {name}; give {', '.join(sorted(known))}")
+    try:
+        given: dict[str, Any] = {name: _converted(config, name, text) for name, text in options.items()}
+        return replace(config, **given)
+    except ValueError as problem:
+        raise UserError(f"drafter option: {problem}") from None
+
+
+def build_drafter(
+    name: str,
+    config: DrafterConfig,
+    target: TargetInfo | None = None,
+    *,
+    address: str = DEFAULT_ADDRESS,
+    warn: Callable[[str], None] = LOG.warning,
+) -> AnyDrafter:
+    """Make the drafter that `name` calls for.
+
+    `target` is needed by drafters that use the model, and decides what namespace a sidecar drafts from. `address` and
+    `warn`: see `Sidecar`. Raises UserError for an unknown name, for a class that cannot be imported, and where no
+    drafter service answers at `address` or it does not serve this model.
+    """
+    kind = single_kind(name)
+    if kind in KINDS:
+        return KINDS[kind].build(config, target, Sidecar(address, warn))
+    return _load_class(kind)(config, target)
+
+
+def _load_class(path: str) -> Callable[[DrafterConfig, TargetInfo | None], AnyDrafter]:
+    module, _, name = path.partition(":")
+    try:
+        loaded = import_module(module)
+    except ImportError as problem:
+        raise UserError(f"--drafter {path}: {problem}") from None
+    if not hasattr(loaded, name):
+        raise UserError(f"--drafter {path}: the module {module} has no {name}")
+    made: Callable[[DrafterConfig, TargetInfo | None], AnyDrafter] = getattr(loaded, name)
+    return made
+
+
+def _converted(config: DrafterConfig, name: str, text: str) -> object:
+    """The text of an option as the type that its field has."""
+    kind = type(getattr(config, name))
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"{name} must be true or false, not {text!r}")
+        return text == "true"
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{name} must be a number, not {text!r}") from None
+    return text

@@ -1,0 +1,30 @@
+"""The interface between the engine's loop and what runs a step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.scheduling.plan import StepPlan, StepResult
+
+
+class InFlightStep(Protocol):
+    """A launched step whose results have not been read."""
+
+    plan: StepPlan
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns without waiting for the device."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the results. They are complete drafts' results: where outputs end is for the engine to find."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps on a device, in the order in which they are launched."""
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Start a step; may return before the device has run it."""
+        ...

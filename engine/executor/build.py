@@ -1,0 +1,146 @@
+"""Builds what runs steps: attention over a new KV cache, executors, and the measured cost of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.attention.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
+from engine.attention.base import StepShape
+from engine.config import EngineConfig
+from engine.drafters.base import NO_OUTPUTS, TargetOutputs
+from engine.executor.batch import Batch, Span
+from engine.executor.device_state import DeviceState
+from engine.executor.eager import EagerExecutor
+from engine.executor.fixed_step import FixedStep
+from engine.executor.graph import GraphExecutor
+from engine.executor.runner import Runner
+from engine.executor.shapes import StepGrid
+from engine.executor.transfer import CopyStream
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.scheduling.pages import PagePool
+from engine.scheduling.request import SamplingParams
+from engine.speculation.step_cost import Cost, StepCost
+from ssd.errors import UserError
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Numbers of tokens of the steps that are measured."""
+MAX_LOGIT_ROWS = 512
+"""Largest number of rows of logits in a measured step: those of a large vocabulary need much memory."""
+
+
+class Executors(NamedTuple):
+    """What runs the steps of one engine."""
+
+    eager: EagerExecutor
+    graph: GraphExecutor | None
+    pages: PagePool
+    cost: Cost | None
+    """What steps cost, if it was measured."""
+
+
+def build_executors(
+    model: Decoder,
+    config: EngineConfig,
+    attention: str,
+    common: SamplingParams,
+    notify: Callable[[str], None],
+    *,
+    has_graphs: bool | None = None,
+    measure: bool,
+    needs: TargetOutputs = NO_OUTPUTS,
+) -> Executors:
+    """Allocate a KV cache for a loaded model, and make what runs it.
+
+    `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `has_graphs`: whether there is a
+    graph executor; None: on a CUDA device, and wherever `config.in_flight` is 1. `measure`: time steps, for a few
+    seconds. `needs`: of the drafter. Raises UserError for an attention or a KV cache that is not available.
+    """
+    dtype = model.embedding.weight.dtype
+    device = str(model.embedding.weight.device)
+    backend = choose_backend(attention, model.config, dtype, device)
+    kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
+    pages = PagePool(_page_count(model.config, config, kv_dtype, needs.kv_layers), config.page_size)
+    # One page more than is handed out takes the keys and values of padding.
+    cache = make_attention(
+        backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype, needs.kv_layers
+    )
+    runner = Runner(model, cache, device, make_ops(backend))
+    eager = EagerExecutor(runner, config.page_size, needs)
+    is_cuda = torch.device(device).type == "cuda"
+    if has_graphs is None:
+        has_graphs = is_cuda or config.in_flight == 1
+    if not has_graphs:
+        return Executors(eager, None, pages, _measure(runner, model.config, config, pages) if measure else None)
+    graph = build_graph_executor(model.config, config, runner, pages, device)
+    if is_cuda:
+        graph.grid.capture(notify, graph.grid.kind_of([common], model.config.vocab_size))
+    return Executors(eager, graph, pages, graph.grid.measure() if measure else None)
+
+
+def build_graph_executor(
+    model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str
+) -> GraphExecutor:
+    """Allocate device state for an engine with these settings, and make its graph executor without captured graphs.
+
+    The cache of `runner` has one page more than `pages`, for padding.
+    """
+    longest = model.max_positions
+    max_pages = pages.pages_for(longest)
+    state = DeviceState.empty(config.max_sequences, longest, max_pages, pages.count, torch.device(device))
+    copies = CopyStream(state.lengths.device)
+
+    def make(sequences: int, rows: int) -> FixedStep:
+        shape = StepShape(sequences, rows, 1 + config.max_draft, max_pages)
+        return FixedStep(runner.fixed(shape), state, shape, pages.page_size, copies)
+
+    grid = StepGrid(make, state, config.max_sequences, config.max_draft)
+    return GraphExecutor(grid, runner, pages.page_size, model.vocab_size, config.max_draft)
+
+
+def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:
+    """Return what steps cost, measured on pages that are not in use yet."""
+
+    def run(tokens: int, sequences: int) -> None:
+        # All sequences write to the same pages: their content does not matter.
+        table = list(range(pages.pages_for(tokens)))
+        spans = [Span(index * tokens, tokens, 0, table) for index in range(sequences)]
+        positions = np.tile(np.arange(tokens), sequences)
+        rows = np.arange(tokens * sequences)[-MAX_LOGIT_ROWS:]
+        offsets = np.arange(0, tokens * sequences + 1, tokens)
+        runner.forward(
+            Batch(
+                tokens=np.zeros(tokens * sequences, np.int64),
+                positions=positions,
+                slots=positions,
+                spans=spans,
+                logit_rows=rows,
+                logit_offsets=offsets,
+                scored_offsets=np.full(sequences + 1, len(rows)),
+            )
+        ).argmax(dim=-1).cpu()  # waits for the device
+
+    largest = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
+    sizes = [size for size in SIZES if size < largest]
+    return StepCost.measured(run, [*sizes, largest], config.max_sequences)
+
+
+def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, kv_layers: int) -> int:
+    """Return the number of pages that fit into the configured memory, at most one full context per sequence.
+
+    dtype: of the cache. kv_layers: number of layers of the drafter in it. Raises UserError if no page fits.
+    """
+    layers = model.num_layers + kv_layers
+    page_bytes = 2 * layers * model.num_kv_heads * model.head_dim * dtype.itemsize * config.page_size
+    granted = (config.kv_memory_mib << 20) // page_bytes
+    if granted == 0:
+        least = -(-page_bytes >> 20)
+        raise UserError(
+            f"--kv-memory {config.kv_memory_mib}: a page of this model's KV cache takes {least} MiB; give more"
+        )
+    usable = config.max_sequences * -(-model.max_positions // config.page_size)
+    return min(granted, usable)

@@ -1,0 +1,72 @@
+"""Forward passes: a model, the attention over its KV cache, and the small operations between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import Attention, FixedAttention, RaggedRows, StepShape
+from engine.drafters.draft_forward import DraftForward
+from engine.executor.batch import Batch
+from engine.executor.kernels.tensors import StepInputs
+from engine.executor.transfer import on_device
+from engine.models.decoder import Decoder
+from engine.models.ops import PLAIN, Ops
+
+
+class Runner:
+    """A model and the attention over its KV cache."""
+
+    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
+        self._model = model
+        self._attention = attention
+        self._device = torch.device(device)
+        self._ops = ops
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
+        return self.forward_with_states(batch, ())[0]
+
+    @torch.inference_mode()
+    def forward_with_states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the logits of `forward`, and hidden states of all tokens after `layers`, [N, layers, hidden size]."""
+        tokens, positions, rows = (
+            on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
+        )
+        hidden, states = self._model.hidden_states(tokens, positions, self._attention.begin(batch), self._ops, layers)
+        return self._model.logits(hidden[rows]).float(), states
+
+    def draft_forward(self, page_size: int) -> DraftForward:
+        """Return access to the drafter's layers of the cache."""
+        return DraftForward(self._attention, page_size, self._device, self._ops)
+
+    @torch.inference_mode()
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy keys and values between slots of the cache, see `Attention.move`."""
+        self._attention.move(sources, targets)
+
+    def fixed(self, shape: StepShape) -> FixedForward:
+        """Return the forward pass of steps of one shape, see `Attention.fixed`."""
+        return FixedForward(self._model, self._attention.fixed(shape), self._ops)
+
+
+class FixedForward:
+    """The forward pass of steps of one shape; the host does not read any of its tensors."""
+
+    def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
+        self._model = model
+        self._attention = attention
+        self._ops = ops
+
+    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
+        """Prepare a step, see `FixedAttention.plan`."""
+        self._attention.plan(contexts, rows)
+
+    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
+        """Return the logits of all rows, float32 [N, vocab_size]."""
+        attend = self._attention.begin(RaggedRows(inputs.cache_slots, inputs.starts, inputs.contexts, page_tables))
+        hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
+        return self._model.logits(hidden).float()

@@ -1,0 +1,37 @@
+"""Decides whether a step is launched before or after the results of the previous one are read.
+
+Before (one step in flight): the device never waits for the host, but drafts are made for likely outcomes of the step in
+flight, and fewer are accepted. After (none in flight): the device waits for the host between two steps. So results are
+read first where the host's part of a step is small compared with what better drafts gain.
+"""
+
+from __future__ import annotations
+
+LATE_LOSS = 0.45
+"""Share of accepted tokens that is lost with a step in flight, see docs/experiments.md, 2026-11-22."""
+DECAY = 0.95
+"""Decay per step of the sums below: an effective window of about 20 steps."""
+
+
+class InFlightDepth:
+    """The number of steps in flight while the next one is planned, 0 or 1, from the times of recent steps."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        """fixed: a depth that does not change; None to decide by what steps take."""
+        self._fixed = fixed
+        self._host_s = self._step_s = 0.0
+        self._accepted = self._produced = 0.0
+
+    @property
+    def current(self) -> int:
+        """The depth for the next step."""
+        if self._fixed is not None:
+            return self._fixed
+        return int(self._host_s * self._produced >= LATE_LOSS * self._accepted * self._step_s)
+
+    def record(self, host_s: float, step_s: float, accepted: int, produced: int) -> None:
+        """Record one step: the host's part of its duration, the duration, draft tokens accepted, tokens produced."""
+        self._host_s = DECAY * self._host_s + host_s
+        self._step_s = DECAY * self._step_s + step_s
+        self._accepted = DECAY * self._accepted + accepted
+        self._produced = DECAY * self._produced + produced

@@ -1,0 +1,69 @@
+"""How deep drafts of sampled tokens are verified, in rejection mode.
+
+Outputs follow the target's distribution only if whether a sampled token is verified does not depend on the token. So
+the token budget is not shown what a drafter says of such tokens. It is shown a path whose probabilities are acceptance
+rates by depth, counted in earlier steps, and decides on a depth; all tokens up to that depth are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
+
+import numpy as np
+
+from engine.drafters.base import DETERMINISTIC, Drafts
+from engine.scheduling.plan import SequencePlan, SequenceResult
+from ssd.types import DraftBatch, Path, offsets_of
+
+DECAY = 0.99
+"""Decay per recorded draft of the counts: an effective window of about 100 drafts."""
+PRIOR_RATE = 0.7
+"""Rate that counts begin with, worth one draft."""
+
+
+class DepthRates:
+    """Share of accepted draft tokens by depth, given that the token before was accepted."""
+
+    def __init__(self, max_draft: int) -> None:
+        self._tried = np.ones(max_draft)
+        self._accepted = np.full(max_draft, PRIOR_RATE)
+
+    def path(self, length: int) -> DraftBatch:
+        """Return a draft of `length` tokens with these rates; the tokens themselves mean nothing."""
+        rates = (self._accepted / self._tried)[:length]
+        return DraftBatch.from_paths([Path(np.zeros(length, np.uint32), rates.astype(np.float32))])
+
+    def record(self, result: SequenceResult) -> None:
+        """Count what became of a draft."""
+        depth = np.arange(1, len(self._tried) + 1)
+        reached = depth <= min(result.max_accepted, result.accepted + 1)
+        self._tried = DECAY * self._tried + (1 - DECAY) + reached
+        self._accepted = DECAY * self._accepted + (1 - DECAY) * PRIOR_RATE + (reached & (depth <= result.accepted))
+
+
+def sampled_drafts(drafts: Drafts, entries: SequenceOf[SequencePlan]) -> list[bool]:
+    """Return for each entry whether its draft has sampled tokens that rejection verifies."""
+    if drafts.q_rows is None:
+        return [False] * len(entries)
+    bounds = pairwise(drafts.batch.offsets.tolist())
+    return [
+        entry.sequence.request.sampling.uses_rejection and bool((drafts.q_rows[start:end] != DETERMINISTIC).any())
+        for entry, (start, end) in zip(entries, bounds, strict=True)
+    ]
+
+
+def hide_sampled(
+    batch: DraftBatch, sampled: SequenceOf[bool], entries: SequenceOf[SequencePlan], rates: DepthRates
+) -> DraftBatch:
+    """Return the drafts that the token budget sees: in place of the `sampled` ones, paths of acceptance rates."""
+    parts = []
+    for index, (is_sampled, entry) in enumerate(zip(sampled, entries, strict=True)):
+        if is_sampled:
+            parts.append(rates.path(entry.draft_room))
+            continue
+        size = int(batch.offsets[index + 1] - batch.offsets[index])
+        own = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
+        columns = batch.tokens[own], batch.parents[own], batch.accept_prob[own], batch.source[own]
+        parts.append(DraftBatch(*columns, offsets_of(np.array([size]))))
+    return DraftBatch.concatenate(parts)

@@ -1,0 +1,172 @@
+"""Adds drafts to a step: asks the drafter, and keeps what the step can verify and what pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.drafters.base import Drafts, OutcomeTable
+from engine.drafters.guard import GuardedDrafter
+from engine.drafters.tokens import adapt
+from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
+from engine.speculation.draft_tree import DraftTree, straight_length
+from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
+from engine.speculation.token_budget import TokenBudget
+from engine.speculation.verify import uses_rejection
+from ssd.types import ROOT, DraftBatch, offsets_of
+
+if TYPE_CHECKING:
+    from engine.drafters.registry import AnyDrafter
+
+
+class Speculation:
+    """The engine's side of drafting. Faults of the drafter cost its drafts, see `engine.drafters.guard`."""
+
+    def __init__(
+        self, drafter: AnyDrafter, config: EngineConfig, vocab_size: int, budget: TokenBudget | None = None
+    ) -> None:
+        """Without a `budget` all draft tokens are verified."""
+        self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
+        self._vocab_size = vocab_size
+        self._has_trees = config.draft_shape == "tree"
+        self._budget = budget
+        self._rates = DepthRates(config.max_draft)
+        self._started: set[int] = set()
+        """Ids of the sequences that the drafter knows."""
+
+    @property
+    def drafter(self) -> GuardedDrafter:
+        """The drafter in use."""
+        return self._drafter
+
+    def propose(self, plan: StepPlan) -> None:
+        """Give drafts to the entries of a plan that produce."""
+        self._start(plan)
+        if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
+            return
+        tokens = sum(entry.scheduled for entry in plan.entries)
+        if self._budget is not None:
+            plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
+        began = perf_counter()
+        drafts = self._drafter.propose(plan)
+        plan.drafting_s = perf_counter() - began
+        plan.asked = True
+        lengths = np.diff(drafts.batch.offsets).astype(np.int64)
+        sampled = sampled_drafts(drafts, plan.producing)
+        if self._budget is not None:
+            shown = drafts.batch
+            if any(sampled):
+                shown = hide_sampled(shown, sampled, plan.producing, self._rates)
+                lengths = np.diff(shown.offsets).astype(np.int64)
+            lengths, plan.is_probe = self._budget.select(shown, lengths, tokens)
+        plan.q = drafts.q
+        for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
+            self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
+
+    def propose_ahead(self, plan: StepPlan) -> None:
+        """Give drafts for likely outcomes of the step in flight to the entries of a plan that produce."""
+        self._start(plan)
+        if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
+            return
+        tokens = sum(entry.scheduled for entry in plan.entries)
+        if self._budget is not None:
+            plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
+        table = self._drafter.propose_after(plan)
+        plan.asked = True
+        if table is None or table.tokens.size == 0:
+            return
+        rooms = np.array([entry.draft_room for entry in plan.producing])
+        lengths = np.minimum(usable_lengths(table, self._vocab_size), rooms[:, None])
+        if self._budget is not None:
+            drafts = likely_drafts(table, lengths)
+            limits, plan.is_probe = self._budget.select(drafts, lengths.max(axis=1), tokens)
+            lengths = np.minimum(lengths, limits[:, None])
+        plan.outcomes = replace(table, lengths=lengths)
+        # A sequence without a step in flight has its last token as the bonus token.
+        plan.known_lengths = np.array(
+            [len(entry.sequence) - (entry.in_flight_draft is None) for entry in plan.producing], np.int64
+        )
+        for entry, longest in zip(plan.producing, lengths.max(axis=1).tolist(), strict=True):
+            entry.max_verified = longest
+
+    @property
+    def can_propose_ahead(self) -> bool:
+        """Whether the drafter can draft while a step is in flight."""
+        return self._drafter.proposes_after
+
+    def observe(self, result: StepResult) -> None:
+        """Report a step whose tokens are committed."""
+        for each in result.results:
+            if uses_rejection(each.plan):
+                self._rates.record(each)
+        self._drafter.observe(result)
+
+    def finish(self, sequence: Sequence, learn: bool) -> None:
+        """End a sequence; its drafter may learn what it produced."""
+        if sequence.sequence_id in self._started:
+            self._started.remove(sequence.sequence_id)
+            self._drafter.finish(sequence, learn)
+
+    def close(self) -> None:
+        """Release the drafter."""
+        self._drafter.close()
+
+    def _start(self, plan: StepPlan) -> None:
+        for entry in plan.entries:
+            if entry.sequence.sequence_id not in self._started:
+                self._started.add(entry.sequence.sequence_id)
+                self._drafter.start(entry.sequence)
+
+    def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int, *, by_depth: bool) -> None:
+        """Give an entry the first `length` tokens of its draft, or all tokens of depth 1 to `length` if `by_depth`.
+
+        Of a tree it gets only a path where trees are off.
+        """
+        batch = drafts.batch
+        start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
+        own: slice | np.ndarray = slice(start, end if by_depth else start + length)
+        parents = batch.parents[own]
+        if by_depth:
+            shallow = DraftTree(parents).depths <= length
+            # Parents are not deeper than their children, so they are kept as well.
+            renumbered = np.append(np.cumsum(shallow) - 1, ROOT)
+            own, parents = start + np.flatnonzero(shallow), renumbered[parents[shallow]].astype(np.int32)
+        size = straight_length(parents)
+        if size < len(parents) and self._has_trees:
+            entry.tree = DraftTree(parents)
+            size = len(parents)
+        entry.draft = batch.tokens[own][:size]
+        entry.max_verified = size
+        entry.sources = batch.source[own][:size]
+        if drafts.q_rows is not None:
+            entry.q_rows = drafts.q_rows[own][:size]
+
+
+def usable_lengths(table: OutcomeTable, vocab_size: int) -> np.ndarray:
+    """Return the lengths of a table's drafts, int64 [B, K], cut before tokens that are out of vocabulary."""
+    beyond = table.tokens >= vocab_size
+    first = np.where(beyond.any(axis=2), beyond.argmax(axis=2), table.tokens.shape[2])
+    return np.where(table.accepted >= 0, np.minimum(table.lengths, first), 0).astype(np.int64)
+
+
+def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:
+    """Return one path per sequence whose tokens gain as much as those of its likeliest outcome.
+
+    How often outcomes are the ones that were drafted for is left to the budget's calibration.
+    """
+    places = np.arange(table.tokens.shape[2])
+    exists = places < lengths[:, :, None]
+    likely = np.where(exists, np.cumprod(np.where(exists, table.accept_prob, 1.0), axis=2), 0.0).max(axis=1)
+    accept_prob = likely.copy()
+    accept_prob[:, 1:] /= np.maximum(likely[:, :-1], 1e-30)
+    sizes = lengths.max(axis=1)
+    taken = places < sizes[:, None]
+    tokens = np.zeros(int(sizes.sum()), np.uint32)
+    parents = np.broadcast_to(places + ROOT, taken.shape)[taken].astype(np.int32)
+    probabilities = np.minimum(accept_prob[taken], 1.0).astype(np.float32)
+    return DraftBatch(tokens, parents, probabilities, tokens.astype(np.uint8), offsets_of(sizes))

@@ -1,0 +1,396 @@
+"""What all drafters over a corpus share: running sequences, sessions between turns, and forgetting.
+
+A subclass decides what to draft: `SuffixDrafter` and `ClassicDrafter`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import ClassVar, Self
+from weakref import WeakSet
+
+import numpy as np
+
+from ssd.config import DrafterConfig, PolicyName
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import check_tokens
+from ssd.sequences.idle import Idle, IdleSessions
+from ssd.sequences.local_index import LocalIndex
+from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
+from ssd.stats import Stats
+from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
+
+NO_LIMIT = np.zeros(1, np.uint32)
+NO_TOKENS = np.empty(0, np.uint32)
+
+PROPOSE_ID = (1 << 64) - 1
+"""Id of the sequence that `propose` keeps; no other sequence may have it."""
+PROPOSE_SESSION = ("propose",)
+"""Session of that sequence: a context that shares a prefix with the previous one is indexed from there on."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A running sequence, apart from its row in the tables."""
+
+    first_learned: int
+    """Index of the first token that is remembered when the sequence finishes; prompt tokens before it are not."""
+    published: int
+    """Number of tokens that other sequences could see when publishing last started or stopped."""
+    session_id: Hashable
+    request_id: str | None
+    turns: frozenset[str | None]
+    """Request ids of this request and of the earlier turns of its session."""
+    learn: bool
+    """Whether others may be offered what it produces; cleared when its request id is forgotten."""
+    is_kept: bool = True
+    """Whether the session's next turn may reuse its index."""
+    row: int = -1
+    """Row in the tables; -1 before the sequence begins."""
+
+
+@dataclass(eq=False)
+class Opening:
+    """A sequence that was opened and has not begun."""
+
+    text: np.ndarray
+    """uint32 [N]: the prompt and the tokens that were committed elsewhere."""
+    local: LocalIndex
+    running: Running
+    is_indexed: bool = False
+
+    @property
+    def learned(self) -> np.ndarray:
+        """The part of the text that is remembered with the output, uint32."""
+        return self.text[self.running.first_learned :]
+
+    def index(self) -> None:
+        """Index the text, about 0.2 us per token, unless that was done before. Any thread may call it."""
+        if not self.is_indexed:
+            self.local.continue_with(self.text)
+            self.is_indexed = True
+
+
+class CorpusDrafter(ABC):
+    """Base of the drafters that share a `Corpus`. One thread at a time may use a drafter."""
+
+    POLICY: ClassVar[PolicyName]
+    """The policy that the class implements; a configuration with another one is refused."""
+    PUBLISHES: ClassVar[bool]
+    """Whether drafts may come from running requests, so that committed tokens go to the corpus's live tier."""
+
+    def __init__(
+        self,
+        config: DrafterConfig | None = None,
+        *,
+        corpus: Corpus | None = None,
+        stats: Stats | None = None,
+        remember: Callable[[np.ndarray, str | None], object] | None = None,
+    ) -> None:
+        """Make a drafter over `corpus`, or over a new one that a background thread maintains until `close`.
+
+        config: settings; capacity and match depth are the corpus's where one is given. stats: counters to add to.
+        remember: called with the tokens and the request id of each finished request instead of `corpus.append`; it must
+        copy the tokens. Raises ValueError for a policy of another class, and for a capacity or match depth that differs
+        from both the default and the corpus's.
+        """
+        config = config or DrafterConfig(policy=self.POLICY)
+        if config.policy != self.POLICY:
+            raise ValueError(f"{type(self).__name__} implements policy={self.POLICY!r}, not {config.policy!r}")
+        self.config = config if corpus is None else _fitted(config, corpus)
+        self.stats = stats or Stats()
+        self._owns_corpus = corpus is None
+        self.corpus = corpus or Corpus.from_config(config)
+        if self._owns_corpus:
+            self.corpus.maintain(config.refresh_interval_s)
+        self._remember = remember or self.corpus.append
+        self._is_publishing = False
+        self._sequences = Sequences(config.max_draft)
+        self._running: dict[int, Running] = {}
+        self._opened: WeakSet[Running] = WeakSet()
+        """Running sequences and those that were opened."""
+        self._idle = IdleSessions(config.idle_sessions, config.idle_tokens)
+
+    def start(
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        committed: np.ndarray | None = None,
+        session_id: Hashable = None,
+        request_id: str | None = None,
+        learn: bool = True,
+    ) -> None:
+        """Begin a sequence with its prompt, uint32 [P].
+
+        committed: uint32 [n], tokens that it has already produced elsewhere. session_id: turns of a conversation with
+        the same id share an index: only the new part of a prompt is indexed and remembered. request_id: a name to
+        forget the output by. learn: whether the output may ever be offered to other sequences. Raises ValueError for
+        an id in use, and for tokens as `Corpus.append`.
+        """
+        self._check_is_new(sequence_id)
+        opening = self.open(prompt, committed=committed, session_id=session_id, request_id=request_id, learn=learn)
+        self.begin(sequence_id, opening)
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Commit the tokens that the target produced, and draft what may follow.
+
+        Raises ValueError for a sequence that is not running or that appears twice in the batch, for more tokens
+        verified than the last draft had, for a reserved token id, for arrays as `Progress.check_arrays`, and for a
+        cost outside (0, 1].
+        """
+        progress.check_arrays()
+        rows = self._rows_of(progress.sequence_ids.tolist())
+        drafts = self._step(rows, progress)
+        if self.PUBLISHES:
+            self._publish(rows, progress)
+        return drafts
+
+    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
+        """Draft after each of K possible outcomes of verifying the last drafts, as if it had been committed.
+
+        Changes nothing that later drafts depend on. A policy that cannot do it has no draft for any outcome. Raises
+        ValueError as `draft`, and for accepted tokens that are not a path of the last draft.
+        """
+        self._rows_of(outcomes.sequence_ids.tolist())
+        return DraftBatch.empty(len(outcomes.accepted))
+
+    def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
+        """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
+
+        context: token ids, a list or uint32 [N]. max_draft: most tokens; None: as configured. The drafter keeps the
+        last context, so that a call whose context extends it costs only the new tokens, which also calibrate the
+        probabilities. Contexts are never offered to other sequences. Raises ValueError for a reserved or negative
+        token id.
+        """
+        text = _token_array(context)
+        limit = self.config.max_draft if max_draft is None else max_draft
+        running, verified, added = self._running.get(PROPOSE_ID), 0, text[:0]
+        before = NO_TOKENS if running is None else self._sequences.local(running.row).tokens
+        if running is not None and len(before) <= len(text) and np.array_equal(before, text[: len(before)]):
+            added = text[len(before) :]
+            verified = int(self.offered_to([PROPOSE_ID])[0]) if len(added) else 0
+        else:
+            if running is not None:
+                self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
+            self.start(PROPOSE_ID, text, session_id=PROPOSE_SESSION, learn=False)
+        return self.draft(_progress_of_one(PROPOSE_ID, added, verified, np.array([max(0, limit)], np.uint32)))
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
+        """End a sequence; `tokens`, uint32 [n], were committed since its last draft.
+
+        verified: number of tokens of the last draft that the target verified. learn: whether the output is remembered.
+        Raises ValueError as `draft`.
+        """
+        rows = self._rows_of([sequence_id])
+        progress = _progress_of_one(sequence_id, tokens, verified, NO_LIMIT)
+        progress.check_arrays()
+        self._step(rows, progress)
+        running = self._running.pop(sequence_id)
+        self._opened.discard(running)
+        self.corpus.end_running(self._owner_of(running))
+        local = self._sequences.remove(running.row)
+        if learn and running.learn:
+            self._remember(local.tokens[running.first_learned :], running.request_id)
+        if running.session_id is not None and running.is_kept:
+            self._idle.keep(running.session_id, Idle(local, running.turns, self.corpus.clock()))
+
+    def forget(self, request_id: str) -> None:
+        """Forget what was produced under a request id: in the corpus (see `Corpus.forget`) and in this drafter.
+
+        Other drafters that share the corpus have to be told: `forget_own`.
+        """
+        self.corpus.forget(request_id)
+        self.forget_own(request_id)
+
+    def forget_older_than(self, age_s: float) -> None:
+        """Forget what finished more than `age_s` seconds ago, and sessions that have been idle for longer."""
+        self.corpus.forget_older_than(age_s)
+        self.end_sessions_before(self.corpus.clock() - age_s)
+
+    def memory_bytes(self) -> int:
+        """Memory of the corpus, the running sequences, idle sessions and statistics."""
+        return self.corpus.nbytes + self.stats.nbytes + self.own_bytes
+
+    def close(self) -> None:
+        """Forget the running sequences, and stop the maintenance of a corpus of its own."""
+        for running in self._running.values():
+            self.corpus.end_running(self._owner_of(running))
+        self._running.clear()
+        self._opened.clear()
+        self._idle.drop(lambda _: True)
+        if self._owns_corpus:
+            self.corpus.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # For the drafter service, not part of the public interface.
+
+    def open(
+        self,
+        prompt: np.ndarray,
+        *,
+        committed: np.ndarray | None = None,
+        session_id: Hashable = None,
+        request_id: str | None = None,
+        learn: bool = True,
+    ) -> Opening:
+        """Check the arguments of `start`. Then call `begin`; a long prompt may be indexed in another thread first."""
+        text = prompt if committed is None else np.concatenate([prompt, committed])
+        check_tokens(text)
+        idle = self._idle.pop(session_id) if session_id is not None else None
+        local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
+        turns = idle.turns if idle is not None else frozenset()
+        # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
+        first_learned = max(0, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
+        running = Running(first_learned, len(text), session_id, request_id, turns | {request_id}, learn)
+        self._opened.add(running)
+        return Opening(text, local, running)
+
+    def begin(self, sequence_id: int, opening: Opening) -> None:
+        """Begin an opened sequence. Raises ValueError for an id in use."""
+        self._check_is_new(sequence_id)
+        opening.index()
+        running = opening.running
+        shown = opening.text[running.first_learned :] if running.learn and self.PUBLISHES else None
+        running.row = self._sequences.add(opening.local, self.corpus.start_running(shown))
+        self._running[sequence_id] = running
+
+    def forget_own(self, request_id: str) -> None:
+        """Forget what was produced under a request id and is not in the corpus.
+
+        A running sequence of that id continues, but after the next refresh no other sequence is offered its output, and
+        it is not remembered. Idle sessions with a turn of that id end.
+        """
+        self._idle.drop(lambda idle: request_id in idle.turns)
+        for running in self._opened:
+            running.is_kept &= request_id not in running.turns
+            if running.request_id == request_id:
+                running.learn = False
+                if running.row >= 0:
+                    self.corpus.hide_running(self._owner_of(running))
+
+    def end_sessions_before(self, time: float) -> None:
+        """End sessions that have been idle since before `time`, by the corpus's clock."""
+        self._idle.drop(lambda idle: idle.since < time)
+
+    def offered(self) -> dict[int, int]:
+        """Number of tokens in the last draft of each running sequence, by sequence id."""
+        nodes = self._sequences.state[:, NODES]
+        return {sequence_id: max(0, int(nodes[running.row]) - 1) for sequence_id, running in self._running.items()}
+
+    def offered_to(self, sequence_ids: list[int]) -> np.ndarray:
+        """Number of tokens in the last draft of each sequence, int64 [n]; -1 for one that is not running."""
+        running, nodes = self._running, self._sequences.state[:, NODES]
+        rows = [running[sequence_id].row if sequence_id in running else -1 for sequence_id in sequence_ids]
+        at = np.array(rows, np.int64)
+        return np.where(at < 0, -1, np.maximum(0, nodes[at] - 1))
+
+    def sizes(self) -> dict[int, int]:
+        """Number of tokens of each running sequence, prompt included, by sequence id."""
+        sizes = self._sequences.state[:, SIZE]
+        return {sequence_id: int(sizes[running.row]) for sequence_id, running in self._running.items()}
+
+    @property
+    def running(self) -> int:
+        """Number of running sequences."""
+        return len(self._running)
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of the running sequences and idle sessions."""
+        return self._sequences.nbytes + self._idle.nbytes
+
+    @abstractmethod
+    def _step(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
+        """Commit a batch's tokens and draft; rows: int64 [B], the sequences' rows in the tables.
+
+        Raises ValueError, without any effect, as `draft`.
+        """
+
+    def _check_is_new(self, sequence_id: int) -> None:
+        if sequence_id in self._running:
+            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+
+    def _owner_of(self, running: Running) -> int:
+        """The sequence's number in the live tier."""
+        return int(self._sequences.state[running.row, OWNER])
+
+    def _publish(self, rows: np.ndarray, progress: Progress) -> None:
+        """Add the committed tokens to the live tier while other sequences run that could draft them."""
+        watches = self.corpus.has_several_running
+        if watches != self._is_publishing:
+            self._is_publishing = watches
+            self._switch_publishing(rows, progress)
+        if watches:
+            self.corpus.extend_running(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
+
+    def _switch_publishing(self, rows: np.ndarray, progress: Progress) -> None:
+        """Publish what was withheld while no other sequence ran, or note how much is published when that ends."""
+        committed = dict(zip(rows.tolist(), np.diff(progress.offsets.astype(np.int64)).tolist(), strict=True))
+        depth = self.config.match_depth
+        for running in self._running.values():
+            tokens = self._sequences.local(running.row).tokens
+            tokens = tokens[: len(tokens) - committed.get(running.row, 0)]
+            missed, running.published = tokens[running.published :], len(tokens)
+            if not self._is_publishing or len(missed) == 0:
+                continue
+            if len(missed) > depth:
+                self.corpus.skip_running(self._owner_of(running), tokens[-depth:])
+            else:
+                # As few as the tokens that would be repeated behind a gap.
+                owner = np.array([self._owner_of(running)], np.int64)
+                self.corpus.extend_running(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
+
+    def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
+        running = self._running
+        try:
+            rows = [running[sequence_id].row for sequence_id in sequence_ids]
+        except KeyError as missing:
+            raise ValueError(f"sequence {missing.args[0]} was not started") from None
+        if len(rows) > 1 and len(set(rows)) != len(rows):
+            twice = next(one for one in sequence_ids if sequence_ids.count(one) > 1)
+            raise ValueError(f"sequence {twice} appears twice in the batch")
+        return np.array(rows, np.int64)
+
+
+def _fitted(config: DrafterConfig, corpus: Corpus) -> DrafterConfig:
+    """Take capacity and match depth from a corpus. Raises ValueError where the configuration says otherwise."""
+    for name, own, default in (
+        ("capacity", corpus.capacity, DrafterConfig.capacity),
+        ("match_depth", corpus.depth, DrafterConfig.match_depth),
+    ):
+        if getattr(config, name) not in (own, default):
+            raise ValueError(
+                f"the corpus was made with {name}={own}, not {getattr(config, name)}; leave it out of the configuration"
+            )
+    return replace(config, capacity=corpus.capacity, match_depth=corpus.depth)
+
+
+def _progress_of_one(sequence_id: int, tokens: np.ndarray, verified: int, limit: np.ndarray) -> Progress:
+    return Progress(
+        sequence_ids=np.array([sequence_id], np.uint64),
+        tokens=tokens,
+        offsets=offsets_of(np.array([len(tokens)], np.uint32)),
+        verified=np.array([verified], np.uint32),
+        max_draft=limit,
+    )
+
+
+def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Token ids as uint32 [N]. Raises ValueError for ids that are not whole numbers below 2**32."""
+    given = np.asarray(tokens)
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        raise ValueError(f"a context is a row of whole numbers, not {given.dtype} {list(given.shape)}")
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < 1 << 32:
+        raise ValueError("token ids must be 0 to 4,294,967,294")
+    return np.array(given, np.uint32)

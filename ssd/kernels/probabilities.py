@@ -1,0 +1,266 @@
+"""Probabilities of acceptance: tables and weights that are learned online from the target's output.
+
+A candidate's evidence becomes inputs, each the logit of a probability: cells of tables that are looked up by match
+length, count, share and recency, a blend of a source's levels (prediction by partial matching), and cells for
+pointers, for the token itself and for the pair of it and the previous token. A logistic mixture weights them, with one
+set of weights for each pair of match lengths (Mahoney, "Adaptive weighing of context models for lossless data
+compression", 2005), and a last table corrects the mixture's result. After a step every candidate that was considered on
+the accepted path is a training example.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import types
+
+from ssd.kernels.jit import FloatRows, FloatsOut, inline, kernel
+
+SOURCES, LEVELS = 2, 2
+ROWS = SOURCES * LEVELS
+SAMPLES = 32
+"""Occurrences of a match that are sampled, one bit of a mask each; more gained less than 0.5 %."""
+GLOBAL, LOCAL = 0, 1
+"""As in `ssd.types.Source`."""
+
+LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
+RUN_BUCKETS, MISS_BUCKETS = 11, 4
+TOKEN_BITS, PAIR_BITS, TOKEN_SHARES = 14, 14, 4
+"""Bits of the hashes by which tokens and pairs of tokens share cells."""
+FINAL_BUCKETS, FINAL_DEPTHS, FINAL_SOURCES = 33, 4, 4
+
+# First cell of each table.
+MATCH_CELLS = 0
+POINTER_CELLS = MATCH_CELLS + SOURCES * LEVELS * LENGTH_BUCKETS * COUNT_BUCKETS * SHARE_BUCKETS * 2
+TOKEN_CELLS = POINTER_CELLS + SOURCES * RUN_BUCKETS * MISS_BUCKETS * 2
+PAIR_CELLS = TOKEN_CELLS + (TOKEN_SHARES << TOKEN_BITS)
+FINAL_CELLS = PAIR_CELLS + (TOKEN_SHARES << PAIR_BITS)
+CELL_COUNT = FINAL_CELLS + FINAL_DEPTHS * FINAL_SOURCES * FINAL_BUCKETS
+
+# Inputs of a mixture: cells of matches, pointers, the token and the pair of tokens, then the two blends.
+TABLE_INPUTS = ROWS + SOURCES + 2
+INPUTS = TABLE_INPUTS + SOURCES
+TOKEN_INPUT = TABLE_INPUTS - 2
+PAIR_INPUT = TABLE_INPUTS - 1
+BLEND_INPUT = TABLE_INPUTS
+
+INPUT_CELLS = TABLE_INPUTS + 1
+"""Number of cells per candidate; the last one is for the final correction."""
+NO_CELL = -1
+
+# Columns of a candidate's probabilities, float32: of the mixture, the blends' logits, and the final one.
+MIXED, BLENDS, FINAL = 0, 1, 1 + SOURCES
+CHANCE_COLUMNS = FINAL + 1
+
+SET_LENGTHS = 5
+WEIGHT_SETS = SET_LENGTHS * SET_LENGTHS
+
+# Columns of cells. Their logits, which drafts read, are a separate array, so that more of them fit into the cache.
+CHANCE, SEEN = range(2)
+
+SEEN_CAP, TOKEN_SEEN_CAP, FINAL_SEEN_CAP = 250.0, 60.0, 500.0
+"""Limits of the number of examples that a cell averages over; found on recorded traffic, like all constants here."""
+LEARNING_RATE = 0.005
+START_WEIGHTS = (0.2,) * (SOURCES * LEVELS) + (0.1,) * 4 + (0.4,) * SOURCES
+START_SEEN = 0.5
+FINAL_START = 40.0
+
+# Rate and start of the running means from which the price is computed.
+PRICE_RATE = 0.001
+START_TOKENS_PER_COST = 1.5
+
+_LENGTH_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+_COUNT_EDGES = (1, 2, 3, 4, 8, 16, 64)
+_RUN_EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+_SET_EDGES = (0, 2, 5, 11)
+_TABLE = 65
+
+
+def _buckets(edges: tuple[int, ...]) -> np.ndarray:
+    """Return the buckets of 0 to 64: the first whose edge is not below the number."""
+    return np.searchsorted(np.array(edges), np.arange(_TABLE)).astype(np.int32)
+
+
+LENGTH_BUCKET = _buckets(_LENGTH_EDGES)
+COUNT_BUCKET = _buckets(_COUNT_EDGES)
+RUN_BUCKET = _buckets(_RUN_EDGES)
+SET_BUCKET = _buckets(_SET_EDGES)
+
+
+@inline
+def bucket(table, number):  # type: ignore[no-untyped-def]
+    """Return the bucket of a non-negative number."""
+    return table[min(number, 64)]
+
+
+def _share_buckets() -> np.ndarray:
+    """Return the bucket of `votes` (row) among `alive` samples (column): 0 for none, 12 for all, others between."""
+    votes, alive = np.ogrid[: SAMPLES + 1, : SAMPLES + 1]
+    share = votes * (np.float32(1.0) / np.maximum(alive, 1).astype(np.float32)).astype(np.float64)
+    middle = 1 + np.minimum(SHARE_BUCKETS - 3, (share * (SHARE_BUCKETS - 2)).astype(np.int32))
+    return np.where(votes == 0, 0, np.where(share >= 1.0, SHARE_BUCKETS - 1, middle)).astype(np.int8)
+
+
+SHARE_BUCKET = _share_buckets()
+
+
+# Tables replace exponentials, which a draft would compute hundreds of times.
+_VALUE_RANGE, _VALUE_STEPS = 8.0, 128
+_VALUES = (np.arange(2 * int(_VALUE_RANGE) * _VALUE_STEPS) + 0.5) / _VALUE_STEPS - _VALUE_RANGE
+_CHANCES = (1.0 / (1.0 + np.exp(-_VALUES))).astype(np.float32)
+_CHANCE_STEPS = 4096
+_LOGITS = (np.arange(_CHANCE_STEPS) + 0.5) / _CHANCE_STEPS
+_LOGITS = np.clip(np.log(_LOGITS / (1.0 - _LOGITS)), -6.9, 6.9).astype(np.float32)
+
+
+@inline
+def quick_chance(value):  # type: ignore[no-untyped-def]
+    """Return the inverse of `logit` from a table, within 0.002."""
+    at = int((value + np.float32(_VALUE_RANGE)) * np.float32(_VALUE_STEPS))
+    return _CHANCES[min(max(at, 0), len(_CHANCES) - 1)]
+
+
+@inline
+def quick_logit(chance):  # type: ignore[no-untyped-def]
+    """Return `logit` from a table of 4096 probabilities."""
+    return _LOGITS[min(int(chance * np.float32(_CHANCE_STEPS)), _CHANCE_STEPS - 1)]
+
+
+@inline
+def logit(chance):  # type: ignore[no-untyped-def]
+    """Return ln(p / (1 - p)), bounded."""
+    if chance <= 0.001:
+        return -6.9
+    if chance >= 0.999:
+        return 6.9
+    return math.log(chance / (1.0 - chance))
+
+
+@inline
+def chance_of(value):  # type: ignore[no-untyped-def]
+    """Return the inverse of `logit`."""
+    return 1.0 / (1.0 + math.exp(-value))
+
+
+@inline
+def match_cells(row, length, count):  # type: ignore[no-untyped-def]
+    """Return the first cell for a length and count; row = source * LEVELS + level."""
+    cell = row * LENGTH_BUCKETS + bucket(LENGTH_BUCKET, length)
+    return MATCH_CELLS + (cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)) * SHARE_BUCKETS * 2
+
+
+@inline
+def match_cell(cells, votes, alive, is_newest):  # type: ignore[no-untyped-def]
+    """Return the cell for `votes` of `alive` samples, given the first of its cells."""
+    return cells + SHARE_BUCKET[votes, alive] * 2 + is_newest
+
+
+@inline
+def pointer_cell(source, run, misses, agrees):  # type: ignore[no-untyped-def]
+    """Return the cell of a pointer's prediction."""
+    cell = (source * RUN_BUCKETS + bucket(RUN_BUCKET, run)) * MISS_BUCKETS + min(misses, MISS_BUCKETS - 1)
+    return POINTER_CELLS + cell * 2 + agrees
+
+
+@inline
+def token_share(chance):  # type: ignore[no-untyped-def]
+    """Return the bucket of a probability; buckets are of equal width."""
+    return min(TOKEN_SHARES - 1, int(chance * TOKEN_SHARES))
+
+
+@inline
+def token_cells(token):  # type: ignore[no-untyped-def]
+    """Return the first of a token's cells, which is for the lowest probability."""
+    hashed = ((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - TOKEN_BITS)
+    return TOKEN_CELLS + np.int64(hashed) * TOKEN_SHARES
+
+
+@inline
+def pair_cells(before, token):  # type: ignore[no-untyped-def]
+    """Return the first of the cells of a token that follows the token `before`."""
+    hashed = (
+        (np.uint64(token) * np.uint64(2654435761) + np.uint64(before) * np.uint64(0x9E3779B1CD))
+        * np.uint64(0x9E3779B97F4A7C15)
+    ) >> np.uint64(64 - PAIR_BITS)
+    return PAIR_CELLS + np.int64(hashed) * TOKEN_SHARES
+
+
+@inline
+def final_cell(depth, matched, value):  # type: ignore[no-untyped-def]
+    """Return the lower of two cells between which a mixture's value is interpolated, and the upper one's weight."""
+    at = (min(max(value, -7.9), 7.9) + 8.0) * 2.0
+    low = int(at)
+    return FINAL_CELLS + (min(depth, FINAL_DEPTHS - 1) * 4 + matched) * FINAL_BUCKETS + low, at - low
+
+
+@inline
+def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-def]
+    """Move a cell towards an outcome, by less the more outcomes it has seen."""
+    seen = cells[cell, SEEN] + 1.0
+    chance = cells[cell, CHANCE] + (happened - cells[cell, CHANCE]) / seen
+    cells[cell, CHANCE] = chance
+    logits[cell] = logit(chance)
+    cells[cell, SEEN] = min(seen, cap)
+
+
+_COUNT_OF = (1.0, 2.0, 3.0, 4.0, 6.0, 12.0, 24.0, 64.0)
+"""Typical count of each bucket."""
+
+
+@inline
+def _part_of(share):  # type: ignore[no-untyped-def]
+    """Return the typical share of a bucket."""
+    return 0.0 if share == 0 else 1.0 if share == SHARE_BUCKETS - 1 else (share - 0.5) / 11.0
+
+
+@inline
+def _match_prior(index):  # type: ignore[no-untyped-def]
+    """Return the initial value of a match cell: its share, moved towards 0.02 / 0.54 by half an occurrence."""
+    share, count = (index // 2) % SHARE_BUCKETS, (index // 2 // SHARE_BUCKETS) % COUNT_BUCKETS
+    return (_part_of(share) * _COUNT_OF[count] + 0.02) / (_COUNT_OF[count] + 0.54)
+
+
+@inline
+def _pointer_prior(index):  # type: ignore[no-untyped-def]
+    """Return the initial value of a pointer's cell, which grows with the number of correct predictions."""
+    run = (index // 2 // MISS_BUCKETS) % RUN_BUCKETS
+    right = (run + 0.5) / (run + 1.5)
+    return right if index % 2 == 1 else 1.0 - right
+
+
+@kernel(FloatRows, FloatsOut, returns=types.void)
+def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
+    """Write the initial values of all cells, float32 [CELL_COUNT, 2], and their logits, float32 [CELL_COUNT]."""
+    for index in range(CELL_COUNT):
+        if index < POINTER_CELLS:
+            chance = _match_prior(index)
+        elif index < TOKEN_CELLS:
+            chance = _pointer_prior(index - POINTER_CELLS)
+        elif index < FINAL_CELLS:
+            chance = ((index - TOKEN_CELLS) % TOKEN_SHARES + 0.5) / TOKEN_SHARES
+        else:
+            chance = chance_of((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
+        cells[index, CHANCE] = chance
+        logits[index] = logit(chance)
+        cells[index, SEEN] = START_SEEN if index < FINAL_CELLS else FINAL_START
+
+
+class LearnedTables:
+    """The learned tables of a corpus."""
+
+    def __init__(self) -> None:
+        self.cells = np.zeros((CELL_COUNT, 2), np.float32)
+        self.logits = np.zeros(CELL_COUNT, np.float32)
+        fill_prior(self.cells, self.logits)
+        self.weights = np.tile(np.array(START_WEIGHTS, np.float32), (WEIGHT_SETS, 1))
+        self.pace = np.array([START_TOKENS_PER_COST, 1.0])
+        """Running means of tokens per step and of the cost of a step; float64 [2]."""
+
+        self.arrays = (self.cells, self.logits, self.weights, self.pace)
+        """Arguments of kernels."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tables."""
+        return sum(array.nbytes for array in self.arrays)

@@ -1,0 +1,191 @@
+"""TLS between real servers and clients."""
+
+import grpc
+import pytest
+
+from drafter_service.auth.connector import ClientAccess, Connector
+from drafter_service.auth.listening import server_credentials
+from drafter_service.settings.tree import AccessConfig
+from drafter_service.transport.address import Address
+from ssd.errors import UserError
+from tests.certificates import Authority, encrypt_key, replace_file
+from tests.drafter_service.guarded import guarded, open_aio, run
+
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+CALLERS = """
+[[caller]]
+name = "team-a"
+certificate = "engine-a"
+namespaces = ["a-*"]
+rights = ["read"]
+
+[[caller]]
+name = "team-b"
+certificate = "spiffe://example.org/b"
+namespaces = ["b-*"]
+rights = ["read"]
+"""
+
+
+@pytest.fixture
+def ca(tmp_path):
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def other_ca(tmp_path):
+    return Authority(tmp_path, "other")
+
+
+def tls(ca, pair, **further):
+    return AccessConfig(certificate=pair.certificate, key=pair.key, **further)
+
+
+def trusting(ca, pair=None, **further):
+    mine = {} if pair is None else {"certificate": pair.certificate, "key": pair.key}
+    return ClientAccess(ca=ca.certificate, **mine, **further)
+
+
+@run
+async def test_only_clients_that_trust_the_ca_connect(ca, other_ca):
+    async with guarded(tls(ca, ca.server())) as service:
+        assert await service.is_connected(trusting(ca))
+        assert not await service.is_connected(trusting(other_ca))
+        assert not await service.is_connected(ClientAccess())
+
+
+@run
+async def test_tls_over_a_unix_socket(ca, socket_address):
+    async with guarded(tls(ca, ca.server()), socket_address) as service:
+        assert await service.is_connected(trusting(ca))
+        assert not await service.is_connected(ClientAccess())
+
+
+@run
+async def test_name_in_the_certificate_must_match(ca):
+    async with guarded(tls(ca, ca.server(names=["drafter.example.org"]))) as service:
+        assert not await service.is_connected(trusting(ca))
+        assert await service.is_connected(trusting(ca, server_name="drafter.example.org"))
+
+
+@run
+async def test_expired_server_certificate_is_refused(ca):
+    async with guarded(tls(ca, ca.server(expired=True))) as service:
+        assert not await service.is_connected(trusting(ca))
+
+
+@run
+async def test_synchronous_client_connects(ca):
+    async with guarded(tls(ca, ca.server())) as service:
+        with Connector(service.address, trusting(ca)).open() as channel:
+            call = channel.unary_unary("/test.Guarded/Read").future(b"any", timeout=10)
+            assert await service.is_connected(trusting(ca))  # Lets the server answer.
+            assert call.result(timeout=10) == b"everybody"
+
+
+@run
+async def test_mutual_tls_requires_a_client_certificate(ca, other_ca):
+    async with guarded(tls(ca, ca.server(), client_ca=ca.certificate)) as service:
+        assert await service.is_connected(trusting(ca, ca.client("engine-a")))
+        assert not await service.is_connected(trusting(ca))
+        assert not await service.is_connected(trusting(ca, ca.client("engine-a", expired=True)))
+        assert not await service.is_connected(trusting(ca, other_ca.client("engine-a")))
+
+
+@run
+async def test_client_certificate_identifies_the_caller(ca, tmp_path):
+    callers = tmp_path / "callers.toml"
+    callers.write_text(CALLERS)
+    async with guarded(tls(ca, ca.server(), client_ca=ca.certificate, callers=callers)) as service:
+        engine_a = trusting(ca, ca.client("engine-a"))
+        assert await service.call("a-1", access=engine_a) == "team-a"
+        code, _ = await service.refusal("b-1", access=engine_a)
+        assert code == grpc.StatusCode.PERMISSION_DENIED
+
+        engine_b = trusting(ca, ca.client("whatever", uri="spiffe://example.org/b"))
+        assert await service.call("b-1", access=engine_b) == "team-b"
+        code, details = await service.refusal("b-1", access=trusting(ca, ca.client("stranger")))
+        assert (code, details) == (UNAUTHENTICATED, "the certificate names no known caller")
+        # A token takes precedence over the certificate, valid or not.
+        wrong = (("authorization", "Bearer wrong"),)
+        assert (await service.refusal("a-1", access=engine_a, metadata=wrong))[0] == UNAUTHENTICATED
+
+
+@run
+async def test_renewed_certificate_applies_to_the_next_connection(ca, other_ca):
+    pair = ca.server()
+    async with guarded(tls(ca, pair)) as service:
+        assert await service.is_connected(trusting(ca))
+        pair.replace_by(other_ca.server("renewed"))
+        assert await service.is_connected(trusting(other_ca))
+        assert not await service.is_connected(trusting(ca))
+        pair.replace_by(ca.server("again"))
+        assert await service.is_connected(trusting(ca))
+
+
+@run
+async def test_open_connections_survive_a_renewal(ca, other_ca):
+    pair = ca.server()
+    async with guarded(tls(ca, pair)) as service:
+        channel = open_aio(Connector(service.address, trusting(ca)))
+        read = channel.unary_unary("/test.Guarded/Read")
+        await read(b"any", timeout=10)
+        pair.replace_by(other_ca.server("renewed"))
+        assert await service.is_connected(trusting(other_ca))
+        assert await read(b"any", timeout=10) == b"everybody"
+        await channel.close()
+
+
+@run
+async def test_incomplete_renewal_keeps_the_old_certificate(ca, other_ca, caplog):
+    pair, renewed = ca.server(), other_ca.server("renewed")
+    async with guarded(tls(ca, pair)) as service:
+        replace_file(pair.certificate, renewed.certificate.read_text())
+        assert await service.is_connected(trusting(ca))
+        assert "not a pair" in caplog.text
+        replace_file(pair.key, renewed.key.read_text())
+        assert await service.is_connected(trusting(other_ca))
+        pair.certificate.unlink()
+        assert await service.is_connected(trusting(other_ca))
+        assert "cannot read" in caplog.text
+
+
+@run
+async def test_renewed_client_ca_applies_to_the_next_connection(ca, other_ca, tmp_path):
+    client_ca = tmp_path / "client_ca.pem"
+    client_ca.write_bytes(ca.certificate.read_bytes())
+    old, new = trusting(ca, ca.client("old")), trusting(ca, other_ca.client("new"))
+    async with guarded(tls(ca, ca.server(), client_ca=client_ca)) as service:
+        assert await service.is_connected(old)
+        assert not await service.is_connected(new)
+        replace_file(client_ca, other_ca.certificate.read_text())
+        assert await service.is_connected(new)
+        assert not await service.is_connected(old)
+
+
+def test_server_names_unusable_files_at_start(ca, tmp_path):
+    def complaint(**changed):
+        with pytest.raises(UserError) as caught:
+            server_credentials(AccessConfig(**{"certificate": pair.certificate, "key": pair.key, **changed}))
+        return str(caught.value)
+
+    pair = ca.server()
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    missing = tmp_path / "missing.pem"
+    assert f"key: cannot read {missing}: No such file" in complaint(key=missing)
+    assert "KEY_VALUES_MISMATCH" in complaint(key=ca.client("other").key)
+    assert "not a pair in PEM form" in complaint(certificate=empty)
+    assert f"client_ca: {empty} has no certificates" in complaint(client_ca=empty)
+    encrypt_key(pair.key, b"secret")
+    assert "not a pair in PEM form" in complaint()
+
+
+def test_client_names_unusable_files(ca, tmp_path):
+    address = Address.parse("127.0.0.1:1")
+    with pytest.raises(UserError, match="ca: cannot read"):
+        Connector(address, ClientAccess(ca=tmp_path / "missing.pem"))
+    with pytest.raises(UserError, match="not a pair in PEM form"):
+        Connector(address, ClientAccess(ca.certificate, ca.client("a").certificate, ca.client("b").key))
+    with pytest.raises(ValueError, match="certificate needs key"):
+        ClientAccess(ca=ca.certificate, certificate=ca.certificate)

@@ -1,0 +1,187 @@
+"""Bearer tokens between real servers and clients."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from drafter_service.auth.callers import sha256_of
+from drafter_service.auth.connector import ClientAccess, Connector, read_token
+from drafter_service.settings.tree import AccessConfig
+from drafter_service.transport.address import Address
+from ssd.errors import UserError
+from tests.certificates import Authority, replace_file
+from tests.drafter_service.guarded import Clock, guarded, open_aio, run
+
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+def entry(name, token, rights='["read", "learn"]'):
+    return (
+        f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(token)}"\n'
+        f'namespaces = ["{name}-*"]\nrights = {rights}\n'
+    )
+
+
+@pytest.fixture
+def callers(tmp_path):
+    path = tmp_path / "callers.toml"
+    path.write_text(entry("a", "secret-a") + entry("b", "secret-b") + entry("ops", "secret-ops", '["admin"]'))
+    return path
+
+
+@pytest.fixture
+def holding(tmp_path):
+    """Return a function that returns the access of a client with a token."""
+
+    def access(token, **further):
+        path = tmp_path / f"{token}.token"
+        path.write_text(f"{token}\n")
+        return ClientAccess(token=path, **further)
+
+    return access
+
+
+@pytest.mark.parametrize("kind", ["loopback", "unix", "tls"])
+def test_a_token_says_who_calls(kind, callers, holding, socket_address, tmp_path):
+    async def check():
+        ca = Authority(tmp_path)
+        pair = ca.server()
+        config = AccessConfig(callers=callers)
+        further = {}
+        if kind == "tls":
+            config = AccessConfig(pair.certificate, pair.key, callers=callers)
+            further = {"ca": ca.certificate}
+        async with guarded(config, socket_address if kind == "unix" else "127.0.0.1:0") as service:
+            assert await service.call("a-1", access=holding("secret-a", **further)) == "a"
+            assert await service.call("b-1", "Learn", access=holding("secret-b", **further)) == "b"
+            code, _ = await service.refusal("a-1", access=holding("guessed", **further))
+            assert code == UNAUTHENTICATED
+
+    asyncio.run(check())
+
+
+@run
+async def test_missing_unknown_and_malformed_tokens_are_refused(callers):
+    async with guarded(AccessConfig(callers=callers)) as service:
+
+        async def details_of(*values):
+            code, details = await service.refusal("a-1", metadata=[("authorization", value) for value in values])
+            assert code == UNAUTHENTICATED
+            return details
+
+        assert await details_of() == "a bearer token is needed"
+        assert await details_of("Bearer wrong") == "the bearer token is not known"
+        assert await details_of(f"Bearer {sha256_of('secret-a')}") == "the bearer token is not known"
+        for malformed in (["secret-a"], ["Basic secret-a"], ["Bearer "], ["Bearer secret-a", "Bearer secret-a"]):
+            assert await details_of(*malformed) == "give one authorization of the form: Bearer TOKEN"
+        assert await service.call("a-1", metadata=[("authorization", "bearer secret-a")]) == "a"
+        assert service.looked_up == ["a-1"]
+
+
+@run
+async def test_other_namespaces_and_rights_are_refused_before_any_lookup(callers, holding):
+    async with guarded(AccessConfig(callers=callers)) as service:
+        a = holding("secret-a")
+        assert await service.refusal("b-1", access=a) == (
+            PERMISSION_DENIED,
+            "caller 'a' has no read right to namespace 'b-1'",
+        )
+        assert (await service.refusal("a-1", "Admin", access=a))[0] == PERMISSION_DENIED
+        assert (await service.refusal("ops-1", "Read", access=holding("secret-ops")))[0] == PERMISSION_DENIED
+        assert service.looked_up == []
+        assert await service.call("ops-1", "Admin", access=holding("secret-ops")) == "ops"
+
+
+@run
+async def test_refusals_of_long_names_are_short(callers, holding):
+    async with guarded(AccessConfig(callers=callers)) as service:
+        code, details = await service.refusal("b" * 1_000_000, access=holding("secret-a"))
+        assert code == PERMISSION_DENIED
+        assert len(details) < 200
+
+
+@run
+async def test_without_a_callers_file_everybody_has_every_right(holding):
+    async with guarded() as service:
+        for right in ("Read", "Learn", "Admin"):
+            assert await service.call("any", right) == "everybody"
+        assert await service.call("any", access=holding("some")) == "everybody"
+
+
+@run
+async def test_changed_callers_file_applies_within_a_second(callers, holding, caplog):
+    async with guarded(AccessConfig(callers=callers), clock=Clock()) as service:
+        new = holding("secret-new")
+        assert (await service.refusal("a-1", access=new))[0] == UNAUTHENTICATED
+        replace_file(callers, entry("a", "secret-new"))
+        assert (await service.refusal("a-1", access=new))[0] == UNAUTHENTICATED  # The file is checked once a second.
+        service.clock.now += 1
+        assert await service.call("a-1", access=new) == "a"
+        assert (await service.refusal("a-1", access=holding("secret-a")))[0] == UNAUTHENTICATED
+
+        replace_file(callers, "[[caller]]\nname = ")
+        service.clock.now += 1
+        assert await service.call("a-1", access=new) == "a"
+        assert "callers.toml" in caplog.text
+        assert "stay in force" in caplog.text
+
+
+@run
+async def test_running_streams_lose_revoked_rights(callers, holding):
+    async with guarded(AccessConfig(callers=callers), clock=Clock()) as service:
+        connector = Connector(service.address, holding("secret-a"))
+        async with open_aio(connector) as channel:
+            stream = channel.stream_stream("/test.Guarded/Stream")(metadata=connector.metadata(), timeout=10)
+            await stream.write(b"a-1")
+            assert await stream.read() == b"a"
+            replace_file(callers, entry("b", "secret-b"))
+            await stream.write(b"a-2")
+            assert await stream.read() == b"a"
+            service.clock.now += 1
+            await stream.write(b"a-3")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stream.read()
+            assert refused.value.code() == UNAUTHENTICATED
+
+
+@run
+async def test_streams_are_refused_like_calls(callers, holding):
+    async with guarded(AccessConfig(callers=callers)) as service:
+        connector = Connector(service.address, holding("secret-a"))
+        async with open_aio(connector) as channel:
+            stream = channel.stream_stream("/test.Guarded/Stream")(metadata=connector.metadata(), timeout=10)
+            await stream.write(b"b-1")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stream.read()
+            assert refused.value.code() == PERMISSION_DENIED
+
+
+def test_client_reloads_a_changed_token(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("old\n")
+    clock = Clock()
+    connector = Connector(Address.parse("127.0.0.1:1"), ClientAccess(token=path), clock=clock)
+    assert connector.metadata() == (("authorization", "Bearer old"),)
+    replace_file(path, "new\n")
+    clock.now += 1
+    assert connector.metadata() == (("authorization", "Bearer new"),)
+
+
+@pytest.mark.parametrize("content", ["", "\n", "two words", "line\nline", "naïve"])
+def test_file_without_a_token_is_refused_and_not_quoted(content, tmp_path):
+    path = tmp_path / "t"
+    path.write_text(content)
+    with pytest.raises(UserError, match="does not contain exactly one token") as refused:
+        read_token(path)
+    assert not content.strip() or content.strip() not in str(refused.value)
+
+
+def test_client_does_not_send_tokens_unencrypted_by_default(holding, tmp_path):
+    remote = Address.parse("10.1.2.3:50051")
+    with pytest.raises(UserError, match="unencrypted"):
+        Connector(remote, holding("secret"))
+    Connector(remote, holding("secret", allow_plaintext=True))
+    Connector(remote, holding("secret", ca=Authority(tmp_path).certificate))
+    Connector(remote, ClientAccess())

@@ -1,0 +1,253 @@
+"""The client's protocol against an obvious service: everything is sent once, in any order of events, and bad calls."""
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from drafter_service.client.pending import Phase
+from drafter_service.client.sequences import RunningSequences
+from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
+from tests.drafter_service.fake_engine import FakeEngine, Request
+from tests.drafter_service.fake_server import FakeService
+from tests.replay import progress_of
+from tests.strategies import array, examples
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """In any order of events the service gets every token once, and learns every text that it may, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.service = FakeService(self.guess)
+        self.wire = None
+        self.engine = FakeEngine()
+        self.texts = {}
+        """By the prompt's first token, which no two sequences share."""
+        self.to_learn = {}
+        self.private = set()
+
+    @initialize()
+    def begin(self):
+        self.wire = Wire(self.service)
+        self.client = self.wire.client
+
+    def guess(self, text, limit):
+        """Guess what follows, except for every seventh token."""
+        return [
+            token + (place % 7 == 0)
+            for place, token in enumerate(self.texts[text[0]][len(text) : len(text) + limit], len(text))
+        ]
+
+    @rule(prompt=st.integers(1, 6), output=st.integers(0, 60), learn=st.booleans())
+    def start(self, prompt, output, learn):
+        number = len(self.texts)
+        text = [1000 + number, *range(10 * number, 10 * number + prompt + output)]
+        self.texts[text[0]] = text
+        self.engine.running[number] = Request(text, 1 + prompt)
+        start(self.client, number, text[: 1 + prompt], learn=learn)
+        if not learn:
+            self.private.add(number)
+        self.wire.flush()
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data(), in_time=st.booleans(), served=st.integers(0, 3))
+    def draft(self, data, in_time, served):
+        running = st.sampled_from(sorted(self.engine.running))
+        chosen = data.draw(st.lists(running, min_size=1, max_size=4, unique=True))
+        limits = [self.engine.limit(number, data.draw(st.integers(0, 4))) for number in chosen]
+        turn = self.client.draft(self.engine.progress(chosen, limits))
+        self.wire.flush()
+        if in_time:
+            self.wire.settle()
+        else:
+            self.wire.serve(served)
+            self.wire.deliver(served)
+        drafts = self.client.settle(turn)
+        assert np.all(np.diff(drafts.offsets) <= limits)
+        self.engine.verify(chosen, drafts, [data.draw(st.integers(0, 4)) for _ in chosen])
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data(), learn=st.booleans())
+    def finish(self, data, learn):
+        number = data.draw(st.sampled_from(sorted(self.engine.running)))
+        text = self.engine.finish(self.client, number, learn)
+        if learn and number not in self.private:
+            self.to_learn[number] = text
+        self.wire.flush()
+
+    @rule(served=st.integers(0, 5), delivered=st.integers(0, 5))
+    def pass_on(self, served, delivered):
+        self.wire.serve(served)
+        self.wire.deliver(delivered)
+
+    @rule(served=st.integers(0, 5))
+    def cut(self, served):
+        self.wire.serve(served)
+        self.wire.cut()
+
+    @precondition(lambda self: self.wire and self.client.pending.phase is Phase.OFFLINE)
+    @rule()
+    def connect(self):
+        self.wire.connect()
+
+    @rule(data=st.data())
+    def drop(self, data):
+        """The service drops a sequence to make room."""
+        if self.service.sequences:
+            del self.service.sequences[data.draw(st.sampled_from(sorted(self.service.sequences)))]
+
+    def teardown(self):
+        if self.wire is None:
+            return
+        if self.client.pending.phase is Phase.OFFLINE:
+            self.wire.connect()
+        self.wire.settle()
+        for _ in range(3):  # The first response may report lost sequences.
+            self.ask_for_all()
+        running = [request.text[: request.done] for request in self.engine.running.values()]
+        assert sorted(self.service.texts()) == sorted(running)
+        assert sorted(self.service.learned.values()) == sorted(self.to_learn.values())
+        assert self.service.drafted <= self.engine.drafted
+        assert self.service.steps <= self.engine.steps
+
+    def ask_for_all(self):
+        running = sorted(self.engine.running)
+        asked = len(self.service.requests)
+        while running and len(self.service.requests) == asked:  # After late responses it asks less often.
+            self.wire.draft(self.engine.progress(running, [100] * len(running)))
+            for request in self.engine.running.values():
+                request.committed = request.verified = 0
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = examples(80)
+
+
+def run_requests(limit, seed):
+    """Run a batch of requests to their ends with a service that mostly guesses right.
+
+    Returns the engine, the service, and the drafts of each sequence by its number of tokens.
+    """
+    rng = np.random.default_rng(seed)
+    texts = {1000 + number: [1000 + number, *rng.integers(0, 50, 200).tolist()] for number in range(4)}
+    wrong = {first: set(rng.integers(0, 200, 8).tolist()) for first in texts}
+
+    def guess(text, limit):
+        own = texts[text[0]]
+        return [own[at] + (at in wrong[text[0]]) for at in range(len(text), min(len(own), len(text) + limit))]
+
+    wire = connected(guess)
+    engine = FakeEngine()
+    drafted = {}
+    for number, text in enumerate(texts.values()):
+        engine.running[number] = Request(text, 1 + number)
+        start(wire.client, number, text[: 1 + number])
+    while engine.running:
+        chosen = sorted(engine.running)
+        drafts = wire.draft(engine.progress(chosen, [engine.limit(number, limit) for number in chosen]))
+        for index, number in enumerate(chosen):
+            drafted[number, engine.running[number].done] = drafts.tokens_of(index).tolist()
+        engine.verify(chosen, drafts)
+        for number in chosen:
+            if engine.running[number].done == len(engine.running[number].text):
+                engine.finish(wire.client, number)
+    wire.settle()
+    assert sorted(wire.service.learned.values()) == sorted(texts.values())
+    return engine, wire.service, drafted
+
+
+@pytest.mark.parametrize("limit", [1, 4, 16])
+def test_verified_tokens_and_steps_are_counted_exactly(limit):
+    engine, service, _ = run_requests(limit, seed=7)
+    assert (service.drafted, service.steps) == (engine.drafted, engine.steps)
+
+
+def test_current_sequences_send_what_the_general_path_would_send(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.protocol.secrets.token_hex", lambda size: "name")
+    _, forwarded, forwarded_drafts = run_requests(4, seed=5)
+    are_current = RunningSequences.are_current
+    taken = []
+    monkeypatch.setattr(
+        RunningSequences, "are_current", lambda running, rows: taken.append(are_current(running, rows)) and False
+    )
+    _, general, general_drafts = run_requests(4, seed=5)
+    assert sum(taken) > 10
+    assert forwarded_drafts == general_drafts
+    assert [request.SerializeToString() for request in forwarded.requests] == [
+        request.SerializeToString() for request in general.requests
+    ]
+
+
+def test_verified_counts_of_an_earlier_registration_are_not_sent():
+    wire = connected(counting)
+    start(wire.client, 1, [5])
+    assert len(wire.draft(progress_of({1: []}, limit=2)).tokens) == 2
+    wire.cut()
+    wire.connect()
+    wire.settle()
+    assert len(wire.draft(progress_of({1: [6]}, limit=2, verified=2)).tokens) == 2
+    assert wire.service.drafted == 0
+    assert len(wire.draft(progress_of({1: [7, 8]}, limit=2, verified=2)).tokens) == 2
+    assert wire.service.drafted == 2
+
+
+def test_names_that_are_too_long_are_refused():
+    wire = connected()
+    for name in ("session_id", "request_id"):
+        with pytest.raises(ValueError, match=f"{name} has 514 bytes; at most 512 are possible"):
+            start(wire.client, 1, [5], **{name: "ä" * 257})
+    start(wire.client, 1, [5], session_id="ä" * 256)
+
+
+def test_a_prompt_that_the_caller_changes_later_is_sent_as_it_was():
+    wire = Wire(FakeService())
+    prompt = array([5, 6])
+    wire.client.start(1, prompt, session_id=None, request_id=None, learn=True)
+    prompt[:] = 9
+    wire.connect()
+    wire.settle()
+    assert wire.service.texts() == [[5, 6]]
+
+
+def test_ids_may_be_used_again():
+    wire = connected(counting)
+    for prompt in (5, 15):
+        start(wire.client, 1, [prompt])
+        with pytest.raises(ValueError, match="was offered 0 tokens"):
+            wire.client.draft(progress_of({1: []}, limit=1, verified=1))
+        assert wire.draft(progress_of({1: [prompt + 1]}, limit=1)).tokens.tolist() == [prompt + 2]
+        finish(wire.client, 1, [])
+        with pytest.raises(ValueError, match="sequence 1 was not started"):
+            wire.client.draft(progress_of({1: []}, limit=1))
+    wire.settle()
+    assert sorted(wire.service.learned.values()) == [[5, 6], [15, 16]]
+    assert wire.service.texts() == []
+
+
+def test_invalid_calls_are_refused_without_effect():
+    wire = connected(counting)
+    start(wire.client, 1, [5])
+    start(wire.client, 2, [6])
+    wire.draft(progress_of({1: [], 2: []}, limit=2))
+    before = len(wire.service.requests)
+    twice = progress_of({1: [], 2: []}, limit=1)
+    twice.sequence_ids[1] = 1
+    for wrong, reason in (
+        (twice, "twice"),
+        (progress_of({1: [], 3: []}, limit=1), "sequence 3 was not started"),
+        (progress_of({1: []}, limit=1, verified=3), "it cannot have verified 3"),
+        (progress_of({1: [0xFFFF_FFFF]}, limit=1), "4,294,967,294"),
+        (progress_of({1: []}, limit=1, cost=0.0), "above 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            wire.client.draft(wrong)
+    with pytest.raises(ValueError, match="was offered 2 tokens"):
+        finish(wire.client, 1, [], verified=3)
+    with pytest.raises(ValueError, match="sequence 3 was not started"):
+        finish(wire.client, 3, [])
+    with pytest.raises(ValueError, match="sequence 1 was started before"):
+        start(wire.client, 1, [5])
+    wire.settle()
+    assert len(wire.service.requests) == before
+    assert wire.draft(progress_of({1: [6], 2: [7]}, limit=1, verified=1)).tokens.tolist() == [7, 8]

@@ -1,0 +1,306 @@
+"""What is sent of sequences that the service lost, has no room for, or must learn after their end."""
+
+import numpy as np
+import pytest
+
+from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
+from tests.drafter_service.fake_server import FakeService
+from tests.replay import progress_of
+from tests.strategies import array
+
+
+def test_running_sequences_are_registered_again_after_a_lost_connection():
+    wire = connected(counting)
+    for number in (1, 2):
+        start(wire.client, number, [10 * number])
+    wire.draft(progress_of({1: [11], 2: [21]}, limit=1))
+    wire.cut()
+    assert not len(wire.draft(progress_of({2: [22]}, limit=1)).tokens)
+    wire.connect()
+    wire.settle()
+    assert wire.service.texts() == [[10, 11], [20, 21, 22]]
+    assert wire.draft(progress_of({2: [23], 1: []}, limit=1)).tokens.tolist() == [24, 12]
+    assert (wire.client.counters.reconnects, wire.client.counters.resyncs) == (1, 2)
+
+
+def test_a_sequence_that_the_service_dropped_is_registered_again():
+    wire = connected(counting)
+    for number in (1, 2):
+        start(wire.client, number, [10 * number], session_id="s", request_id=f"r{number}", learn=number == 1)
+    wire.settle()
+    del wire.service.sequences[wire.service.requests[-1].starts[0].sequence_id]
+    drafts = wire.draft(progress_of({1: [11], 2: [21]}, limit=1))
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[12], []]
+    assert wire.draft(progress_of({2: [22], 1: [12]}, limit=1)).tokens.tolist() == [23, 13]
+    [again] = wire.service.requests[-2].starts
+    assert (again.request_id, again.session_id, again.learn) == ("r2", "s", False)
+    assert again.committed == array([21]).tobytes()
+    assert wire.client.counters.resyncs == 1
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.registration.PART_BYTES", 4 * 250)
+
+
+def reconnected(numbers, size=100) -> Wire:
+    """Connected to a service that has none of the running sequences, before it answers the handshake."""
+    wire = connected(counting)
+    for number in numbers:
+        start(wire.client, number, [number] * size)
+    wire.settle()
+    wire.cut()
+    wire.connect()
+    return wire
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_lost_sequences_are_registered_in_parts():
+    """Each part is sent when the one before it is answered, without any step in between."""
+    wire = reconnected(range(1, 9))
+    before = len(wire.service.requests) + 1
+    wire.settle()
+    parts = wire.service.requests[before:]
+    assert [len(part.starts) for part in parts] == [2, 2, 2, 2]
+    drafts = wire.draft(progress_of({number: [number] for number in range(1, 9)}, limit=1))
+    assert len(drafts.tokens) == 8
+    assert sorted(wire.service.texts()) == [[number] * 101 for number in range(1, 9)]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_registered_sequences_have_drafts_while_others_are_registered():
+    numbers = range(1, 9)
+    wire = reconnected(numbers)
+    wire.serve(1)
+    wire.deliver()
+    for registered in (2, 4, 6):
+        assert [len(one.starts) for one in wire.requests] == [2]
+        turn = wire.client.draft(progress_of({number: [number] for number in numbers}, limit=1))
+        wire.flush()
+        for _ in range(2):
+            wire.serve(1)
+            wire.deliver()
+        # The next part was sent when the one before it was answered, behind the batch.
+        assert [len(one.starts) for one in wire.requests] == [2]
+        assert len(wire.client.settle(turn).tokens) == registered
+
+
+def crowd(numbers, token, limit=1):
+    return progress_of({number: [token] for number in numbers}, limit=limit)
+
+
+@pytest.mark.parametrize("size", [100, 30])
+def test_a_full_service_drafts_for_as_many_sequences_as_it_has_room_for(size):
+    """The others are not registered step after step, which would only drop those."""
+    wire = Wire(FakeService(counting, max_tokens=1000))
+    wire.connect()
+    wire.settle()
+    fitting = 930 // size
+    numbers = range(fitting + 5)
+    for number in numbers:
+        start(wire.client, number, [number] * size)
+    for step in range(10):
+        drafts = wire.draft(crowd(numbers, step))
+        assert np.count_nonzero(np.diff(drafts.offsets)) >= 0.8 * fitting
+    assert sum(len(request.starts) for request in wire.service.requests) <= fitting + 3
+    assert sum(map(len, wire.service.texts())) <= 1000
+    for number in numbers[: fitting - 1]:  # When there is room again, the others are registered.
+        finish(wire.client, number, [])
+    wire.settle()
+    rest = numbers[fitting - 1 :]
+    wire.draft(crowd(rest, 0))
+    drafts = wire.draft(crowd(rest, 0))
+    assert np.count_nonzero(np.diff(drafts.offsets)) == len(rest)
+    wire.settle()
+    assert len(wire.service.learned) == fitting - 1
+
+
+def test_no_more_sequences_are_registered_than_the_service_keeps():
+    wire = Wire(FakeService(counting, max_sequences=3))
+    wire.connect()
+    wire.settle()
+    for number in range(5):
+        start(wire.client, number, [number])
+    for step in range(5):
+        drafts = wire.draft(crowd(range(5), step))
+        assert np.diff(drafts.offsets).tolist() == [1, 1, 1, 0, 0]
+
+
+def test_a_restarted_service_gets_as_many_sequences_as_it_has_room_for():
+    wire = connected(counting)
+    for number in range(15):
+        start(wire.client, number, [number] * 100)
+    wire.settle()
+    assert len(wire.service.texts()) == 15
+    wire.cut()
+    wire.service.max_tokens = 1000
+    before = len(wire.service.requests)
+    wire.connect()
+    wire.settle()
+    for step in range(5):
+        wire.draft(crowd(range(15), step))
+    assert sum(len(request.starts) for request in wire.service.requests[before:]) == 9
+    assert wire.service.evicted == 0
+
+
+def test_a_sequence_too_long_for_any_message_has_no_drafts(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.registration.MAX_TEXT_BYTES", 4 * 10)
+    wire = connected(counting)
+    start(wire.client, 1, [1] * 11)
+    start(wire.client, 2, [1] * 10)
+    drafts = wire.draft(progress_of({1: [], 2: []}, limit=1))
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
+
+
+def test_the_end_of_a_dropped_sequence_is_sent_with_its_whole_text():
+    wire = connected(counting)
+    for number in (1, 2, 3):
+        start(wire.client, number, [10 * number], learn=number != 3)
+        wire.draft(progress_of({number: [10 * number + 1]}, limit=1))
+        wire.service.sequences.clear()
+        finish(wire.client, number, [10 * number + 2], learn=number != 2)
+    wire.settle()
+    assert list(wire.service.learned.values()) == [[10, 11, 12]]
+    assert wire.service.texts() == []
+    assert sum(len(request.starts) for request in wire.service.requests) == 4  # Only the one that is learned again.
+
+
+def test_the_end_of_a_private_sequence_is_not_to_be_learned():
+    wire = connected()
+    start(wire.client, 1, [5], learn=False)
+    finish(wire.client, 1, [6], learn=True)
+    wire.settle()
+    [end] = wire.service.requests[-1].finishes
+    assert not end.learn
+
+
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_an_unanswered_end_is_sent_again_and_learned_once(is_applied):
+    wire = connected(counting)
+    start(wire.client, 1, [5])
+    wire.settle()
+    finish(wire.client, 1, [6, 7])
+    wire.flush()
+    if is_applied:
+        wire.serve()  # Only the response is lost.
+    wire.cut()
+    wire.connect()
+    wire.settle()
+    assert list(wire.service.learned.values()) == [[5, 6, 7]]
+    assert wire.service.texts() == []
+
+
+def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():
+    wire = connected(counting)
+    for number in range(1, 5):
+        start(wire.client, number, [number])
+        finish(wire.client, number, [10], learn=number != 4)
+    wire.flush()
+    wire.cut()
+    wire.connect()
+    wire.settle()
+    assert list(wire.service.learned.values()) == [[1, 10], [2, 10], [3, 10]]
+    assert sum(len(request.starts) for request in wire.service.requests) == 3
+
+
+def test_the_queue_of_ends_is_bounded(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.registration.QUEUE_BYTES", 4 * 300)
+    wire = Wire(FakeService())
+    for number in range(5):
+        start(wire.client, number, [number] * 90)
+        finish(wire.client, number, [number] * 10)
+    start(wire.client, 9, [9])
+    finish(wire.client, 9, [9], learn=False)
+    wire.connect()
+    wire.settle()
+    assert sorted(wire.service.learned.values()) == [[number] * 100 for number in (2, 3, 4)]
+    assert wire.client.counters.unlearned == 2
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_many_ends_are_sent_in_parts():
+    wire = Wire(FakeService())
+    for number in range(6):
+        start(wire.client, number, [number] * (90 if number else 900))
+        finish(wire.client, number, [number] * 10)
+    wire.connect()
+    wire.serve()
+    wire.deliver()
+    for finishes in (1, 2, 2, 1):
+        [request] = wire.requests
+        assert len(request.finishes) == finishes
+        wire.serve()
+        wire.deliver()
+    assert not wire.requests
+
+
+def test_an_end_for_which_there_is_no_room_waits():
+    wire = Wire(FakeService(counting, max_tokens=1000))
+    wire.connect()
+    wire.settle()
+    start(wire.client, 3, [3] * 800)
+    wire.settle()
+    wire.service.sequences.clear()
+    wire.draft(crowd([3], 3))  # The service reports that it is lost.
+    assert len(wire.service.texts()) == 1
+    start(wire.client, 4, [4] * 300)  # There is no room for it.
+    finish(wire.client, 4, [])
+    wire.settle()
+    assert len(wire.service.learned) == 0
+    finish(wire.client, 3, [])
+    wire.settle()
+    assert len(wire.service.learned) == 2
+    assert wire.service.evicted == 0
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+@pytest.mark.parametrize("limit", ["message", "room"])
+def test_an_end_that_fits_nowhere_is_discarded(monkeypatch, is_registered, limit):
+    """It would break every stream on which it is sent."""
+    if limit == "message":
+        monkeypatch.setattr("drafter_service.client.registration.MAX_TEXT_BYTES", 4 * 100)
+    wire = Wire(FakeService(counting, max_tokens=100 if limit == "room" else 0))
+    if is_registered:
+        wire.connect()
+        wire.settle()
+    start(wire.client, 1, [1] * 60)
+    if is_registered:
+        wire.settle()
+    finish(wire.client, 1, [2] * (101 if limit == "message" else 60))
+    if not is_registered:
+        wire.connect()
+    wire.settle()
+    start(wire.client, 2, [3] * 10)
+    finish(wire.client, 2, [4])
+    wire.settle()
+    is_learned = is_registered and limit == "room"  # Only its end is sent, which fits.
+    assert len(wire.service.learned) == 1 + is_learned
+    assert wire.client.counters.unlearned == (not is_learned)
+    assert wire.service.texts() == []
+    assert not wire.client.pending.has_pending
+
+
+def test_forgetting_reaches_what_is_not_sent_yet():
+    wire = Wire(FakeService())
+    for number, name in ((1, "secret"), (2, "other"), (3, "secret")):
+        start(wire.client, number, [number], request_id=name)
+    finish(wire.client, 1, [10])
+    finish(wire.client, 2, [10])
+    wire.client.forget("secret")
+    wire.connect()
+    wire.settle()
+    finish(wire.client, 3, [10])
+    wire.settle()
+    assert wire.service.learned == {"other": [2, 10]}
+    assert wire.service.texts() == []
+
+
+def test_closing_sends_all_ends_and_the_counters():
+    wire = connected()
+    start(wire.client, 1, [5])
+    start(wire.client, 2, [6])
+    finish(wire.client, 2, [7])
+    wire.client.close()
+    wire.settle()
+    assert list(wire.service.learned.values()) == [[6, 7]]
+    assert wire.service.counters is not None

@@ -1,0 +1,87 @@
+"""The client's protocol without a connection, and its messages to and from an obvious service."""
+
+from collections import deque
+
+from drafter_service.client.protocol import Protocol
+from drafter_service.stubs import drafter_pb2 as pb
+from ssd.types import DraftBatch
+from tests.drafter_service.fake_server import FakeService
+from tests.strategies import array
+
+
+class Wire:
+    """Between a client and a service: messages arrive when a test says so, or never."""
+
+    def __init__(self, service: FakeService, model: pb.Model | None = None) -> None:
+        self.now = 0.0
+        self.client = Protocol(pb.Hello(protocol=3, model=model), clock=lambda: self.now)
+        self.service = service
+        self.requests: deque[pb.DraftRequest] = deque()
+        """On their way to the service."""
+        self.responses: deque[pb.DraftResponse] = deque()
+
+    def connect(self) -> None:
+        self.client.connected()
+        self.flush()
+
+    def flush(self) -> None:
+        self.requests += [
+            pb.DraftRequest.FromString(one.message().SerializeToString()) for one in self.client.pending.take_outgoing()
+        ]
+
+    def serve(self, limit: int = 1 << 30) -> int:
+        """Let the service answer some requests; returns how many."""
+        count = 0
+        while self.requests and count < limit:
+            self.responses.append(self.service.answer(self.requests.popleft()))
+            count += 1
+        return count
+
+    def deliver(self, limit: int = 1 << 30) -> None:
+        """Let some responses arrive."""
+        count = 0
+        while self.responses and count < limit:
+            self.client.receive(self.responses.popleft())
+            self.flush()
+            count += 1
+
+    def settle(self) -> None:
+        """Let everything arrive."""
+        self.flush()
+        while self.serve():
+            self.deliver()
+        self.deliver()
+
+    def cut(self) -> None:
+        """Break the stream: what is on its way is lost, and so is what the service has of it."""
+        self.requests.clear()
+        self.responses.clear()
+        self.service.sequences.clear()
+        self.client.disconnected()
+
+    def draft(self, progress, *, in_time: bool = True) -> DraftBatch:
+        turn = self.client.draft(progress)
+        self.flush()
+        if in_time:
+            self.settle()
+        return self.client.settle(turn)
+
+
+def connected(guess=lambda _text, _limit: [], **options) -> Wire:
+    wire = Wire(FakeService(guess), **options)
+    wire.connect()
+    wire.settle()
+    return wire
+
+
+def start(client: Protocol, sequence_id: int, prompt: list[int], **options) -> None:
+    client.start(sequence_id, array(prompt), **{"session_id": None, "request_id": None, "learn": True, **options})
+
+
+def counting(text: list[int], limit: int) -> list[int]:
+    """Guess that each token is one more than the token before it."""
+    return list(range(text[-1] + 1, text[-1] + 1 + limit))
+
+
+def finish(client: Protocol, sequence_id: int, tokens: list[int], **outcome) -> None:
+    client.finish(sequence_id, array(tokens), **{"verified": 0, "learn": True, **outcome})

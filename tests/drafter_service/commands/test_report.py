@@ -1,0 +1,169 @@
+"""`ssd-drafter report` and `top` against a real gRPC server, and a snapshot."""
+
+import json
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from drafter_service.commands.connection import Link
+from drafter_service.commands.report import fetch_report, report, top
+from drafter_service.observability.report.build import build_report
+from drafter_service.observability.report.schema import Report
+from ssd.corpus.snapshot import save
+from ssd.errors import UserError
+from tests.drafter_service.observability.report.samples import (
+    NOW,
+    Reporter,
+    busy_namespace,
+    passages,
+    reporting,
+    service,
+)
+from tests.replay import drafter_of
+
+MADE = build_report(service(busy_namespace(passages=passages())))
+DOCUMENT = MADE.model_dump_json()
+
+
+def link_to(address, token=None):
+    return Link(address, None, None, None, token)
+
+
+def run(command, *arguments):
+    """Run a command. Raises its UserError."""
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False, color=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_fetched_report_is_the_one_sent(socket_address):
+    reporter = Reporter(DOCUMENT)
+    with reporting(socket_address, reporter):
+        assert fetch_report(link_to(socket_address), "team", passages=True) == MADE
+    assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("team", True)
+
+
+def test_request_carries_the_bearer_token(socket_address, tmp_path):
+    (tmp_path / "token").write_text("secret-of-mine\n")
+    (tmp_path / "token").chmod(0o600)
+    reporter = Reporter(DOCUMENT)
+    with reporting(socket_address, reporter):
+        fetch_report(link_to(socket_address, tmp_path / "token"))
+    assert ("authorization", "Bearer secret-of-mine") in reporter.metadata
+
+
+def test_passages_are_requested_only_on_demand(socket_address):
+    reporter = Reporter(DOCUMENT)
+    with reporting(socket_address, reporter):
+        run(report, "--server", socket_address)
+    assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("", False)
+
+
+def test_unknown_fields_are_ignored(socket_address):
+    more = {**json.loads(DOCUMENT), "unknown": "field"}
+    with reporting(socket_address, Reporter(json.dumps(more))):
+        assert fetch_report(link_to(socket_address)) == MADE
+
+
+@pytest.mark.parametrize(
+    ("reporter", "reason"),
+    [
+        (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 2"),
+        (Reporter('{"schema_version": 2}'), "is not a report"),
+        (Reporter("hello"), "is not a report"),
+        (Reporter("[1]"), "is not a report"),
+        (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refuses the report: not\ufffdyours"),
+        (Reporter(refusal=(grpc.StatusCode.UNAUTHENTICATED, "")), "refuses the report: a report needs the right"),
+        (
+            Reporter(refusal=(grpc.StatusCode.NOT_FOUND, "no namespace 'x'")),
+            "failed to make a report: no namespace 'x'",
+        ),
+        (Reporter(refusal=(grpc.StatusCode.DEADLINE_EXCEEDED, "")), "has not answered within 10 s"),
+        (Reporter(refusal=(grpc.StatusCode.INTERNAL, "")), "failed to make a report: INTERNAL"),
+        (Reporter(refusal=(grpc.StatusCode.UNIMPLEMENTED, "")), "makes no reports; update it"),
+    ],
+)
+def test_failures_are_explained_in_one_line(socket_address, reporter, reason):
+    with reporting(socket_address, reporter), pytest.raises(UserError) as raised:
+        fetch_report(link_to(socket_address))
+    assert reason in str(raised.value)
+    assert socket_address in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_service_is_reported_with_the_command_that_starts_one(socket_address):
+    with pytest.raises(UserError, match=r"no drafter answers at .*; start one with: ssd-drafter serve --listen"):
+        fetch_report(link_to(socket_address))
+
+
+def test_output_as_tables_json_and_page(socket_address, tmp_path):
+    with reporting(socket_address, Reporter(DOCUMENT)):
+        tables = run(report, "--server", socket_address)
+        printed = run(report, "--server", socket_address, "--json", "--html", tmp_path / "out.html")
+        quiet = run(report, "--server", socket_address, "--html", tmp_path / "quiet.html")
+    assert "of the target's steps" in tables.stdout
+    assert Report.model_validate_json(printed.stdout) == MADE
+    assert "<h3>Calibration</h3>" in (tmp_path / "out.html").read_text()
+    assert printed.stderr == f"wrote {tmp_path / 'out.html'}\n"
+    assert quiet.stdout == ""
+
+
+def test_tokenizer_decodes_passages(socket_address, tmp_path):
+    Tokenizer(WordLevel({f"w{index}": index for index in range(50)}, "w0")).save(str(tmp_path / "tokenizer.json"))
+    with reporting(socket_address, Reporter(DOCUMENT)):
+        printed = run(report, "--server", socket_address, "--json", "--passages", "--tokenizer", tmp_path)
+        assert Report.model_validate_json(printed.stdout).namespaces[0].passages[1].text == "w5 w6 w7"
+        assert "w5 w6 w7" in run(report, "--server", socket_address, "--passages", "--tokenizer", tmp_path).stdout
+        with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+            run(report, "--server", socket_address, "--passages", "--tokenizer", tmp_path / "x")
+        (tmp_path / "tokenizer.json").write_text("{")
+        with pytest.raises(UserError, match="cannot be read"):
+            run(report, "--server", socket_address, "--passages", "--tokenizer", tmp_path)
+
+
+def test_report_of_a_snapshot(tmp_path):
+    path = tmp_path / "team.snapshot"
+    with drafter_of([[1, 2, 3, 4]]) as drafter:
+        save(drafter.corpus, path, drafter.stats)
+    printed = Report.model_validate_json(run(report, "--snapshot", path, "--json").stdout)
+    assert (printed.namespaces[0].name, printed.namespaces[0].corpus.tokens) == ("team", 5)
+    assert run(report, "--snapshot", path).stdout.startswith("snapshot of")
+    assert run(report, "--snapshot", path, "--html", tmp_path / "out.html").stdout == ""
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"team\.snapshot"):
+        run(report, "--snapshot", path)
+    with pytest.raises(UserError, match="nowhere"):
+        run(report, "--snapshot", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--snapshot", "y", "--passages"], "remove --passages"),
+        (["--snapshot", "y", "--namespace", "z"], "remove --passages and --namespace"),
+        (["--server", "unix:/x", "--tokenizer", "y"], "add --passages"),
+        (["--server", "nonsense"], "is no address"),
+    ],
+)
+def test_contradictory_options_are_refused(arguments, reason):
+    with pytest.raises(UserError, match=reason):
+        run(report, *arguments)
+
+
+def test_unwritable_page_is_an_error(socket_address, tmp_path):
+    with reporting(socket_address, Reporter(DOCUMENT)), pytest.raises(UserError, match="cannot write"):
+        run(report, "--server", socket_address, "--html", tmp_path / "no" / "out.html")
+
+
+def test_top_prints_one_frame_without_a_terminal(socket_address):
+    later = build_report(service(busy_namespace(steps=2_000_400), now=NOW + 4)).model_dump_json()
+    with reporting(socket_address, Reporter(DOCUMENT, later)):
+        frame = run(top, "--server", socket_address, "--interval", "0.1").stdout
+    row = next(line.split() for line in frame.split("\n") if line.startswith("default"))
+    # 400 steps in 4 seconds, by the service's clock.
+    assert row[2] == "100"

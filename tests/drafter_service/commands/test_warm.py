@@ -1,0 +1,178 @@
+"""`ssd-drafter warm`, from the command line to the snapshot."""
+
+import hashlib
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from drafter_service.client.identity import model_identity
+from drafter_service.commands.warm import warm
+from drafter_service.ingest import pipeline, sinks
+from drafter_service.ingest.files import list_files
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.resume import Resume
+from drafter_service.ingest.sinks import OfflineSink
+from drafter_service.transport.messages import default_namespace
+from ssd.config import DrafterConfig
+from ssd.corpus import snapshot
+from ssd.corpus.corpus import Corpus
+from ssd.errors import UserError
+from ssd.stats import Stats
+from tests.drafter_service.ingest.loads import MODEL, Collected, tokenized, write_jsonl
+
+
+def invoke(*arguments):
+    """What the command prints. Raises what it raises."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(
+        warm, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False
+    )
+    return result.stdout
+
+
+def text_of(path):
+    """All tokens of a snapshot, a list for each request."""
+    corpus = snapshot.load(path, 1 << 20, DrafterConfig.match_depth).corpus
+    state = corpus.state()
+    text = state.ring.read(state.oldest, state.head)
+    return [part[:-1].tolist() for part in np.split(text, np.flatnonzero(text == 0xFFFF_FFFF) + 1)[:-1]]
+
+
+def test_snapshot_is_created_and_extended(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1, 2]}, {"no": 1}])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "import os\n"}])
+    target = tmp_path / "c.ssd"
+    printed = invoke("--from", tmp_path / "a.jsonl", "--snapshot", target, "--capacity", "1M")
+    assert text_of(target) == [[1, 2]]
+    assert "no output in any known field" in printed
+    assert f"{tmp_path}/a.jsonl:2" in printed
+    both = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    printed = invoke("--from", *both, "--snapshot", target, "--tokenizer", MODEL, "--capacity", "1M")
+    assert text_of(target) == [[1, 2], tokenized("import os\n")]
+    assert "1 documents" in printed
+
+
+def test_snapshot_keeps_its_other_contents(tmp_path):
+    corpus, stats = Corpus(1 << 20, 16), Stats()
+    corpus.append(np.array([5, 6, 7], np.uint32), "old")
+    corpus.learned.arrays[0][0] = 0.25
+    stats.counters.steps[:] = 11
+    snapshot.save(corpus, tmp_path / "c.ssd", stats)
+    write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1]}])
+    invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c.ssd", "--capacity", "1M")
+    loaded = snapshot.load(tmp_path / "c.ssd", 1 << 20, 16)
+    assert loaded.corpus.tokens == 6
+    assert (loaded.corpus.learned.arrays[0][0] == 0.25).all()
+    assert (loaded.stats.counters.steps == 11).all()
+
+
+def test_larger_snapshot_keeps_its_size_by_default(tmp_path, monkeypatch):
+    corpus = Corpus(1 << 20, 32)
+    for index in range(200):
+        corpus.append(np.full(999, index, np.uint32))
+    snapshot.save(corpus, tmp_path / "c.ssd")
+    monkeypatch.setattr(DrafterConfig, "capacity", 5000)
+    assert OfflineSink(tmp_path / "c.ssd").corpus.tokens == 200_000
+    assert OfflineSink(tmp_path / "c.ssd", 50_000).corpus.tokens < 200_000
+    assert OfflineSink(tmp_path / "new.ssd").window == 5000
+
+
+def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
+    """What would be overwritten before the corpus is saved is let go at once."""
+    rows = [{"tokens": [index] * 99} for index in range(400)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    appended = []
+    monkeypatch.setattr(sinks.Corpus, "append", lambda _, tokens, name: appended.append(tokens[0]))
+    sink, held = OfflineSink(tmp_path / "c.ssd", 5000), []
+    accept = sink.accept
+
+    def watched(documents):
+        accept(documents)
+        held.append(sum(new.room for new in sink._waiting))
+
+    sink.accept = watched
+    files, reading = list_files([str(tmp_path / "a.jsonl")]), Reading(block_bytes=2000)
+    pipeline.load(files, reading, sink, Resume(None, ""), lambda _: None)
+    assert 5000 <= max(held) < 5000 + 2 * 2000
+    assert appended[-50:] == list(range(350, 400))
+    assert len(appended) < 100
+
+
+def test_learning_into_a_service(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    sink, called = Collected(), []
+    monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or sink)
+    invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--namespace", "n", "--tokenizer", MODEL)
+    ((_, namespace, model, _),) = called
+    assert (namespace, model.tokenizer) == ("n", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest())
+    assert [tokens for _, tokens in sink.pairs] == [[1]]
+
+
+def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    called = []
+    monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or Collected())
+    invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--tokenizer", MODEL)
+    ((_, namespace, model, _),) = called
+    assert model == model_identity(MODEL)
+    assert namespace == default_namespace(model)
+
+
+def test_loads_that_learn_nothing_fail(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"strange": 1}, {"stranger": 2}])
+    with pytest.raises(UserError, match="nothing could be learned"):
+        invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from", "{}/a.jsonl"], "give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--namespace", "n"], "not both"),
+        (["--from", "{}/missing", "--snapshot", "{}/c"], "no such file"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/missing/c"], "create it first"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--capacity", "5"], "--capacity: a corpus holds"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/a.jsonl"], "is not a snapshot"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--tokenizer", "{}"], "has no tokenizer.json"),
+        (["--from", "{}/text", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--resume", "{}/a.jsonl"], "is not a progress file"),
+    ],
+)
+def test_user_errors_are_one_line(tmp_path, arguments, message):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    (tmp_path / "text").write_text("text\n")
+    with pytest.raises(UserError, match=message) as problem:
+        invoke(*(argument.format(tmp_path) for argument in arguments))
+    assert "\n" not in str(problem.value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_progress_without_its_snapshot_is_refused(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--resume", tmp_path / "r")
+    invoke(*arguments, "--capacity", "1M")
+    (tmp_path / "c").unlink()
+    with pytest.raises(UserError, match="which does not exist"):
+        invoke(*arguments)
+
+
+def test_missing_pyarrow_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"ssd-drafter\[parquet\]"):
+        invoke("--from", tmp_path, "--snapshot", tmp_path / "c")
+
+
+def test_interruption_says_whether_the_load_can_continue(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sinks.OfflineSink, "accept", interrupted)
+    arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--capacity", "1M")
+    with pytest.raises(UserError, match="with --resume FILE"):
+        invoke(*arguments)
+    with pytest.raises(UserError, match="continues from the last commit"):
+        invoke(*arguments, "--resume", tmp_path / "r")

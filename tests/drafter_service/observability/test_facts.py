@@ -1,0 +1,47 @@
+"""Histories of samples, and histograms of durations."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.observability.facts import BOUNDS_S, MAX_SAMPLES, History, Latency, Sample
+
+
+def sample(time):
+    return Sample(time, *[0] * 9)
+
+
+def test_history_is_bounded_and_keeps_the_first_and_the_newest_samples():
+    history = History()
+    for time in range(20_000):
+        history.note(sample(float(time)))
+        assert len(history.samples) <= MAX_SAMPLES
+    times = [one.time for one in history.samples]
+    assert times == sorted(set(times))
+    assert times[0] == 0
+    assert times[-MAX_SAMPLES // 4 :] == [float(time) for time in range(20_000 - MAX_SAMPLES // 4, 20_000)]
+    # The intervals between older samples are larger.
+    assert np.diff(times)[: len(times) // 8].mean() > 10 * np.diff(times)[len(times) // 2 :].mean()
+
+
+def test_history_continues_when_the_clock_is_set_back():
+    history = History()
+    for time in (10.0, 20.0, 4e9, 4e9 + 10):
+        history.note(sample(time))
+    history.note(sample(30.0))
+    assert [one.time for one in history.samples] == [10.0, 20.0, 30.0]
+
+
+@given(st.lists(st.floats(1e-7, 100), min_size=1, max_size=50), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+def test_quantiles_are_exact_to_a_bin(durations, share):
+    latency = Latency()
+    for duration in durations:
+        latency.note(duration)
+    exact = float(np.quantile(durations, share, method="inverted_cdf"))
+    bound = next((bound for bound in BOUNDS_S if bound >= exact), max(durations))
+    assert latency.quantile(share) == min(bound, max(durations))
+    assert latency.count == len(durations)
+
+
+def test_quantile_without_data_is_zero():
+    assert Latency().quantile(0.5) == 0.0

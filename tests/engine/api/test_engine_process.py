@@ -1,0 +1,162 @@
+"""The HTTP process's end of the pipe, with a counting engine in a process of its own."""
+
+import asyncio
+import time
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from engine.api.engine_process import MAX_POINTS, EngineGoneError, EngineProcess, History
+from engine.api.errors import ApiError
+from engine.api.messages import RequestEnded
+from engine.api.outputs import stream_deltas
+from engine.api.response_cache import ResponseCache
+from engine.api.service import Admission
+from engine.scheduling.request import Request, SamplingParams
+from ssd.errors import UserError
+from tests.engine.api.fake_engine import FakeEngine
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def request(tokens=4, prompt=(1, 2, 3), **more):
+    salt = more.pop("salt", "")
+    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens, **more), salt=salt)
+
+
+@asynccontextmanager
+async def running(build=FakeEngine):
+    engine = EngineProcess(build)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def eventually(condition):
+    until = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < until, "the condition did not become true"
+        await asyncio.sleep(0.01)
+
+
+class NoText:
+    """Replaces `OutputText` where text does not matter."""
+
+    def feed(self, tokens, accepted):
+        return []
+
+    def finish(self, whole):
+        return []
+
+
+async def tokens_of(events):
+    return [token async for event in events if not isinstance(event, RequestEnded) for token in event.tokens.tolist()]
+
+
+@pytest.mark.anyio
+async def test_requests_cancelled_at_any_time_free_their_pages():
+    ended = []
+    async with running() as engine:
+        assert await tokens_of(engine.run(request(5))) == [1, 2, 3, 4, 5]
+        with pytest.raises(UserError, match="empty"):
+            await tokens_of(engine.run(request(prompt=())))
+        for events in (0, 1, 3):
+            deltas = stream_deltas(engine.run, [request(100_000)] * 3, [NoText()] * 3, lambda: ended.append(1))
+            async with aclosing(deltas):
+                for _ in range(events):
+                    await anext(deltas)
+        unread = asyncio.create_task(tokens_of(engine.run(request(100_000))))
+        await asyncio.sleep(0)
+        unread.cancel()
+        await eventually(lambda: engine.stats.pages > 0 and engine.stats.running == 0)
+        await eventually(lambda: engine.stats.kv_usage == 0)
+    # The iterator that was closed before its first event never created its tasks.
+    assert len(ended) == 6
+
+
+@pytest.mark.anyio
+async def test_a_slow_reader_does_not_block_admission():
+    admission = Admission(2)
+    async with running() as engine:
+        admission.admit(2)
+        deltas = stream_deltas(engine.run, [request(40), request(40)], [NoText()] * 2, admission.release)
+        async with aclosing(deltas):
+            await anext(deltas)  # reads nothing after this
+            await eventually(lambda: admission.admitted == 0)
+            admission.admit(2)
+
+
+@pytest.mark.anyio
+async def test_exact_repeats_come_from_the_cache():
+    cache = ResponseCache(max_tokens=20)
+    async with running() as engine:
+        first = [event async for event in cache.run(engine, request(5))]
+        steps = engine.stats.steps
+        second = [event async for event in cache.run(engine, request(5))]
+        assert cache.hits == 1
+        assert second[-1].completion.tokens.tolist() == first[-1].completion.tokens.tolist() == [1, 2, 3, 4, 5]
+        assert second[0].tokens.tolist() == [1, 2, 3, 4, 5]
+        assert second[-1].completion.steps == 0
+        for other in (request(5, salt="other"), request(5, temperature=1.0), request(6), request(5, (3, 2, 1))):
+            await tokens_of(cache.run(engine, other))
+        assert cache.hits == 1
+        await tokens_of(cache.run(engine, request(5)))  # evicted: 20 tokens hold two of these
+        assert cache.hits == 1
+        assert engine.stats.steps >= steps
+
+
+@pytest.mark.anyio
+async def test_a_failing_engine_ends_every_request():
+    async with running(partial(FakeEngine, fail_after=3)) as engine:
+        runs = [asyncio.create_task(tokens_of(engine.run(request(50)))) for _ in range(3)]
+        for run in runs:
+            with pytest.raises(EngineGoneError, match="on purpose"):
+                await run
+        await engine.wait_for_end()
+        with pytest.raises(EngineGoneError):
+            await tokens_of(engine.run(request()))
+
+
+def test_admission_limits_requests():
+    admission = Admission(3)
+    admission.admit(2)
+    with pytest.raises(ApiError) as caught:
+        admission.admit(2)
+    assert (caught.value.status, admission.refused, admission.admitted) == (429, 2, 2)
+    with pytest.raises(ApiError) as caught:
+        admission.admit(4)
+    assert (caught.value.status, caught.value.param) == (400, "n")
+    admission.release()
+    admission.admit(2)
+
+
+@example([(1.0, 1)], 40 * 60)
+@given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 5)), max_size=60), st.integers(1, 40))
+def test_a_history_keeps_few_points_at_even_distances(steps, repeats):
+    history, time, total, added = History(), 0.0, 0, []
+    for wait, more in steps * repeats:
+        time, total = time + wait, total + more
+        history.add(time, total)
+        added.append((time, total))
+    points = history.points
+    assert len(points) <= MAX_POINTS + 1
+    assert set(points) <= set(added)
+    assert points == sorted(points)
+    assert [points[0], points[-1]] == [added[0], added[-1]] if added else points == []
+    # Nothing was added within a gap that is much longer than the mean distance of points.
+    duration = time - added[0][0] if added else 0
+    for (before, _), (after, _) in pairwise(points):
+        inside = [at for at, _ in added if before < at < after]
+        assert not inside or inside[-1] - before <= max(1, 4 * duration / MAX_POINTS)

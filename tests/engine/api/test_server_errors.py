@@ -1,0 +1,53 @@
+"""Addresses on which a server cannot listen."""
+
+import asyncio
+import errno
+import os
+import socket
+from dataclasses import fields
+
+import pytest
+
+from engine.api import server
+from engine.api.server import ServerConfig
+from engine.commands.options import EngineOptions
+from ssd.errors import UserError
+
+FIELDS = [field.name for field in fields(EngineOptions) if field.name != "model"]
+
+
+def failing(number):
+    def bind(_, __):
+        raise OSError(number, os.strerror(number))
+
+    return bind
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EADDRINUSE, "the port is in use"),
+        (errno.EADDRNOTAVAIL, "does not have that address"),
+        (errno.EACCES, "may not listen on that port"),
+        (errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT)),
+    ],
+)
+def test_each_reason_has_its_advice(monkeypatch, number, advice):
+    monkeypatch.setattr(socket.socket, "bind", failing(number))
+    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:80: .*{advice}"):
+        server.bind("127.0.0.1", 80)
+
+
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(server, "EngineProcess", lambda _: pytest.fail("an engine was made"))
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        options = EngineOptions.of(None, **dict.fromkeys(FIELDS))
+        config = ServerConfig(port=occupied.getsockname()[1])
+        with pytest.raises(UserError, match="the port is in use"):
+            asyncio.run(server.serve(options, config, "m", print))
+
+
+def test_an_address_of_another_machine_is_not_called_in_use():
+    # 192.0.2.0/24 is reserved for documentation.
+    with pytest.raises(UserError, match="does not have that address"):
+        server.bind("192.0.2.1", 0)

@@ -1,0 +1,114 @@
+"""Totals of steps against token-by-token counting, and phases of requests on a clock that is set by hand."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import stats
+from engine.api.messages import STEP_TOKEN_BOUNDS, RequestTimes
+from engine.api.stats import EngineTotals, RequestTimer
+from engine.engine import StepReport
+from engine.scheduling.plan import SequencePlan, SequenceResult
+from engine.scheduling.request import Completion, FinishReason, Request
+from ssd.types import Source
+from tests.engine.api.fake_engine import FakeEngine
+
+
+@st.composite
+def results(draw):
+    # A remote drafter may send unknown sources.
+    sources = np.array(draw(st.lists(st.sampled_from([*Source, 77]), max_size=2)), np.uint8)
+    kept = np.flatnonzero(draw(st.lists(st.booleans(), min_size=len(sources), max_size=len(sources))))
+    tokens = np.zeros(len(kept) + draw(st.integers(0, 1)), np.uint32)
+    sequence = SimpleNamespace(sequence_id=draw(st.integers(0, 3)))
+    plan = SequencePlan(sequence, 9, 1, True, draft=np.zeros(len(sources), np.uint32), sources=sources)
+    return SequenceResult(plan, tokens, kept)
+
+
+@given(st.lists(st.lists(results(), max_size=5, unique_by=lambda result: result.sequence_id), max_size=6))
+def test_totals_equal_counting_token_by_token(steps):
+    totals = EngineTotals(FakeEngine())
+    for sequence_id in range(4):
+        totals.request_started(sequence_id, Request(np.zeros(10, np.uint32)))
+    drafted, accepted, sizes, seen = Counter(), Counter(), [], set()
+    for step in steps:
+        totals.step_finished(StepReport(step))
+        size = 0
+        for result in step:
+            size += len(result.tokens) + (10 if result.sequence_id not in seen else 0)
+            seen.add(result.sequence_id)
+            drafted.update(result.sources.tolist())
+            accepted.update(result.sources[node] for node in result.kept)
+        sizes += [size] if size else []
+    snapshot = totals.snapshot()
+    assert snapshot.drafted_by_source == {source.name.lower(): drafted[source] for source in Source}
+    assert snapshot.accepted_by_source == {source.name.lower(): accepted[source] for source in Source}
+    assert (snapshot.drafted, snapshot.accepted) == (drafted.total(), accepted.total())
+    assert snapshot.step_tokens_sum == sum(sizes)
+    for index, bound in enumerate(STEP_TOKEN_BOUNDS):
+        assert sum(snapshot.steps_by_tokens[: index + 1]) == sum(size <= bound for size in sizes)
+    assert sum(snapshot.steps_by_tokens) == len(sizes)
+
+
+def test_learned_tokens_exclude_private_and_cancelled_requests():
+    engine = FakeEngine()
+    engine.drafter = SimpleNamespace()  # has no corpus
+    totals = EngineTotals(engine)
+    ended = Completion(np.zeros(5, np.uint32), FinishReason.STOP, 1, 0, 0, cached_tokens=2)
+    cancelled = Completion(np.zeros(5, np.uint32), FinishReason.ABORT, 1, 0, 0, cached_tokens=2)
+    prompt = np.zeros(3, np.uint32)
+    for learn, completion in ((True, ended), (False, ended), (True, cancelled)):
+        totals.request_started(0, Request(prompt, learn=learn))
+        totals.request_ended(0, Request(prompt, learn=learn), completion)
+    snapshot = totals.snapshot()
+    assert (snapshot.learned_tokens, snapshot.cached_tokens, snapshot.corpus) == (5, 6, None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(stats, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def step(clock, timer, began, ended, running=(), produced=()):
+    clock.now = ended
+    results = [SimpleNamespace(sequence_id=number, tokens=np.zeros(1, np.uint32)) for number in produced]
+    timer.step_finished(began, [SimpleNamespace(sequence_id=number) for number in running], StepReport(results))
+
+
+def test_phases_of_requests(clock):
+    timer = RequestTimer()
+    clock.now = 1.0
+    timer.request_started(5)
+    clock.now = 2.0
+    timer.request_started(6)
+    step(clock, timer, 3, 4, running=[5])  # a chunk of its prompt
+    step(clock, timer, 6, 10, running=[5], produced=[5])
+    step(clock, timer, 20, 21, running=[])  # preempted
+    step(clock, timer, 30, 40, running=[6], produced=[5, 6])  # 5 ended and no longer runs
+    assert timer.request_ended(5) == RequestTimes(queue=2, prefill=7, decode=30)
+    step(clock, timer, 40, 44, produced=[6])
+    assert timer.request_ended(6) == RequestTimes(queue=28, prefill=10, decode=4)
+
+
+def test_ids_can_be_reused_after_one_step_or_a_cancellation(clock):
+    timer = RequestTimer()
+    for start in (0.0, 100.0):
+        clock.now = start
+        timer.request_started(1)
+        step(clock, timer, start + 1, start + 3, produced=[1])
+        assert timer.request_ended(1) == RequestTimes(queue=1, prefill=2, decode=0)
+    for running in ([], [1]):  # cancelled while waiting, and while running
+        clock.now = 200.0
+        timer.request_started(1)
+        step(clock, timer, 201, 202, running=running)
+        timer.request_cancelled(1)
+    clock.now = 300.0
+    timer.request_started(1)
+    step(clock, timer, 310, 320, produced=[1])
+    assert timer.request_ended(1) == RequestTimes(queue=10, prefill=10, decode=0)

@@ -1,0 +1,127 @@
+"""The arrays that paged kernels get, read as the kernels read them, against each token's own view of its sequence."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.calls import assign
+from engine.attention.layout import (
+    flat_masks,
+    indptr,
+    last_page_lengths,
+    paged_keys,
+    rows_of,
+    segments_of,
+)
+from engine.executor.batch import build_batch
+from engine.speculation.draft_tree import DraftTree
+from tests.engine.forward import sequence_of
+from tests.engine.trees import random_tree
+
+PAGE_SIZES = st.sampled_from([1, 4, 16])
+
+
+@st.composite
+def batches(draw, page_size):
+    """A batch, and for each of its tokens the places of its sequence that it sees."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000), "seed"))
+    sequences, sees = [], []
+    for _ in range(draw(st.integers(1, 5), "sequences")):
+        computed, scheduled = draw(st.sampled_from([0, 1, 15, 16, 17, 40])), draw(st.sampled_from([1, 1, 2, 20]))
+        draft, parents = random_tree(rng, [], draw(st.sampled_from([0, 3, 40])), 9)
+        is_tree = len(draft) > 0 and draw(st.booleans())
+        end = computed + scheduled
+        pages = rng.permutation(-(-(end + len(draft)) // page_size) + 2).tolist()
+        sequence = sequence_of(np.zeros(end), pages, computed=computed, draft=draft)
+        sees += [set(range(place + 1)) for place in range(computed, end)]
+        for node, parent in enumerate(parents):
+            if not is_tree:
+                sees.append(set(range(end + node + 1)))
+                continue
+            ancestors = {end + node}
+            while parent >= 0:
+                ancestors.add(end + parent)
+                parent = parents[parent]
+            sees.append(set(range(end)) | ancestors)
+        sequence.tree = DraftTree(np.array(parents, np.int32)) if is_tree else None
+        sequences.append(sequence)
+    return build_batch(sequences, page_size), sees
+
+
+def span_at(batch, row):
+    return next(span for span in batch.spans if span.start <= row < span.start + span.length)
+
+
+def slots_of(pages, places, page_size):
+    return [pages[place // page_size] * page_size + place % page_size for place in sorted(places)]
+
+
+@given(st.data(), PAGE_SIZES)
+def test_segments_cover_a_batch_and_say_what_each_token_sees(data, page_size):
+    batch, sees = data.draw(batches(page_size))
+    segments = segments_of(batch)
+    rows = [row for segment in segments for row in range(segment.start, segment.start + segment.length)]
+    assert rows == list(range(len(batch.tokens)))
+    row = 0
+    for segment in segments:
+        # As a mask among a segment's tokens.
+        own = flat_masks([segment]).reshape(segment.length, -1)
+        assert own.any(axis=1).all()
+        for seen in own:
+            assert set(range(segment.context)) | set(segment.context + np.flatnonzero(seen)) == sees[row]
+            assert segment.pages is span_at(batch, row).pages
+            row += 1
+
+
+@given(st.data(), PAGE_SIZES)
+def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
+    batch, _ = data.draw(batches(page_size))
+    segments = segments_of(batch)
+    tables = [segment.pages for segment in segments]
+    for lengths in ([segment.keys for segment in segments], [segment.context for segment in segments]):
+        keys = paged_keys(tables, lengths, page_size)
+        assert all(array.dtype == np.int32 for array in keys)
+        for index, length in enumerate(lengths):
+            begin, end = keys.indptr[index : index + 2]
+            assert end > begin
+            # The length, as kernels get it.
+            assert (end - begin - 1) * page_size + keys.last_page_len[index] == length
+            expected = slots_of(tables[index], range(length), page_size)
+            assert slots_of(keys.indices[begin:end].tolist(), range(length), page_size) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 40)), min_size=1), PAGE_SIZES)
+def test_true_lengths_fit_into_the_plan_of_their_upper_bounds(lengths, page_size):
+    bounds = [true + more for true, more in lengths]
+    table = list(range(150))
+    planned = paged_keys([table] * len(bounds), bounds, page_size)
+    counts = np.diff(planned.indptr)
+    corrected = last_page_lengths([true for true, _ in lengths], counts, page_size)
+    # In the unsigned arithmetic of the kernels, where a negative number wraps around and back.
+    read = (counts - 1).astype(np.uint32) * np.uint32(page_size) + corrected.astype(np.uint32)
+    assert read.tolist() == [true for true, _ in lengths]
+    # All that a device has to do is to subtract what was rejected.
+    assert (planned.last_page_len - [more for _, more in lengths]).tolist() == corrected.tolist()
+
+
+@given(st.data())
+def test_every_segment_is_in_one_call_that_can_do_it(data):
+    batch, _ = data.draw(batches(16))
+    segments = segments_of(batch)
+    calls = assign(segments)
+    starts = [segment.start for members in calls.values() for segment in members]
+    assert sorted(starts) == [segment.start for segment in segments]
+    for kind, members in calls.items():
+        assert [segment.start for segment in members] == sorted(segment.start for segment in members)
+        for segment in members:
+            assert (segment.mask is not None) == (kind == "tree")
+            assert kind != "decode" or segment.length == 1
+        rows = [row for one in members for row in range(one.start, one.start + one.length)]
+        assert np.arange(len(batch.tokens))[rows_of(members)].tolist() == rows
+    if all(segment.length == 1 for segment in segments):
+        assert "prefill" not in calls
+    assert {"prefill", "decode"} - calls.keys()
+
+
+def test_indptr_begins_with_0():
+    assert indptr([3, 0, 2]).tolist() == [0, 3, 3, 5]

@@ -1,0 +1,121 @@
+"""A token's logits are the same decoded alone, within a draft, beside others, and on any pages."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.plain import KEY_BLOCK, PlainAttention, query_blocks
+from engine.executor.batch import build_batch
+from engine.models.loader import load_model
+from engine.models.packed import pack
+from tests.engine.conftest import VOCAB
+from tests.engine.forward import PAGE_SIZE, new_runner, prompt_logits, sequence_of
+
+TEXT = np.random.default_rng(0).integers(1, VOCAB, 400).astype(np.uint32)
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return prompt_logits(model, TEXT)
+
+
+@pytest.fixture
+def threads(request):
+    """So many in PyTorch, where other tests have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def close(left, right):
+    return bool((left - right).abs().max() < 2e-4)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_any_cut_of_a_text_into_steps_gives_the_same_logits(model, reference, data):
+    """Prompt parts, single tokens and drafts, right and wrong, on shuffled pages, against one pass over everything."""
+    size = data.draw(st.integers(2, len(TEXT)), "size")
+    pages = data.draw(st.permutations(range(32)), "pages")
+    runner = new_runner(model, 32)
+    computed = 0
+    while computed < size:
+        scheduled = data.draw(st.integers(1, min(size - computed, 150)), "scheduled")
+        end = computed + scheduled
+        right = TEXT[end : min(size, end + data.draw(st.integers(0, 5), "right"))]
+        wrong = data.draw(st.lists(st.integers(1, VOCAB - 1), max_size=4), "wrong")
+        sequence = sequence_of(
+            TEXT[:end], pages, computed=computed, scheduled=scheduled, draft=[*right.tolist(), *wrong]
+        )
+        logits = runner.forward(build_batch([sequence], PAGE_SIZE))
+        assert close(logits[: 1 + len(right)], reference[end - 1 : end + len(right)])
+        computed = end + len(right)
+
+
+def test_sequences_of_a_batch_do_not_see_each_other(model, reference):
+    runner = new_runner(model)
+    lengths = [1, 17, 130, 128, 127, 300]
+    sequences = [
+        sequence_of(TEXT[:length], range(20 * index, 20 * index + 20), draft=TEXT[length : length + index % 3])
+        for index, length in enumerate(lengths)
+    ]
+    batch = build_batch(sequences, PAGE_SIZE)
+    logits = runner.forward(batch)
+    for index, length in enumerate(lengths):
+        own = logits[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
+        assert close(own, reference[length - 1 : length + index % 3])
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4))
+def test_query_blocks_cover_a_batch_and_never_cross_a_block_of_keys(spans):
+    sequences = [sequence_of(np.ones(computed + length), range(60), computed=computed) for computed, length in spans]
+    batch = build_batch(sequences, PAGE_SIZE)
+    blocks = query_blocks(batch)
+    rows = [row for block in blocks for row in range(block.row, block.row + block.length)]
+    assert rows == list(range(len(batch.tokens)))
+    for block in blocks:
+        assert block.position // KEY_BLOCK == (block.position + block.length - 1) // KEY_BLOCK
+        assert block.position == batch.positions[block.row]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("threads")
+def test_rounding_does_not_depend_on_the_step(model_folder):
+    """On packed weights a token's logits are the same to the last bit, whatever shares its step."""
+    model = pack(load_model(model_folder))
+    sequence = sequence_of(TEXT[:250], range(32), draft=TEXT[250:260])
+    within_draft = new_runner(model, 32).forward(build_batch([sequence], PAGE_SIZE))
+    runner = new_runner(model, 32)
+    for length in range(250, 261):
+        computed = 0 if length == 250 else length - 1
+        alone = runner.forward(build_batch([sequence_of(TEXT[:length], range(32), computed=computed)], PAGE_SIZE))
+        assert torch.equal(alone[0], within_draft[length - 250])
+
+
+def test_a_drafters_layers_are_kept_in_the_same_pages(model):
+    """A layer beyond the model's attends to what its own earlier steps stored, and moves with the others."""
+    config = model.config
+    attention = PlainAttention(config, 4, PAGE_SIZE, torch.float32, "cpu", kv_layers=1)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(20, heads, config.head_dim, generator=generator) for heads in (4, 2, 2))
+    pages, own = [2, 0], config.num_layers
+    steps = (sequence_of(TEXT[:12], pages), sequence_of(TEXT[:20], pages, computed=12))
+    attended = []
+    for sequence, rows in zip(steps, (slice(0, 12), slice(12, 20)), strict=True):
+        attend = attention.begin(build_batch([sequence], PAGE_SIZE))
+        for layer in range(config.num_layers):
+            attend(layer, query[rows], torch.zeros_like(key[rows]), torch.zeros_like(value[rows]))
+        attended.append(attend(own, query[rows], key[rows], value[rows]).clone())
+    heads = (part.transpose(0, 1) for part in (query, key, value))
+    expected = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
+    torch.testing.assert_close(torch.cat(attended), expected)
+    slots = attention._keys.flatten(1, 2)
+    before = slots[:, 2 * PAGE_SIZE + 3].clone()
+    attention.move(np.array([2 * PAGE_SIZE + 3]), np.array([5]))
+    assert before[own].any()
+    assert torch.equal(slots[:, 5], before)

@@ -1,0 +1,168 @@
+"""A model drafter through the engine: hidden states, its layer in the target's pages, q, both verifications."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.drafters.base import Drafts, TargetInfo, TargetOutputs
+from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
+from engine.scheduling.pages import PagePool
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.scheduler import Scheduler
+from ssd.config import DrafterConfig
+from ssd.types import DraftBatch, Path
+from tests.engine.drafters.toy import ToyDrafter, naive_logits
+
+CONFIG = EngineConfig(max_sequences=4, max_step_tokens=48, max_draft=6, page_size=16, kv_memory_mib=1)
+
+
+def requests(temperature):
+    """Prompts with shared beginnings, some of several chunks; settings that change the distribution."""
+    rng = np.random.default_rng(2)
+    stem = rng.integers(1, 60, 70)
+    asked = []
+    for index in range(10):
+        prompt = np.concatenate((stem[: 16 * rng.integers(0, 5)], rng.integers(1, 60, rng.integers(1, 40))))
+        sampling = SamplingParams(
+            max_tokens=24,
+            temperature=temperature,
+            seed=index,
+            top_k=int(rng.choice([0, 8])),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            ignore_eos=True,
+        )
+        asked.append(Request(prompt.astype(np.uint32), sampling))
+    return asked
+
+
+def run(model, config, asked, **how):
+    drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, config), **how)
+    engine = build_engine(model, config, drafter)
+    completions = engine.generate(asked)
+    engine.scheduler.check_integrity()
+    return drafter, engine, completions
+
+
+def largest_difference(drafter):
+    """Between logits that were proposed from and those of the naive twin, for about 30 proposals."""
+    differences = [0.0]
+    for text, path, found in drafter.log[:: max(1, len(drafter.log) // 30)]:
+        expected = torch.stack(naive_logits(drafter, text, path))
+        differences.append(float((expected - torch.stack(found)).detach().abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_exact_outputs_equal_plain_decoding(model, temperature, width):
+    asked = requests(temperature)
+    config = replace(CONFIG, draft_shape="path" if width == 1 else "tree")
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    drafter, _, completions = run(model, config, asked, width=width)
+    assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
+    assert sum(each.drafted for each in completions) > 100
+    assert sum(each.accepted for each in completions) > 0
+    assert any(each.cached_tokens for each in completions)
+    assert largest_difference(drafter) < 1e-3
+
+
+def test_layers_in_the_pages_survive_preemption(model):
+    """Sequences wait for pages, and find their own and others' in the prefix cache when they go on."""
+    asked = requests(0.8)
+    config = replace(CONFIG, watermark=0.0)
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    target = TargetInfo.from_model(model, config)
+    drafter = ToyDrafter(DrafterConfig(), target)
+    engine = build_engine(model, config, drafter)
+    pool = PagePool(9, config.page_size)
+    engine.scheduler = Scheduler(config, pool)
+    completions = engine.generate(asked)
+    assert engine.scheduler.preemptions > 0
+    assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
+    assert largest_difference(drafter) < 1e-3
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_drafts_are_verified_by_rejection(model, width):
+    config = replace(CONFIG, draft_shape="path" if width == 1 else "tree", verification="rejection")
+    drafter, _, completions = run(model, config, requests(0.8), width=width)
+    plain = build_engine(model, config, NoDrafter()).generate(requests(0.8))
+    assert [each.tokens.tolist() for each in completions] != [each.tokens.tolist() for each in plain]
+    assert 0 < sum(each.accepted for each in completions) < sum(each.drafted for each in completions)
+    assert largest_difference(drafter) < 1e-3
+
+
+def of_the_same_position(drafter, monkeypatch):
+    """Pairs of token t with the hidden state of t."""
+    run = drafter.run
+    monkeypatch.setattr(drafter, "run", lambda states, *rest: run(states.roll(-1, dims=0), *rest))
+
+
+def without_page_states(drafter, monkeypatch):
+    """After a prefix-cache hit the hidden state before it is not known."""
+    original = drafter.state_before
+
+    def before(sequence, position):
+        is_known = drafter.last.get(sequence.sequence_id, (None,))[0] == position - 1
+        return original(sequence, position) if is_known else torch.zeros(drafter.fc.out_features)
+
+    monkeypatch.setattr(drafter, "state_before", before)
+
+
+def in_the_targets_layer(drafter, monkeypatch):
+    monkeypatch.setattr(drafter.layer, "index", 0)
+
+
+@pytest.mark.parametrize("fault", [of_the_same_position, without_page_states, in_the_targets_layer])
+def test_planted_faults_of_the_drafter_are_caught(model, monkeypatch, fault):
+    drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, CONFIG))
+    engine = build_engine(model, CONFIG, drafter)
+    fault(drafter, monkeypatch)
+    engine.generate(requests(0.8))
+    monkeypatch.undo()
+    assert largest_difference(drafter) > 1e-2
+
+
+class Recycler:
+    """Asks for the largest logits, and drafts nothing."""
+
+    needs = TargetOutputs(top_k=3)
+
+    def __init__(self):
+        self.seen = 0
+
+    def start(self, sequence):
+        pass
+
+    def propose(self, plan):
+        paths = [Path(np.ones(min(2, entry.draft_room), np.uint32), np.ones(min(2, entry.draft_room), np.float32))
+                 for entry in plan.producing]  # fmt: skip
+        return Drafts(DraftBatch.from_paths(paths))
+
+    def observe(self, result):
+        for each in result.results:
+            if each.plan.produces:
+                assert each.top_tokens.shape == each.top_logits.shape == (1 + each.drafted, 3)
+                own = int(each.tokens[each.accepted]) if len(each.tokens) > each.accepted else None
+                rows = np.append(0, 1 + each.kept)
+                assert own in (None, int(each.top_tokens[rows[-1], 0]))
+                self.seen += 1 + each.drafted
+            else:
+                assert each.top_tokens is None
+
+    def finish(self, sequence, learn):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_largest_logits_of_verified_rows(model):
+    drafter = Recycler()
+    asked = [replace(request, sampling=SamplingParams(max_tokens=8)) for request in requests(0.0)]
+    build_engine(model, CONFIG, drafter).generate(asked)
+    assert drafter.seen > 100

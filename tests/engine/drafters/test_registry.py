@@ -1,0 +1,91 @@
+"""The table of kinds, names of drafters, and options."""
+
+import sys
+
+import pytest
+
+from engine.drafters.ngram import NgramDrafter
+from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds, single_kind
+from ssd.config import DrafterConfig
+from ssd.errors import UserError
+
+CONFIG = DrafterConfig(capacity=5000)
+
+
+class OwnDrafter(NgramDrafter):
+    """A third-party drafter."""
+
+    def __init__(self, config, target):
+        super().__init__()
+        self.made_with = config, target
+
+
+OWN = f"{__name__}:OwnDrafter"
+
+
+def test_every_kind_has_a_help_text():
+    assert all(f"{name}: {kind.help}" in describe_kinds() for name, kind in KINDS.items())
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "ssd-remote"])
+def test_every_kind_can_be_made(name):
+    build_drafter(name, CONFIG).close()
+
+
+def test_a_class_is_imported_and_made_with_the_options():
+    config = configure(OWN, CONFIG, {"width": "7"})
+    drafter = build_drafter(OWN, config)
+    assert drafter.made_with == (config, None)
+    assert config.options == {"width": "7"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("eagle9", "unknown drafter 'eagle9'; give none, ngram, ssd"),
+        ("", "unknown drafter ''"),
+        (":Class", "unknown drafter ':Class'"),
+        ("ssd+ngram", "--drafter ssd\\+ngram: combining drafters is not supported yet; give one of ssd, ngram"),
+        ("ssd+other", "unknown drafter 'other'"),
+        ("no_such_module:Class", "--drafter no_such_module:Class: No module named 'no_such_module'"),
+        (f"{__name__}:Absent", "has no Absent"),
+    ],
+)
+def test_names_that_name_no_drafter(name, message):
+    with pytest.raises(UserError, match=message):
+        build_drafter(name, CONFIG)
+
+
+def test_combinations_are_parsed():
+    assert parse_kinds(f"ssd+{OWN}") == ["ssd", OWN]
+    assert single_kind("ngram") == "ngram"
+
+
+def test_options_set_fields_of_the_configuration():
+    given = {"match_depth": "8", "refresh_interval_s": "0.5"}
+    config = configure("ssd", CONFIG, given)
+    assert (config.match_depth, config.refresh_interval_s) == (8, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "message"),
+    [
+        ("ssd", {"depth": "8"}, "the drafter ssd has no option depth; give capacity, "),
+        ("ssd", {"match_depth": "x"}, "match_depth must be a number, not 'x'"),
+        ("ssd", {"match_depth": "1000"}, "match_depth must be 1 to 64, not 1000"),
+        ("ssd", {"max_draft": "8"}, "give --max-draft instead"),
+        ("ngram", {"longest": "8"}, "the drafter ngram has no options"),
+    ],
+)
+def test_bad_options(kind, option, message):
+    with pytest.raises(UserError, match=message):
+        configure(kind, CONFIG, option)
+
+
+def test_the_table_imports_no_pytorch():
+    """Help texts and errors must not wait for it."""
+    import subprocess
+
+    code = "import sys, engine.drafters.registry; print('torch' in sys.modules, 'numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,128 @@
+"""What a drafter of tokens is told, whatever happens between two of its drafts."""
+
+import numpy as np
+import pytest
+
+from engine.drafters.tokens import TokenDrafter, adapt, innermost
+from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.sequence import Sequence
+from ssd.types import DraftBatch, Path
+
+PROMPT = np.array([5, 6, 7], np.uint32)
+
+
+class Recorder:
+    """Drafts the token 1 for every sequence, and records its calls."""
+
+    def __init__(self, refused=()):
+        self.refused = refused
+        self.calls = []
+
+    def start(self, sequence_id, prompt):
+        if sequence_id in self.refused:
+            raise ValueError("no room")
+        self.calls.append(("start", sequence_id, prompt.tolist()))
+
+    def draft(self, progress):
+        steps = None if progress.steps is None else progress.steps.tolist()
+        self.calls.append(("draft", progress.sequence_ids.tolist(), progress.tokens.tolist(),
+                           progress.verified.tolist(), progress.max_draft.tolist(), steps))  # fmt: skip
+        path = Path(np.array([1], np.uint32), np.array([0.5], np.float32))
+        return DraftBatch.from_paths([path] * len(progress.sequence_ids))
+
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
+        self.calls.append(("finish", sequence_id, tokens.tolist(), verified, learn))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+def new_sequence(sequence_id=0):
+    return Sequence(sequence_id, Request(PROMPT, SamplingParams(max_tokens=20)), 23)
+
+
+def plan_of(*sequences, room=4):
+    return StepPlan([SequencePlan(each, each.computed, 1, produces=True, draft_room=room) for each in sequences])
+
+
+def run_step(drafter, plan, tokens, drafted=0, kept=0):
+    """Commit `tokens` to every sequence of a plan, and tell the drafter."""
+    results = []
+    for entry in plan.entries:
+        entry.draft = np.ones(drafted, np.uint32)
+        for token in tokens:
+            append(entry.sequence, token)
+        results.append(SequenceResult(entry, np.array(tokens, np.uint32), np.arange(kept)))
+    drafter.observe(StepResult(plan, results))
+
+
+def append(sequence, token):
+    sequence._tokens[sequence._length] = token
+    sequence._length += 1
+
+
+def test_a_drafter_is_told_what_was_committed_and_how_its_draft_fared():
+    drafter, sequence = TokenDrafter(Recorder()), new_sequence()
+    drafter.start(sequence)
+    plan = plan_of(sequence)
+    assert drafter.propose(plan).batch.tokens.tolist() == [1]
+    run_step(drafter, plan, [1, 8], drafted=1, kept=1)
+    drafter.propose(plan_of(sequence, room=2))
+    run_step(drafter, plan, [9])
+    drafter.finish(sequence, learn=True)
+    assert drafter.inner.calls == [
+        ("start", 0, [5, 6, 7]),
+        ("draft", [0], [], [0], [4], None),
+        ("draft", [0], [1, 8], [1], [2], None),
+        ("finish", 0, [9], 0, True),
+    ]
+
+
+def test_steps_without_a_draft_are_reported_together():
+    drafter, sequence = TokenDrafter(Recorder()), new_sequence()
+    drafter.start(sequence)
+    plan = plan_of(sequence)
+    drafter.propose(plan)
+    run_step(drafter, plan, [8], drafted=1)
+    run_step(drafter, plan, [9])
+    drafter.propose(plan)
+    for token in (10, 11):
+        run_step(drafter, plan, [token])
+    drafter.finish(sequence, learn=False)
+    assert drafter.inner.calls[2:] == [
+        ("draft", [0], [8, 9], [1], [4], [2]),
+        ("draft", [0], [10, 11], [0], [0], [2]),
+        ("finish", 0, [], 0, False),
+    ]
+
+
+def test_steps_of_a_prompt_produce_nothing():
+    drafter, sequence = TokenDrafter(Recorder()), new_sequence()
+    drafter.start(sequence)
+    run_step(drafter, plan_of(sequence), [])
+    drafter.propose(plan_of(sequence))
+    assert drafter.inner.calls[1:] == [("draft", [0], [], [0], [4], None)]
+
+
+def test_a_sequence_that_could_not_start_gets_no_drafts():
+    drafter = TokenDrafter(Recorder(refused=[1]))
+    sequences = [new_sequence(index) for index in range(3)]
+    for sequence in sequences[:1] + sequences[2:]:
+        drafter.start(sequence)
+    with pytest.raises(ValueError, match="no room"):
+        drafter.start(sequences[1])
+    plan = plan_of(*sequences)
+    assert drafter.propose(plan).batch.offsets.tolist() == [0, 1, 1, 2]
+    run_step(drafter, plan, [8])
+    drafter.finish(sequences[1], learn=True)
+    assert drafter.propose(plan_of(sequences[1])).batch.offsets.tolist() == [0, 0]
+    assert {call[0] for call in drafter.inner.calls} == {"start", "draft"}
+
+
+def test_both_interfaces_are_taken():
+    inner = Recorder()
+    drafter = adapt(inner)
+    assert isinstance(drafter, TokenDrafter)
+    assert adapt(drafter) is drafter
+    assert innermost(drafter) is inner is innermost(inner)

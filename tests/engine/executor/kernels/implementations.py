@@ -1,0 +1,65 @@
+"""Implementations of the device's operations that tests run: reference, interpreted kernel, kernel on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+COUNTER = itertools.count()
+
+if not torch.cuda.is_available():
+    # Triton reads this when it is imported, which the first launch of a kernel does.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    name: str
+    device: str
+    cases: int
+    """How many random cases are tried: the interpreter is slow."""
+
+    def of(self, operation):
+        """The implementation of an `Operation`."""
+        return {"reference": operation.torch, "interpreted": operation.triton}.get(self.name, operation)
+
+
+REFERENCE = Implementation("reference", "cpu", 100)
+INTERPRETED = Implementation("interpreted", "cpu", 15)
+GPU = Implementation("gpu", "cuda", 100)
+IMPLEMENTATIONS = (REFERENCE, INTERPRETED, GPU)
+
+
+def require_interpreter():
+    """Skip the test if kernels cannot be interpreted on the CPU here."""
+    pytest.importorskip("triton", reason="needs Triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are interpreted only on machines without a CUDA device")
+
+
+def on(device):
+    """The device, unless this machine lacks it: then the test is skipped."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return device
+
+
+def planted(module, old, new, folder):
+    """The module with a piece of its source replaced; a file, since Triton reads the source of its kernels."""
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, old
+    name = f"planted_{next(COUNTER)}"
+    path = folder / f"{name}.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(name, path)
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded

@@ -1,0 +1,62 @@
+"""Random numbers of kernels and GPUs, against those of PyTorch on the CPU."""
+
+import pytest
+import torch
+
+from engine.sampling.noise import gumbel_noise, mix64, uniforms
+from tests.engine.executor.kernels import noise_kernel
+from tests.engine.executor.kernels.implementations import on, planted, require_interpreter
+
+ROWS, COLUMNS = 50, 1000
+
+
+def random_keys(count=2000):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator) for _ in range(2)]
+
+
+def almost_equal(left, right):
+    """Float32: equal but for one in a million, and those within one part in 4 million or so (or near 0)."""
+    differ = left != right
+    return differ.float().mean() < 1e-6 and torch.allclose(left, right, rtol=2**-22, atol=2**-30)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cpu":
+        require_interpreter()
+    return on(request.param)
+
+
+def filled(module, device, shift=0):
+    """Noise and its bounds by the kernel, and the noise by PyTorch, float32 [ROWS, COLUMNS] each."""
+    seeds, positions = (column[:ROWS].to(device) for column in random_keys())
+    noise, bounds = (torch.empty(ROWS, COLUMNS, device=device) for _ in range(2))
+    module.fill[(ROWS,)](seeds, positions, noise, bounds, COLUMNS, shift, 1024)
+    return noise.cpu(), bounds.cpu(), gumbel_noise(seeds, positions, COLUMNS).cpu()
+
+
+@pytest.mark.gpu
+def test_noise_of_a_gpu_is_that_of_the_cpu():
+    """Keys and uniforms to the bit. A logarithm's last bit may differ: rarely, and only by one step of float32."""
+    seeds, positions = random_keys()
+    device = on("cuda")
+    there = seeds.to(device), positions.to(device)
+    assert torch.equal(mix64(there[0]).cpu(), mix64(seeds))
+    assert torch.equal(uniforms(*there, there[0]).cpu(), uniforms(seeds, positions, seeds))
+    assert almost_equal(gumbel_noise(*there, 5000).cpu(), gumbel_noise(seeds, positions, 5000))
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["as it is", "planted fault"])
+def test_noise_of_kernels_is_that_of_pytorch(device, shift):
+    noise, _, expected = filled(noise_kernel, device, shift)
+    assert almost_equal(noise, expected) == (shift == 0)
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["as it is", "planted fault"])
+def test_no_noise_is_above_its_bound(device, wrong, tmp_path):
+    module = planted(noise_kernel, "gumbel_bound(own, column)", "0.99 * gumbel_bound(own, column)", tmp_path)
+    _, bounds, noise = filled(module if wrong else noise_kernel, device)
+    above = bounds - noise
+    assert bool((above > 0).all()) != wrong
+    assert above[bounds > 5].max() < 0.01 or wrong

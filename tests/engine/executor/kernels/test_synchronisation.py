@@ -1,0 +1,82 @@
+"""No operation of a step reads a value: all run on tensors without values, and on a GPU without synchronisation."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from engine.executor.device_state import DeviceState
+from engine.executor.kernels.inputs import build_inputs
+from engine.executor.kernels.sample import replayed, sampled_tokens
+from engine.executor.kernels.select import OutcomeTable, select_drafts
+from engine.executor.kernels.verify import verify
+from tests.engine.executor.kernels.implementations import on
+
+SLOTS, BATCH, OUTCOMES, DRAFT, PAGE_SIZE, VOCAB = 6, 4, 3, 5, 16, 100
+
+
+def arguments_of_a_step(device):
+    """A state and what the host sends for a step."""
+    state = DeviceState.empty(SLOTS, 64, 4, 9, torch.device(device))
+    state.lengths.fill_(10)
+    state.computed.fill_(9)
+    state.limits.fill_(40)
+    state.temperatures.fill_(0.7)
+    state.top_k.fill_(20)
+    integers = {"dtype": torch.int32, "device": device}
+    table = torch.full((BATCH, OUTCOMES, 3 + DRAFT), 10, **integers)
+    logits = torch.zeros(BATCH * (DRAFT + 1), VOCAB, device=device)
+    slots = torch.arange(BATCH, device=device)
+    starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)
+    return state, table, slots, torch.ones(BATCH, **integers), starts, logits
+
+
+def step(state, table, slots, scheduled, starts, logits, read=lambda tensor: tensor):
+    """Run steps, truncated or not."""
+    outcomes = OutcomeTable(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
+    for most in (None, 0, 30):
+        drafts = select_drafts(state, slots, outcomes, DRAFT)
+        inputs = build_inputs(state, slots, read(scheduled), drafts, starts, len(logits), PAGE_SIZE)
+        tokens = sampled_tokens(state, inputs, logits, draws=True, most=most)
+        verified = verify(state, inputs.verify_rows, replayed(state, inputs, tokens), DRAFT + 1)
+    return drafts, inputs, verified
+
+
+def test_no_value_is_read():
+    step(*arguments_of_a_step("meta"))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda t: t * int(t[0]), lambda t: t[t > 0], lambda t: t.to("cpu"), lambda t: t + bool(t.any())]
+)
+def test_reading_a_value_is_caught(read):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        step(*arguments_of_a_step("meta"), read=read)
+
+
+@pytest.mark.gpu
+def test_no_step_synchronises_with_a_gpu():
+    arguments = arguments_of_a_step(on("cuda"))
+    step(*arguments)  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(*arguments)
+        arguments[0].add_pages([0, 1], [0, 0], [[1, 2], [3]])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_state_keeps_its_addresses():
+    """CUDA graphs hold the addresses of its tensors."""
+    arguments = arguments_of_a_step("cpu")
+    state = arguments[0]
+    tensors = [getattr(state, field.name) for field in fields(state) if field.name != "scratch_page"]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    drafts, inputs, verified = step(*arguments)
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    rows = inputs.verify_rows
+    wide = (inputs.tokens, inputs.positions, inputs.cache_slots, inputs.request_slots)
+    assert all(tensor.dtype == torch.int64 for tensor in wide)
+    narrow = (inputs.lengths, inputs.contexts, rows.counts, rows.starts, rows.scheduled, *verified, *drafts)
+    assert all(tensor.dtype == torch.int32 for tensor in narrow)

@@ -1,0 +1,126 @@
+"""Steps of fixed shapes and steps in flight: the tokens of eager steps, whatever drafts."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
+from engine.drafters.registry import KINDS, build_drafter
+from engine.engine import build_engine
+from engine.scheduling.request import Request, SamplingParams
+from ssd.config import DrafterConfig
+from tests.engine.chain import VOCAB, answer, chain_engine
+from tests.engine.test_core import CONFIG, ScriptedDrafter, outputs, requests
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """Outputs without drafts, by temperature."""
+    engine = build_engine(model, CONFIG, NoDrafter())
+    return {temperature: outputs(engine, requests(6, temperature=temperature)) for temperature in (0.0, 1.0)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_drafter_gives_the_plain_output_with_a_step_in_flight(
+    model, plain, server, socket_address, kind, temperature
+):
+    drafter = build_drafter(
+        kind, DrafterConfig(capacity=10_000, max_draft=13), address=socket_address, warn=pytest.fail
+    )
+    asked = requests(6, temperature=temperature)
+    with closing(build_engine(model, replace(CONFIG, in_flight=1), drafter, has_budget=temperature == 1)) as engine:
+        assert outputs(engine, asked) == plain[temperature]
+        again = engine.generate(asked)
+    assert [completion.tokens.tolist() for completion in again] == plain[temperature]
+    # Without a budget, what the corpus remembers is accepted in the second run.
+    if kind in ("ssd", "ssd-remote") and temperature == 0:
+        assert sum(completion.accepted for completion in again) > 50
+
+
+def mixed_requests():
+    """Requests of every kind: truncated, greedy, sampled, and such as need the host."""
+    settings = [
+        {},
+        {"temperature": 0.9, "top_k": 5},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.2, "min_p": 0.1},
+        {"logprobs": 2},
+        {"temperature": 0.8, "frequency_penalty": 0.5},
+        {"prompt_logprobs": 0},
+        {"stop_token_ids": tuple(range(0, 300, 9))},
+        {"logit_bias": {7: 5.0}},
+    ]
+    rng = np.random.default_rng(5)
+    return [
+        Request(
+            rng.integers(1, 60, rng.integers(1, 50)).astype(np.uint32),
+            SamplingParams(max_tokens=int(rng.integers(1, 30)), seed=seed, **settings[seed % len(settings)]),
+        )
+        for seed in range(18)
+    ]
+
+
+def test_requests_that_need_the_host_run_among_others(model):
+    """They arrive one after another, so that the executors take turns."""
+    asked = mixed_requests()
+    plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
+    engine = build_engine(model, replace(CONFIG, in_flight=1, max_sequences=3), build_drafter("ssd", DrafterConfig()))
+    for late, expected in zip(engine.generate(asked), plain, strict=True):
+        assert late.tokens.tolist() == expected.tokens.tolist()
+        assert late.finish_reason == expected.finish_reason
+        if expected.logprobs is not None:
+            np.testing.assert_allclose(late.logprobs.tokens, expected.logprobs.tokens, atol=1e-4)
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
+
+
+PROMPT = np.array([3, 1, 4, 1, 5], np.uint32)
+TOKENS = 60
+
+
+def journal_of(depth, right):
+    """Run one request whose drafts are right for `right` tokens; return the order of launches and reads."""
+    output = answer(PROMPT, TOKENS)
+
+    def script(_, length):
+        draft = output[length - len(PROMPT) :]
+        return [token if place < right else (token + 1) % VOCAB for place, token in enumerate(draft)]
+
+    config = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64)
+    engine = chain_engine(config, 40, ScriptedDrafter(script), has_graph=True, depth=lambda: depth)
+    events, launch, commit = [], engine._graph.launch, engine._commit
+    engine._graph.launch = lambda plan: (events.append("launch"), launch(plan))[1]
+    engine._commit = lambda step, watch: (events.append("read"), commit(step, watch))[1]
+    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS))])
+    assert completion.tokens.tolist() == output
+    return events, completion
+
+
+@pytest.mark.parametrize("right", [0, 2, 100])
+def test_a_step_is_launched_before_the_one_before_is_read(right):
+    events, completion = journal_of(1, right)
+    assert events[:5] == ["launch", "launch", "read", "launch", "read"]
+    assert 0 <= events.count("launch") - completion.steps <= 1
+
+
+@pytest.mark.parametrize("right", [0, 2, 100])
+def test_without_steps_in_flight_each_step_is_read_before_the_next_one(right):
+    events, completion = journal_of(0, right)
+    assert events == ["launch", "read"] * completion.steps
+    assert completion.steps == -(-TOKENS // (1 + min(right, 4)))
+
+
+def test_right_drafts_are_verified_in_every_step():
+    _, completion = journal_of(1, 100)
+    assert completion.accepted == completion.drafted
+    assert completion.steps <= -(-TOKENS // 5) + 1
+
+
+def test_a_wrong_draft_costs_the_next_one_as_well():
+    """What is drafted for another outcome is not selected."""
+    _, completion = journal_of(1, 2)
+    assert completion.accepted > 0
+    assert completion.steps < TOKENS

@@ -1,0 +1,134 @@
+"""The baseline drafter against its slow twin, and what it shares with the suffix drafter through the corpus."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd import ClassicDrafter, Corpus, DrafterConfig, SuffixDrafter, snapshot
+from tests import naive
+from tests.replay import drafter_of, progress_of, replay_one
+from tests.strategies import array, corpus_and_context
+
+CONFIG = DrafterConfig(capacity=10_000, policy="classic")
+TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
+
+
+def classic_drafter(requests=(), **settings):
+    return drafter_of(requests, policy="classic", capacity=10_000, **settings)
+
+
+def draft_after(drafter, context, limit=8):
+    drafter.start(1, array(context))
+    return drafter.draft(progress_of({1: []}, limit))
+
+
+@given(corpus_and_context(), st.integers(0, 8), st.integers(1, 12), st.integers(0, 8))
+def test_counting_all_matches_drafts_as_the_slow_twin_does(corpus, limit, longest, refreshed):
+    """Requests lie in several tiers: some are merged together, the others one by one."""
+    requests, context = corpus
+    requests = [request for request in requests if request]
+    with classic_drafter(requests[:refreshed], classic_matches=0, classic_context=longest) as drafter:
+        for request in requests[refreshed:]:
+            drafter.corpus.append(array(request))
+            drafter.corpus.refresh()
+        drafts = draft_after(drafter, context, limit)
+    expected, _ = naive.classic_draft(naive.concatenated(requests), context, limit, longest) if limit else ([], 0)
+    assert drafts.tokens.tolist() == expected
+    assert drafts.parents.tolist() == list(range(-1, len(expected) - 1))
+
+
+def test_at_most_ten_tokens_are_searched_for_by_default():
+    requests = [list(range(30)), [99, *range(6, 15), 77], *[[88, *range(5, 15), 66]] * 2]
+    # The first request matches the longest context, but ten tokens match as well elsewhere, and twice.
+    assert draft_after(classic_drafter(requests), list(range(15)), limit=1).tokens.tolist() == [66]
+    assert draft_after(classic_drafter(requests, classic_context=15), list(range(15)), limit=1).tokens.tolist() == [15]
+
+
+def test_of_equally_frequent_continuations_the_most_recent_wins():
+    assert draft_after(classic_drafter([[1, 5], [1, 6]]), [1]).tokens.tolist() == [6]
+
+
+def test_a_sample_of_the_matches_is_counted():
+    requests = [[1, 2]] * 60 + [[1, 3]] * 40
+    drafts = draft_after(classic_drafter(requests, classic_matches=0), [1])
+    assert (drafts.tokens.tolist(), drafts.accept_prob.tolist()) == ([2], pytest.approx([0.6]))
+    share = draft_after(classic_drafter(requests, classic_matches=10), [1]).accept_prob[0]
+    assert share >= 0.5
+    assert 10 * share == pytest.approx(round(10 * share))
+
+
+def test_a_repeated_request_takes_far_fewer_steps():
+    drafter = classic_drafter()
+    first = replay_one(drafter, 1, TEXT[:50], TEXT[50:])
+    drafter.corpus.refresh()
+    second = replay_one(drafter, 2, TEXT[:50], TEXT[50:])
+    assert first > 200
+    assert second <= 20
+    stats = drafter.stats
+    assert stats.steps == first + second
+    assert stats.committed == stats.accepted + stats.steps == 500
+
+
+def test_new_text_is_found_after_the_next_rebuild():
+    with ClassicDrafter(DrafterConfig(policy="classic", capacity=10_000, refresh_interval_s=0.01)) as drafter:
+        drafter.corpus.append(array([1, 2, 3]))
+        deadline = time.monotonic() + 30
+        while drafter.propose([1]).tokens.tolist() != [2, 3]:
+            assert time.monotonic() < deadline
+
+
+def test_forgotten_and_private_requests_are_not_drafted():
+    drafter = classic_drafter()
+    drafter.start(1, array([1]), request_id="mine")
+    drafter.finish(1, array([2, 3]))
+    drafter.start(1, array([4]), learn=False)
+    drafter.finish(1, array([5, 6]))
+    drafter.corpus.refresh()
+    assert draft_after(drafter, [1]).tokens.tolist() == [2, 3]
+    drafter.finish(1, array([]), learn=False)
+    assert draft_after(drafter, [4]).tokens.tolist() == []
+    drafter.forget("mine")
+    drafter.corpus.refresh()
+    assert drafter.propose([1]).tokens.tolist() == []
+
+
+def test_a_committed_prefix_belongs_to_the_context():
+    drafter = classic_drafter([[7, 8, 9]])
+    drafter.start(1, array([1]), committed=array([7]))
+    assert drafter.draft(progress_of({1: [8]}, limit=4)).tokens.tolist() == [9]
+
+
+def test_a_corpus_of_the_suffix_drafter_is_drafted_from(tmp_path):
+    with SuffixDrafter(DrafterConfig(capacity=10_000)) as suffix:
+        suffix.start(1, array([1, 2]))
+        suffix.finish(1, array([3, 4]))
+        snapshot.save(suffix.corpus, tmp_path / "corpus.ssd")
+    loaded = snapshot.load(tmp_path / "corpus.ssd")
+    assert (loaded.corpus.capacity, loaded.corpus.depth) == (10_000, 32)
+    assert ClassicDrafter(corpus=loaded.corpus).propose([2]).tokens.tolist() == [3, 4]
+
+
+def test_each_drafter_refuses_the_other_policy():
+    with pytest.raises(ValueError, match="ClassicDrafter implements policy='classic', not 'suffix'"):
+        ClassicDrafter(DrafterConfig())
+    with pytest.raises(ValueError, match="SuffixDrafter implements policy='suffix', not 'classic'"):
+        SuffixDrafter(CONFIG)
+
+
+def test_impossible_input_is_refused():
+    drafter = ClassicDrafter(CONFIG, corpus=Corpus(10_000, 32))
+    drafter.start(1, array([1, 2, 1]))
+    with pytest.raises(ValueError, match="sequence 1 was started before"):
+        drafter.start(1, array([1]))
+    with pytest.raises(ValueError, match="4,294,967,294"):
+        drafter.start(2, array([naive.SEPARATOR]))
+    with pytest.raises(ValueError, match="sequence 2 was not started"):
+        drafter.finish(2, array([]))
+    with pytest.raises(ValueError, match="was offered 0 tokens"):
+        drafter.draft(progress_of({1: [1]}, limit=1, verified=1))
+    with pytest.raises(ValueError, match="cost"):
+        drafter.draft(progress_of({1: [1]}, limit=1, cost=0.0))
+    assert drafter.sizes() == {1: 3}

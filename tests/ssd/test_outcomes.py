@@ -1,0 +1,110 @@
+"""Drafts after possible outcomes are those that a commit would give, and leave no trace."""
+
+import numpy as np
+import pytest
+
+from ssd import DrafterConfig, SuffixDrafter
+from ssd.types import Outcomes, offsets_of
+from tests.replay import progress_of
+from tests.strategies import array
+
+ARRAYS = ("tokens", "parents", "accept_prob", "source", "offsets")
+
+
+def new_drafter(shape="path"):
+    return SuffixDrafter(DrafterConfig(capacity=100_000, shape=shape, max_draft=8, refresh_interval_s=3600))
+
+
+def outcomes_of(wanted, limit=8, cost=None):
+    """`wanted`: pairs of accepted tokens and bonus token by sequence id."""
+    pairs = [pair for each in wanted.values() for pair in each]
+    return Outcomes(
+        sequence_ids=np.array(list(wanted), np.uint64),
+        offsets=offsets_of(np.array([len(each) for each in wanted.values()])),
+        accepted=array([accepted for accepted, _ in pairs]),
+        bonus=array([bonus for _, bonus in pairs]),
+        max_draft=np.full(len(wanted), limit, np.uint32),
+        cost=cost,
+    )
+
+
+def play(drafter, texts, steps, on_step=lambda _drafts: None):
+    """Let a drafter run some texts; returns its last drafts and what was committed of each text."""
+    done = dict.fromkeys(texts, 10)
+    for number, text in texts.items():
+        drafter.start(number, text[:10])
+    committed = {number: [] for number in texts}
+    for _ in range(steps):
+        drafts = drafter.draft(progress_of(committed, limit=6))
+        on_step(drafts)
+        for number, text in texts.items():
+            committed[number] = text[done[number] : done[number] + 2]
+            done[number] += 2
+    return drafter.draft(progress_of(committed, limit=6)), done
+
+
+def texts_of(seed, length=160):
+    rng = np.random.default_rng(seed)
+    return {number: (100 * number + rng.integers(0, 4, length)).astype(np.uint32) for number in range(3)}
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_drafts_are_those_that_a_commit_would_give(shape, seed):
+    texts = texts_of(seed)
+    with new_drafter(shape) as drafter:
+        drafts, _ = play(drafter, texts, steps=40)
+        wanted = {}
+        for index, number in enumerate(texts):
+            draft = drafts.tokens_of(index).tolist()
+            parents = drafts.parents_of(index).tolist()
+            path = next((at for at, parent in enumerate(parents) if parent != at - 1), len(draft))
+            wanted[number] = [(accepted, 100 * number + accepted % 4) for accepted in range(path + 1)]
+        table = drafter.propose_after(outcomes_of(wanted, cost=0.005))
+        assert len(table) == sum(map(len, wanted.values()))
+        at = 0
+        for index, (number, pairs) in enumerate(wanted.items()):
+            for accepted, bonus in pairs:
+                with new_drafter(shape) as twin:
+                    play(twin, texts, steps=40)
+                    # Without a last draft nothing is learned from the commit, as in `propose_after`.
+                    twin.draft(progress_of({each: [] for each in texts}, limit=0))
+                    run = [*drafts.tokens_of(index)[:accepted].tolist(), bonus]
+                    expected = twin.draft(progress_of({number: run}, limit=8, cost=0.005))
+                assert table.tokens_of(at).tolist() == expected.tokens.tolist()
+                assert table.parents_of(at).tolist() == expected.parents.tolist()
+                first, end = table.offsets[at : at + 2]
+                assert table.accept_prob[first:end].tolist() == expected.accept_prob.tolist()
+                at += 1
+        assert len(table.tokens) > 10
+
+
+def test_nothing_later_depends_on_it():
+    texts = texts_of(7, length=800)
+    with new_drafter() as drafter, new_drafter() as reference:
+
+        def look_ahead(drafts):
+            lengths = np.diff(drafts.offsets).tolist()
+            wanted = {number: [(0, 5), (lengths[number], 100 * number)] for number in texts}
+            drafter.propose_after(outcomes_of(wanted))
+
+        last, _ = play(drafter, texts, steps=380, on_step=look_ahead)
+        expected, _ = play(reference, texts, steps=380)
+        for name in ARRAYS:
+            assert getattr(last, name).tolist() == getattr(expected, name).tolist()
+        for own, other in zip(drafter.stats.counters, reference.stats.counters, strict=True):
+            assert np.array_equal(own, other)
+
+
+def test_impossible_outcomes_are_refused():
+    with new_drafter() as drafter:
+        drafter.start(1, array([5, 6, 5]))
+        assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 5]
+        with pytest.raises(ValueError, match="was offered 2 tokens; the first 3 of them are no path"):
+            drafter.propose_after(outcomes_of({1: [(3, 1)]}))
+        with pytest.raises(ValueError, match="sequence 2 was not started"):
+            drafter.propose_after(outcomes_of({2: [(0, 1)]}))
+        with pytest.raises(ValueError, match="4,294,967,294"):
+            drafter.propose_after(outcomes_of({1: [(0, 0xFFFF_FFFF)]}))
+        assert len(drafter.propose_after(outcomes_of({}))) == 0
+        assert drafter.propose_after(outcomes_of({1: [(1, 5)]}, limit=2)).tokens.tolist() == [6, 5]
