@@ -99,4 +99,4 @@ def _dense(texts: list[np.ndarray], vocab_size: int) -> list[np.ndarray]:
 
 
 def _sampling(limits: Limits, seed: int) -> SamplingParams:
-    return SamplingParams(limits.max_tokens, limits.temperature, seed, ignore_eos=limits.ignore_eos)
+    return SamplingParams(limits.max_tokens, limits.temperature, seed=seed, ignore_eos=limits.ignore_eos)

@@ -302,7 +302,7 @@ class Engine:
             result.kept = result.kept[: cut.length]
             if result.logprobs is not None:
                 result.logprobs = result.logprobs.at(np.arange(cut.length))
-        sequence.commit(result)
+        sequence.commit(result.tokens, drafted=result.drafted, accepted=result.accepted, logprobs=result.logprobs)
         self.scheduler.register_pages(sequence)
         return cut
 

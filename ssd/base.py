@@ -201,7 +201,7 @@ class CorpusDrafter(ABC):
     def forget(self, request_id: str) -> None:
         """Forget what was produced under a request id: in the corpus (see `Corpus.forget`) and in this drafter.
 
-        Other drafters that share the corpus have to be told: `forget_own`.
+        Call `forget_own` of other drafters that share the corpus.
         """
         self.corpus.forget(request_id)
         self.forget_own(request_id)

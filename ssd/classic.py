@@ -19,7 +19,7 @@ from ssd.corpus.ring import SEPARATOR, check_tokens
 from ssd.corpus.suffix_array import common_length, key_is_less, place_of
 from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS
 from ssd.kernels.jit import Int, LongRows, Longs, TokensOut, inline, kernel, peek
-from ssd.kernels.match import TIER_ORDER, TIER_SIZE, TIER_TEXT
+from ssd.kernels.match import TIER_SIZE, TIER_SUFFIXES, TIER_TEXT
 from ssd.sequences.tables import NODES, SIZE, TEXT
 from ssd.types import DraftBatch, Path, Progress, check_verified
 
@@ -87,12 +87,12 @@ class ClassicDrafter(CorpusDrafter):
 
 
 @inline
-def _first_of_equal(text, order, size, context, end, length):  # type: ignore[no-untyped-def]
-    """Return the first place in `order[:size]` whose key is not less than that of `context[:end]`, cut at `length`."""
+def _first_of_equal(text, suffixes, size, context, end, length):  # type: ignore[no-untyped-def]
+    """Return the first place in `suffixes[:size]` with a key not less than that of `context[:end]`, cut at `length`."""
     low, high = 0, size
     while low < high:
         middle = (low + high) // 2
-        position = np.int64(peek(order, middle))
+        position = np.int64(peek(suffixes, middle))
         common = common_length(text, position, context, end, 0, length)
         if key_is_less(text, position, context, end, common, length):
             low = middle + 1
@@ -129,7 +129,7 @@ def most_frequent_continuation(tiers, ring, context, end, longest, most, draft):
     length = 0
     for tier in range(LIVE):
         _, before, behind = place_of(
-            tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE], context, end, min(longest, end)
+            tiers[tier, TIER_TEXT], tiers[tier, TIER_SUFFIXES], tiers[tier, TIER_SIZE], context, end, min(longest, end)
         )
         length = max(length, max(before, behind))
     if length == 0 or limit == 0:
@@ -137,9 +137,9 @@ def most_frequent_continuation(tiers, ring, context, end, longest, most, draft):
     firsts, total = np.empty(LIVE, np.int64), 0
     ends = np.empty(LIVE, np.int64)
     for tier in range(LIVE):
-        text, order, size = tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE]
-        firsts[tier] = _first_of_equal(text, order, size, context, end, length)
-        total += place_of(text, order, size, context, end, length)[0] - firsts[tier]
+        text, suffixes, size = tiers[tier, TIER_TEXT], tiers[tier, TIER_SUFFIXES], tiers[tier, TIER_SIZE]
+        firsts[tier] = _first_of_equal(text, suffixes, size, context, end, length)
+        total += place_of(text, suffixes, size, context, end, length)[0] - firsts[tier]
         ends[tier] = total
     counted = total if most == 0 else min(total, most)
     hashes, positions = np.empty(counted, np.uint64), np.empty(counted, np.int64)
@@ -149,7 +149,7 @@ def most_frequent_continuation(tiers, ring, context, end, longest, most, draft):
         while place >= ends[tier]:
             tier += 1
         begun = ends[tier - 1] if tier > 0 else 0
-        positions[index] = peek(tiers[tier, TIER_ORDER], firsts[tier] + place - begun)
+        positions[index] = peek(tiers[tier, TIER_SUFFIXES], firsts[tier] + place - begun)
         hashes[index] = _continuation_hash(tiers[tier, TIER_TEXT], positions[index], limit)
     text = tiers[0, TIER_TEXT]
     by_hash = np.argsort(hashes)

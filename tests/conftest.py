@@ -1,14 +1,15 @@
-"""Settings and fixtures for all tests. Examples are deterministic, and without a deadline since machines are shared."""
+"""Settings and fixtures for all tests. Examples are deterministic, and have no deadline since machines are shared."""
 
 import os
 import tempfile
+from collections import Counter
 
 import pytest
 from hypothesis import settings
 
 from tests.servers import served
 
-# Of PyTorch, here and in processes that tests start: on a busy machine threads that wait for each other spin.
+# One PyTorch thread, here and in processes that tests start: on a busy machine waiting threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("project", derandomize=True, deadline=None, max_examples=200)
@@ -18,7 +19,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 @pytest.fixture
 def socket_address():
-    """An address in a folder of its own; its path is short, as Unix sockets need."""
+    """Address of a Unix socket in a temporary folder with a short path: the kernel limits socket paths to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         yield f"unix:{folder}/drafter.sock"
 
@@ -31,12 +32,22 @@ def server(socket_address):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that need a GPU are skipped where there is none."""
+    """Skip tests that need a GPU where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    import torch  # most tests do without it
+    import torch  # slow to import, and most tests do not need it
 
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List skipped tests by reason, most frequent first."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.section("skipped tests by reason")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {reason}")

@@ -154,40 +154,6 @@ class Drafts:
         return cls(DraftBatch.empty(sequences))
 
 
-@dataclass(frozen=True, eq=False)
-class OutcomeTable:
-    """Draft paths for possible outcomes of a step that is in flight: at most K outcomes for each of B sequences.
-
-    An outcome is the number of accepted tokens of `SequencePlan.in_flight_draft` and the token that the target adds to
-    them. A sequence without a step in flight has one outcome: no accepted token, and its last committed token.
-    """
-
-    accepted: np.ndarray
-    """int32 [B, K]: the number of accepted draft tokens of each outcome; -1 for an unused entry."""
-    bonus: np.ndarray
-    """uint32 [B, K]: the token after them."""
-    tokens: np.ndarray
-    """uint32 [B, K, n]: the draft to verify after that outcome, a path."""
-    lengths: np.ndarray
-    """int32 [B, K]: number of tokens of each draft."""
-    accept_prob: np.ndarray
-    """float32 [B, K, n]."""
-    source: np.ndarray
-    """uint8 [B, K, n]: an `ssd.types.Source` each."""
-
-    @classmethod
-    def empty(cls, sequences: int, outcomes: int, width: int) -> OutcomeTable:
-        """Return a table of unused entries, with room for `outcomes` drafts of `width` tokens for each sequence."""
-        return cls(
-            accepted=np.full((sequences, outcomes), -1, np.int32),
-            bonus=np.zeros((sequences, outcomes), np.uint32),
-            tokens=np.zeros((sequences, outcomes, width), np.uint32),
-            lengths=np.zeros((sequences, outcomes), np.int32),
-            accept_prob=np.zeros((sequences, outcomes, width), np.float32),
-            source=np.zeros((sequences, outcomes, width), np.uint8),
-        )
-
-
 class Drafter(Protocol):
     """Proposes draft tokens; the module's documentation has the rules.
 

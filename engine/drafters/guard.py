@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, OutcomeTable, TargetOutputs
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, TargetOutputs
+from engine.drafters.outcomes import OutcomeTable
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.drafters.base import Drafts, OutcomeTable, TargetOutputs
+from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.outcomes import OutcomeTable
 from engine.speculation.draft_tree import straight_length
 from ssd import types
 from ssd.types import DraftBatch, Progress, offsets_of

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
 from engine.executor.batch import Batch, build_batch
 from engine.executor.runner import Runner
-from engine.sampling.logprobs import score_prompts
-from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
+from engine.sampling.logprobs import Logprobs, compute_parts
+from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.speculation.verify import verify_drafts
 
 
@@ -92,3 +94,23 @@ def add_top_logits(results: list[SequenceResult], batch: Batch, logits: Tensor, 
     for result, first, end in zip(results, batch.logit_offsets[:-1], batch.logit_offsets[1:], strict=True):
         if first < end:
             result.top_tokens, result.top_logits = top.indices[first:end], top.values[first:end]
+
+
+def score_prompts(batch: Batch, logits: Tensor, entries: Sequence[SequencePlan]) -> dict[int, Logprobs]:
+    """Return the log-probabilities of prompt tokens that a step scores, by the index of their entry.
+
+    logits: float32 [rows, V], of `batch.logit_rows`.
+    """
+    bounds = batch.scored_offsets
+    counts = {
+        index: entry.sequence.request.sampling.prompt_logprobs or 0
+        for index, entry in enumerate(entries)
+        if len(entry.scored)
+    }
+    rows = {index: np.arange(bounds[index], bounds[index + 1]) for index in counts}
+    tokens = {
+        index: entry.sequence.tokens[entry.scored.start + 1 : entry.scored.stop + 1]
+        for index, entry in enumerate(entries)
+        if index in counts
+    }
+    return compute_parts(logits, rows, tokens, counts)

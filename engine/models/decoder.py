@@ -43,7 +43,9 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
-        self.register_buffer("frequencies", config.rope.frequencies(config.head_dim).repeat(2), persistent=False)
+        with torch.device("cpu"):  # operators on the meta device import torch._dynamo, which takes seconds
+            frequencies = config.rope.frequencies(config.head_dim).repeat(2)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN) -> Tensor:
         """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""

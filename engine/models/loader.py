@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, checkpoint_parts
 from engine.models.config import ModelConfig
@@ -29,13 +32,28 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     """
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInitialisation():
         decoder = Decoder(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in checkpoint_views(decoder).items()}
     checkpoint.check(wanted, is_tied=config.tie_embeddings)
     allocate(decoder.to(dtype), device)
     checkpoint.copy_into(checkpoint_views(decoder))
     return decoder.eval().requires_grad_(False)
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Leave parameters as they are allocated.
+
+    On the meta device `nn.init.normal_` imports torch._dynamo, which is a third of the engine's start-up time.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -79,8 +97,13 @@ def allocate(decoder: Decoder, device: str) -> None:
     """
     config = decoder.config
     try:
-        decoder.to_empty(device=device)
-        decoder.tie()  # `to_empty` allocated each of them
+        # `to_empty` does the same with operators on the meta device, which import SymPy.
+        memory = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for name, tensor in decoder.state_dict().items()
+        }
+        decoder.load_state_dict(memory, assign=True)
+        decoder.tie()  # each name has memory of its own
         decoder.frequencies = config.rope.frequencies(config.head_dim).repeat(2).to(device)
     except RuntimeError as problem:
         if "memory" not in str(problem):

@@ -14,9 +14,6 @@ import numpy as np
 if TYPE_CHECKING:  # Processes that only read them, such as the HTTP process, do not import PyTorch.
     from torch import Tensor
 
-    from engine.executor.batch import Batch
-    from engine.scheduling.plan import SequencePlan
-
 
 @dataclass(frozen=True, eq=False)
 class Logprobs:
@@ -80,26 +77,6 @@ def compute_parts(
         parts[index] = together.part(start, end, count)
         start = end
     return parts
-
-
-def score_prompts(batch: Batch, logits: Tensor, entries: Sequence[SequencePlan]) -> dict[int, Logprobs]:
-    """Return the log-probabilities of prompt tokens that a step scores, by the index of their entry.
-
-    logits: float32 [rows, V], of `batch.logit_rows`.
-    """
-    bounds = batch.scored_offsets
-    counts = {
-        index: entry.sequence.request.sampling.prompt_logprobs or 0
-        for index, entry in enumerate(entries)
-        if len(entry.scored)
-    }
-    rows = {index: np.arange(bounds[index], bounds[index + 1]) for index in counts}
-    tokens = {
-        index: entry.sequence.tokens[entry.scored.start + 1 : entry.scored.stop + 1]
-        for index, entry in enumerate(entries)
-        if index in counts
-    }
-    return compute_parts(logits, rows, tokens, counts)
 
 
 def join_logprobs(parts: Sequence[Logprobs], count: int) -> Logprobs:

@@ -135,55 +135,6 @@ def penalise(logits: Tensor, penalised: Penalised) -> None:
     logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
 
 
-class Occurrences(NamedTuple):
-    """How often D tokens occur before each of R rows."""
-
-    tokens: np.ndarray
-    """int64 [D], distinct."""
-    in_prompt: np.ndarray
-    """bool [D]."""
-    counts: np.ndarray
-    """float32 [R, D]: number of times that the output before each row has each token."""
-
-
-class TokenCounts:
-    """Counts the tokens of a sequence as they are committed."""
-
-    def __init__(self, prompt: np.ndarray, max_length: int) -> None:
-        """prompt: uint32 [P], of a sequence of at most `max_length` tokens."""
-        distinct = np.unique(prompt)
-        self._columns = {token: column for column, token in enumerate(distinct.tolist())}
-        self._prompt_columns = len(distinct)
-        self._tokens = np.empty(max_length, np.int64)
-        self._tokens[: len(distinct)] = distinct
-        self._counts = np.zeros(max_length, np.float32)
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Count committed tokens, uint32 [n]."""
-        for token in tokens.tolist():
-            column = self._columns.setdefault(token, len(self._columns))
-            self._tokens[column] = token
-            self._counts[column] += 1
-
-    def along(self, draft: np.ndarray, tree: DraftTree | None = None) -> Occurrences:
-        """Return the counts before each of R = k + 1 rows: after the committed tokens and each of a draft, uint32 [k].
-
-        tree: shape of the draft; None for a path.
-        """
-        drafted = draft.tolist()
-        known = len(self._columns)
-        unknown = [token for token in dict.fromkeys(drafted) if token not in self._columns]
-        columns = {token: known + index for index, token in enumerate(unknown)}
-        counts = np.zeros((len(drafted) + 1, known + len(unknown)), np.float32)
-        counts[:, :known] = self._counts[:known]
-        for index, token in enumerate(drafted):
-            column = self._columns.get(token)
-            after = slice(index + 1, None) if tree is None else 1 + np.flatnonzero(tree.sees[:, index])
-            counts[after, columns[token] if column is None else column] += 1
-        tokens = np.concatenate((self._tokens[:known], np.array(unknown, np.int64)))
-        return Occurrences(tokens, np.arange(len(tokens)) < self._prompt_columns, counts)
-
-
 def _joined(parts: SequenceOf[tuple[np.ndarray, ...]]) -> list[np.ndarray]:
     """Concatenate tuples of arrays column by column."""
     return [np.concatenate(columns) for columns in zip(*parts, strict=True)]

@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:  # A plan is read without PyTorch.
     from torch import Tensor
 
-    from engine.drafters.base import OutcomeTable
+    from engine.drafters.outcomes import OutcomeTable
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
     from engine.speculation.draft_tree import DraftTree

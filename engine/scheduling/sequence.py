@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from engine.sampling.logprobs import Logprobs, join_logprobs
-from engine.sampling.processors import TokenCounts
 from engine.sampling.stopping import Cut, Stopping
+from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.page_hashes import PageHashes
-from engine.scheduling.plan import NO_TOKENS, SequenceResult
 from engine.scheduling.request import Completion, Request
 
 
@@ -69,7 +68,7 @@ class Sequence:
     def recorded_rest(self) -> np.ndarray:
         """uint32: what is left of a recorded output, which the sequence produces whatever the logits are."""
         recorded = self.request.recorded
-        return NO_TOKENS if recorded is None else recorded[len(self.output) :][: self.room]
+        return np.empty(0, np.uint32) if recorded is None else recorded[len(self.output) :][: self.room]
 
     @property
     def room(self) -> int:
@@ -93,19 +92,23 @@ class Sequence:
         self.in_flight = 0
         self.preemptions += 1
 
-    def commit(self, result: SequenceResult) -> None:
-        """Append what a step yielded; the keys and values of its last token are not computed."""
-        accepted, tokens = result.accepted, result.tokens
+    def commit(
+        self, tokens: np.ndarray, *, drafted: int = 0, accepted: int = 0, logprobs: Logprobs | None = None
+    ) -> None:
+        """Append the tokens of a step, uint32 [n], which computed the keys and values of all but the last one.
+
+        drafted, accepted: number of draft tokens that the step verified and accepted. logprobs: of `tokens`.
+        """
         self.computed += 1 + accepted
         self.steps += 1
-        self.drafted += result.drafted
+        self.drafted += drafted
         self.accepted += accepted
         self._tokens[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         if self.token_counts is not None:
             self.token_counts.add(tokens)
-        if result.logprobs is not None:
-            self.logprobs.append(result.logprobs)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
 
     def complete(self, cut: Cut) -> Completion:
         """Return the completion of a sequence that has ended as `cut` says."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts, OutcomeTable
+from engine.drafters.base import Drafts
 from engine.drafters.guard import GuardedDrafter
+from engine.drafters.outcomes import OutcomeTable
 from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence

@@ -9,7 +9,7 @@ from numba import types
 
 from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS, View
 from ssd.kernels.jit import Int, LongRows, Longs, Tokens, kernel, peek
-from ssd.kernels.match import END, FIRST, SPAN_COLUMNS, TIER_ORDER, place_spans, widen
+from ssd.kernels.match import END, FIRST, SPAN_COLUMNS, TIER_SUFFIXES, place_spans, widen
 
 
 class Match(NamedTuple):
@@ -34,7 +34,7 @@ def _search(tiers, ring, context, depth):  # type: ignore[no-untyped-def]
         found = spans[tier, END] - spans[tier, FIRST]
         occurrences += found
         if found > 0 and tier != LIVE:
-            slot = np.int64(peek(tiers[tier, TIER_ORDER], spans[tier, FIRST]))
+            slot = np.int64(peek(tiers[tier, TIER_SUFFIXES], spans[tier, FIRST]))
             age = (ring[RING_HEAD] - slot) % ring[RING_SLOTS]
     return length, occurrences, age
 

@@ -1,11 +1,12 @@
-"""Positions of a text sorted by what stands before them, read backwards.
+"""Suffix arrays of the reversed text: positions sorted by the text before them, read backwards.
 
-Position p of a text stands for the gap before `text[p]`: its key is text[p-1], text[p-2], ..., its
-continuation text[p], text[p+1], ... A key ends at the separator before its request, or after
-`depth` tokens. Keys do not change when the text grows at its end, so new positions are merged into an
-order instead of everything being sorted again; and positions that share their last tokens lie side by side.
+Position p of a text is the gap before `text[p]`: its key is text[p-1], text[p-2], ..., its continuation text[p],
+text[p+1], ... A key ends at the separator before its request, or after `depth` tokens. Keys do not change when text is
+appended, so that new positions are merged into a suffix array instead of sorting everything again; and positions that
+follow the same tokens are next to each other.
 
-Texts and sorted positions are given by their addresses, see `ssd.kernels.jit.peek`. Equal keys are in any order.
+Texts and suffix arrays (`suffixes`) are given by their addresses, see `ssd.kernels.jit.peek`. Equal keys are in any
+order.
 """
 
 from __future__ import annotations
@@ -45,33 +46,33 @@ def key_is_less(text, position, other_text, other, length, depth):  # type: igno
 
 
 @inline
-def _insert_sorted(text, order, first, end, common, depth):  # type: ignore[no-untyped-def]
-    """Sort `order[first:end]`, whose keys have `common` tokens in common, by insertion."""
+def _insert_sorted(text, suffixes, first, end, common, depth):  # type: ignore[no-untyped-def]
+    """Sort `suffixes[first:end]`, whose keys have `common` tokens in common, by insertion."""
     for index in range(first + 1, end):
-        position = peek(order, index)
+        position = peek(suffixes, index)
         place = index
         while place > first:
-            before = peek(order, place - 1)
+            before = peek(suffixes, place - 1)
             length = common_length(text, position, text, before, common, depth)
             if not key_is_less(text, position, text, before, length, depth):
                 break
-            poke(order, place, before)
+            poke(suffixes, place, before)
             place -= 1
-        poke(order, place, position)
+        poke(suffixes, place, position)
 
 
 @inline
-def _median_token(text, order, first, end, depth):  # type: ignore[no-untyped-def]
-    """Return the median of three tokens at `depth` of the keys of `order[first:end]`."""
-    a = peek(text, peek(order, first) - 1 - depth)
-    b = peek(text, peek(order, (first + end) // 2) - 1 - depth)
-    c = peek(text, peek(order, end - 1) - 1 - depth)
+def _median_token(text, suffixes, first, end, depth):  # type: ignore[no-untyped-def]
+    """Return the median of three tokens at `depth` of the keys of `suffixes[first:end]`."""
+    a = peek(text, peek(suffixes, first) - 1 - depth)
+    b = peek(text, peek(suffixes, (first + end) // 2) - 1 - depth)
+    c = peek(text, peek(suffixes, end - 1) - 1 - depth)
     return max(min(a, b), min(max(a, b), c))
 
 
 @kernel(Int, Int, Int, Int, returns=types.void)
-def sort_positions(text, order, size, depth):  # type: ignore[no-untyped-def]
-    """Sort the positions in `order[:size]` by their keys.
+def sort_positions(text, suffixes, size, depth):  # type: ignore[no-untyped-def]
+    """Sort the positions in `suffixes[:size]` by their keys.
 
     Three-way radix quicksort (Bentley and Sedgewick, 1997), cut at `depth` tokens.
     """
@@ -81,22 +82,22 @@ def sort_positions(text, order, size, depth):  # type: ignore[no-untyped-def]
         first, end, common = stack.pop()
         while end - first > 1 and common < depth:
             if end - first <= INSERTION_FROM:
-                _insert_sorted(text, order, first, end, common, depth)
+                _insert_sorted(text, suffixes, first, end, common, depth)
                 break
-            pivot = _median_token(text, order, first, end, common)
+            pivot = _median_token(text, suffixes, first, end, common)
             less, index, more = first, first, end
             while index < more:
-                position = peek(order, index)
+                position = peek(suffixes, index)
                 token = peek(text, position - 1 - common)
                 if token < pivot:
-                    poke(order, index, peek(order, less))
-                    poke(order, less, position)
+                    poke(suffixes, index, peek(suffixes, less))
+                    poke(suffixes, less, position)
                     less += 1
                     index += 1
                 elif token > pivot:
                     more -= 1
-                    poke(order, index, peek(order, more))
-                    poke(order, more, position)
+                    poke(suffixes, index, peek(suffixes, more))
+                    poke(suffixes, more, position)
                 else:
                     index += 1
             stack.append((first, less, common))
@@ -108,38 +109,38 @@ def sort_positions(text, order, size, depth):  # type: ignore[no-untyped-def]
 
 
 @kernel(Int, Int, Int, returns=Int)
-def split(text, order, size):  # type: ignore[no-untyped-def]
-    """Move the positions of `order[:size]` that follow the smaller tokens to the front, about half of them.
+def split(text, suffixes, size):  # type: ignore[no-untyped-def]
+    """Move the positions of `suffixes[:size]` that follow the smaller tokens to the front, about half of them.
 
     Returns their number. Positions that follow the same token stay together.
     """
     sample = np.empty(SAMPLE, np.uint32)
     for index in range(SAMPLE):
-        sample[index] = peek(text, np.int64(peek(order, index * size // SAMPLE)) - 1)
+        sample[index] = peek(text, np.int64(peek(suffixes, index * size // SAMPLE)) - 1)
     sample.sort()
     pivot = sample[SAMPLE // 2]
     less = 0
     for index in range(size):
-        position = peek(order, index)
+        position = peek(suffixes, index)
         if peek(text, np.int64(position) - 1) < pivot:
-            poke(order, index, peek(order, less))
-            poke(order, less, position)
+            poke(suffixes, index, peek(suffixes, less))
+            poke(suffixes, less, position)
             less += 1
     return less
 
 
 @outline
-def place_of(text, order, size, other_text, other, depth):  # type: ignore[no-untyped-def]
-    """Return where the key of `other` of `other_text` belongs in `order[:size]`: after all equal keys.
+def place_of(text, suffixes, size, other_text, other, depth):  # type: ignore[no-untyped-def]
+    """Return where the key of `other` of `other_text` belongs in `suffixes[:size]`: after all equal keys.
 
     Returns (place, tokens in common with the key before the place, and with the key at it).
     """
-    # `order` is sorted, so what both bounds have in common holds for all between them (Manber and Myers, 1993).
+    # `suffixes` is sorted, so what both bounds have in common holds for all between them (Manber and Myers, 1993).
     low, high = 0, size
     low_common, high_common = 0, 0
     while low < high:
         middle = (low + high) // 2
-        position = peek(order, middle)
+        position = peek(suffixes, middle)
         common = common_length(text, position, other_text, other, min(low_common, high_common), depth)
         if common < depth and peek(other_text, other - 1 - common) < peek(text, position - 1 - common):
             high, high_common = middle, common
@@ -150,17 +151,17 @@ def place_of(text, order, size, other_text, other, depth):  # type: ignore[no-un
 
 
 @kernel(Int, Int, Int, Int, Int, Longs, Int, Int, returns=types.void)
-def find_places(text, order, size, added, first, places, end, depth):  # type: ignore[no-untyped-def]
-    """Write where each of the sorted positions `added[first:end]` belongs in `order[:size]`."""
+def find_places(text, suffixes, size, added, first, places, end, depth):  # type: ignore[no-untyped-def]
+    """Write where each of the sorted positions `added[first:end]` belongs in `suffixes[:size]`."""
     for index in range(first, end):
-        places[index] = place_of(text, order, size, text, peek(added, index), depth)[0]
+        places[index] = place_of(text, suffixes, size, text, peek(added, index), depth)[0]
 
 
 @inline
-def _copy_alive(order, first, end, merged, at, oldest, alive, slots):  # type: ignore[no-untyped-def]
-    """Append those of `order[first:end]` that are alive to `merged[:at]`; return the new size."""
+def _copy_alive(suffixes, first, end, merged, at, oldest, alive, slots):  # type: ignore[no-untyped-def]
+    """Append those of `suffixes[first:end]` that are alive to `merged[:at]`; return the new size."""
     for index in range(first, end):
-        position = peek(order, index)
+        position = peek(suffixes, index)
         age = np.int64(position) - oldest
         age += slots if age < 0 else 0
         poke(merged, at, position)
@@ -169,8 +170,8 @@ def _copy_alive(order, first, end, merged, at, oldest, alive, slots):  # type: i
 
 
 @kernel(Int, Int, Int, Longs, Int, Int, Int, Int, Int, Int, Int, Int, Int, returns=types.UniTuple(Int, 3))
-def merge_some(order, size, added, places, added_size, done, copied, merged, at, oldest, alive, slots, most):  # type: ignore[no-untyped-def]
-    """Continue merging `added[done:added_size]` and `order[copied:size]` into `merged`, for about `most` steps.
+def merge_some(suffixes, size, added, places, added_size, done, copied, merged, at, oldest, alive, slots, most):  # type: ignore[no-untyped-def]
+    """Continue merging `added[done:added_size]` and `suffixes[copied:size]` into `merged`, for about `most` steps.
 
     Positions are slots of a ring of `slots`. Those outside the `alive` slots from `oldest` on are left out.
     Returns (done, copied, at); the merge is complete when `done` is `added_size` and `copied` is `size`.
@@ -178,7 +179,7 @@ def merge_some(order, size, added, places, added_size, done, copied, merged, at,
     budget = copied + most
     while done < added_size and copied < budget:
         until = min(places[done], budget)
-        at = _copy_alive(order, copied, until, merged, at, oldest, alive, slots)
+        at = _copy_alive(suffixes, copied, until, merged, at, oldest, alive, slots)
         copied = until
         if copied == places[done]:
             at = _copy_alive(added, done, done + 1, merged, at, oldest, alive, slots)
@@ -186,7 +187,7 @@ def merge_some(order, size, added, places, added_size, done, copied, merged, at,
             budget -= 1
     if done == added_size and copied < budget:
         until = min(size, budget)
-        at = _copy_alive(order, copied, until, merged, at, oldest, alive, slots)
+        at = _copy_alive(suffixes, copied, until, merged, at, oldest, alive, slots)
         copied = until
     return done, copied, at
 
@@ -208,11 +209,11 @@ def usable_positions(ring, first, size, slots, positions):  # type: ignore[no-un
 
 
 @kernel(Int, Int, Bytes, Int, returns=Int)
-def keep_positions(order, size, marked, kept):  # type: ignore[no-untyped-def]
-    """Copy those of `order[:size]` whose slot is not marked, uint8 [slots], into `kept`; return their number."""
+def keep_positions(suffixes, size, marked, kept):  # type: ignore[no-untyped-def]
+    """Copy those of `suffixes[:size]` whose slot is not marked, uint8 [slots], into `kept`; return their number."""
     count = 0
     for index in range(size):
-        position = peek(order, index)
+        position = peek(suffixes, index)
         poke(kept, count, position)
         count += 1 if marked[position] == 0 else 0
     return count

@@ -17,9 +17,9 @@ LEAST_POSITIONS = 1 << 20
 class _Sort(Thread):
     """Sorts a part of a suffix array."""
 
-    def __init__(self, text: int, order: int, size: int, depth: int) -> None:
+    def __init__(self, text: int, suffixes: int, size: int, depth: int) -> None:
         super().__init__(name="ssd-sort")
-        self._given = text, order, size, depth
+        self._given = text, suffixes, size, depth
         self._problem: BaseException | None = None
 
     def run(self) -> None:
@@ -34,11 +34,11 @@ class _Sort(Thread):
             raise self._problem
 
 
-def sort_in_threads(text: int, order: int, size: int, depth: int, threads: int | None = None) -> None:
+def sort_in_threads(text: int, suffixes: int, size: int, depth: int, threads: int | None = None) -> None:
     """Call `sort_positions` in `threads` threads; None: one per processor, at most `MOST_THREADS`."""
     if threads is None:
         threads = min(MOST_THREADS, _processors(), size // LEAST_POSITIONS)
-    *others, own = _parts(text, order, size, max(1, threads))
+    *others, own = _parts(text, suffixes, size, max(1, threads))
     beside = []
     try:
         for part in others:
@@ -57,13 +57,13 @@ def sort_in_threads(text: int, order: int, size: int, depth: int, threads: int |
         thread.check()
 
 
-def _parts(text: int, order: int, size: int, parts: int) -> list[tuple[int, int]]:
+def _parts(text: int, suffixes: int, size: int, parts: int) -> list[tuple[int, int]]:
     """Split positions into `parts` parts of similar size; return the address and size of each."""
     if parts == 1 or size < parts:
-        return [(order, size)]
-    front = split(text, order, size)
-    back = order + front * np.dtype(np.uint32).itemsize
-    return [*_parts(text, order, front, parts // 2), *_parts(text, back, size - front, parts - parts // 2)]
+        return [(suffixes, size)]
+    front = split(text, suffixes, size)
+    back = suffixes + front * np.dtype(np.uint32).itemsize
+    return [*_parts(text, suffixes, front, parts // 2), *_parts(text, back, size - front, parts - parts // 2)]
 
 
 def _processors() -> int:

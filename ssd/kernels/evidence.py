@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.kernels.jit import inline, outline, peek, prefetch
-from ssd.kernels.match import END, FIRST, TIER_ORDER, TIER_TEXT, place_spans, widen
+from ssd.kernels.match import END, FIRST, TIER_SUFFIXES, TIER_TEXT, place_spans, widen
 from ssd.kernels.probabilities import LEVELS, SAMPLES
 
 GROWTH = 2
@@ -79,7 +79,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
             if at >= size:
                 break
             index += 1
-            position = np.int64(peek(source.tiers[tier, TIER_ORDER], first + at))
+            position = np.int64(peek(source.tiers[tier, TIER_SUFFIXES], first + at))
             if tier == source.live:
                 if source.owners[position >> OWNER_BITS] == source.owner:
                     continue

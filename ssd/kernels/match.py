@@ -12,7 +12,7 @@ from ssd.corpus.suffix_array import common_length, key_is_less, place_of
 from ssd.kernels.jit import inline, outline, peek, prefetch
 
 # Columns of tiers, int64: addresses of a text and its suffix array, and the size of the latter.
-TIER_TEXT, TIER_ORDER, TIER_SIZE = range(3)
+TIER_TEXT, TIER_SUFFIXES, TIER_SIZE = range(3)
 
 # Columns of spans, int64: first and last + 1 of the occurrences so far; tokens that the context has in common with the
 # position before them and with the one after them, 0 once that side is exhausted.
@@ -28,7 +28,7 @@ def place_spans(tiers, spans, context, end, depth):  # type: ignore[no-untyped-d
     """Find where the last `depth` tokens before `end` of `context` would be inserted in each tier."""
     for tier in range(len(tiers)):
         place, before, behind = place_of(
-            tiers[tier, TIER_TEXT], tiers[tier, TIER_ORDER], tiers[tier, TIER_SIZE], context, end, depth
+            tiers[tier, TIER_TEXT], tiers[tier, TIER_SUFFIXES], tiers[tier, TIER_SIZE], context, end, depth
         )
         spans[tier, FIRST], spans[tier, END] = place, place
         spans[tier, BEFORE], spans[tier, AFTER] = before, behind
@@ -45,7 +45,7 @@ def _begin(tier, span, end):  # type: ignore[no-untyped-def]
 def _narrow(tier, span, context, end, depth):  # type: ignore[no-untyped-def]
     """Halve the range of a binary search, as `place_of` does."""
     text, middle = tier[TIER_TEXT], (span[FIRST] + span[END]) // 2
-    position = np.int64(peek(tier[TIER_ORDER], middle))
+    position = np.int64(peek(tier[TIER_SUFFIXES], middle))
     common = common_length(text, position, context, end, min(span[BEFORE], span[AFTER]), depth)
     if key_is_less(context, end, text, position, common, depth):
         span[END], span[AFTER] = middle, common
@@ -69,10 +69,10 @@ def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
                 span = spans[index, number]
                 if span[FIRST] < span[END]:
                     middle = (span[FIRST] + span[END]) // 2
-                    prefetch(tier[TIER_TEXT] + 4 * (np.int64(peek(tier[TIER_ORDER], middle)) - 1))
+                    prefetch(tier[TIER_TEXT] + 4 * (np.int64(peek(tier[TIER_SUFFIXES], middle)) - 1))
                     # The next middle is one of these two.
-                    prefetch(tier[TIER_ORDER] + 4 * ((span[FIRST] + middle) // 2))
-                    prefetch(tier[TIER_ORDER] + 4 * ((middle + 1 + span[END]) // 2))
+                    prefetch(tier[TIER_SUFFIXES] + 4 * ((span[FIRST] + middle) // 2))
+                    prefetch(tier[TIER_SUFFIXES] + 4 * ((middle + 1 + span[END]) // 2))
             for index in range(len(contexts)):
                 span = spans[index, number]
                 if span[FIRST] < span[END]:
@@ -81,11 +81,11 @@ def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
 
 
 @outline
-def run_beside(text, order, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
-    """Return how many of `available` positions from `order[first]` on, up or down, match `length` tokens."""
+def run_beside(text, suffixes, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
+    """Return how many of `available` positions from `suffixes[first]` on, up or down, match `length` tokens."""
     inside, step = 0, 1
     while inside + step <= available:
-        probe = peek(order, first + direction * (inside + step - 1))
+        probe = peek(suffixes, first + direction * (inside + step - 1))
         if common_length(text, probe, context, end, 0, length) < length:
             break
         inside += step
@@ -93,7 +93,7 @@ def run_beside(text, order, first, direction, available, context, end, length): 
     outside = min(available, inside + step - 1)
     while inside < outside:
         middle = (inside + outside) // 2
-        probe = peek(order, first + direction * middle)
+        probe = peek(suffixes, first + direction * middle)
         if common_length(text, probe, context, end, 0, length) == length:
             inside = middle + 1
         else:
@@ -106,7 +106,7 @@ def _shorter(tier, at, context, end, length):  # type: ignore[no-untyped-def]
     """Return the number of tokens that the context has in common with position `at` of a tier; 0 outside the tier."""
     if at < 0 or at >= tier[TIER_SIZE]:
         return 0
-    common = common_length(tier[TIER_TEXT], peek(tier[TIER_ORDER], at), context, end, 0, length)
+    common = common_length(tier[TIER_TEXT], peek(tier[TIER_SUFFIXES], at), context, end, 0, length)
     return common if common < length else 0
 
 
@@ -120,12 +120,14 @@ def widen(tiers, spans, context, end):  # type: ignore[no-untyped-def]
         return 0
     for index in range(len(tiers)):
         tier, span = tiers[index], spans[index]
-        text, order = tier[TIER_TEXT], tier[TIER_ORDER]
+        text, suffixes = tier[TIER_TEXT], tier[TIER_SUFFIXES]
         if span[BEFORE] == length:
-            span[FIRST] -= run_beside(text, order, span[FIRST] - 1, -1, min(span[FIRST], REACH), context, end, length)
+            span[FIRST] -= run_beside(
+                text, suffixes, span[FIRST] - 1, -1, min(span[FIRST], REACH), context, end, length
+            )
             span[BEFORE] = _shorter(tier, span[FIRST] - 1, context, end, length)
         if span[AFTER] == length:
             available = min(tier[TIER_SIZE] - span[END], REACH)
-            span[END] += run_beside(text, order, span[END], 1, available, context, end, length)
+            span[END] += run_beside(text, suffixes, span[END], 1, available, context, end, length)
             span[AFTER] = _shorter(tier, span[END], context, end, length)
     return length

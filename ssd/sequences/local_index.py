@@ -21,32 +21,32 @@ ROOM_KEPT = 3
 
 
 @inline
-def insert_fresh(text, order, size, position, depth):  # type: ignore[no-untyped-def]
-    """Insert a position into `order[:size]`."""
-    place, _, _ = place_of(text, order, size, text, position, depth)
+def insert_fresh(text, suffixes, size, position, depth):  # type: ignore[no-untyped-def]
+    """Insert a position into `suffixes[:size]`."""
+    place, _, _ = place_of(text, suffixes, size, text, position, depth)
     for index in range(size, place, -1):
-        poke(order, index, peek(order, index - 1))
-    poke(order, place, np.uint32(position))
+        poke(suffixes, index, peek(suffixes, index - 1))
+    poke(suffixes, place, np.uint32(position))
 
 
 @inline
-def fold_fresh(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
-    """Merge the sorted `fresh[:fresh_size]` into `order[:size]`, in place, from the end; return the new size."""
+def fold_fresh(text, suffixes, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
+    """Merge the sorted `fresh[:fresh_size]` into `suffixes[:size]`, in place, from the end; return the new size."""
     end = size
     for index in range(fresh_size - 1, -1, -1):
         position = peek(fresh, index)
-        place, _, _ = place_of(text, order, end, text, position, depth)
+        place, _, _ = place_of(text, suffixes, end, text, position, depth)
         for at in range(end - 1, place - 1, -1):
-            poke(order, at + index + 1, peek(order, at))
-        poke(order, place + index, position)
+            poke(suffixes, at + index + 1, peek(suffixes, at))
+        poke(suffixes, place + index, position)
         end = place
     return size + fresh_size
 
 
 @kernel(Int, Int, Int, Int, Int, Int, returns=Int)
-def fold(text, order, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
+def fold(text, suffixes, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
     """Call `fold_fresh` from Python."""
-    return fold_fresh(text, order, size, fresh, fresh_size, depth)
+    return fold_fresh(text, suffixes, size, fresh, fresh_size, depth)
 
 
 class LocalIndex:
@@ -70,7 +70,7 @@ class LocalIndex:
 
     @property
     def fresh(self) -> np.ndarray:
-        """The small order, uint32 [FRESH_ROOM]; the first `fresh_size` are in use."""
+        """The small suffixes, uint32 [FRESH_ROOM]; the first `fresh_size` are in use."""
         return self._fresh
 
     @property
@@ -110,9 +110,9 @@ class LocalIndex:
         self.size += len(tokens)
         if len(positions) == 0:
             return
-        text, order, _ = self.addresses
+        text, suffixes, _ = self.addresses
         sort_positions(text, positions.ctypes.data, len(positions), self.depth)
-        self.sorted_size = fold(text, order, self.sorted_size, positions.ctypes.data, len(positions), self.depth)
+        self.sorted_size = fold(text, suffixes, self.sorted_size, positions.ctypes.data, len(positions), self.depth)
 
     def truncate(self, size: int) -> None:
         """Forget all tokens but the first `size`."""
@@ -130,7 +130,7 @@ class LocalIndex:
 
     def _move(self, room: int) -> None:
         self.room = room
-        text, order = np.empty(self.room + 1, np.uint32), np.empty(self.room, np.uint32)
+        text, suffixes = np.empty(self.room + 1, np.uint32), np.empty(self.room, np.uint32)
         text[: self.size + 1] = self._text[: self.size + 1]
-        order[: self.sorted_size] = self._sorted[: self.sorted_size]
-        self._text, self._sorted = text, order
+        suffixes[: self.sorted_size] = self._sorted[: self.sorted_size]
+        self._text, self._sorted = text, suffixes

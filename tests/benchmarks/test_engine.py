@@ -182,9 +182,9 @@ def refusal(capsys, *arguments):
 def test_invalid_options_are_refused(capsys, tmp_path):
     absent = refusal(capsys, "--replay", str(tmp_path / "absent.npz"))
     assert "absent.npz is not a trace" in absent
-    assert absent.endswith("without --replay the shipped model's prompts are run")
+    assert absent.endswith("without --replay, the prompts of the shipped model are run")
     assert "lower --prompt-tokens or --max-tokens" in refusal(capsys, "--max-tokens", "2040")
-    assert "drafters are none, " in refusal(capsys, "--drafter", "none,guess")
+    assert "unknown drafter 'guess'; give none, " in refusal(capsys, "--drafter", "none,guess")
     assert "need as many prompts" in refusal(capsys, "--requests", "201", "--no-repeats")
 
 

@@ -1,4 +1,4 @@
-"""Whole engines as users run them: whatever drafts, in every loop, the tokens are those without drafts.
+"""Whole engines as users run them: with any drafter and any number of steps in flight, the tokens of plain decoding.
 
 In float32 with plain attention to the token. In 16 bits by FlashInfer, on a GPU, but for near ties, whose number is
 reported; on the CPU its twin computes in float32, where there are none. Drawn tokens also have the distribution that
@@ -21,8 +21,7 @@ from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
-from engine.executor import eager
-from engine.executor import graph as graphs
+from engine.executor import fixed_step
 from engine.executor.batch import build_batch
 from engine.executor.kernels.verify import verify
 from engine.executor.runner import Runner
@@ -30,6 +29,7 @@ from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
+from engine.speculation import verify as verification
 from ssd.config import DrafterConfig
 from tests.engine.conftest import make_folder
 from tests.engine.forward import PAGE_SIZE, sequence_of
@@ -38,7 +38,7 @@ from tests.engine.places import PLACES, place_of
 from tests.engine.test_core import ScriptedDrafter, outputs, requests
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Few shapes to capture: each engine of the pipelined loop captures all of its own.
+# Few shapes to capture: each engine on a GPU captures all of its own.
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=6, kv_memory_mib=64)
 DRAFTERS = ("none", "ngram", "ssd")
 
@@ -69,17 +69,17 @@ SETTINGS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_in_float32_neither_drafts_nor_the_loop_change_a_token(model_folder, device, kind):
+def test_in_float32_neither_drafts_nor_steps_in_flight_change_a_token(model_folder, device, kind):
     model = pack(load_model(model_folder, device=device))
     asked = [
         replace(request, sampling=replace(request.sampling, **settings))
         for request, settings in zip(requests(6 if device == "cuda" else 3), cycle(SETTINGS[kind]), strict=False)
     ]
     expected = outputs(build_engine(model, CONFIG, NoDrafter(), attention="plain"), asked)
-    for loop in (0,):
+    for in_flight in (0, 1):
         for drafter in DRAFTERS:
-            first, again, accepted = twice(model, replace(CONFIG, in_flight=loop), drafter, "plain", asked)
-            assert first == again == expected, (loop, drafter)
+            first, again, accepted = twice(model, replace(CONFIG, in_flight=in_flight), drafter, "plain", asked)
+            assert first == again == expected, (in_flight, drafter)
             assert drafter != "ssd" or accepted > 50
 
 
@@ -103,12 +103,12 @@ def test_in_16_bits_outputs_part_at_near_ties_alone(place, wide_folder, kv_dtype
     asked = requests(16 if place.device == "cuda" else 2, max_tokens=30)
     config = replace(CONFIG, kv_dtype=kv_dtype)
     expected = references(model, config, "flashinfer", asked)
-    for loop in (0,):
+    for in_flight in (0, 1):
         for drafter in DRAFTERS:
-            first, again, accepted = twice(model, replace(config, in_flight=loop), drafter, "flashinfer", asked)
+            first, again, accepted = twice(model, replace(config, in_flight=in_flight), drafter, "flashinfer", asked)
             found = [*partings(first, expected), *partings(again, expected)]
             most = max((parting.gap_ulp for parting in found), default=0.0)
-            name = f"{place.dtype}, KV cache {kv_dtype}, {loop} loop, {drafter}".removeprefix("torch.")
+            name = f"{place.dtype}, KV cache {kv_dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
             told = f"{len(found)} of {2 * len(asked)} outputs part from the reference, at gaps of up to {most:.1f} ulp"
             record_property(name, told)
             assert all(parting.is_near_tie for parting in found), (name, found)
@@ -174,7 +174,7 @@ def small_folder(tmp_path_factory):
     return folder
 
 
-def odds_of_texts(model, temperature):
+def probabilities_of_texts(model, temperature):
     """Of every text of LENGTH tokens behind the prompt, float64 [VOCAB ** LENGTH], from one forward for each prefix."""
     attention = PlainAttention(model.config, 2, PAGE_SIZE, torch.float32, "cpu")
     runner = Runner(model, attention)
@@ -191,7 +191,7 @@ def odds_of_texts(model, temperature):
     return odds
 
 
-def has_the_odds(texts, odds):
+def has_the_probabilities(texts, odds):
     """Whether outputs are drawn by them. What is rare is counted together, as a chi-squared test needs."""
     cells = np.array(texts) @ VOCAB ** np.arange(LENGTH - 1, -1, -1)
     observed, expected = np.bincount(cells, minlength=len(odds)), odds * len(texts)
@@ -201,7 +201,7 @@ def has_the_odds(texts, odds):
 
 
 def all_accepted(monkeypatch):
-    """Drafts are right whatever the target says."""
+    """Accept all draft tokens, whatever the target computes."""
 
     def accepting(state, drafted, chosen, width):
         row = torch.arange(len(chosen), device=chosen.device)
@@ -209,23 +209,23 @@ def all_accepted(monkeypatch):
         has_next = ((row >= drafted.starts[:, None]) & (row < ends[:, None])).any(dim=0)
         return verify(state, drafted, torch.where(has_next, drafted.tokens.roll(-1), chosen), width)
 
-    monkeypatch.setattr(eager, "accepted_length", lambda draft, _: len(draft))
-    monkeypatch.setattr(graphs, "verify", accepting)
+    monkeypatch.setattr(verification, "accepted_length", lambda draft, _: len(draft))
+    monkeypatch.setattr(fixed_step, "verify", accepting)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loop", [0])
+@pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("bug", [None, all_accepted], ids=["as it is", "planted bug"])
-def test_drawn_tokens_have_the_models_odds_with_drafts(small_folder, device, loop, bug, monkeypatch):
+def test_sampled_tokens_have_the_models_probabilities_with_drafts(small_folder, device, in_flight, bug, monkeypatch):
     if bug is not None:
         bug(monkeypatch)
     temperature = 3.0
-    odds = odds_of_texts(load_model(small_folder), temperature)
-    assert odds.sum() == pytest.approx(1)
-    # The likeliest text is everyone's draft.
-    guess = np.unravel_index(odds.argmax(), (VOCAB,) * LENGTH)
+    probabilities = probabilities_of_texts(load_model(small_folder), temperature)
+    assert probabilities.sum() == pytest.approx(1)
+    # The most likely text is the draft of all requests.
+    guess = np.unravel_index(probabilities.argmax(), (VOCAB,) * LENGTH)
     drafter = ScriptedDrafter(lambda _, length: [*guess, 0, 0, 0][length - len(PROMPT) :])
-    config = EngineConfig(max_sequences=16, max_step_tokens=256, max_draft=2, kv_memory_mib=16, in_flight=loop)
+    config = EngineConfig(max_sequences=16, max_step_tokens=256, max_draft=2, kv_memory_mib=16, in_flight=in_flight)
     engine = build_engine(load_model(small_folder, device=device), config, drafter, attention="plain")
     sampling = SamplingParams(max_tokens=LENGTH, temperature=temperature, ignore_eos=True)
     asked = [Request(PROMPT, replace(sampling, seed=seed)) for seed in range(COUNT)]
@@ -234,4 +234,4 @@ def test_drawn_tokens_have_the_models_odds_with_drafts(small_folder, device, loo
     assert drafted > COUNT / 4
     assert accepted > COUNT / 20
     assert bug is not None or accepted < drafted
-    assert has_the_odds([one.tokens.tolist() for one in completions], odds) == (bug is None)
+    assert has_the_probabilities([one.tokens.tolist() for one in completions], probabilities) == (bug is None)

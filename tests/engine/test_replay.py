@@ -5,8 +5,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
-from engine.sampling import sampler
+from engine.executor import fixed_step
 from engine.scheduling.request import Request, SamplingParams
+from engine.speculation import verify
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.workload import StrictDrafter, replayed
 
@@ -26,11 +27,11 @@ def recorded_requests(count=8):
     ]
 
 
-def replay(shape="path", *, pages=100, drafts=True):
-    """Run the requests together; return them, their completions and the engine."""
+def replay(shape="path", *, in_flight=None, pages=100, drafts=True):
+    """Run the requests together; return them, their completions and the engine. in_flight: None for eager steps."""
     config = EngineConfig(max_sequences=4, max_draft=5, max_step_tokens=64, draft_shape=shape)
-    drafter = StrictDrafter(np.random.default_rng(0), shape, is_told_all=True) if drafts else NoDrafter()
-    engine = chain_engine(config, pages, drafter)
+    drafter = StrictDrafter(np.random.default_rng(0), shape, is_told_all=in_flight != 1) if drafts else NoDrafter()
+    engine = chain_engine(config, pages, drafter, has_graph=in_flight is not None, depth=lambda: in_flight)
     asked = recorded_requests()
     for number, request in enumerate(asked):
         if drafts:
@@ -43,10 +44,13 @@ def gives_the_record(asked, completions):
     return all(one.tokens.tolist() == replayed(request) for request, one in zip(asked, completions, strict=True))
 
 
-@pytest.mark.parametrize("shape", ["path", "tree"])
+WAYS = [("path", None), ("tree", None), ("path", 0), ("path", 1)]
+
+
+@pytest.mark.parametrize(("shape", "in_flight"), WAYS)
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafts"])
-def test_the_output_is_the_recorded_one_and_then_the_targets(shape, drafts):
-    asked, completions, engine = replay(shape, drafts=drafts)
+def test_the_output_is_the_recorded_one_and_then_the_targets(shape, in_flight, drafts):
+    asked, completions, engine = replay(shape, in_flight=in_flight, drafts=drafts)
     assert gives_the_record(asked, completions)
     # The target itself would have produced other tokens.
     assert all(replayed(one)[:10] != answer(one.prompt, 10) for one in asked if one.recorded is not None)
@@ -55,22 +59,25 @@ def test_the_output_is_the_recorded_one_and_then_the_targets(shape, drafts):
     assert accepted > 40 if drafts else accepted == 0
 
 
-@pytest.mark.parametrize("shape", ["path", "tree"])
-def test_a_preempted_sequence_goes_on_in_its_record(shape):
-    asked, completions, engine = replay(shape, pages=11)
+@pytest.mark.parametrize(("shape", "in_flight"), WAYS)
+def test_a_preempted_sequence_goes_on_in_its_record(shape, in_flight):
+    asked, completions, engine = replay(shape, in_flight=in_flight, pages=11)
     assert gives_the_record(asked, completions)
     assert engine.scheduler.preemptions > 2
 
 
-def test_a_planted_fault_is_caught(monkeypatch):
-    monkeypatch.setattr(sampler, "_replay", lambda *_: None)
+def test_planted_faults_are_caught(monkeypatch):
+    monkeypatch.setattr(verify, "_replay", lambda *_: None)
     assert not gives_the_record(*replay(drafts=False)[:2])
+    assert gives_the_record(*replay(in_flight=1, drafts=False)[:2])
+    monkeypatch.setattr(fixed_step, "replayed", lambda state, inputs, tokens: tokens)
+    assert not gives_the_record(*replay(in_flight=1, drafts=False)[:2])
 
 
 def test_logits_are_sampled_all_the_same(monkeypatch):
     """A replay takes as long as the step would."""
     calls = []
-    greedy = sampler.greedy_tokens
-    monkeypatch.setattr(sampler, "greedy_tokens", lambda logits: (calls.append(1), greedy(logits))[1])
+    greedy = verify.greedy_tokens
+    monkeypatch.setattr(verify, "greedy_tokens", lambda logits: (calls.append(1), greedy(logits))[1])
     _, completions, _ = replay(drafts=False)
     assert len(calls) >= max(completion.steps for completion in completions)

@@ -229,7 +229,7 @@ def test_a_model_too_large_for_the_memory_is_refused(model_folder, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr(torch.nn.Module, "to_empty", refuse)
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuse)
     with pytest.raises(UserError, match="do not fit into the memory of 'cpu'; load the model as bfloat16"):
         load_model(model_folder)
 

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.processors import NOT_NEEDED, Rows, TokenCounts, process_logits
+from engine.sampling.processors import NOT_NEEDED, Rows, process_logits
 from engine.sampling.stopping import Stopping
-from engine.scheduling.plan import SequencePlan, SequenceResult
+from engine.sampling.token_counts import TokenCounts
+from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from tests.engine import naive_sampling as naive
@@ -34,10 +35,10 @@ def plans(draw):
     request = Request(array(draw(st.lists(token, min_size=1, max_size=6))), sampling)
     sequence = Sequence(0, request, 60, Stopping(request, EOS))
     for _ in range(draw(st.integers(0, 3))):
-        plan = SequencePlan(sequence, 0, 1, True, draft=array(draw(st.lists(token, max_size=4))))  # rejected
+        rejected = array(draw(st.lists(token, max_size=4)))
         if sequence.token_counts is not None:
-            sequence.token_counts.along(plan.draft)
-        sequence.commit(SequenceResult(plan, array(draw(st.lists(token, min_size=1, max_size=4))), np.arange(0)))
+            sequence.token_counts.along(rejected)
+        sequence.commit(array(draw(st.lists(token, min_size=1, max_size=4))), drafted=len(rejected))
     return SequencePlan(sequence, 0, 1, True, draft=array(draw(st.lists(token, max_size=5))))
 
 

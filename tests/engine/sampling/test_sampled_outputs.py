@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.drafters.none import NoDrafter
 from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
-from engine.sampling.processors import Rows, TokenCounts
+from engine.sampling.processors import Rows
+from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.drafters.base import OutcomeTable
+from engine.drafters.outcomes import OutcomeTable
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import select
 from engine.scheduling.plan import SequencePlan, StepPlan

@@ -11,7 +11,6 @@ from engine.executor.device_state import DeviceState
 from engine.executor.kernels import verify as verify_module
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import VerifyRows
-from engine.scheduling.plan import SequenceResult
 from engine.speculation.verify import accepted_length
 from tests import naive
 from tests.engine.executor.kernels.device_steps import (
@@ -41,7 +40,7 @@ def commit_on_host(sequences, chosen):
         target = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
         kept = np.arange(accepted_length(entry.draft, target))
         tokens = target[: len(kept) + 1]
-        sequence.commit(SequenceResult(entry, tokens, kept))
+        sequence.commit(tokens, drafted=len(entry.draft), accepted=len(kept))
         produced.append(tokens.tolist())
     return produced
 
