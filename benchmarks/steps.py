@@ -1,8 +1,8 @@
-"""What one more token costs in an engine step, on plain and on packed weights.
+"""Measure what one more token costs in an engine step, on plain and on packed weights.
 
     python -m benchmarks.steps [--model FOLDER] [--context 300]
 
-One sequence; a step of n tokens verifies n - 1 draft tokens. The two kinds of weights are measured in turns.
+One sequence; a step of n tokens verifies n - 1 draft tokens. The two kinds of weights alternate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE_SIZE = 16
 
 
 def step_ms(runner: Runner, context: int, tokens: int) -> float:
-    """Milliseconds of one step of `tokens` tokens behind `context` cached ones."""
+    """Return the milliseconds of one step of `tokens` tokens after `context` cached ones."""
     prompt = np.ones(context + 1, np.uint32)
     sequence = Sequence(0, Request(prompt), context + 1 + tokens)
     sequence.pages = list(range(-(-(context + 1 + tokens) // PAGE_SIZE)))

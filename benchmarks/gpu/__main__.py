@@ -1,4 +1,4 @@
-"""What the engine does on a GPU, in named parts, against the figures it is meant to reach.
+"""Measure the engine on a GPU, in named parts, against target figures.
 
     python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--in-flight 1]
         [--shape llama3-8b] [--trace FILE.npz]
@@ -6,7 +6,7 @@
 Weights are random, of a well-known shape; acceptance comes from recorded traffic, whose token ids are renumbered if
 the model has fewer. Each part is a fixed amount of work in a process of its own and has its own time limit; what
 it leaves is the later ones'. With the tests that need a GPU they take at most 9 minutes. Results go to
-benchmarks/results/gpu-DATE.json, and into the tables of docs/gpu.md. Without a GPU it says what it would have run.
+benchmarks/results/gpu-DATE.json, and into the tables of docs/gpu.md. Without a GPU it lists what it would have run.
 `--device cpu --shape tiny --dtype float32 --scale tiny` tries the benchmark itself.
 """
 
@@ -36,10 +36,10 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "numpy", "nu
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the parts and write what they found."""
+    """Run the parts and write their results."""
     parser = build_parser(__doc__)
     options = parser.parse_args(arguments)
-    # The trace that is looked for unless told otherwise may be lacking: parts that need it are skipped then.
+    # The default trace may be missing: parts that need it are then skipped.
     if options.trace != TRACE and not options.trace.is_file():
         parser.error(f"--trace {options.trace}: there is no such file; give a recorded trace, .npz")
     parts = [part for part in PARTS if not options.part or part.name in options.part]
@@ -63,14 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def list_parts(parts: Sequence[Part]) -> None:
-    """Names, questions and time limits."""
+    """Print names, titles and time limits."""
     for part in parts:
         print(f"  {part.name:10} {part.limit_s:4} s  {part.title}")
     print(f"  {'in all':10} {sum(part.limit_s for part in parts):4} s")
 
 
 def run(parts: Sequence[Part], options: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Run the parts one after the other; `path` holds what is known so far, should this process be stopped."""
+    """Run the parts one after another, and write all results so far to `path` after each."""
     settings = {
         name: getattr(options, name) for name in ("device", "dtype", "attention", "in_flight", "shape", "scale")
     }
@@ -89,26 +89,26 @@ def run(parts: Sequence[Part], options: argparse.Namespace, path: Path) -> dict[
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """A part's figures as people read them."""
+    """Return a part's figures as lines of text."""
     lines = [f"  {row['value']:10.3f} {row['unit']:12} {row['name']}{verdict(row)}" for row in result["figures"]]
     return [*lines, f"  {result['status']}, {result['seconds']} s{': ' if result['reason'] else ''}{result['reason']}"]
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """How a figure stands to its target."""
+    """Return whether a figure reaches its target, as text."""
     if row["target"] is None:
         return ""
     return f" ({row['target']['sense']} {row['target']['value']:g}: {'reached' if row['met'] else 'NOT reached'})"
 
 
 def new_results_path(folder: Path, date: str) -> Path:
-    """A file that does not exist yet: gpu-DATE.json, gpu-DATE-b.json and so on."""
+    """Return a path that does not exist yet: gpu-DATE.json, gpu-DATE-b.json and so on."""
     names = chain([f"gpu-{date}.json"], (f"gpu-{date}-{letter}.json" for letter in "bcdefghijklmnopqrstuvwxyz"))
     return next(folder / name for name in names if not (folder / name).exists())
 
 
 def describe(device: str, commit: str | None) -> dict[str, object]:
-    """The head of a document."""
+    """Return the head of a document: date, device, versions, commit."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "gpu": device_name(device),
@@ -118,12 +118,12 @@ def describe(device: str, commit: str | None) -> dict[str, object]:
 
 
 def today() -> str:
-    """The date, as files are named."""
+    """Return the date for a file name."""
     return datetime.now(UTC).date().isoformat()
 
 
 def versions() -> dict[str, str | None]:
-    """Of packages that decide how fast it is; None for those that are not there."""
+    """Return the versions of packages that affect speed; None for those that are not installed."""
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -134,7 +134,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit_of_git() -> str:
-    """The commit of the source tree, marked if files have changed since; "unknown" where it was copied without git."""
+    """Return the commit of the source tree, marked if files changed since; "unknown" without git."""
     try:
         asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() or "unknown"

@@ -1,4 +1,4 @@
-"""What all parts share: the device, the model, how much of everything, and engines around it."""
+"""Shared by all parts: the device, the model, the amount of work, and engines for it."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ PROMPT_STEP_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything. Fixed, so that two runs can be compared and the whole fits its time."""
+    """Amounts of work. They are fixed, so that runs are comparable and all parts fit their time."""
 
     copy_bytes: int
     product: int
     """Rows and columns of the matrices that are multiplied for the compute ceiling."""
     context: int
-    """Tokens before the steps of one stream."""
+    """Number of tokens before the steps of one stream."""
     long_context: int
-    """The same where trees are verified."""
+    """Number of tokens before steps that verify trees."""
     steps: int
-    """Timed, of one kind and round."""
+    """Number of timed steps of one kind in a round."""
     rounds: int
     concurrencies: tuple[int, ...]
     served: tuple[int, ...]
-    """Requests of the trace in a round, at each concurrency."""
+    """Number of the trace's requests in a round, at each concurrency."""
     learned: int
-    """Requests of the trace before those, which the drafter has seen."""
+    """Number of requests before those that the drafter has seen."""
     prompt_tokens: int
-    """Requests with longer prompts are left out, rather than cut: turns of a session keep their common beginning."""
+    """Longest prompt; longer ones are left out, not cut, so that turns of a session keep their common prefix."""
     output_tokens: int
     streams: int
-    """In one batch, where a figure names no concurrency."""
+    """Number of streams in one batch, where a figure names no concurrency."""
     peer_requests: int
 
 
@@ -91,12 +91,12 @@ SCALES = {"full": FULL, "tiny": TINY}
 
 @dataclass(frozen=True)
 class Setting:
-    """What the command line chose."""
+    """The choices of the command line."""
 
     device: str
     dtype: str
     attention: str
-    """As `--attention` has it."""
+    """As the engine's `--attention`."""
     shape: str
     scale: Scale
     trace: Path | None
@@ -105,7 +105,7 @@ class Setting:
 
 
 class Bench:
-    """A setting, and what takes long to make, made once."""
+    """A setting, with the model and the measured ceilings made once."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -119,14 +119,14 @@ class Bench:
         return pack(self.plain_model())
 
     def plain_model(self) -> Decoder:
-        """The same, not packed: a model of its own."""
+        """Return another copy of the model, not packed."""
         return random_model(self.config, self.dtype, self.setting.device)
 
     @property
     def config(self) -> ModelConfig:
         """The shape; its context window holds the long context."""
         shape = SHAPES[self.setting.shape]
-        # Nothing that is measured grows with it.
+        # No measured time grows with it.
         return replace(shape, max_positions=max(shape.max_positions, self.scale.long_context + 4096))
 
     def engine(
@@ -139,7 +139,7 @@ class Bench:
         shape: DraftShape = "path",
         has_budget: bool = False,
     ) -> Engine:
-        """As users get it, with room for `sequences` of up to `context` tokens."""
+        """Return an engine as users run it, with room for `sequences` of up to `context` tokens."""
         return build_engine(
             self.model,
             self.engine_config(sequences, context, max_draft, shape),
@@ -149,7 +149,7 @@ class Bench:
         )
 
     def engine_config(self, sequences: int, context: int, max_draft: int, shape: DraftShape) -> EngineConfig:
-        """Room for so many sequences, as far as there is."""
+        """Return settings with a KV cache for `sequences`, as far as the memory allows."""
         usual = EngineConfig()
         wanted = sequences * (context + max_draft + 2 * usual.page_size) * self.kv_bytes
         free = free_bytes(self.setting.device)
@@ -169,16 +169,16 @@ class Bench:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of the KV cache for one token."""
         return kv_bytes_per_token(self.config, self.dtype.itemsize)
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has done all work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Median time of `run`, which was run twice before."""
+        """Return the median time of `run`, after two runs that do not count."""
         taken = []
         for number in range(times + 2):
             self.wait()
@@ -191,7 +191,7 @@ class Bench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Measured at once, so in the process and on the device that use them."""
+        """Measured in the same process and on the same device as the figures that use them."""
         return measure_ceilings(self)
 
 
@@ -199,8 +199,8 @@ CEILING_TRIES = 20
 
 
 def measure_ceilings(bench: Bench) -> Ceilings:
-    """A large copy and a large matrix product of random numbers: zeros would be multiplied faster."""
-    count = bench.scale.copy_bytes // 2  # what is counted is read and written
+    """Time a large copy and a large matrix product of random numbers; zeros would be multiplied faster."""
+    count = bench.scale.copy_bytes // 2  # bytes read and bytes written both count
     source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=bench.setting.device)
     target = torch.empty_like(source)
     copying = bench.seconds(lambda: target.copy_(source), CEILING_TRIES)

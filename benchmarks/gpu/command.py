@@ -1,4 +1,4 @@
-"""The command line of the benchmark, shared by the whole and by the process of each part."""
+"""The command line of the benchmark, for the whole and for the process of each part."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ PAGE = Path("docs/gpu.md")
 
 
 def build_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """All options."""
+    """Return the parser with all options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--list", action="store_true", help="say what would run, and stop")
-    add("--part", action="append", choices=[part.name for part in PARTS], help="only this one; may be given again")
+    add("--list", action="store_true", help="list what would run, and stop")
+    add("--part", action="append", choices=[part.name for part in PARTS], help="run only this part; may be repeated")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda")
     add("--dtype", choices=DTYPES, default="bfloat16", help="bfloat16")
     add(
         "--attention",
         choices=ATTENTIONS,
         default="auto",
-        help="whose kernels run it (auto: FlashInfer's, if installed)",
+        help="attention backend (auto: FlashInfer, if installed)",
     )
     add(
         "--in-flight",
@@ -39,18 +39,18 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         choices=(0, 1),
         help="steps in flight while the next one is planned (decided at run time)",
     )
-    add("--shape", choices=SHAPES, default="llama3-8b", help="of the random weights (llama3-8b)")
-    add("--scale", choices=SCALES, default="full", help="how much of everything: tiny tries the benchmark (full)")
+    add("--shape", choices=SHAPES, default="llama3-8b", help="shape of the random weights (llama3-8b)")
+    add("--scale", choices=SCALES, default="full", help="amount of work: tiny tries the benchmark (full)")
     add("--trace", type=Path, default=TRACE, metavar="FILE", help=f"recorded traffic, .npz ({TRACE})")
-    add("--time", type=factor, default=1.0, metavar="FACTOR", help="of every part's time limit (1)")
-    add("--commit", help="what the results are of; git is asked otherwise")
+    add("--time", type=factor, default=1.0, metavar="FACTOR", help="multiplies every part's time limit (1)")
+    add("--commit", help="commit in the results; otherwise git's")
     add("--out", type=Path, metavar="FILE", help=f"results; otherwise {RESULTS}/gpu-DATE.json, and {PAGE} is updated")
     add("--page", type=Path, nargs="+", metavar="FILE", help=f"update {PAGE} from these results, and stop")
     return parser
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
-    """What the parts need to know."""
+    """Return the setting of the parts."""
     scale = SCALES[options.scale]
     return Setting(
         options.device, options.dtype, options.attention, options.shape, scale, options.trace, options.in_flight
@@ -58,7 +58,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
 
 
 def child_arguments(options: argparse.Namespace) -> list[str]:
-    """The command line of a part's process, less the part."""
+    """Return the command line of a part's process, without the part."""
     names = ("device", "dtype", "attention", "in_flight", "shape", "scale", "trace")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]

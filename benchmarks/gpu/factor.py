@@ -1,4 +1,4 @@
-"""An option that multiplies time limits."""
+"""The type of an option that multiplies time limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import isfinite
 
 
 def factor(text: str) -> float:
-    """A number above 0. Raises what argparse tells users."""
+    """Parse a number above 0. Raises argparse.ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a part of the benchmark reports."""
+"""Figures that parts of the benchmark report, and their targets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 class SkippedError(Exception):
-    """A part cannot run here; says why."""
+    """A part cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Target:
     sense: Literal["at least", "at most"]
 
     def is_met(self, value: float) -> bool:
-        """Whether `value` reaches it."""
+        """Return whether `value` reaches the target."""
         return value >= self.value if self.sense == "at least" else value <= self.value
 
 
@@ -30,13 +30,13 @@ class Figure:
     value: float
     unit: str
     of: int
-    """How many values it is the median of; 1 for one that is counted or derived."""
+    """Number of values that it is the median of; 1 for a counted or derived value."""
     target: Target | None = None
     details: dict[str, Any] = field(default_factory=dict)
-    """Whatever else a reader may want: of the same run, named with its unit."""
+    """Further values of the same run, named with their units."""
 
     def as_row(self) -> dict[str, Any]:
-        """As it stands in a document."""
+        """Return the figure as a row of a document."""
         row = asdict(self)
         row["value"] = round(self.value, 5)
         row["met"] = None if self.target is None else self.target.is_met(self.value)

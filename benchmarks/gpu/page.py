@@ -1,4 +1,4 @@
-"""Tables of `docs/gpu.md` from results; the prose around them is written by hand."""
+"""Write the tables of `docs/gpu.md` from results; the prose around them is written by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 
 def read_results(path: Path) -> Document:
-    """A document of results. Raises UserError for a file that holds none."""
+    """Read a document of results. Raises UserError for a file that holds none."""
     try:
         document: Document = json.loads(path.read_text())
         if {"date", "gpu", "versions", "commit", "settings", "parts"} <= document.keys():
@@ -27,9 +27,9 @@ def read_results(path: Path) -> Document:
 
 
 def merged(documents: Sequence[Document]) -> Document:
-    """Results of several runs on one kind of GPU, in the order of their parts; of a part that ran twice, the later.
+    """Merge results of several runs on one kind of GPU; of a part that ran twice, the later one counts.
 
-    Raises UserError for results that do not belong together.
+    Raises UserError for results with different GPUs or settings.
     """
     for field in ("gpu", "settings"):
         if any(document[field] != documents[0][field] for document in documents):
@@ -39,7 +39,7 @@ def merged(documents: Sequence[Document]) -> Document:
 
 
 def update_page(page: Path, document: Document | None) -> None:
-    """Put the tables between the page's markers. Raises UserError for a page that has none."""
+    """Write the tables between the page's markers. Raises UserError for a page that has none."""
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -49,7 +49,7 @@ def update_page(page: Path, document: Document | None) -> None:
 
 
 def tables(document: Document | None) -> str:
-    """All of what stands between the markers, Markdown."""
+    """Return the text between the markers, Markdown."""
     if document is None:
         return NOTHING
     settings, versions = document["settings"], document["versions"]
@@ -71,7 +71,7 @@ def tables(document: Document | None) -> str:
 
 
 def figure_row(row: Document) -> str:
-    """A figure against its target."""
+    """Return the row of a figure and its target."""
     target = row["target"]
     wanted = f"{target['sense']} {target['value']:g}" if target else ""
     verdict = "" if target is None else "reached" if row["met"] else "**not reached**"
@@ -79,7 +79,7 @@ def figure_row(row: Document) -> str:
 
 
 def part_table(parts: Sequence[Document]) -> list[str]:
-    """How each part ended."""
+    """Return a table of how each part ended."""
     rows = [
         f"| {part['name']} | {part['title']} | {ending(part)} | {part['seconds']:g} | {part['commit']} |"
         for part in parts
@@ -88,7 +88,7 @@ def part_table(parts: Sequence[Document]) -> list[str]:
 
 
 def details(part: Document) -> list[str]:
-    """What else each figure of a part tells."""
+    """Return the details of each figure of a part."""
     lines = []
     for row in part["figures"]:
         plain = {name: value for name, value in row["details"].items() if name != "kernels"}
@@ -102,6 +102,6 @@ def details(part: Document) -> list[str]:
 
 
 def ending(part: Document) -> str:
-    """How a part ended, with the last line of the reason."""
+    """Return how a part ended, with the last line of the reason."""
     reason = (part["reason"].splitlines() or [""])[-1].replace("|", "/")
     return f"{part['status']}: {reason}" if reason else str(part["status"])

@@ -13,12 +13,12 @@ from benchmarks.gpu.single import ceilings, decode, start, streams, trees, verif
 
 @dataclass(frozen=True)
 class Part:
-    """A question, and whoever answers it."""
+    """A question that the benchmark answers, and the function that measures it."""
 
     name: str
     title: str
     limit_s: int
-    """After so long, and what earlier parts left of theirs, it is stopped, and what it has reported counts."""
+    """Time limit, to which the time that earlier parts left is added; figures reported before it are kept."""
     run: Callable[[Bench], Iterator[Figure]]
 
 
@@ -34,4 +34,4 @@ PARTS = (
     Part("peers", "transformers' generate and prompt lookup, one stream", 35, peers),
     Part("streams", "64 streams without drafts, against the estimate", 25, streams),
 )
-"""390 seconds in all, which with the tests that need a GPU is 9 minutes."""
+"""390 seconds in all; with the tests that need a GPU, 9 minutes."""

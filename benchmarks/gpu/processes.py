@@ -23,15 +23,15 @@ from benchmarks.gpu.parts import PARTS, Part
 from ssd.errors import UserError
 
 REASON_CHARACTERS = 2000
-"""Of what a process that failed said last."""
+"""Length of the end of a failed process's stderr that is kept."""
 
 
 def run_part(part: Part, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """What the part reported, and how it ended: `ok`, `skipped`, `failed` or `out of time`."""
+    """Run a part; return its figures and how it ended: `ok`, `skipped`, `failed` or `out of time`."""
     command = [sys.executable, "-m", "benchmarks.gpu.processes", "--part", part.name, *arguments]
     began = perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        # A group of its own, so that a sidecar ends with it.
+        # A process group of its own, so that a sidecar ends with it.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0)
         is_late = False
         try:
@@ -65,7 +65,7 @@ def run_part(part: Part, arguments: Sequence[str], limit_s: float) -> dict[str, 
 
 
 def read_output(output: str) -> tuple[list[dict[str, Any]], str | None]:
-    """Figures, and why the part was skipped, if it was. What else was printed, or was cut off, is passed over."""
+    """Return the figures of a process's output, and why the part was skipped, if it was. Other lines are ignored."""
     figures, skipped = [], None
     for line in output.splitlines():
         try:

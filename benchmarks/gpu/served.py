@@ -28,27 +28,27 @@ from ssd.drafter import SuffixDrafter
 from ssd.types import Drafter
 
 SPEEDUPS = {1: 2.2, 16: 1.8, 64: 1.3, 256: 1.0}
-"""What `ssd` is to reach on recorded traffic, by concurrency."""
+"""Target speed-ups of `ssd` on recorded traffic, by concurrency."""
 NEVER_SLOWER = 0.98
 PEERS_BEHIND = 4.0
 MISFIT_PROMPT = 128
-"""At most; beside many streams prompts would take most of the time."""
-LEAST_MISFIT_REQUESTS = 4
+"""Longest prompt; with many streams, prompts would take most of the time."""
+MIN_MISFIT_REQUESTS = 4
 MANY = 64
-"""Streams at a time from which two rounds have to do."""
+"""Concurrency from which at most two rounds run."""
 LEARNING_S = 1.0
-"""For a sidecar, which does not say when it is done; it needs 25 ms from a request to its being draftable."""
+"""Wait for a sidecar to learn; it needs 25 ms from the end of a request until drafts can come from it."""
 
 
 WATCHED_STEPS = 16
 ROOM = 512
-"""Output tokens that no stream reaches in those steps; behind the recorded ones the model goes on by itself."""
+"""Output tokens that no stream reaches in those steps; after the recorded ones the model samples its own."""
 VISIBLE = {"ssd": 1.0, "ssd-remote": 3.0}
-"""Percent of a step that drafting may add to the GPU's waiting."""
+"""Targets: percent of a step that drafting adds to the GPU's idle time."""
 
 
 def replay(bench: Bench) -> Iterator[Figure]:
-    """`ssd` against `none` on recorded traffic, as it goes on from round to round."""
+    """Compare `ssd` with `none` on recorded traffic that continues from round to round."""
     for concurrency, count in zip(bench.scale.concurrencies, bench.scale.served, strict=True):
         rounds = bench.scale.rounds if concurrency < MANY else min(2, bench.scale.rounds)
         asked = traffic(bench, count * rounds, concurrency * rounds)
@@ -65,10 +65,10 @@ def replay(bench: Bench) -> Iterator[Figure]:
 
 
 def misfits(bench: Bench) -> Iterator[Figure]:
-    """A drafter that promises much and keeps nothing, with the budget that is to stop it, against none."""
+    """Compare a drafter of wrong tokens with high accept_prob, which the token budget has to stop, with none."""
     prompt_tokens = min(MISFIT_PROMPT, bench.scale.context)
     for concurrency in bench.scale.concurrencies:
-        count = max(LEAST_MISFIT_REQUESTS, concurrency)
+        count = max(MIN_MISFIT_REQUESTS, concurrency)
         drafters = {"none": NoDrafter(), "misfits": FixedDrafter(path(DRAFT), bench.config.vocab_size)}
         warm, *rounds = (random_items(bench, count, prompt_tokens, seed) for seed in range(1 + bench.scale.rounds))
         runs = {
@@ -81,7 +81,7 @@ def misfits(bench: Bench) -> Iterator[Figure]:
 
 
 def peers(bench: Bench) -> Iterator[Figure]:
-    """transformers' `generate` and its prompt lookup on the same weights and requests, one stream."""
+    """Compare transformers' `generate` and its prompt lookup on the same weights and requests, one stream."""
     from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
 
     if not is_installed():
@@ -107,17 +107,17 @@ def peers(bench: Bench) -> Iterator[Figure]:
 
 
 def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int, rounds: int) -> list[Run]:
-    """All requests, a part of them a round, through an engine with this drafter, which has seen the earlier ones."""
+    """Serve all requests, a part in each round, with this drafter, which has seen the earlier ones."""
     size = -(-len(asked.served) // rounds)
     parts = [asked.served[first : first + size] for first in range(0, len(asked.served), size)]
     with ExitStack() as stack:
         drafter = taught_drafter(stack, bench, name, asked)
-        # Of those that the drafter knows already, so that it is told nothing of what is to come.
+        # Warm up with requests that the drafter knows, so that it learns nothing of the served ones.
         return serve_rounds(bench, name, drafter, asked.learned, parts, concurrency)
 
 
 def taught_drafter(stack: ExitStack, bench: Bench, name: str, asked: Traffic) -> Drafter:
-    """A drafter by its name; a sidecar runs until `stack` is closed."""
+    """Return a drafter that has learned the earlier requests; a sidecar runs until `stack` is closed."""
     address = stack.enter_context(running_sidecar()) if name == "ssd-remote" else ""
     drafter = build_drafter(
         name,
@@ -135,7 +135,7 @@ def taught_drafter(stack: ExitStack, bench: Bench, name: str, asked: Traffic) ->
 
 
 def drafting_engine(bench: Bench, name: str, drafter: Drafter, sequences: int, longest: int) -> Engine:
-    """As users get it with this drafter; without one there are no steps with drafts to prepare."""
+    """Return an engine as users run it with this drafter; `none` needs no steps with drafts."""
     if name == "none":
         return bench.engine(drafter, sequences, longest, max_draft=0)
     return bench.engine(drafter, sequences, longest, has_budget=True)
@@ -149,9 +149,9 @@ def serve_rounds(
     rounds: Sequence[Sequence[Item]],
     concurrency: int,
 ) -> list[Run]:
-    """Each round's requests through one new engine with a drafter of this name.
+    """Serve each round's requests with one new engine and a drafter of this name.
 
-    Requests of `warm` run before for a few tokens, so that nothing is compiled or allocated first while it is timed.
+    Requests of `warm` run before for a few tokens, so that the timed rounds neither compile nor allocate.
     """
     longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in chain(warm, *rounds))
     with closing(drafting_engine(bench, name, drafter, concurrency, longest)) as engine:
@@ -160,23 +160,23 @@ def serve_rounds(
 
 
 def random_items(bench: Bench, count: int, prompt_tokens: int, seed: int) -> list[Item]:
-    """Requests that have nothing in common."""
+    """Return requests without common prefixes."""
     requests = random_requests(bench, count, prompt_tokens, bench.scale.output_tokens, seed)
     return [Item(request, session) for session, request in enumerate(requests)]
 
 
 def tokens_per_s(run: Run) -> float:
-    """Output tokens by the time of the whole run, prompts included."""
+    """Return output tokens per second of the whole run, prompts included."""
     return run.tokens / run.seconds
 
 
 def speedup(runs: Sequence[Run], others: Sequence[Run]) -> float:
-    """Median over the rounds of the ratio within each."""
+    """Return the median over the rounds of the ratio within each."""
     return median(tokens_per_s(run) / tokens_per_s(other) for run, other in zip(runs, others, strict=True))
 
 
 def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, object]:
-    """What else the runs tell, medians."""
+    """Return further figures of the runs, medians."""
     details: dict[str, object] = {}
     for name, own in runs.items():
         details[f"{name}_tokens_per_s"] = round(median(tokens_per_s(run) for run in own), 1)
@@ -191,19 +191,19 @@ def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, o
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of a batch of streams, a step; microseconds."""
+    """Figures of one step of a batch of streams; microseconds."""
 
     step_us: float
     drafting_us: float
-    """That the engine's own clock gives to drafting."""
+    """Time of drafting by the engine's clock."""
     idle_us: float | None
-    """In which the GPU waits in gaps; None without one."""
+    """The GPU's idle time in gaps between kernels; None without a GPU."""
     begun_early: float
-    """Share of steps that were begun before the one before them was known."""
+    """Share of steps that were launched before the results of the previous one were known."""
 
 
 def drafting(bench: Bench) -> Iterator[Figure]:
-    """Recorded traffic in one batch: how much longer the GPU waits in a step with drafts than in one without."""
+    """Measure how much longer the GPU waits in a step with drafts than in one without, on recorded traffic."""
     asked = longest_outputs(traffic(bench, bench.scale.served[-1], 1), bench.scale.streams)
     plain = waiting(bench, "none", asked)
     for name, limit in VISIBLE.items():
@@ -220,19 +220,19 @@ def drafting(bench: Bench) -> Iterator[Figure]:
 
 
 def longest_outputs(asked: Traffic, count: int) -> Traffic:
-    """The requests with the longest outputs, each going on for longer than it is watched."""
+    """Return the requests with the longest outputs, extended beyond the steps that are measured."""
     chosen = sorted(asked.served, key=lambda item: -item.request.sampling.max_tokens)[:count]
     return replace(asked, served=[endless(item, number) for number, item in enumerate(chosen)])
 
 
 def endless(item: Item, session: int) -> Item:
-    """The same request with room for more output."""
+    """Return the same request with room for more output."""
     sampling = replace(item.request.sampling, max_tokens=ROOM)
     return replace(item, request=replace(item.request, sampling=sampling), session=session)
 
 
 def waiting(bench: Bench, name: str, asked: Traffic) -> Waiting:
-    """A new engine with this drafter, watched for some steps and then recorded for some more."""
+    """Time some steps of a new engine with this drafter, then record the kernels of some more."""
     longest = max(len(item.request.prompt) for item in asked.served) + ROOM
     with ExitStack() as stack:
         engine = drafting_engine(bench, name, taught_drafter(stack, bench, name, asked), len(asked.served), longest)

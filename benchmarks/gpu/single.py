@@ -20,13 +20,13 @@ from engine.drafters.none import NoDrafter
 RECORDED_STEPS = 20
 TREE_NODES = 32
 SHORT = 256
-"""Tokens of a sequence where none runs."""
+"""Context of engines that run no sequence."""
 CAPTURE_S = 60.0
-"""What an engine's start may take for it."""
+"""Target for capturing at an engine's start, in seconds."""
 
 
 def ceilings(bench: Bench) -> Iterator[Figure]:
-    """What the device reaches at best: the figures that all others are held against."""
+    """Measure the ceilings of the device, with which other figures are compared."""
     reached = bench.ceilings
     yield Figure("copy bandwidth, read and write", reached.bytes_per_s / 1e9, "GB/s", CEILING_TRIES)
     size = bench.scale.product
@@ -34,7 +34,7 @@ def ceilings(bench: Bench) -> Iterator[Figure]:
 
 
 def start(bench: Bench) -> Iterator[Figure]:
-    """Graphs of the largest engine that is served, captured as at its start; all kernels have been compiled before."""
+    """Time the capture of all graphs of the largest engine; a smaller engine has compiled all kernels before."""
     if not bench.on_gpu:
         raise SkippedError("graphs are captured on a CUDA device")
     counts = {"small": 1, "large": max(bench.scale.concurrencies)}
@@ -51,7 +51,7 @@ def start(bench: Bench) -> Iterator[Figure]:
 
 
 def decode(bench: Bench) -> Iterator[Figure]:
-    """One stream without drafts: bytes that a step must read, by its time, against the copy bandwidth."""
+    """Compare the bandwidth of one stream without drafts with that of a copy."""
     context = bench.scale.context
     timed = time_steps(bench, {"none": NoDrafter()}, 1, context, max_draft=0, recorded=RECORDED_STEPS)["none"]
     step, count = median(chain(*timed.rounds)), sum(map(len, timed.rounds))
@@ -69,7 +69,7 @@ def decode(bench: Bench) -> Iterator[Figure]:
 
 
 def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
-    """How long the GPU waits between steps, and what takes its time otherwise."""
+    """Yield how long the GPU waits between steps, and the kernels' shares of its time."""
     details = {
         "idle_with_all_gaps_%": round(100 * idle_share(kernels), 2),
         "recorded_ms": round(span(kernels) / 1e3, 2),
@@ -80,7 +80,7 @@ def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
 
 
 def verify(bench: Bench) -> Iterator[Figure]:
-    """A step that verifies 16 draft tokens, of which none fits, against one without drafts, in turns."""
+    """Time steps that verify 16 wrong draft tokens against steps without drafts, in turns."""
     # With a step in flight, the draft is what follows the token that this step adds.
     right = 1 if bench.setting.in_flight == 1 else 0
     wrong = FixedDrafter(path(right + DRAFT), bench.config.vocab_size, right=right)
@@ -95,7 +95,7 @@ def verify(bench: Bench) -> Iterator[Figure]:
 
 
 def trees(bench: Bench) -> Iterator[Figure]:
-    """Steps that verify a draft tree, by steps that verify a path of as many tokens, in turns; no token fits."""
+    """Time steps that verify a wrong draft tree against steps with a wrong path of as many tokens, in turns."""
     shapes = {"path": path(TREE_NODES), "tree": binary_tree(TREE_NODES)}
     drafters = {name: FixedDrafter(parents, bench.config.vocab_size) for name, parents in shapes.items()}
     timed = time_steps(bench, drafters, 1, bench.scale.long_context, max_draft=TREE_NODES, shape="tree")
@@ -106,7 +106,7 @@ def trees(bench: Bench) -> Iterator[Figure]:
 
 
 def streams(bench: Bench) -> Iterator[Figure]:
-    """Many streams without drafts against what their bytes and products take."""
+    """Compare steps of many streams without drafts with the estimate from bytes and products."""
     count, context = bench.scale.streams, bench.scale.context
     timed = time_steps(bench, {"none": NoDrafter()}, count, context, max_draft=0)["none"]
     measured, steps = median(chain(*timed.rounds)), sum(map(len, timed.rounds))

@@ -1,4 +1,4 @@
-"""What a GPU's timeline says: when it worked, when it waited, and on what its time went."""
+"""Figures of a GPU's timeline: its working and idle times, and the share of each kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 LEAST_GAP_US = 5.0
 """Shorter pauses lie between the kernels of one step: within a CUDA graph they are 1 to 2 us."""
 NOT_WORK = ("Memcpy", "Memset")
-"""As the profiler calls copies: the multiprocessors wait all the same."""
+"""The profiler's names of copies, during which the multiprocessors are idle."""
 
 
 @dataclass(frozen=True, order=True)
@@ -24,7 +24,7 @@ class Interval:
 
 
 def gaps(kernels: Sequence[Interval]) -> list[float]:
-    """Microseconds in which no kernel ran, between first and last; kernels may overlap, in any order."""
+    """Return the gaps, in microseconds, in which no kernel ran; kernels may overlap, in any order."""
     found, busy_until = [], None
     for kernel in sorted(kernels):
         if busy_until is not None and kernel.begin > busy_until:
@@ -34,19 +34,19 @@ def gaps(kernels: Sequence[Interval]) -> list[float]:
 
 
 def span(kernels: Sequence[Interval]) -> float:
-    """Microseconds from the first kernel's beginning to the last one's end."""
+    """Return the microseconds from the first kernel's beginning to the last one's end."""
     return max(kernel.end for kernel in kernels) - min(kernel.begin for kernel in kernels) if kernels else 0.0
 
 
 def idle_share(kernels: Sequence[Interval], least: float = 0.0) -> float:
-    """Share of the time that is gaps of at least so many microseconds, 0 to 1. Raises ValueError if nothing ran."""
+    """Return the share of time, 0 to 1, in gaps of at least `least` microseconds. Raises ValueError without kernels."""
     if not span(kernels):
         raise ValueError("no kernel ran, so there is no time to take a share of")
     return sum(gap for gap in gaps(kernels) if gap >= least) / span(kernels)
 
 
 def by_name(kernels: Sequence[Interval], most: int = 12) -> list[tuple[str, float]]:
-    """Kernels that took most of the kernels' time, and their shares of it."""
+    """Return the kernels that took most of the kernels' time, and their shares of it."""
     sums: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         sums[kernel.name] += kernel.end - kernel.begin
@@ -56,7 +56,7 @@ def by_name(kernels: Sequence[Interval], most: int = 12) -> list[tuple[str, floa
 
 
 def record(run: Callable[[], object]) -> list[Interval]:
-    """The kernels that ran on the GPU during `run`."""
+    """Return the kernels that ran on the GPU during `run`."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

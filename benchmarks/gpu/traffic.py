@@ -1,4 +1,4 @@
-"""Recorded traffic as it stands in the middle of a day: requests to serve, and those that the drafter saw before."""
+"""Recorded traffic: requests to serve, and earlier ones that the drafter has seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssd.types import Drafter
 
 WARM_UP_TOKENS = 8
 FIRST_LEARNED_ID = 1 << 32
-"""Ids of requests that only the drafter knows; an engine's own begin at 0."""
+"""First id of the requests that only the drafter knows; an engine's ids begin at 0."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Traffic:
     learned: list[Item]
     served: list[Item]
     notes: dict[str, object]
-    """What a reader must know of them."""
+    """Facts about the requests that a reader of the results needs."""
 
 
 def shortened(items: Sequence[Item]) -> list[Item]:
-    """The same requests, with outputs of a few tokens."""
+    """Return the same requests, with outputs of a few tokens."""
     return [
         replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))
         for item in items
@@ -35,11 +35,11 @@ def shortened(items: Sequence[Item]) -> list[Item]:
     ]
 
 
-def traffic(bench: Bench, count: int, places: int) -> Traffic:
-    """`count` requests of the trace to be served. Raises SkippedError without a trace.
+def traffic(bench: Bench, count: int, concurrent: int) -> Traffic:
+    """Return `count` requests of the trace to be served. Raises SkippedError without a trace.
 
-    places: requests that run at once, added up over the rounds. With fewer than two conversations for each, turns that
-    wait for earlier ones would leave places empty, so then none waits.
+    concurrent: number of requests that run at once, added up over the rounds. With fewer than two conversations for
+    each, turns that wait for earlier ones would lower the concurrency, so then no turn waits.
     """
     trace = read_trace(bench)
     cap = bench.scale.prompt_tokens
@@ -52,7 +52,7 @@ def traffic(bench: Bench, count: int, places: int) -> Traffic:
     items = replay_items(chosen, len(chosen.requests), limits, bench.config)
     served = items[learned:]
     sessions = len({item.session for item in served})
-    if apart := sessions < 2 * places:
+    if apart := sessions < 2 * concurrent:
         served = [replace(item, session=number) for number, item in enumerate(served)]
     notes: dict[str, object] = {
         "trace": trace.name,
@@ -66,10 +66,10 @@ def traffic(bench: Bench, count: int, places: int) -> Traffic:
 
 
 def read_trace(bench: Bench) -> Trace:
-    """The recorded traffic. Raises SkippedError if there is none."""
+    """Read the recorded traffic. Raises SkippedError if there is none."""
     path = bench.setting.trace
     if path is None or not path.exists():
-        raise SkippedError(f"no recorded traffic at {path}; say --trace FILE.npz" if path else "no --trace was given")
+        raise SkippedError(f"no recorded traffic at {path}; give --trace FILE.npz" if path else "no --trace was given")
     try:
         return load_trace(path)
     except ValueError as error:
@@ -77,7 +77,7 @@ def read_trace(bench: Bench) -> Trace:
 
 
 def teach(drafter: Drafter, learned: list[Item]) -> None:
-    """Let a drafter see what was produced earlier, as if it had been served."""
+    """Let a drafter learn earlier requests, as if they had been served."""
     for number, item in enumerate(learned, FIRST_LEARNED_ID):
         assert item.request.recorded is not None
         drafter.start(number, item.request.prompt)

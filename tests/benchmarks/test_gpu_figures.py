@@ -24,7 +24,7 @@ from benchmarks.gpu.estimate import (
 from benchmarks.gpu.figures import Figure, at_least, at_most
 from benchmarks.gpu.page import BEGIN, END, NOTHING, merged, read_results, tables, update_page
 from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, said
+from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, recorded_output
 from benchmarks.gpu.timeline import Interval, by_name, gaps, idle_share, span
 from benchmarks.shapes import SHAPES, random_model
 from engine.speculation.draft_tree import DraftTree, straight_length
@@ -114,8 +114,8 @@ def test_a_fixed_draft_is_cut_to_what_can_be_used():
     assert np.diff(drafts.offsets).tolist() == [3, 0, 2]
     assert drafts.parents.tolist() == [-1, 0, 0, -1, 0]
     assert 0 <= drafts.tokens.min() < drafts.tokens.max() < 100
-    # Behind nothing the first token said is 0; in a tree, too, places are counted one after the other.
-    assert (drafts.tokens != said(np.array([0, 1, 2, 0, 1]), 100)).all()
+    # The first output token is 0; in a tree, too, positions are counted in the order of its nodes.
+    assert (drafts.tokens != recorded_output(np.array([0, 1, 2, 0, 1]), 100)).all()
     assert (FixedDrafter(path(4), 100, right=1).draft(progress).tokens == 0).tolist() == [
         True,
         *[False] * 3,
