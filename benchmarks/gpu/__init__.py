@@ -1,1 +1,1 @@
-"""What the engine does on a GPU, in named parts, against the figures it is meant to reach."""
+"""Benchmark of the engine on a GPU, in named parts with target figures."""

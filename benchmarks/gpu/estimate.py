@@ -12,9 +12,9 @@ class Ceilings:
     """Measured bandwidth and compute rate of a device."""
 
     bytes_per_s: float
-    """Of a large copy, bytes read and bytes written both counted."""
+    """Bandwidth of a large copy; bytes read and bytes written both count."""
     flops_per_s: float
-    """Of a large matrix product."""
+    """Operations per second of a large matrix product."""
 
 
 def matrix_weights(model: ModelConfig) -> int:

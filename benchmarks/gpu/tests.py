@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.gpu.factor import factor
 
-SIGNS = ("mark.gpu", "tests.engine.places")
+SIGNS = ("mark.gpu", "tests.engine.flashinfer_libraries")
 """Texts in files with tests that need a GPU: the marker, or the module whose parameters have it."""
 LIMIT_S = 150.0
 """Limit for all of them; with the benchmark's parts 9 minutes. Kernels stay compiled, so a second run gets further."""

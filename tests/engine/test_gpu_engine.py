@@ -1,7 +1,7 @@
 """Whole engines as users run them: with any drafter and any number of steps in flight, the tokens of plain decoding.
 
 In float32 with plain attention to the token. In 16 bits by FlashInfer, on a GPU, but for near ties, whose number is
-reported; on the CPU its twin computes in float32, where there are none. Drawn tokens also have the distribution that
+reported; on the CPU its twin computes in float32, where there are none. Sampled tokens also have the distribution that
 the model gives them, worked out token by token.
 """
 
@@ -32,9 +32,9 @@ from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import verify as verification
 from ssd.config import DrafterConfig
 from tests.engine.conftest import make_folder
+from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.near_ties import Best, Reference, partings, references
-from tests.engine.places import PLACES, place_of
 from tests.engine.test_core import ScriptedDrafter, outputs, requests
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -58,7 +58,7 @@ def twice(model, config, drafter, attention, asked):
 
 SETTINGS = {
     "greedy": [{}],
-    "drawn": [{"temperature": 1.0}],
+    "sampled": [{"temperature": 1.0}],
     "truncated": [
         {"temperature": 0.9, "top_k": 5},
         {"temperature": 0.9, "top_p": 0.8},
@@ -83,9 +83,9 @@ def test_in_float32_neither_drafts_nor_steps_in_flight_change_a_token(model_fold
             assert drafter != "ssd" or accepted > 50
 
 
-@pytest.fixture(scope="module", params=PLACES)
-def place(request):
-    with place_of(request.param) as there:
+@pytest.fixture(scope="module", params=LIBRARIES)
+def library(request):
+    with library_of(request.param) as there:
         yield there
 
 
@@ -98,9 +98,9 @@ def wide_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_in_16_bits_outputs_part_at_near_ties_alone(place, wide_folder, kv_dtype, record_property):
-    model = pack(load_model(wide_folder, dtype=place.dtype, device=place.device))
-    asked = requests(16 if place.device == "cuda" else 2, max_tokens=30)
+def test_in_16_bits_outputs_part_at_near_ties_alone(library, wide_folder, kv_dtype, record_property):
+    model = pack(load_model(wide_folder, dtype=library.dtype, device=library.device))
+    asked = requests(16 if library.device == "cuda" else 2, max_tokens=30)
     config = replace(CONFIG, kv_dtype=kv_dtype)
     expected = references(model, config, "flashinfer", asked)
     for in_flight in (0, 1):
@@ -108,22 +108,22 @@ def test_in_16_bits_outputs_part_at_near_ties_alone(place, wide_folder, kv_dtype
             first, again, accepted = twice(model, replace(config, in_flight=in_flight), drafter, "flashinfer", asked)
             found = [*partings(first, expected), *partings(again, expected)]
             most = max((parting.gap_ulp for parting in found), default=0.0)
-            name = f"{place.dtype}, KV cache {kv_dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
+            name = f"{library.dtype}, KV cache {kv_dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
             told = f"{len(found)} of {2 * len(asked)} outputs part from the reference, at gaps of up to {most:.1f} ulp"
             record_property(name, told)
             assert all(parting.is_near_tie for parting in found), (name, found)
-            assert not found or place.dtype != torch.float32
+            assert not found or library.dtype != torch.float32
             assert drafter != "ssd" or accepted > 20
 
 
-def test_a_cache_of_8_bits_has_room_for_more(place, wide_folder):
-    model = load_model(wide_folder, dtype=place.dtype, device=place.device)
+def test_a_cache_of_8_bits_has_room_for_more(library, wide_folder):
+    model = load_model(wide_folder, dtype=library.dtype, device=library.device)
     config = EngineConfig(max_sequences=8, kv_memory_mib=1)
     wide, narrow = (
         build_engine(model, replace(config, kv_dtype=kv_dtype), NoDrafter(), attention="flashinfer")
         for kv_dtype in ("auto", "fp8")
     )
-    assert narrow.scheduler.pages.count == place.dtype.itemsize * wide.scheduler.pages.count
+    assert narrow.scheduler.pages.count == library.dtype.itemsize * wide.scheduler.pages.count
 
 
 def test_partings_are_judged_by_the_reference():
@@ -145,18 +145,18 @@ def halved(part, dtype):
 
 
 @pytest.mark.parametrize("bug", [None, halved], ids=["as it is", "planted bug"])
-def test_logits_over_keys_of_8_bits_are_near_those_of_16(place, tmp_path, monkeypatch, bug):
+def test_logits_over_keys_of_8_bits_are_near_those_of_16(library, tmp_path, monkeypatch, bug):
     """Of a prompt in two parts, and of a draft behind it."""
     if bug is not None:
         monkeypatch.setattr(calls, "as_stored", bug)
     make_folder(tmp_path, head_dim=64, initializer_range=0.1)
-    model = load_model(tmp_path, dtype=place.dtype, device=place.device)
+    model = load_model(tmp_path, dtype=library.dtype, device=library.device)
     rng = np.random.default_rng(0)
     text, draft = rng.integers(1, 300, 90), rng.integers(1, 300, 6)
     found = []
     for dtype in (None, torch.float8_e4m3fn):
-        attention = FlashInferAttention(model.config, 8, PAGE_SIZE, place.dtype, place.device, kv_dtype=dtype)
-        runner = Runner(model, attention, place.device, FusedOps())
+        attention = FlashInferAttention(model.config, 8, PAGE_SIZE, library.dtype, library.device, kv_dtype=dtype)
+        runner = Runner(model, attention, library.device, FusedOps())
         runner.forward(build_batch([sequence_of(text[:50], range(8))], PAGE_SIZE))
         found.append(runner.forward(build_batch([sequence_of(text, range(8), computed=50, draft=draft)], PAGE_SIZE)))
     nearest = torch.cosine_similarity(*found, dim=-1).min().item()
@@ -184,17 +184,19 @@ def probabilities_of_texts(model, temperature):
         logits = runner.forward(build_batch([sequence_of(text, [0])], PAGE_SIZE))[-1]
         return torch.softmax(logits.double() / temperature, dim=0).numpy()
 
-    odds, prefixes = np.ones(1), [()]
+    probabilities, prefixes = np.ones(1), [()]
     for _ in range(LENGTH):
-        odds = np.concatenate([odd * following(prefix) for odd, prefix in zip(odds, prefixes, strict=True)])
+        probabilities = np.concatenate(
+            [part * following(prefix) for part, prefix in zip(probabilities, prefixes, strict=True)]
+        )
         prefixes = [(*prefix, token) for prefix in prefixes for token in range(VOCAB)]
-    return odds
+    return probabilities
 
 
-def has_the_probabilities(texts, odds):
-    """Whether outputs are drawn by them. What is rare is counted together, as a chi-squared test needs."""
+def has_the_probabilities(texts, probabilities):
+    """Whether outputs have these probabilities. Rare texts are counted together, as a chi-squared test needs."""
     cells = np.array(texts) @ VOCAB ** np.arange(LENGTH - 1, -1, -1)
-    observed, expected = np.bincount(cells, minlength=len(odds)), odds * len(texts)
+    observed, expected = np.bincount(cells, minlength=len(probabilities)), probabilities * len(texts)
     rare = expected < 8
     observed, expected = (np.append(counts[~rare], counts[rare].sum()) for counts in (observed, expected))
     return chisquare(observed, expected).pvalue > 1e-4

@@ -49,7 +49,7 @@ class Kernel:
 
     @cached_property
     def compiled(self) -> Any:
-        """What `triton.jit` makes of the function; interpreted on the CPU if TRITON_INTERPRET is 1."""
+        """The function after `triton.jit`; interpreted on the CPU if TRITON_INTERPRET is 1."""
         import triton
         import triton.language
 

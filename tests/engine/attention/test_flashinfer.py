@@ -27,18 +27,18 @@ from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.attention.test_tree_attention import RandomTrees, requests
 from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.models.test_families import FAMILIES
-from tests.engine.places import PLACES, place_of
 from tests.engine.trees import random_tree
 
 PAGES = 64
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
-@pytest.fixture(scope="module", params=PLACES)
-def place(request):
-    with place_of(request.param) as there:
+@pytest.fixture(scope="module", params=LIBRARIES)
+def library(request):
+    with library_of(request.param) as there:
         yield there
 
 
@@ -76,58 +76,60 @@ def moves(rng, sequences):
         end = sequence.computed + sequence.scheduled
         kept = np.flatnonzero(rng.random(len(sequence.draft)) < 0.5)
         for list_, places in ((sources, end + kept), (targets, end + np.arange(len(kept)))):
-            list_ += [sequence.sequence.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
+            list_ += [sequence.sequence.pages[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE for slot in places]
     return np.array(sources, np.int64), np.array(targets, np.int64)
 
 
-def compare(place, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree"), kv_dtype=None):
+def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree"), kv_dtype=None):
     """Random steps through both backends; what one gets is what the other gets, rounded once."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     config = config_of(*sharing)
-    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, place.dtype, place.device, kv_dtype=kv_dtype, kv_layers=1)
-    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device, kv_layers=1)
+    tested = FlashInferAttention(
+        config, PAGES, PAGE_SIZE, library.dtype, library.device, kv_dtype=kv_dtype, kv_layers=1
+    )
+    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, library.device, kv_layers=1)
     for batch, (sources, targets) in random_batches(rng, kinds):
         attends = tested.begin(batch), plain.begin(batch)
         for layer in range(config.num_layers + 1):
             heads = torch.randn(len(batch.tokens), sharing[0] + 2 * sharing[1], 64, generator=generator)
-            heads = heads.to(place.device, place.dtype)
+            heads = heads.to(library.device, library.dtype)
             # As from a model: views of one tensor.
             parts = heads.split((sharing[0], sharing[1], sharing[1]), dim=1)
             got = attends[0](layer, *parts).float()
             wide = [part.float() for part in parts]
             if kv_dtype is not None:
                 wide[1:] = [part.to(kv_dtype).float() for part in parts[1:]]
-            torch.testing.assert_close(got, attends[1](layer, *wide), rtol=place.tolerance, atol=place.tolerance)
+            torch.testing.assert_close(got, attends[1](layer, *wide), rtol=library.tolerance, atol=library.tolerance)
         tested.move(sources, targets)
         plain.move(sources, targets)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_attention_of_mixed_steps(place, seed):
-    compare(place, seed)
+def test_attention_of_mixed_steps(library, seed):
+    compare(library, seed)
 
 
 @pytest.mark.parametrize("kinds", [("single",), ("path",), ("tree",), ("single", "tree")], ids="+".join)
-def test_attention_of_steps_of_one_kind(place, kinds):
-    compare(place, 5, kinds=kinds)
+def test_attention_of_steps_of_one_kind(library, kinds):
+    compare(library, 5, kinds=kinds)
 
 
 @pytest.mark.parametrize("sharing", [(2, 2), (8, 2), (7, 1)], ids=str)
-def test_attention_of_other_groups_of_heads(place, sharing):
-    compare(place, 6, sharing=sharing)
+def test_attention_of_other_groups_of_heads(library, sharing):
+    compare(library, 6, sharing=sharing)
 
 
-def test_attention_over_keys_of_8_bits(place):
-    compare(place, 7, kv_dtype=torch.float8_e4m3fn)
+def test_attention_over_keys_of_8_bits(library):
+    compare(library, 7, kv_dtype=torch.float8_e4m3fn)
 
 
-def test_trees_that_see_their_own_keys_unrounded_are_noticed(place, monkeypatch):
-    if place.device == "cuda":
+def test_trees_that_see_their_own_keys_unrounded_are_noticed(library, monkeypatch):
+    if library.device == "cuda":
         pytest.skip("what 16 bits differ by hides it")
     monkeypatch.setattr("engine.attention.flashinfer.as_stored", lambda part, _: part)
     with pytest.raises(AssertionError, match="not close"):
-        compare(place, 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
+        compare(library, 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
 
 
 FAULTS = {
@@ -146,32 +148,32 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed(place, monkeypatch, fault):
-    if place.device == "cuda":
+def test_faults_are_noticed(library, monkeypatch, fault):
+    if library.device == "cuda":
         pytest.skip("some of them read memory that is not there")
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
-        compare(place, 0)
+        compare(library, 0)
 
 
-def test_values_left_behind_are_noticed(place, monkeypatch):
+def test_values_left_behind_are_noticed(library, monkeypatch):
     """Keys and values that are not moved are seen by later steps."""
     monkeypatch.setattr(FlashInferAttention, "move", lambda *_: None)
     with pytest.raises(AssertionError):
-        compare_after_moves(place, 0)
+        compare_after_moves(library, 0)
 
 
-def test_moved_keys_and_values_are_seen(place):
+def test_moved_keys_and_values_are_seen(library):
     for seed in range(4):
-        compare_after_moves(place, seed)
+        compare_after_moves(library, seed)
 
 
-def compare_after_moves(place, seed):
+def compare_after_moves(library, seed):
     """A prompt, a draft of which some tokens are kept, then a token that sees those."""
     rng = np.random.default_rng(seed)
     config = config_of(4, 2)
-    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, place.dtype, place.device)
-    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, place.device)
+    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device)
+    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, library.device)
     pages = rng.permutation(PAGES).tolist()
     generator = torch.Generator().manual_seed(seed)
     steps = [(0, 30, 0), (30, 1, 10), (31 + 4, 1, 0)]
@@ -180,10 +182,10 @@ def compare_after_moves(place, seed):
         batch = build_batch([sequence], PAGE_SIZE)
         attends = tested.begin(batch), plain.begin(batch)
         for layer in range(config.num_layers):
-            parts = torch.randn(len(batch.tokens), 8, 64, generator=generator).to(place.device, place.dtype)
+            parts = torch.randn(len(batch.tokens), 8, 64, generator=generator).to(library.device, library.dtype)
             parts = parts.split((4, 2, 2), dim=1)
             got, expected = attends[0](layer, *parts), attends[1](layer, *(part.float() for part in parts))
-            torch.testing.assert_close(got.float(), expected, rtol=place.tolerance, atol=place.tolerance)
+            torch.testing.assert_close(got.float(), expected, rtol=library.tolerance, atol=library.tolerance)
         if drafted:
             kept = np.array([1, 4, 5, 9]) + computed + scheduled
             where = [
@@ -195,25 +197,25 @@ def compare_after_moves(place, seed):
 
 
 @pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES.keys())
-def test_logits_of_every_family(place, tmp_path, shape):
+def test_logits_of_every_family(library, tmp_path, shape):
     """A prompt in two parts, then a draft tree; against plain operations in float32 on the same weights."""
     make_folder(tmp_path, vary=0.3, initializer_range=0.05, hidden_size=128, **{**shape, "head_dim": 64})
-    model = load_model(tmp_path, dtype=place.dtype, device=place.device)
-    reference = load_model(tmp_path, device=place.device)
+    model = load_model(tmp_path, dtype=library.dtype, device=library.device)
+    reference = load_model(tmp_path, device=library.device)
     rng = np.random.default_rng(0)
     text = rng.integers(1, VOCAB, 60)
     draft, parents = random_tree(rng, text, 12, VOCAB)
     runners = [
         Runner(
             model,
-            FlashInferAttention(model.config, 8, PAGE_SIZE, place.dtype, place.device),
-            place.device,
+            FlashInferAttention(model.config, 8, PAGE_SIZE, library.dtype, library.device),
+            library.device,
             FusedOps(),
         ),
         Runner(
             reference,
-            PlainAttention(model.config, 8, PAGE_SIZE, torch.float32, place.device),
-            place.device,
+            PlainAttention(model.config, 8, PAGE_SIZE, torch.float32, library.device),
+            library.device,
             PLAIN,
         ),
     ]
@@ -224,18 +226,18 @@ def test_logits_of_every_family(place, tmp_path, shape):
             sequence.tree = DraftTree(np.array(parents, np.int32)) if drafted else None
             logits.append(runner.forward(build_batch([sequence], PAGE_SIZE)))
         got, expected = logits
-        assert torch.cosine_similarity(got, expected, dim=-1).min() > 1 - place.tolerance / 10
-        assert (got - expected).abs().max() < 5 * place.tolerance * expected.abs().max()
+        assert torch.cosine_similarity(got, expected, dim=-1).min() > 1 - library.tolerance / 10
+        assert (got - expected).abs().max() < 5 * library.tolerance * expected.abs().max()
 
 
-def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path):
+def test_outputs_of_all_drafters_are_the_plain_ones(library, tmp_path):
     make_folder(tmp_path, hidden_size=64, **HEADS)
-    model = load_model(tmp_path, dtype=place.dtype, device=place.device)
+    model = load_model(tmp_path, dtype=library.dtype, device=library.device)
     config = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16)
     trees = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16, draft_shape="tree")
     asked = requests(3, max_tokens=6)
     expected = outputs(build_engine(model, config, NoDrafter(), attention="flashinfer"), asked)
-    if place.device == "cpu":
+    if library.device == "cpu":
         assert expected == outputs(build_engine(model, config, NoDrafter(), attention="plain"), asked)
     with ExitStack() as stack:
         settings = DrafterConfig(capacity=10_000, shape="tree", max_draft=9, cost=0.001)
@@ -247,21 +249,21 @@ def test_outputs_of_all_drafters_are_the_plain_ones(place, tmp_path):
         ):
             got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), asked)
             for request, mine, other in zip(asked, got, expected, strict=True):
-                assert mine == other or is_tie(model, place, request.prompt, mine, other)
+                assert mine == other or is_tie(model, library, request.prompt, mine, other)
 
 
 def outputs(engine, asked):
     return [completion.tokens.tolist() for completion in engine.generate(asked)]
 
 
-def is_tie(model, place, prompt, mine, other):
+def is_tie(model, library, prompt, mine, other):
     """Whether outputs part where rounding decides: the two tokens' logits are within 2 units in the last place."""
-    if place.dtype == torch.float32:
+    if library.dtype == torch.float32:
         return False
     same = next(index for index, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
     text = np.array([*prompt, *other[:same]], np.uint32)
-    attention = FlashInferAttention(model.config, PAGES, PAGE_SIZE, place.dtype, place.device)
-    runner = Runner(model, attention, place.device, FusedOps())
+    attention = FlashInferAttention(model.config, PAGES, PAGE_SIZE, library.dtype, library.device)
+    runner = Runner(model, attention, library.device, FusedOps())
     logits = runner.forward(build_batch([sequence_of(text, range(PAGES))], PAGE_SIZE))[-1]
     best = logits.topk(2)
     ulp = 2.0 ** (torch.floor(torch.log2(best.values[0].abs())) - 7)

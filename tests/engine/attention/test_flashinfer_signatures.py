@@ -12,8 +12,8 @@ import torch
 from tests.engine import flashinfer_fa2 as fa2
 from tests.engine.attention import test_chunks
 from tests.engine.attention.test_flashinfer import compare
+from tests.engine.flashinfer_libraries import Library
 from tests.engine.flashinfer_twin import TWIN
-from tests.engine.places import Place
 
 flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer, though no GPU")
 
@@ -120,11 +120,11 @@ def library(monkeypatch):
 
 
 def test_its_wrappers_take_ragged_steps(library):
-    compare(Place("cpu", torch.float32, 2e-5), 5, sharing=(8, 2))
+    compare(Library("cpu", torch.float32, 2e-5), 5, sharing=(8, 2))
 
 
 def test_its_wrappers_take_steps_of_single_tokens(library):
-    compare(Place("cpu", torch.float32, 2e-5), 6, sharing=(8, 2), kinds=("single",))
+    compare(Library("cpu", torch.float32, 2e-5), 6, sharing=(8, 2), kinds=("single",))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -95,7 +95,7 @@ def test_steps_are_those_of_the_host(implementation):
 
 
 def random_rows(data):
-    """Rows of some sequences, with rows of nobody between them: tokens, starts, counts, the target's choices."""
+    """Rows of some sequences, with unused rows between them: tokens, starts, counts, the target's choices."""
     tokens, starts, counts = [9], [], []
     for _ in range(data.draw(st.integers(1, 4))):
         tokens += [9] * data.draw(st.integers(0, 2))
