@@ -49,15 +49,17 @@ def references(model: Decoder, config: EngineConfig, attention: str, asked: Sequ
         max_sequences=1, max_draft=0, prefix_cache=False, kv_memory_mib=config.kv_memory_mib, kv_dtype=config.kv_dtype
     )
     engine = build_engine(model, alone, NoDrafter(), attention=attention)
-    forward, found = engine._runner.forward, []
+    engine._graph = None  # each step runs eagerly, where its logits can be read
+    runner, found = engine._executor.runner, []
+    forward = runner.forward_with_states
     best: list[Best] = []
 
-    def noted(batch):
-        logits = forward(batch)
+    def noted(batch, layers):
+        logits, states = forward(batch, layers)
         best.append(two_best(logits[-1]))
-        return logits
+        return logits, states
 
-    engine._runner.forward = noted
+    runner.forward_with_states = noted
     for request in asked:
         best.clear()
         [completion] = engine.generate([request])

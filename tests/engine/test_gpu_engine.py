@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine.attention import flashinfer_fixed
+from engine.attention import calls
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
@@ -148,7 +148,7 @@ def halved(part, dtype):
 def test_logits_over_keys_of_8_bits_are_near_those_of_16(place, tmp_path, monkeypatch, bug):
     """Of a prompt in two parts, and of a draft behind it."""
     if bug is not None:
-        monkeypatch.setattr(flashinfer_fixed, "as_stored", bug)
+        monkeypatch.setattr(calls, "as_stored", bug)
     make_folder(tmp_path, head_dim=64, initializer_range=0.1)
     model = load_model(tmp_path, dtype=place.dtype, device=place.device)
     rng = np.random.default_rng(0)

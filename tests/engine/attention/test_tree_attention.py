@@ -108,11 +108,11 @@ def test_outputs_with_random_trees_are_the_plain_ones(model, sampling, pages):
     engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
     pool = engine.scheduler.pages
     if pages is not None:
-        pool.take(pool.count - pages)
-    free = pool.free
+        pool.allocate(pool.count - pages)
+    free = pool.free_count
     completions = engine.generate(asked)
     assert [completion.tokens.tolist() for completion in completions] == expected
-    assert pool.free == free
+    assert pool.free_count == free
     assert sum(completion.steps for completion in completions) < 0.6 * sum(map(len, expected))
     assert bool(engine.scheduler.preemptions) == (pages is not None)
     assert sum(completion.cached_tokens for completion in completions) > 0
