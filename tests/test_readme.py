@@ -1,4 +1,4 @@
-"""What the README shows works."""
+"""Examples, commands and figures in the README are correct."""
 
 import re
 from pathlib import Path
@@ -13,13 +13,13 @@ def examples():
     return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_example_of_a_client_runs(capsys):
+def test_the_client_example_runs(capsys):
     with serving() as server:
         exec(examples()[0].replace("http://127.0.0.1:8000", server.url), {})
     assert len(capsys.readouterr().out) > 20
 
 
-def test_the_examples_for_ones_own_engine_run(tmp_path, monkeypatch):
+def test_the_library_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, drafting, keeping = examples()
     names = {}
@@ -29,13 +29,13 @@ def test_the_examples_for_ones_own_engine_run(tmp_path, monkeypatch):
     assert (tmp_path / "corpus.ssd").exists()
 
 
-def test_the_perplexities_are_those_of_the_card():
+def test_perplexities_equal_the_model_card():
     card = (SHIPPED_MODEL / "README.md").read_text()
     scores = [re.search(rf"\| {name}.*?\| ([\d.]+)", card)[1] for name in ("this model", "interpolated")]
     assert f"| {', '.join(scores)} |" in README
 
 
-def test_the_commands_that_it_names_exist():
+def test_make_targets_in_the_readme_exist():
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     targets = set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))
     assert {"run", "test", "setup"} <= targets

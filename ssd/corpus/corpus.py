@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 class Corpus:
     """All remembered tokens and their index. Any thread may use it."""
 
-    def __init__(self, capacity: int, depth: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, capacity: int, depth: int = DrafterConfig.match_depth, clock: Callable[[], float] = time.time
+    ) -> None:
         """Make an empty corpus.
 
         capacity: tokens remembered; the newest overwrite the oldest. depth: most context tokens that are matched.
