@@ -170,11 +170,11 @@ def test_a_folder_that_cannot_be_written_is_reported_first(model_with_prompts, t
 
 
 def test_a_lost_sidecar_is_an_error(model_with_prompts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(DrafterClient, "draft", lambda client, progress: lose(client, progress))
-
     def lose(client, progress):
-        client._link.lost = "killed"
+        monkeypatch.setattr(DrafterClient, "lost", "killed")
         return DraftBatch.empty(len(progress.sequence_ids))
+
+    monkeypatch.setattr(DrafterClient, "draft", lose)
 
     assert run_demo(model_with_prompts, tmp_path) == 2
     assert "the sidecar was lost during the run (killed)" in capsys.readouterr().err
