@@ -1,6 +1,6 @@
-"""Keeps a faulty drafter from ending the engine.
+"""Protects the engine from faults of a drafter.
 
-A call that raises, and drafts that the engine cannot verify, cost the drafts of that step. The first problem is logged
+If a call raises, or returns drafts that cannot be verified, the step runs without drafts. The first problem is logged
 with its traceback; later ones are only counted, since a faulty drafter is likely to fail in every step.
 """
 
@@ -35,7 +35,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.inner = drafter
         self.problems = 0
-        """Number of calls that failed, or whose drafts were dropped."""
+        """Number of calls that raised or returned invalid drafts."""
         self._vocab_size = vocab_size
 
     @property
@@ -62,7 +62,7 @@ class GuardedDrafter:
         return Drafts.empty(len(plan.producing))
 
     def propose_after(self, plan: StepPlan) -> OutcomeTable | None:
-        """See `Drafter`; None if the drafter cannot or fails."""
+        """See `Drafter`; None if the drafter lacks the method or fails."""
         if self.proposes_after:
             with self._contained():
                 return self.inner.propose_after(plan)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ class GuardedDrafter:
             self.problems += 1
             if self.problems == 1:
                 LOG.warning(
-                    "the drafter failed, and the step goes on without its drafts; further failures are not reported: "
+                    "the drafter failed, and the step continues without its drafts; further failures are not reported: "
                     "%s: %s",
                     type(problem).__name__,
                     problem,
@@ -100,7 +100,7 @@ class GuardedDrafter:
 
 
 def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
-    """Raise DraftsError unless these are drafts of at most `rooms` tokens that a step can verify."""
+    """Raise DraftsError unless a step can verify these drafts; `rooms`: largest length of each."""
     batch = drafts.batch
     _check_arrays(batch)
     offsets = batch.offsets.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Adds drafts to a step: asks the drafter, and keeps what the step can verify and what pays."""
+"""Adds drafts to a step: calls the drafter and selects the draft tokens that are worth verifying."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Speculation:
-    """The engine's side of drafting. Faults of the drafter cost its drafts, see `engine.drafters.guard`."""
+    """Calls the drafter for each step, and selects which draft tokens are verified."""
 
     def __init__(
         self, drafter: AnyDrafter, config: EngineConfig, vocab_size: int, budget: TokenBudget | None = None
@@ -38,7 +38,7 @@ class Speculation:
         self._budget = budget
         self._rates = DepthRates(config.max_draft)
         self._started: set[int] = set()
-        """Ids of the sequences that the drafter knows."""
+        """Ids of the sequences that the drafter has started."""
 
     @property
     def drafter(self) -> GuardedDrafter:
@@ -46,7 +46,7 @@ class Speculation:
         return self._drafter
 
     def propose(self, plan: StepPlan) -> None:
-        """Give drafts to the entries of a plan that produce."""
+        """Set the drafts of the producing entries of a plan."""
         self._start(plan)
         if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
             return
@@ -70,7 +70,7 @@ class Speculation:
             self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
 
     def propose_ahead(self, plan: StepPlan) -> None:
-        """Give drafts for likely outcomes of the step in flight to the entries of a plan that produce."""
+        """Set the producing entries' drafts for likely outcomes of the step in flight."""
         self._start(plan)
         if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
             return
@@ -101,14 +101,14 @@ class Speculation:
         return self._drafter.proposes_after
 
     def observe(self, result: StepResult) -> None:
-        """Report a step whose tokens are committed."""
+        """Pass the results of a step to the drafter, once its tokens are committed."""
         for each in result.results:
             if uses_rejection(each.plan):
                 self._rates.record(each)
         self._drafter.observe(result)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
-        """End a sequence; its drafter may learn what it produced."""
+        """End a sequence. `learn`: whether the drafter may remember its output."""
         if sequence.sequence_id in self._started:
             self._started.remove(sequence.sequence_id)
             self._drafter.finish(sequence, learn)
@@ -124,9 +124,9 @@ class Speculation:
                 self._drafter.start(entry.sequence)
 
     def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int, *, by_depth: bool) -> None:
-        """Give an entry the first `length` tokens of its draft, or all tokens of depth 1 to `length` if `by_depth`.
+        """Set an entry's draft: its first `length` tokens, or all tokens of depth 1 to `length` if `by_depth`.
 
-        Of a tree it gets only a path where trees are off.
+        Where trees are off, a tree is cut at its first branch.
         """
         batch = drafts.batch
         start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
@@ -134,7 +134,7 @@ class Speculation:
         parents = batch.parents[own]
         if by_depth:
             shallow = DraftTree(parents).depths <= length
-            # Parents are not deeper than their children, so they are kept as well.
+            # Parents are less deep than their children, so they are kept as well.
             renumbered = np.append(np.cumsum(shallow) - 1, ROOT)
             own, parents = start + np.flatnonzero(shallow), renumbered[parents[shallow]].astype(np.int32)
         size = straight_length(parents)
@@ -149,16 +149,16 @@ class Speculation:
 
 
 def usable_lengths(table: OutcomeTable, vocab_size: int) -> np.ndarray:
-    """Return the lengths of a table's drafts, int64 [B, K], cut before tokens that are out of vocabulary."""
+    """Return the lengths of a table's drafts, int64 [B, K], up to the first out-of-vocabulary token."""
     beyond = table.tokens >= vocab_size
     first = np.where(beyond.any(axis=2), beyond.argmax(axis=2), table.tokens.shape[2])
     return np.where(table.accepted >= 0, np.minimum(table.lengths, first), 0).astype(np.int64)
 
 
 def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:
-    """Return one path per sequence whose tokens gain as much as those of its likeliest outcome.
+    """Return one path per sequence with the largest path_prob at each depth over its outcomes.
 
-    How often outcomes are the ones that were drafted for is left to the budget's calibration.
+    The probability of the outcomes themselves is left to the budget's calibration.
     """
     places = np.arange(table.tokens.shape[2])
     exists = places < lengths[:, :, None]
