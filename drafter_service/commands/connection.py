@@ -70,12 +70,10 @@ class Link:
         import grpc
 
         from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-        from drafter_service.transport.wire import MAX_MESSAGE_BYTES
         from ssd.errors import UserError
 
         connector = self.connector()
-        sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
-        with connector.open(sizes) as channel:
+        with connector.open() as channel:
             try:
                 yield DrafterServiceStub(channel), connector.metadata()
             except grpc.RpcError as error:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 TIMEOUT_S = 10.0
-MAX_REPORT_BYTES = 256 << 20
 
 
 @click.command()
@@ -130,7 +129,7 @@ def fetch_report(link: Link, namespace: str = "", passages: bool = False) -> Rep
 
     connector = link.connector()
     request = pb.ReportRequest(namespace=namespace, passages=passages)
-    with connector.open([("grpc.max_receive_message_length", MAX_REPORT_BYTES)]) as channel:
+    with connector.open() as channel:
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         try:
             answer = stub.Report(request, timeout=TIMEOUT_S, metadata=connector.metadata())

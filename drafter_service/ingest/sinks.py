@@ -17,7 +17,7 @@ from drafter_service.ingest.documents import Documents, Learned
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, pack
+from drafter_service.transport.wire import pack
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -43,8 +43,7 @@ class RemoteSink:
     ) -> None:
         """`describe` returns a message for an error. Raises UserError if the service is unreachable or refuses."""
         self._describe = describe
-        sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
-        self._channel = connector.open(sizes)
+        self._channel = connector.open()
         self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()
         self._sent = self._answered = 0
         self._problem: str | None = None
