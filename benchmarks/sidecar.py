@@ -30,7 +30,7 @@ from benchmarks.text import Writer
 from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, pack
+from drafter_service.transport.wire import MESSAGE_SIZES, pack
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.drafter import SuffixDrafter
@@ -49,7 +49,6 @@ FEED_TEXTS = 40
 """Texts in one Observe call: 10,000 tokens."""
 LONG_DEADLINE_S = 10.0
 NAMESPACE = "default"
-CHANNEL = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
 
 
 @contextmanager
@@ -96,7 +95,7 @@ def fill(address: str, tokens: int) -> None:
             time.sleep(0.05)
 
     is_done = threading.Event()
-    with grpc.insecure_channel(address, options=CHANNEL) as channel:
+    with grpc.insecure_channel(address, options=MESSAGE_SIZES) as channel:
         for response in DrafterServiceStub(channel).Warm(requests(), wait_for_ready=True):
             if response.texts + response.duplicates == len(texts) and response.waiting_tokens == 0:
                 is_done.set()
@@ -170,7 +169,7 @@ class Feed:
     """A thread that sends text to the service at a constant rate."""
 
     def __init__(self, address: str, tokens_per_s: float, seed: int = FEED_SEED) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL)
+        self._channel = grpc.insecure_channel(address, options=MESSAGE_SIZES)
         self._stub = DrafterServiceStub(self._channel)
         self._texts = Writer(seed).requests()
         self._tokens_per_s = tokens_per_s

@@ -23,9 +23,10 @@ from urllib.request import urlopen
 import grpc
 import numpy as np
 
-from benchmarks.sidecar import CHANNEL, Feed, client_of, engine_on, fill, service, texts_message
+from benchmarks.sidecar import Feed, client_of, engine_on, fill, service, texts_message
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from drafter_service.transport.wire import MESSAGE_SIZES
 
 CAPACITY = 1_000_000
 ENGINES, BATCH = 3, 16
@@ -109,7 +110,7 @@ def soak(folder: Path, seconds: float, log: Callable[[str], None]) -> dict[str, 
     arguments = ("--capacity", str(CAPACITY), "--snapshot-folder", str(folder / "snapshots"), "--metrics", metrics)
     samples: list[int] = []
     load = Load()
-    with service(folder, *arguments) as address, grpc.insecure_channel(address, options=CHANNEL) as channel:
+    with service(folder, *arguments) as address, grpc.insecure_channel(address, options=MESSAGE_SIZES) as channel:
         stub = DrafterServiceStub(channel)
         fill(address, CAPACITY)
         seeds, rounds = itertools.count(1), itertools.count(1)

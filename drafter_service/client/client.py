@@ -23,7 +23,7 @@ from drafter_service.client.socket_stream import SocketStream
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.transport.address import Address
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+from drafter_service.transport.wire import MESSAGE_SIZES, WireError
 from ssd.corpus.ring import MAX_TOKEN_ID
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
@@ -45,8 +45,7 @@ FORGET_TIMEOUT_S = 60.0
 """Longest wait for `forget`, which rebuilds a part of the index and saves the namespace."""
 
 CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *MESSAGE_SIZES,
     # Each channel connects at once: how long to wait is decided here.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -14,6 +14,9 @@ from ssd.types import DraftBatch, Outcomes, Progress
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message that either side accepts: a batch of starts with prompts of millions of tokens."""
 
+MESSAGE_SIZES = tuple((f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive"))
+"""The limit as options of gRPC servers and channels."""
+
 MAX_NAME_BYTES = 512
 """Longest name of a session, a request, or a part of a model's identity, as UTF-8."""
 
