@@ -21,7 +21,7 @@ MESSAGE_SIZES = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
-"""Options of gRPC channels and servers."""
+"""The limit as options of gRPC servers and channels."""
 
 MAX_NAME_BYTES = 512
 """Longest name of a session, a request, or a part of a model's identity, as UTF-8."""
