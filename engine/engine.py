@@ -14,14 +14,15 @@ owners of the same pages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import NO_OUTPUTS
+from engine.drafters.base import NO_OUTPUTS, Drafter
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
@@ -330,9 +331,12 @@ def build_engine(
     `decode`: of the tokenizer, for requests with stop strings. `has_budget`: measure for a few seconds what a step
     costs, and verify only draft tokens that pay; otherwise all of them are verified. `attention`: as in
     `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called with a line before
-    and after long preparations. Raises UserError for an attention or a KV cache that is not available.
+    and after long preparations. Raises UserError for an attention or a KV cache that is not available, and for a
+    drafter that cannot be bound to the model.
     """
     drafter = adapt(drafter)
+    with _reported(drafter):
+        drafter.needs.check(model.config)
     needs_host = drafter.needs != NO_OUTPUTS or config.draft_shape == "tree"
     executors = build_executors(
         model, config, attention, common, notify,
@@ -341,8 +345,19 @@ def build_engine(
         needs=drafter.needs,
     )  # fmt: skip
     if hasattr(drafter, "bind"):
-        drafter.bind(executors.eager.runner.draft_forward(config.page_size))
+        with _reported(drafter):
+            drafter.bind(executors.eager.runner.draft_forward(config.page_size))
     budget = None if executors.cost is None else TokenBudget(executors.cost)
     return Engine(
         model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph
     )  # fmt: skip
+
+
+@contextmanager
+def _reported(drafter: Drafter) -> Iterator[None]:
+    """Convert an exception of a drafter's preparation to a UserError."""
+    try:
+        yield
+    except Exception as problem:
+        name = type(innermost(drafter)).__qualname__
+        raise UserError(f"the drafter {name} cannot be used: {type(problem).__name__}: {problem}") from problem

@@ -70,7 +70,6 @@ if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
     from torch import Tensor
 
     from engine.config import EngineConfig
-    from engine.drafters.draft_forward import DraftForward
     from engine.models.config import ModelConfig
     from engine.models.decoder import Decoder
     from engine.scheduling.plan import StepPlan, StepResult
@@ -90,6 +89,16 @@ class TargetOutputs(NamedTuple):
     """Number of largest logits, with their tokens, for each verified row."""
     kv_layers: int = 0
     """Number of the drafter's layers in the target's KV pages, with the target's number and size of KV heads."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError unless the target has these outputs."""
+        layers = self.hidden_layers
+        if list(layers) != sorted({*layers}) or not all(0 <= layer <= model.num_layers for layer in layers):
+            raise ValueError(f"hidden_layers must be ascending numbers from 0 to {model.num_layers}, not {layers}")
+        if not 0 <= self.top_k <= model.vocab_size:
+            raise ValueError(f"top_k must be 0 to {model.vocab_size}, not {self.top_k}")
+        if self.kv_layers < 0:
+            raise ValueError(f"kv_layers must not be negative, not {self.kv_layers}")
 
 
 NO_OUTPUTS = TargetOutputs()
@@ -158,8 +167,9 @@ class Drafts:
 class Drafter(Protocol):
     """Proposes draft tokens; the module's documentation has the rules.
 
-    Two methods are optional: `bind`, see `BindableDrafter`, and `propose_after(plan: StepPlan) -> OutcomeTable`, which
-    returns drafts for likely outcomes of the step in flight.
+    Two methods are optional. `bind(forward: DraftForward) -> None` stores access to the drafter's layers in the KV
+    pages. `propose_after(plan: StepPlan) -> OutcomeTable` returns drafts for likely outcomes of the step in flight, one
+    row per entry of `plan.producing`.
     """
 
     needs: TargetOutputs
@@ -182,12 +192,4 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Release the drafter's resources."""
-        ...
-
-
-class BindableDrafter(Drafter, Protocol):
-    """A drafter that computes on the target's device."""
-
-    def bind(self, forward: DraftForward) -> None:
-        """Store `forward`, which runs attention over the drafter's layers in the KV pages."""
         ...

@@ -6,6 +6,7 @@ A drafter's module is imported only when it is built.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -25,7 +26,7 @@ LOG = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 REMOTE_DEADLINE_S = 0.01
 """Longest time that a step waits for a remote drafter: a fraction of a step on a CPU."""
-GIVEN_BY_FLAGS = {"policy": "--drafter", "shape": "--draft-shape", "max_draft": "--max-draft"}
+GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have a flag of their own."""
 
 
@@ -160,13 +161,27 @@ def build_drafter(
     answer at `address` or serves another model.
     """
     kind = single_kind(name)
-    if kind in KINDS:
+    if kind not in KINDS:
+        return _build_third_party(kind, config, target)
+    try:
         return KINDS[kind].build(config, target, Sidecar(address, warn))
-    return _load_class(kind)(config, target)
+    except ValueError as problem:
+        raise UserError(f"--drafter {kind}: {problem}") from None
+
+
+def _build_third_party(path: str, config: DrafterConfig, target: TargetInfo | None) -> AnyDrafter:
+    make = _load_class(path)
+    try:
+        return make(config, target)
+    except Exception as problem:
+        LOG.warning("--drafter %s failed to start", path, exc_info=True)
+        raise UserError(f"--drafter {path}: {type(problem).__name__}: {problem}") from problem
 
 
 def _load_class(path: str) -> Callable[[DrafterConfig, TargetInfo | None], AnyDrafter]:
     module, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # Console scripts do not search the current folder, as `python -m` does.
     try:
         loaded = import_module(module)
     except ImportError as problem:

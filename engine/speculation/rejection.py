@@ -54,6 +54,7 @@ class Verdict(NamedTuple):
 
 def verify_by_rejection(drafts: SequenceOf[SampledDraft], p: Tensor, q: Tensor | None) -> list[Verdict]:
     """Verify drafts. p: float [M, V]. q: float32 [R, V]; None if all candidates are deterministic."""
+    q = None if q is None else q.to(p.device)
     walks = [Walk(draft, *trials) for draft, trials in zip(drafts, _trials(drafts, p, q), strict=True)]
     # Residual distributions, in the rows of walks with a rejection at their current position.
     residual = torch.empty(len(walks), p.shape[1], dtype=p.dtype, device=p.device)

@@ -15,7 +15,7 @@ from engine.drafters.outcomes import OutcomeTable
 from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from engine.speculation.draft_tree import DraftTree, straight_length
+from engine.speculation.draft_tree import DraftTree, straight_length, straight_lengths
 from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
 from engine.speculation.token_budget import TokenBudget
 from engine.speculation.verify import uses_rejection
@@ -33,7 +33,6 @@ class Speculation:
     ) -> None:
         """Without a `budget` all draft tokens are verified."""
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
-        self._vocab_size = vocab_size
         self._has_trees = config.draft_shape == "tree"
         self._budget = budget
         self._rates = DepthRates(config.max_draft)
@@ -57,7 +56,7 @@ class Speculation:
         drafts = self._drafter.propose(plan)
         plan.drafting_s = perf_counter() - began
         plan.asked = True
-        lengths = np.diff(drafts.batch.offsets).astype(np.int64)
+        lengths = self._usable_lengths(drafts.batch)
         sampled = sampled_drafts(drafts, plan.producing)
         if self._budget is not None:
             shown = drafts.batch
@@ -81,8 +80,7 @@ class Speculation:
         plan.asked = True
         if table is None or table.tokens.size == 0:
             return
-        rooms = np.array([entry.draft_room for entry in plan.producing])
-        lengths = np.minimum(usable_lengths(table, self._vocab_size), rooms[:, None])
+        lengths = np.where(table.accepted >= 0, table.lengths, 0).astype(np.int64)
         if self._budget is not None:
             drafts = likely_drafts(table, lengths)
             limits, plan.is_probe = self._budget.select(drafts, lengths.max(axis=1), tokens)
@@ -123,10 +121,17 @@ class Speculation:
                 self._started.add(entry.sequence.sequence_id)
                 self._drafter.start(entry.sequence)
 
+    def _usable_lengths(self, batch: DraftBatch) -> np.ndarray:
+        """Return how many tokens of each draft can be verified, int64 [B]: up to the first branch where trees are
+        off."""
+        if self._has_trees:
+            return np.diff(batch.offsets.astype(np.int64))
+        return straight_lengths(batch.parents, batch.offsets)
+
     def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int, *, by_depth: bool) -> None:
         """Set an entry's draft: its first `length` tokens, or all tokens of depth 1 to `length` if `by_depth`.
 
-        Where trees are off, a tree is cut at its first branch.
+        Where trees are off, the latter are cut at their first branch.
         """
         batch = drafts.batch
         start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
@@ -146,13 +151,6 @@ class Speculation:
         entry.sources = batch.source[own][:size]
         if drafts.q_rows is not None:
             entry.q_rows = drafts.q_rows[own][:size]
-
-
-def usable_lengths(table: OutcomeTable, vocab_size: int) -> np.ndarray:
-    """Return the lengths of a table's drafts, int64 [B, K], up to the first out-of-vocabulary token."""
-    beyond = table.tokens >= vocab_size
-    first = np.where(beyond.any(axis=2), beyond.argmax(axis=2), table.tokens.shape[2])
-    return np.where(table.accepted >= 0, np.minimum(table.lengths, first), 0).astype(np.int64)
 
 
 def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:

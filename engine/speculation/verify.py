@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from engine.drafters.base import DETERMINISTIC
 from engine.executor.batch import Batch
 from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
 from engine.sampling.processors import Rows, process_logits
 from engine.sampling.sampler import RowSettings, probabilities, row_settings, sample
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan
-from engine.speculation.rejection import DETERMINISTIC, SampledDraft, Verdict, verify_by_rejection
+from engine.speculation.rejection import SampledDraft, Verdict, verify_by_rejection
 from ssd.types import ROOT
 
 

@@ -186,10 +186,10 @@ def planted(old, new):
     return module
 
 
-ACCEPTS = "self._chances[node] * self._q[node] * self.q_scale < target"
+ACCEPTS = "self._thresholds[node] * self._q[node] * self.q_scale < target"
 FAULTS = {
-    "accepts with p": (ACCEPTS, "self._chances[node] < target"),
-    "accepts with q / p": (ACCEPTS, "self._chances[node] * target < self._q[node] * self.q_scale"),
+    "accepts with p": (ACCEPTS, "self._thresholds[node] < target"),
+    "accepts with q / p": (ACCEPTS, "self._thresholds[node] * target < self._q[node] * self.q_scale"),
     "residual from p": ("(target - drafter).clamp(min=0)", "target.clone()"),
     "residual from |p - q|": ("(target - drafter).clamp(min=0)", "(target - drafter).abs()"),
     "residual not normalised": ("rest / torch.where(total > 0, total, 1)", "rest"),
