@@ -84,7 +84,7 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     ask(session, starts=[start(1, [5, 6, 5])])
     again = [start(2, [1]), start(1, [1])]
     assert refused(ask(session, step=2, starts=again), "starts contains a sequence that is already running")
-    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts contains a sequence that is running")
+    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts contains a sequence that is already")
     assert refused(ask(session, finishes=[finish(1), finish(1)]), "finishes contains a sequence twice")
     claims = batch({1: ()})
     claims.verified = pack(array([1]), "u4")
