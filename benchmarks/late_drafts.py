@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 import ssd
 from benchmarks.traces import Request, load_trace
 from ssd.config import MAX_DRAFT, DrafterConfig
-from ssd.types import ROOT, DraftBatch, Progress, offsets_of
+from ssd.types import ROOT, DraftBatch, Progress
 
 DRAFT = 16
 """Largest number of draft tokens of a step."""
@@ -110,7 +111,8 @@ def replay_one(
     offered: list[int] = []
     while done < len(output):
         new, sent = output[sent:done], done
-        batch = drafter.draft(progress_of(number, new, verified, limit, cost))
+        progress = Progress.of_one(number, np.array(new, np.uint32), verified=verified, max_draft=limit)
+        batch = drafter.draft(replace(progress, cost=cost))
         if mode.outcomes == 0:
             draft = batch.tokens.tolist()
         table = outcomes_of(batch, draft, mode.outcomes) if mode.outcomes else {}
@@ -128,18 +130,6 @@ def replay_one(
         verified = min(len(offered), done - sent, correct + 1) if mode.shape == "path" else len(offered)
         draft = table.get((accepted, bonus), [])
     drafter.finish(number, np.array(output[sent:], np.uint32), verified=verified)
-
-
-def progress_of(number: int, new: list[int], verified: int, limit: int, cost: float) -> Progress:
-    """Return the progress of a single sequence."""
-    return Progress(
-        sequence_ids=np.array([number], np.uint64),
-        tokens=np.array(new, np.uint32),
-        offsets=offsets_of(np.array([len(new)])),
-        verified=np.array([verified], np.uint32),
-        max_draft=np.array([limit], np.uint32),
-        cost=cost,
-    )
 
 
 def outcomes_of(batch: DraftBatch, draft: list[int], count: int) -> dict[Outcome, list[int]]:

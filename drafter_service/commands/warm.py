@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 )
 @click.argument("more_sources", nargs=-1, metavar="")
 @click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot file.")
-@click.option("--capacity", type=Quantity(), help="Capacity of the snapshot in tokens.  [default: 16M]")
+@click.option(
+    "--capacity",
+    type=Quantity(),
+    help="Capacity of the snapshot in tokens.  [default: that of an existing snapshot, or 16M]",
+)
 @click.option(
     "--namespace",
     metavar="NAME",
@@ -122,7 +126,7 @@ def _into_service(
     from drafter_service.ingest.resume import Resume
     from drafter_service.ingest.sinks import RemoteSink
     from drafter_service.observability.facts import ModelIdentity
-    from drafter_service.transport.messages import default_namespace
+    from drafter_service.server.requests import default_namespace
 
     if namespace is None:
         # The namespace that an engine with this model uses by default.
