@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import structlog
 
-from drafter_service.observability.facts import LogFacts
+from drafter_service.observability.report.schema import SharedLogReport
 from drafter_service.replication.events import Event, Finished, Forgotten
 from drafter_service.replication.reader import Reader
 from drafter_service.replication.shared_log import NamespaceLog, SharedLog
@@ -30,7 +29,7 @@ class Replication:
         self._learning = learning
         self._replicas: dict[str, Replica] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._past = LogFacts(is_connected=True)
+        self._past = SharedLogReport(is_connected=True)
         """Totals of namespaces that have left memory."""
         self._log: SharedLog | None = None
         if config.url is not None:
@@ -56,12 +55,14 @@ class Replication:
         """Stop replicating a namespace that leaves memory."""
         replica = self._replicas.pop(namespace.name, None)
         if replica is not None:
-            self._past = _sum(self._past, replace(replica.facts(), is_connected=True, lag_entries=0, lag_s=0.0))
+            self._past = _sum(
+                self._past, replica.facts().model_copy(update={"is_connected": True, "lag_entries": 0, "lag_s": 0.0})
+            )
             task = asyncio.get_running_loop().create_task(replica.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def facts(self) -> LogFacts | None:
+    def facts(self) -> SharedLogReport | None:
         """Return the state of the log; None without one."""
         if self._log is None:
             return None
@@ -88,10 +89,10 @@ class Replica:
         await asyncio.wait([self._reading])
         await self._log.close()
 
-    def facts(self) -> LogFacts:
+    def facts(self) -> SharedLogReport:
         """Return the state of this namespace's log."""
         counters, lag = self._log.counters, self._reader.lag
-        return LogFacts(
+        return SharedLogReport(
             published_tokens=counters.published_tokens,
             consumed_tokens=counters.consumed_tokens,
             duplicates=counters.duplicates,
@@ -128,7 +129,7 @@ def _position(namespace: Namespace) -> Position:
         return OLDEST
 
 
-def _sum(first: LogFacts, second: LogFacts) -> LogFacts:
+def _sum(first: SharedLogReport, second: SharedLogReport) -> SharedLogReport:
     totals = {name: getattr(first, name) + getattr(second, name) for name in vars(first)}
     is_connected = first.is_connected and second.is_connected
-    return replace(LogFacts(**totals), is_connected=is_connected, lag_s=max(first.lag_s, second.lag_s))
+    return SharedLogReport(**totals | {"is_connected": is_connected, "lag_s": max(first.lag_s, second.lag_s)})

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import grpc
 import numpy as np
 
-from drafter_service.observability.facts import ClientTotals
 from drafter_service.observability.passages import Passages
+from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
@@ -291,7 +291,11 @@ class Session:
         reported = self._reported
         if reported is None:
             # A client that has connected again sent most of it before, on another stream.
-            reported = replace(totals, reconnects=totals.reconnects - 1) if totals.reconnects else ClientTotals()
+            reported = (
+                ClientTotals(**vars(totals) | {"reconnects": totals.reconnects - 1})
+                if totals.reconnects
+                else ClientTotals()
+            )
         for name, total in vars(totals).items():
             grown = max(0, total - getattr(reported, name))
             setattr(self.namespace.clients, name, getattr(self.namespace.clients, name) + grown)

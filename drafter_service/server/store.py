@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity, Sample
+from drafter_service.observability.facts import ModelIdentity, Sample
+from drafter_service.observability.report.schema import ClientTotals
 from ssd.errors import UserError
 
 CORPUS = "corpus.ssd"

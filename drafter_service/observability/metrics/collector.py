@@ -25,6 +25,7 @@ from drafter_service.observability.metrics.catalogue import (
     GAUGES,
     INFO,
     INFO_HELP,
+    LABELS,
     LOG_METRICS,
     SERVICE_METRICS,
     Counter,
@@ -73,9 +74,9 @@ class DrafterCollector(Collector):
             else:
                 yield _counter_family(counter, columns, rows)
         for column, gauge in enumerate(GAUGES):
-            family = GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels)
+            family = GaugeMetricFamily(gauge.name, gauge.help, labels=LABELS)
             for row in rows:
-                family.add_metric(_label_values(row, gauge.labels), row.gauges[column])
+                family.add_metric(_label_values(row, LABELS), row.gauges[column])
             yield family
 
 
