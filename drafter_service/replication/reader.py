@@ -108,9 +108,7 @@ class Reader:
             await asyncio.sleep(0)
             return
         await take(new)
-        finished = [event for event in new if isinstance(event, Finished)]
-        self._counters.consumed_requests += len(finished)
-        self._counters.consumed_tokens += sum(len(event.tokens) for event in finished)
+        self._counters.consumed_tokens += sum(len(event.tokens) for event in new if isinstance(event, Finished))
 
     def _note_lag(self) -> None:
         if self._is_current:
@@ -174,7 +172,6 @@ class Recent:
 
     def _is_new_request(self, name: int, time: float) -> bool:
         if time < self._before or time <= self._forgotten.get(name, -math.inf):
-            self._counters.outdated += 1
             return False
         if name in self._learned:
             self._learned.move_to_end(name)

@@ -91,15 +91,9 @@ class Replica:
 
     def facts(self) -> SharedLogReport:
         """Return the state of this namespace's log."""
-        counters, lag = self._log.counters, self._reader.lag
+        lag = self._reader.lag
         return SharedLogReport(
-            published_tokens=counters.published_tokens,
-            consumed_tokens=counters.consumed_tokens,
-            duplicates=counters.duplicates,
-            dropped_tokens=self._log.dropped_tokens,
-            malformed=counters.malformed,
-            gaps=counters.gaps,
-            errors=counters.errors,
+            **vars(self._log.counters),
             is_connected=self._log.is_connected and self._reader.is_connected,
             lag_entries=lag.entries,
             lag_s=lag.seconds,

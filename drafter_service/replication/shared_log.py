@@ -79,17 +79,12 @@ class NamespaceLog:
         """Whether the last write succeeded."""
         return self._writer.is_connected
 
-    @property
-    def dropped_tokens(self) -> int:
-        """Tokens that were never published because too many were waiting."""
-        return self._outbox.dropped_tokens
-
     def publish(self, event: Event) -> None:
         """Queue an event for the other replicas; its tokens are copied. Neither waits nor fails."""
         if isinstance(event, Finished) and not len(event.tokens):
             return
         overflowed = self._outbox.is_overflowing
-        self.counters.dropped += self._outbox.put(event)
+        self.counters.dropped_tokens += self._outbox.put(event)
         if self._outbox.is_overflowing and not overflowed:
             self._logger.warning("shared_log_drops_requests")
 

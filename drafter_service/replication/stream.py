@@ -184,18 +184,14 @@ async def _redis_call() -> AsyncIterator[None]:
 class LogCounters:
     """Totals since the start of this replica. Only the event loop writes them."""
 
-    published_requests: int = 0
-    """Finished requests that were written to Redis."""
     published_tokens: int = 0
-    consumed_requests: int = 0
-    """Finished requests of other replicas that were learned."""
+    """Tokens that were written to Redis."""
     consumed_tokens: int = 0
+    """Tokens of other replicas that were learned."""
     duplicates: int = 0
     """Finished requests that had already been learned."""
-    outdated: int = 0
-    """Finished requests that were read after the event that forgets them."""
-    dropped: int = 0
-    """Finished requests that were never published because too many were waiting."""
+    dropped_tokens: int = 0
+    """Tokens that were never published because too many were waiting."""
     malformed: int = 0
     """Entries that were skipped."""
     gaps: int = 0
