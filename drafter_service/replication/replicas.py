@@ -9,11 +9,11 @@ import structlog
 from drafter_service.observability.report.schema import SharedLogReport
 from drafter_service.replication.events import Event, Finished, Forgotten
 from drafter_service.replication.reader import Reader
+from drafter_service.replication.redis_stream import OLDEST, LogPosition
 from drafter_service.replication.shared_log import NamespaceLog, SharedLog
-from drafter_service.replication.stream import OLDEST, Position
 from drafter_service.server.learning import Learning
 from drafter_service.server.namespace import Namespace
-from drafter_service.settings.tree import Log
+from drafter_service.settings.tree import LogConfig
 
 logger = structlog.get_logger(__name__)
 
@@ -24,7 +24,7 @@ BYTES_PER_TOKEN = 4
 class Replication:
     """Publishes what this replica learns, and learns what others publish. Only the event loop uses it."""
 
-    def __init__(self, config: Log, learning: Learning) -> None:
+    def __init__(self, config: LogConfig, learning: Learning) -> None:
         """Raises UserError for an unusable URL."""
         self._learning = learning
         self._replicas: dict[str, Replica] = {}
@@ -115,10 +115,10 @@ class Replica:
             logger.error("reading the shared log failed", namespace=self._namespace.name, exc_info=reading.exception())
 
 
-def _position(namespace: Namespace) -> Position:
+def _position(namespace: Namespace) -> LogPosition:
     """Reading position of a namespace's snapshot; the oldest entry without a snapshot."""
     try:
-        return Position.parse(namespace.restored_position) if namespace.restored_position else OLDEST
+        return LogPosition.parse(namespace.restored_position) if namespace.restored_position else OLDEST
     except ValueError:
         return OLDEST
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter_service.replication.events import Dropped, Event, Finished, ForgottenBefore, encode
-from drafter_service.replication.stream import Addition, LogCounters, LogUnavailable, Retry, Stream
+from drafter_service.replication.redis_stream import Addition, LogCounters, LogUnavailable, RedisStream, Retry
 
 ENTRY_TOKENS = 1 << 14
 """An entry is complete when it has at least this number of tokens; larger ones would block a reader for longer."""
@@ -134,7 +134,7 @@ class Writer:
     """Publishes the events of an outbox."""
 
     def __init__(
-        self, stream: Stream, outbox: Outbox, counters: LogCounters, logger: Any, *, name: bytes, max_bytes: int
+        self, stream: RedisStream, outbox: Outbox, counters: LogCounters, logger: Any, *, name: bytes, max_bytes: int
     ) -> None:
         """`name`: identifies this replica in its entries. `max_bytes`: maximum size of the log."""
         self._stream, self._outbox, self._counters = stream, outbox, counters

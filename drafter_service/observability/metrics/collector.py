@@ -52,7 +52,7 @@ class DrafterCollector(Collector):
     def __init__(self, facts: Callable[[], ServiceFacts], max_namespaces: int) -> None:
         """`facts` is called in the thread that collects."""
         self._facts = facts
-        self._rows = Rows(max_namespaces)
+        self._rows = NamespaceRows(max_namespaces)
         self._updating = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +95,7 @@ class Row:
     """float64 [len(GAUGES)]."""
 
 
-class Rows:
+class NamespaceRows:
     """The rows, from one scrape to the next.
 
     A namespace keeps its own row while it is in memory. Sums never decrease although namespaces come and go and their

@@ -26,6 +26,7 @@ from drafter_service.observability.report.figures import (
 from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
     CorpusReport,
+    CounterTables,
     DurationBin,
     LatencyReport,
     ModelReport,
@@ -33,7 +34,6 @@ from drafter_service.observability.report.schema import (
     Recent,
     Report,
     ServiceReport,
-    Tables,
 )
 from ssd.corpus.snapshot import load
 
@@ -109,7 +109,7 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
     )
 
 
-def _sample(facts: NamespaceFacts, known: Tables, now: float) -> Sample:
+def _sample(facts: NamespaceFacts, known: CounterTables, now: float) -> Sample:
     drafting = known.drafting
     return Sample(
         time=now,

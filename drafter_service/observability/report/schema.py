@@ -233,7 +233,7 @@ class ModelReport(_Part):
     vocabulary_size: Count | None = Field(description="Token ids are below this. Null: not known.")
 
 
-class Tables(_Part):
+class CounterTables(_Part):
     """The counters of a namespace as tables."""
 
     drafting: Drafting = Field(description="Totals since the counters began; snapshots preserve them over restarts.")
@@ -244,7 +244,7 @@ class Tables(_Part):
     calibration: Calibration = Field(description="Accuracy of path probabilities as predictions of acceptance.")
 
 
-class NamespaceReport(Tables):
+class NamespaceReport(CounterTables):
     """An isolated corpus and the drafting from it. The report of a snapshot has fewer fields than that of a service."""
 
     name: str = Field(description="The namespace; for a snapshot, the name of the file.")

@@ -279,7 +279,7 @@ def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     return grid
 
 
-# --- Tables of a report in few rows
+# --- CounterTables of a report in few rows
 
 
 def positions(namespace: NamespaceReport) -> list[Row]:

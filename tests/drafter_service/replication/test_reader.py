@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from drafter_service.replication import reader
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
-from drafter_service.replication.reader import Recent
-from drafter_service.replication.stream import LogCounters
+from drafter_service.replication.reader import RecentNames
+from drafter_service.replication.redis_stream import LogCounters
 from ssd.corpus.requests import hash_of
 from tests.strategies import array
 
@@ -27,7 +27,7 @@ def finished(name, time=5.0):
 
 
 def passed(events, known=()):
-    window = Recent(LogCounters(), known)
+    window = RecentNames(LogCounters(), known)
     return [window.is_new(event) for event in events]
 
 

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from redis import Redis
 
-from drafter_service.replication import shared_log, stream
+from drafter_service.replication import redis_stream, shared_log
 from drafter_service.replication.events import Finished, Forgotten
 from drafter_service.replication.shared_log import SharedLog
 from drafter_service.replication.writer import EVENT_WEIGHT
@@ -27,8 +27,8 @@ KEPT = ("--appendonly", "yes", "--appendfsync", "always")
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Nobody wants to wait for the next attempt, or for a Redis that will not come back."""
-    monkeypatch.setattr(stream, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(stream, "MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(redis_stream, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(redis_stream, "MAX_PAUSE_S", 0.05)
     monkeypatch.setattr(shared_log, "FLUSH_S", 0.2)
 
 
@@ -183,8 +183,8 @@ async def test_newest_requests_and_all_forgetting_wait_for_redis(said):
 
 @in_loop
 async def test_publishing_does_not_wait_for_a_hanging_redis(monkeypatch):
-    monkeypatch.setattr(stream, "TIMEOUT_S", 0.3)
-    monkeypatch.setattr(stream, "BLOCK_S", 0.1)
+    monkeypatch.setattr(redis_stream, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(redis_stream, "BLOCK_S", 0.1)
     with running_redis() as server:
         async with replicas(server.url, 2) as (one, two):
             two.read()
