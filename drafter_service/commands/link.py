@@ -70,11 +70,10 @@ class Link:
         import grpc
 
         from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-        from drafter_service.transport.wire import MESSAGE_SIZES
         from ssd.errors import UserError
 
         connector = self.connector()
-        with connector.open(MESSAGE_SIZES) as channel:
+        with connector.open() as channel:
             try:
                 yield DrafterServiceStub(channel), connector.metadata()
             except grpc.RpcError as error:

@@ -17,7 +17,7 @@ from drafter_service.ingest.documents import Documents, Totals
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.transport.wire import MESSAGE_SIZES, pack
+from drafter_service.transport.wire import pack
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -41,7 +41,7 @@ class RemoteSink:
     ) -> None:
         """`describe` returns a message for an error. Raises UserError if the service is unreachable or refuses."""
         self._describe = describe
-        self._channel = connector.open(MESSAGE_SIZES)
+        self._channel = connector.open()
         self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()
         self._sent = self._answered = 0
         self._problem: str | None = None
