@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from drafter_service.atomic import write_atomically
 from drafter_service.ingest.documents import Position
 from drafter_service.ingest.files import File
 from ssd.errors import UserError
@@ -77,15 +76,6 @@ class Resume:
         if self._path is None:
             return
         try:
-            descriptor, part = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-            try:
-                with os.fdopen(descriptor, "w") as file:
-                    file.write(self._state.model_dump_json())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, self._path)
-            except BaseException:
-                Path(part).unlink(missing_ok=True)
-                raise
+            write_atomically(self._path, self._state.model_dump_json())
         except OSError as problem:
             raise UserError(f"--resume: {self._path} cannot be written: {problem.strerror}") from None
