@@ -113,7 +113,6 @@ def test_tables_contain_the_counters():
     )
     assert (high.least_path_prob, high.acceptance) == (0.95, 1.0)
     assert known.calibration.error == pytest.approx((0.9 + 0.1) / 10)
-    assert known.calibration.error == pytest.approx(stats.calibration_error())
 
 
 def test_periods_are_differences_of_samples():
