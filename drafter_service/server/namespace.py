@@ -12,8 +12,6 @@ from itertools import islice
 import numpy as np
 
 from drafter_service.observability.facts import (
-    ClientTotals,
-    CorpusFacts,
     History,
     Latency,
     ModelIdentity,
@@ -21,6 +19,7 @@ from drafter_service.observability.facts import (
     Sample,
 )
 from drafter_service.observability.passages import Passages
+from drafter_service.observability.report.schema import ClientTotals, CorpusReport
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from drafter_service.settings.tree import Limits
 from ssd.base import CorpusDrafter
@@ -252,16 +251,16 @@ class Namespace:
             model=self.model,
             stats=self.stats,
             history=self.history,
-            corpus=CorpusFacts(
-                capacity=corpus.capacity,
+            corpus=CorpusReport(
+                capacity_tokens=corpus.capacity,
                 tokens=corpus.tokens,
                 requests=corpus.requests,
-                appended_tokens=corpus.appended,
-                waiting_tokens=corpus.waiting,
+                learned_tokens=corpus.appended,
+                waiting_tokens=max(0, corpus.waiting),
                 merges=times.merges,
                 base_merges=times.base_merges,
                 full_builds=times.full_builds,
-                forgotten=times.forgotten,
+                forgotten_requests=times.forgotten,
             ),
             memory_bytes=self.memory_bytes,
             streams=len(self.streams),

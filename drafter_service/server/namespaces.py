@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import structlog
 
-from drafter_service.observability.facts import ClientTotals, History, ModelIdentity
+from drafter_service.observability.facts import History, ModelIdentity
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Dropped
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
@@ -281,7 +281,7 @@ def _describe(namespace: Namespace) -> Description:
         name=namespace.name,
         model=namespace.model,
         policy=namespace.config.policy,
-        clients=ClientTotals(**asdict(namespace.clients)),
+        clients=namespace.clients.model_copy(),
         duplicates=namespace.duplicates,
         log_position=namespace.log_position(),
         saved_at=time.time(),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
 
-from drafter_service.observability.facts import ClientTotals
 from drafter_service.observability.passages import Passages
+from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import (
     MAX_FIELDS,
@@ -292,7 +292,8 @@ class Session:
         reported = self._reported
         if reported is None:
             # A reconnected client has sent most of these totals before, on another stream.
-            reported = replace(totals, reconnects=totals.reconnects - 1) if totals.reconnects else ClientTotals()
+            reconnects = max(0, totals.reconnects - 1)
+            reported = totals.model_copy(update={"reconnects": reconnects}) if totals.reconnects else ClientTotals()
         for name, total in vars(totals).items():
             grown = max(0, total - getattr(reported, name))
             setattr(self.namespace.clients, name, getattr(self.namespace.clients, name) + grown)

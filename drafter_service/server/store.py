@@ -13,7 +13,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity, Sample
+from drafter_service.atomic import write_atomically
+from drafter_service.observability.facts import ModelIdentity, Sample
+from drafter_service.observability.report.schema import ClientTotals
 from ssd.errors import UserError
 
 CORPUS = "corpus.ssd"
@@ -102,17 +104,7 @@ class Store:
 
     def write_description(self, description: Description) -> None:
         """Replace the description atomically. Raises OSError, after which the old file is still there."""
-        folder = self.folder / description.name
-        descriptor, part = tempfile.mkstemp(prefix=f".{DESCRIPTION}.", dir=folder)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(description.model_dump_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, folder / DESCRIPTION)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
 
     def move_refused(self, name: str) -> Path:
         """Rename an unusable corpus, so that it can be examined; return its new path."""

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from drafter_service.commands.connection import Link
+from drafter_service.commands.link import Link
 from drafter_service.commands.report import fetch_report, report, top
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.schema import Report

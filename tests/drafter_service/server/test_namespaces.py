@@ -13,8 +13,7 @@ from drafter_service.server import namespaces as module
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces, max_bytes
 from drafter_service.server.session import Session
-from drafter_service.settings.tree import Limits, ServiceConfig, Snapshots
-from drafter_service.settings.tree import Namespaces as NamespaceSettings
+from drafter_service.settings.tree import Limits, NamespacesConfig, ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
@@ -34,8 +33,8 @@ def config_of(folder=None, *, fit=10, **changes):
     limit = fit * max_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
-        namespaces=NamespaceSettings(memory_limit=limit, **changes),
-        snapshots=Snapshots(folder=folder),
+        namespaces=NamespacesConfig(memory_limit=limit, **changes),
+        snapshots=SnapshotsConfig(folder=folder),
     )
 
 
@@ -214,7 +213,7 @@ def test_memory_limit_below_one_namespace_is_refused():
     with pytest.raises(
         UserError, match=r"namespaces.memory_limit: 12,537,500 bytes are too few .* which needs 25,075,000"
     ):
-        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(memory_limit=12_537_500)))
+        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespacesConfig(memory_limit=12_537_500)))
 
 
 def blocked_writes(monkeypatch):
@@ -549,6 +548,6 @@ def test_a_namespace_that_is_used_is_not_idle(namespace):
 
 
 def test_policies_of_namespaces_differ_from_the_default():
-    settings = NamespaceSettings(policies={"team-a": "classic"})
+    settings = NamespacesConfig(policies={"team-a": "classic"})
     namespaces = Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=settings))
     assert [namespaces.drafting(name).policy for name in ("team-a", "other")] == ["classic", "suffix"]
