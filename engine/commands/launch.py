@@ -75,7 +75,7 @@ def launch(
     Raises UserError.
     """
     config = options.config
-    drafter_config = DrafterConfig(shape=config.draft_shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
+    drafter_config = DrafterConfig(draft_shape=config.draft_shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),

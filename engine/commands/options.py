@@ -9,9 +9,10 @@ from typing import Any, get_args
 
 import click
 
-from engine.config import DraftShape, EngineConfig, KvDtype, Verification
+from engine.config import EngineConfig, KvDtype, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
 from engine.models.hub import find_model
+from ssd.config import DraftShape
 from ssd.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
