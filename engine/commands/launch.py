@@ -14,6 +14,7 @@ from engine.commands.options import EngineOptions
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
+from engine.executor.draft_shape import choose_draft_shape
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_model
@@ -74,8 +75,12 @@ def launch(
 
     Raises UserError.
     """
-    config = options.config
-    drafter_config = DrafterConfig(draft_shape=config.draft_shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
+    may_draft = options.drafter != "none" and options.config.max_draft > 0
+    shape = options.draft_shape
+    if shape == "auto":
+        shape = choose_draft_shape(model, options.attention) if may_draft else "path"
+    config = replace(options.config, draft_shape=shape)
+    drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
@@ -86,7 +91,6 @@ def launch(
     recommended = load_generation_defaults(options.model).sampling
     # A penalty applies to requests that run in the eager executor anyway.
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
-    may_draft = options.drafter != "none" and config.max_draft > 0
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
         common=replace(COMMON_SAMPLING, **common), notify=say,

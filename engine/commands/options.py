@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 
 from engine.config import EngineConfig, KvDtype, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
 from engine.models.hub import find_model
-from ssd.config import DraftShape
+from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -37,15 +37,18 @@ class EngineOptions:
     """Settings of the drafter, see `engine.drafters.registry.configure`."""
     address: str
     """Address of a sidecar."""
+    draft_shape: DraftShape | Literal["auto"]
+    """`auto`: see `engine.executor.draft_shape`."""
     threads: int | None
     config: EngineConfig
+    """Further settings; its shape of drafts is not used."""
 
     @classmethod
     def take(cls, given: dict[str, Any]) -> EngineOptions:
         """Remove the engine's options from the arguments of a command and return them. Raises UserError."""
+        own = {field.name: given.pop(field.name) for field in fields(cls) if field.name in given}
         config = {field.name: given.pop(field.name) for field in fields(EngineConfig) if field.name in given}
         rows = config["max_sequences"] * (1 + config["max_draft"])
-        own = {field.name: given.pop(field.name) for field in fields(cls) if field.name in given}
         return cls(
             **own | {"model": find_model(own["model"])},
             config=EngineConfig(**config, max_step_tokens=max(EngineConfig.max_step_tokens, rows)),
@@ -104,13 +107,17 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         ),
         click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
         click.option(
-            "--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens per request and step."
+            "--max-draft",
+            type=click.IntRange(0, MAX_DRAFT),
+            default=16,
+            help=f"Most draft tokens per request and step; drafters propose at most {MAX_DRAFT}.",
         ),
         click.option(
             "--draft-shape",
-            type=click.Choice(get_args(DraftShape)),
-            default="path",
-            help="Shape of drafts: a path has no branches, a tree has.",
+            type=click.Choice(("auto", *get_args(DraftShape))),
+            default="auto",
+            help="Shape of drafts: a path has no branches, a tree has. auto: the faster one, from measured step times. "
+            "A sidecar drafts in the shape that it was started with.",
         ),
         click.option(
             "--verification",
