@@ -434,7 +434,7 @@ def test_a_killed_sidecar_costs_no_output(run, model_folder, tmp_path, socket_ad
         code, _, err = run("generate", "--model", model_folder, *remote, *options)
     assert next(steps) > 10
     assert code == 0
-    assert " ".join(err.split()).count("going on without drafts") == 1
+    assert " ".join(err.split()).count("continuing without drafts") == 1
     assert completions(tmp_path / "remote") == completions(tmp_path / "plain")
 
 
