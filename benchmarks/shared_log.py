@@ -49,7 +49,7 @@ def publish(url: str, tokens: int, started: float) -> None:
             for number in range(first, min(first + PUBLISHED_AT_ONCE // REQUEST_TOKENS, tokens // REQUEST_TOKENS)):
                 log.publish(Finished(f"request-{number}", texts[number % len(texts)], started))
             await log.flush()
-        assert log.counters.dropped == 0
+        assert log.counters.dropped_tokens == 0
         await log.close()
         await shared.close()
 
