@@ -24,9 +24,7 @@ class DeviceState:
     """
 
     lengths: Tensor
-    """int32 [S + 1]: committed tokens."""
-    computed: Tensor
-    """int32 [S + 1]: leading tokens whose keys and values are in the cache."""
+    """int32 [S + 1]: committed tokens; the keys and values of all but the last one are in the cache."""
     limits: Tensor
     """int32 [S + 1]: the length that ends a sequence; 0 for a free slot."""
     last_tokens: Tensor
@@ -58,7 +56,6 @@ class DeviceState:
 
         return cls(
             lengths=column(torch.int32),
-            computed=column(torch.int32),
             limits=column(torch.int32),
             last_tokens=column(torch.int32),
             history=column(torch.int32, max_length),
@@ -76,11 +73,10 @@ class DeviceState:
         """The slot of no sequence."""
         return len(self.lengths) - 1
 
-    def assign(self, slot: int, sequence: Sequence, computed: int) -> None:
-        """Copy a sequence's state from the host to a slot; `computed` of its tokens are in the cache."""
+    def assign(self, slot: int, sequence: Sequence) -> None:
+        """Copy a sequence's state from the host to a slot; all of its tokens but the last one are in the cache."""
         sampling = sequence.request.sampling
         self.lengths[slot] = len(sequence)
-        self.computed[slot] = computed
         self.limits[slot] = sequence.max_length
         self.last_tokens[slot] = int(sequence.tokens[-1])
         known = np.concatenate((sequence.tokens, sequence.recorded_rest)).astype(np.int32)
@@ -120,12 +116,12 @@ class RequestSlots:
         self._assigned: dict[int, Assigned] = {}
         """By sequence id."""
 
-    def of(self, sequence: Sequence, computed: int) -> int:
-        """Return the slot of a sequence; a new one starts in the host's state, with `computed` tokens in the cache."""
+    def of(self, sequence: Sequence) -> int:
+        """Return the slot of a sequence; a new one is copied from the host, see `DeviceState.assign`."""
         assigned = self._assigned.get(sequence.sequence_id)
         if assigned is None:
             slot = self._free.pop()
-            self._state.assign(slot, sequence, computed)
+            self._state.assign(slot, sequence)
             assigned = Assigned(sequence, slot, sequence.preemptions, len(sequence.pages))
             self._assigned[sequence.sequence_id] = assigned
         return assigned.slot

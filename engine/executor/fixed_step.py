@@ -135,13 +135,13 @@ class FixedStep:
         drafts = self._drafts(slots)
         # Rows of padding are behind those of all sequences.
         starts = pad(order[:, 1].cumsum(0, dtype=torch.int32), (1, 0))
-        inputs = build_inputs(state, slots, torch.ones_like(order[:, 0]), drafts, starts, shape.rows, self._page_size)
+        inputs = build_inputs(state, slots, drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[slots])
         chosen = sampled_tokens(state, inputs, logits, draws=kind.samples, most=kind.max_ranked)
         # Also where nothing was recorded, so that no shape is captured twice.
         chosen = replayed(state, inputs, chosen)
-        verified = verify(state, inputs.verify_rows, chosen, shape.width)
-        columns = (verified.counts, inputs.lengths - inputs.verify_rows.scheduled)
+        verified = verify(state, slots, inputs, chosen, shape.width)
+        columns = (verified.counts, (inputs.counts - 1).clamp(min=0))
         return torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
 
     def _drafts(self, slots: Tensor) -> Drafts:

@@ -62,7 +62,7 @@ class GraphExecutor:
             self._runner.forward(build_batch(chunks, self._page_size))
 
     def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
-        slots = [self._slots.of(entry.sequence, entry.computed + entry.scheduled - 1) for entry in producing]
+        slots = [self._slots.of(entry.sequence) for entry in producing]
         self._slots.add_pages([entry.sequence for entry in producing])
         order = np.zeros((len(producing), order_columns(self._max_draft)), np.int32)
         order[:, 0] = slots

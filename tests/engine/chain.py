@@ -121,7 +121,7 @@ class ChainForward:
         assert [end - start for start, end in itertools.pairwise(starts)] == self.planned[1]
         assert starts[-1] <= self.shape.rows == len(inputs.tokens)
         for index, (known, table) in enumerate(zip(inputs.contexts.tolist(), page_tables.tolist(), strict=True)):
-            length = int(inputs.lengths[index])
+            length = int(inputs.counts[index])
             if length:
                 assert known <= self.planned[0][index]
             context = sum(self.runner.held(table, known)) if length else 0

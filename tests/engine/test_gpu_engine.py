@@ -205,11 +205,11 @@ def has_the_probabilities(texts, probabilities):
 def all_accepted(monkeypatch):
     """Accept all draft tokens, whatever the target computes."""
 
-    def accepting(state, drafted, chosen, width):
-        row = torch.arange(len(chosen), device=chosen.device)
-        ends = drafted.starts + drafted.counts - 1
-        has_next = ((row >= drafted.starts[:, None]) & (row < ends[:, None])).any(dim=0)
-        return verify(state, drafted, torch.where(has_next, drafted.tokens.roll(-1), chosen), width)
+    def accepting(state, slots, inputs, target_tokens, width):
+        row = torch.arange(len(target_tokens), device=target_tokens.device)
+        starts = inputs.starts[:-1, None]
+        has_next = ((row >= starts) & (row < starts + inputs.counts[:, None] - 1)).any(dim=0)
+        return verify(state, slots, inputs, torch.where(has_next, inputs.tokens.roll(-1), target_tokens), width)
 
     monkeypatch.setattr(verification, "accepted_length", lambda draft, _: len(draft))
     monkeypatch.setattr(fixed_step, "verify", accepting)

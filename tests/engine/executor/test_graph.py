@@ -88,7 +88,7 @@ def fill(runner, sequences):
 def state_of(sequences, *, slots=8, device=CPU):
     state = DeviceState.empty(slots, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
     for slot, entry in enumerate(sequences):
-        state.assign(slot, entry.sequence, entry.computed)
+        state.assign(slot, entry.sequence)
     return state
 
 
@@ -104,17 +104,16 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
     bounds = [min(sequence.computed + slack, LONGEST - 1) for sequence in sequences]
     forward.plan([*bounds, *[0] * padding], widths)
     device = state.lengths.device
-    seats = torch.tensor([*range(len(sequences)), *[state.idle] * padding], device=device)
+    slots = torch.tensor([*range(len(sequences)), *[state.idle] * padding], device=device)
     tokens = np.full((batch, drafted), 7, np.int32)
     for row, sequence in zip(tokens, sequences, strict=False):
         row[: len(sequence.draft)] = sequence.draft
     lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32, device=device)
     drafts = Drafts(torch.from_numpy(tokens).to(device), lengths)
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
-    ones = torch.ones(batch, dtype=torch.int32, device=device)
-    inputs = build_inputs(state, seats, ones, drafts, starts, shape.rows, PAGE_SIZE)
+    inputs = build_inputs(state, slots, drafts, starts, shape.rows, PAGE_SIZE)
     with torch.inference_mode():
-        logits = forward(inputs, state.page_tables[seats])
+        logits = forward(inputs, state.page_tables[slots])
     assert torch.isfinite(logits).all()
     return torch.cat([logits[starts[index] :][: 1 + len(one.draft)] for index, one in enumerate(sequences)])
 
@@ -147,7 +146,6 @@ def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
     fill(runner, sequences)
     state = state_of(sequences)
     right = fixed_logits(runner, state, sequences, 4, 0, 30)
-    state.computed[0] -= 1
     state.lengths[0] -= 1
     wrong = fixed_logits(runner, state, sequences, 4, 0, 30)
     assert not torch.allclose(right[0], wrong[0], atol=1e-3)

@@ -37,7 +37,7 @@ def test_the_host_selects_as_the_device_does():
         plan.select_drafts()
         state = DeviceState.empty(len(sequences), LENGTH, 4, 0, torch.device("cpu"))
         for slot, sequence in enumerate(sequences):
-            state.assign(slot, sequence, 7)
+            state.assign(slot, sequence)
         lengths = np.where(table.accepted >= 0, known[:, None] + table.accepted + 1, 0)
         columns = (lengths, table.bonus, table.lengths, table.tokens)
         on_device = select.OutcomeTable(*(torch.from_numpy(column.astype(np.int32)) for column in columns))

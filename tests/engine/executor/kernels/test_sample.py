@@ -22,7 +22,7 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from engine.speculation.verify import select_part, target_tokens
-from tests.engine.executor.kernels.device_steps import PAGE_SIZE, give_drafts, padded_drafts, planned, state_of
+from tests.engine.executor.kernels.device_steps import PAGE_SIZE, padded_drafts, random_entries, state_of
 from tests.engine.executor.kernels.implementations import INTERPRETED, on, planted, require_interpreter
 
 CASES = 40
@@ -266,14 +266,13 @@ def random_step(seed, device):
         recorded = rng.integers(0, VOCAB, rng.integers(0, 9)).astype(np.uint32) if rng.random() < 0.5 else None
         sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
         sequences[-1].pages = list(range(8))
-    give_drafts(sequences, rng, 4)
-    entries = planned(sequences)
+        sequences[-1].computed = len(prompt) - 1
+    entries = random_entries(sequences, rng, 4)
     batch = build_batch(entries, PAGE_SIZE)
     state, slots = state_of(sequences, device)
-    scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
-    drafts = padded_drafts(sequences, 4, device, rng=rng)
-    starts = torch.nn.functional.pad((scheduled + 4).cumsum(0, dtype=torch.int32), (1, 0))
-    inputs = build_inputs(state, slots, scheduled, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
+    drafts = padded_drafts(entries, 4, device, rng=rng)
+    starts = torch.arange(len(entries) + 1, dtype=torch.int32, device=device) * 5
+    inputs = build_inputs(state, slots, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
     return entries, batch, state, inputs, rng
 
 
@@ -282,13 +281,10 @@ def step_agrees(module, seed, device="cpu"):
     logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
     sampled = module.sampled_tokens(state, inputs, logits, draws=True, most=VOCAB)
     tokens = module.replayed(state, inputs, sampled)
-    firsts, counts = inputs.verify_rows.starts[:, None], inputs.verify_rows.counts[:, None]
+    firsts, counts = inputs.starts[:-1, None], inputs.counts[:, None]
     row = torch.arange(len(logits), device=device)
     counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
-    if not counted.any():
-        return True
-    producing = [index for index, entry in enumerate(entries) if entry.produces]
-    expected = target_tokens(select_part(producing, StepPlan(entries), batch, logits[counted]))
+    expected = target_tokens(select_part(range(len(entries)), StepPlan(entries), batch, logits[counted]))
     return tokens[counted].tolist() == np.concatenate(expected).tolist()
 
 

@@ -19,7 +19,6 @@ def arguments_of_a_step(device):
     """A state and what the host sends for a step."""
     state = DeviceState.empty(SLOTS, 64, 4, 9, torch.device(device))
     state.lengths.fill_(10)
-    state.computed.fill_(9)
     state.limits.fill_(40)
     state.temperatures.fill_(0.7)
     state.top_k.fill_(20)
@@ -28,17 +27,17 @@ def arguments_of_a_step(device):
     logits = torch.zeros(BATCH * (DRAFT + 1), VOCAB, device=device)
     slots = torch.arange(BATCH, device=device)
     starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)
-    return state, table, slots, torch.ones(BATCH, **integers), starts, logits
+    return state, table, slots, starts, logits
 
 
-def step(state, table, slots, scheduled, starts, logits, read=lambda tensor: tensor):
+def step(state, table, slots, starts, logits, read=lambda tensor: tensor):
     """Run steps, truncated or not."""
     outcomes = OutcomeTable(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
     for most in (None, 0, 30):
         drafts = select_drafts(state, slots, outcomes, DRAFT)
-        inputs = build_inputs(state, slots, read(scheduled), drafts, starts, len(logits), PAGE_SIZE)
+        inputs = build_inputs(state, slots, drafts, read(starts), len(logits), PAGE_SIZE)
         tokens = sampled_tokens(state, inputs, logits, draws=True, most=most)
-        verified = verify(state, inputs.verify_rows, replayed(state, inputs, tokens), DRAFT + 1)
+        verified = verify(state, slots, inputs, replayed(state, inputs, tokens), DRAFT + 1)
     return drafts, inputs, verified
 
 
@@ -75,8 +74,7 @@ def test_the_state_keeps_its_addresses():
     addresses = [tensor.data_ptr() for tensor in tensors]
     drafts, inputs, verified = step(*arguments)
     assert [tensor.data_ptr() for tensor in tensors] == addresses
-    rows = inputs.verify_rows
     wide = (inputs.tokens, inputs.positions, inputs.cache_slots, inputs.request_slots)
     assert all(tensor.dtype == torch.int64 for tensor in wide)
-    narrow = (inputs.lengths, inputs.contexts, rows.counts, rows.starts, rows.scheduled, *verified, *drafts)
+    narrow = (inputs.contexts, inputs.counts, inputs.starts, *verified, *drafts)
     assert all(tensor.dtype == torch.int32 for tensor in narrow)
