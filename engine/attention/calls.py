@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from engine.attention.cache import PagedCache, as_stored
 from engine.attention.layout import Segment
 from engine.executor.transfer import on_device
 
-Kind = Literal["prefill", "decode", "tree"]
-"""FA2 for segments of any lengths, a kernel for single tokens, and FA2 in two parts for trees."""
 Store = Callable[[Tensor, Tensor, Tensor], None]
 """Stores new keys and values, [N, kv_heads, d] each, in a layer's cache, which is the first argument."""
 WORKSPACE_BYTES = 128 << 20
@@ -93,7 +91,11 @@ class CacheWriter:
 
 
 class Call(ABC):
-    """One kind of attention call."""
+    """One kind of attention call. Calls of one stream run one after another, so they share a workspace."""
+
+    @abstractmethod
+    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
+        """library: FlashInfer."""
 
     @abstractmethod
     def prepare(self, segments: Sequence[Segment]) -> None:
@@ -108,8 +110,8 @@ class Call(ABC):
         """
 
 
-class PrefillCall(Call):
-    """FA2 over paged keys, causal, for segments of any lengths."""
+class PathCall(Call):
+    """FA2 over paged keys, causal, for paths of any length."""
 
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
         self._wrapper = PlannedWrapper(
@@ -120,40 +122,6 @@ class PrefillCall(Call):
     def prepare(self, segments: Sequence[Segment]) -> None:
         """See `Call.prepare`."""
         plan_paged(self._wrapper, self._config, segments, [segment.keys for segment in segments], causal=True)
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
-        """See `Call.run`."""
-        return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
-
-
-class DecodeCall(Call):
-    """A kernel for single tokens."""
-
-    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
-        use_tensor_cores = wants_tensor_cores(config.heads // config.kv_heads)
-        self._wrapper = PlannedWrapper(
-            library.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2"
-            ),
-            config.device,
-        )
-        self._config = config
-
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """See `Call.prepare`."""
-        config = self._config
-        keys = layout.paged_keys([one.pages for one in segments], [one.keys for one in segments], config.page_size)
-        self._wrapper.plan(
-            torch.from_numpy(keys.indptr),
-            on_device(keys.indices, torch.device(config.device)),
-            torch.from_numpy(keys.last_page_len),
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            config.page_size,
-            q_data_type=config.dtype,
-            kv_data_type=config.kv_dtype,
-        )
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
         """See `Call.run`."""
@@ -218,35 +186,3 @@ def plan_paged(
         kv_data_type=config.kv_dtype,
         **options,
     )
-
-
-def make_call(kind: Kind, library: Any, config: KernelConfig, workspace: Tensor) -> Call:
-    """Return a call of some kind. Calls of one stream run one after another, so they share a workspace."""
-    calls: dict[Kind, Callable[[Any, KernelConfig, Tensor], Call]] = {
-        "prefill": PrefillCall,
-        "decode": DecodeCall,
-        "tree": TreeCall,
-    }
-    return calls[kind](library, config, workspace)
-
-
-def assign(segments: Sequence[Segment]) -> dict[Kind, list[Segment]]:
-    """Return the segments of each call of a step, in the batch's order.
-
-    One call takes all paths, so that a step with prompts plans once; FA2 is right for every length.
-    """
-    paths = [segment for segment in segments if segment.mask is None]
-    calls: dict[Kind, list[Segment]] = {
-        "decode" if all(segment.length == 1 for segment in paths) else "prefill": paths,
-        "tree": [segment for segment in segments if segment.mask is not None],
-    }
-    return {kind: members for kind, members in calls.items() if members}
-
-
-def wants_tensor_cores(sharing: int) -> bool:
-    """Return whether decoding uses tensor cores, for a number of query heads to a key head.
-
-    Below 4 the plain kernel is limited by memory, from 4 on by its arithmetic (FlashInfer's and SGLang's rule). The
-    plain kernel exists only for some group sizes, 1 and 2 among them.
-    """
-    return sharing > 2

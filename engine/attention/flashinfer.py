@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.attention.base import Attention, StepShape
 from engine.attention.cache import PagedCache, as_stored
-from engine.attention.calls import WORKSPACE_BYTES, CacheWriter, Call, KernelConfig, Kind, assign, make_call
+from engine.attention.calls import WORKSPACE_BYTES, CacheWriter, Call, KernelConfig, PathCall, TreeCall
 from engine.attention.chunks import workspaces
 from engine.attention.flashinfer_fixed import FlashInferFixed, requests_of
 from engine.attention.layout import rows_of, segments_of
@@ -45,7 +45,7 @@ class FlashInferAttention(Attention):
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
         )
         self._workspace = self._bytes(WORKSPACE_BYTES)
-        self._calls: dict[Kind, Call] = {}
+        self._calls: dict[type[Call], Call] = {}
         self._writer = CacheWriter(self._library, self._cache)
 
     def begin(self, batch: Batch) -> Attend:
@@ -53,7 +53,12 @@ class FlashInferAttention(Attention):
         device = torch.device(self._config.device)
         store = self._writer.at(on_device(batch.slots.astype(np.int32), device))
         prepared: list[tuple[slice | Tensor, Call]] = []
-        for kind, segments in assign(segments_of(batch)).items():
+        # One call takes all paths, so a step with prompts plans once.
+        all_segments = segments_of(batch)
+        for kind, is_tree in ((PathCall, False), (TreeCall, True)):
+            segments = [segment for segment in all_segments if (segment.mask is not None) == is_tree]
+            if not segments:
+                continue
             call = self._call(kind)
             call.prepare(segments)
             rows = rows_of(segments)
@@ -91,8 +96,8 @@ class FlashInferAttention(Attention):
     def _bytes(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self._config.device)
 
-    def _call(self, kind: Kind) -> Call:
+    def _call(self, kind: type[Call]) -> Call:
         """Return the call of a kind, made when it is first needed, since each holds memory."""
         if kind not in self._calls:
-            self._calls[kind] = make_call(kind, self._library, self._config, self._workspace)
+            self._calls[kind] = kind(self._library, self._config, self._workspace)
         return self._calls[kind]

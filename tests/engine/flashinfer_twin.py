@@ -213,31 +213,6 @@ class RaggedPrefill(Planned):
         return joined([attention(*part) for part in parts], return_lse)
 
 
-class PagedDecode(PagedPrefill):
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores, backend):
-        super().__init__(float_workspace_buffer, kv_layout, backend=backend)
-        self.use_tensor_cores = use_tensor_cores
-
-    def plan(
-        self,
-        indptr,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        *,
-        q_data_type,
-        kv_data_type,
-    ):
-        assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
-        super().plan(
-            torch.arange(len(indptr), dtype=INT32), indptr, indices, last_page_len, num_qo_heads, num_kv_heads,
-            head_dim, page_size, causal=True, q_data_type=q_data_type, kv_data_type=kv_data_type,
-        )  # fmt: skip
-
-
 def merge_state(v_a, s_a, v_b, s_b):
     assert all(tensor.is_contiguous() for tensor in (v_a, s_a, v_b, s_b))
     assert v_a.dtype == v_b.dtype
@@ -321,7 +296,6 @@ def silu_and_mul(input: Tensor):  # noqa: A002
 TWIN = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=PagedPrefill,
     BatchPrefillWithRaggedKVCacheWrapper=RaggedPrefill,
-    BatchDecodeWithPagedKVCacheWrapper=PagedDecode,
     merge_state=merge_state,
     append_paged_kv_cache=append_paged_kv_cache,
     rmsnorm=rmsnorm,

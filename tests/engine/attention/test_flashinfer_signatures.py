@@ -25,11 +25,7 @@ FUNCTIONS = (
     "apply_rope_with_cos_sin_cache_inplace",
     "silu_and_mul",
 )
-WRAPPERS = (
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-)
+WRAPPERS = ("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper")
 METHODS = ("__init__", "plan", "run")
 LEFT_OUT = {
     ("plan", "pos_encoding_mode"): "NONE",
@@ -41,7 +37,6 @@ LEFT_OUT = {
     ("plan", "non_blocking"): True,
     ("plan", "fixed_split_size"): None,
     ("plan", "disable_split_kv"): False,
-    ("plan", "q_len_per_req"): 1,
     ("run", "lse_base"): "log2",
     ("run", "lse_layout"): "NH",
 }
@@ -60,17 +55,9 @@ def real_and_twin():
     yield f"{prefill}.reset_workspace_buffer", *reset
 
 
-def taken_by(function):
-    """Its parameters; those that a decode plan passes on are parameters too."""
-    taken = dict(inspect.signature(function).parameters)
-    if "kwargs" in taken:
-        taken |= inspect.signature(flashinfer.BatchDecodeWithPagedKVCacheWrapper._plan_impl).parameters
-    return taken
-
-
 @pytest.mark.parametrize(("real", "twin"), [pytest.param(*pair, id=name) for name, *pair in real_and_twin()])
 def test_the_twin_has_no_parameters_of_its_own(real, twin):
-    theirs = taken_by(real)
+    theirs = inspect.signature(real).parameters
     ours = inspect.signature(twin).parameters.values()
     positional = [one.name for one in ours if one.kind is not one.KEYWORD_ONLY]
     assert positional == list(theirs)[: len(positional)]
@@ -81,7 +68,7 @@ def test_what_is_left_unsaid_means_what_it_did():
     found = set()
     for wrapper in WRAPPERS:
         for method in METHODS:
-            for name, parameter in taken_by(getattr(getattr(flashinfer, wrapper), method)).items():
+            for name, parameter in inspect.signature(getattr(getattr(flashinfer, wrapper), method)).parameters.items():
                 if (method, name) in LEFT_OUT:
                     assert parameter.default == LEFT_OUT[method, name], (wrapper, method, name)
                     found.add((method, name))
@@ -97,8 +84,7 @@ def library(monkeypatch):
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named))
     module = SimpleNamespace(plan=fa2.plan, paged_run=fa2.paged_run, ragged_run=fa2.ragged_run)
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(f"flashinfer.{name}.get_batch_prefill_module", lambda backend, *_: {"fa2": module}[backend])
+    monkeypatch.setattr("flashinfer.prefill.get_batch_prefill_module", lambda backend, *_: {"fa2": module}[backend])
     # Bits stay apart.
     monkeypatch.setattr("flashinfer.prefill.segment_packbits", lambda mask, indptr, bitorder: (mask, indptr))
 

@@ -4,7 +4,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.calls import assign
 from engine.attention.layout import (
     flat_masks,
     indptr,
@@ -105,22 +104,13 @@ def test_true_lengths_fit_into_the_plan_of_their_upper_bounds(lengths, page_size
 
 
 @given(st.data())
-def test_every_segment_is_in_one_call_that_can_do_it(data):
+def test_rows_of_segments_are_theirs_in_the_batch(data):
     batch, _ = data.draw(batches(16))
-    segments = segments_of(batch)
-    calls = assign(segments)
-    starts = [segment.start for members in calls.values() for segment in members]
-    assert sorted(starts) == [segment.start for segment in segments]
-    for kind, members in calls.items():
-        assert [segment.start for segment in members] == sorted(segment.start for segment in members)
-        for segment in members:
-            assert (segment.mask is not None) == (kind == "tree")
-            assert kind != "decode" or segment.length == 1
-        rows = [row for one in members for row in range(one.start, one.start + one.length)]
-        assert np.arange(len(batch.tokens))[rows_of(members)].tolist() == rows
-    if all(segment.length == 1 for segment in segments):
-        assert "prefill" not in calls
-    assert {"prefill", "decode"} - calls.keys()
+    for is_tree in (False, True):
+        segments = [segment for segment in segments_of(batch) if (segment.mask is not None) == is_tree]
+        if segments:
+            rows = [row for one in segments for row in range(one.start, one.start + one.length)]
+            assert np.arange(len(batch.tokens))[rows_of(segments)].tolist() == rows
 
 
 def test_indptr_begins_with_0():
