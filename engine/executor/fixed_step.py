@@ -17,7 +17,7 @@ from engine.attention.base import StepShape
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.select import OutcomeTable, select_drafts
+from engine.executor.kernels.select import OutcomeTensors, select_drafts
 from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.executor.kernels.verify import verify
 from engine.executor.transfer import CopyStream, PendingArray, on_device
@@ -152,7 +152,7 @@ class FixedStep:
             return Drafts(none[:, None].expand(-1, width), none)
         outcomes = order[:, SEQUENCE_COLUMNS:].view(len(order), OUTCOMES, OUTCOME_COLUMNS + width)
         lengths, last_tokens, sizes = (outcomes[:, :, column] for column in range(OUTCOME_COLUMNS))
-        table = OutcomeTable(lengths, last_tokens, sizes, outcomes[:, :, OUTCOME_COLUMNS:])
+        table = OutcomeTensors(lengths, last_tokens, sizes, outcomes[:, :, OUTCOME_COLUMNS:])
         return select_drafts(self._state, slots, table, width)
 
 

@@ -44,8 +44,6 @@ class SamplingParams:
     max_tokens: int = 128
     temperature: float = 0.0
     """0 is greedy."""
-    verification: Literal["exact", "rejection"] | None = None
-    """How drafts are accepted, as in `EngineConfig`; None: as the engine is configured."""
     seed: int = 0
     """The same seed, prompt and settings give the same output, with any drafter and in any batch."""
     top_k: int = 0
@@ -74,6 +72,8 @@ class SamplingParams:
     """Most likely tokens to report with each token of the output; 0 reports its own log-probability alone."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt but the first."""
+    verification: Literal["exact", "rejection"] | None = None
+    """How drafts are accepted, as in `EngineConfig`; None: as the engine is configured."""
 
     def __post_init__(self) -> None:
         """Raises UserError for a setting out of its range."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-class OutcomeTable(NamedTuple):
+class OutcomeTensors(NamedTuple):
     """Up to K outcomes of B sequences, each with a path of up to P draft tokens; rows may be views of one tensor."""
 
     lengths: Tensor
@@ -32,7 +32,7 @@ class OutcomeTable(NamedTuple):
     """int32 [B, K, P], with anything behind a draft. Neighbouring tokens of a path are neighbours in memory."""
 
 
-def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeTable, width: int) -> Drafts:
+def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeTensors, width: int) -> Drafts:
     """Return for each sequence the draft of the first row whose key is the state's length and last token.
 
     request_slots: int64 [B]. width: columns of the result; longer drafts are cut. A sequence without such a row gets an
@@ -50,7 +50,7 @@ def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeT
     return Drafts(torch.where(columns < sizes[:, None], tokens, 0), sizes)
 
 
-def _select_kernel(state: DeviceState, request_slots: Tensor, table: OutcomeTable, width: int) -> Drafts:
+def _select_kernel(state: DeviceState, request_slots: Tensor, table: OutcomeTensors, width: int) -> Drafts:
     """Run one program for each sequence."""
     batch, device = len(request_slots), request_slots.device
     tokens = torch.empty(batch, width, dtype=torch.int32, device=device)

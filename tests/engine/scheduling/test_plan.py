@@ -40,7 +40,7 @@ def test_the_host_selects_as_the_device_does():
             state.assign(slot, sequence)
         lengths = np.where(table.accepted >= 0, known[:, None] + table.accepted + 1, 0)
         columns = (lengths, table.bonus, table.lengths, table.tokens)
-        on_device = select.OutcomeTable(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
+        on_device = select.OutcomeTensors(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
         drafts = select.select_drafts(state, torch.arange(len(sequences)), on_device, WIDTH)
         for entry, tokens, size in zip(plan.producing, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
             assert entry.draft.tolist() == tokens[:size]

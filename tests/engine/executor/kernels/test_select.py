@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.executor.kernels import select
-from engine.executor.kernels.select import OutcomeTable, select_drafts
+from engine.executor.kernels.select import OutcomeTensors, select_drafts
 from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
 
 
@@ -36,9 +36,9 @@ def expected_draft(length, last_token, table, index, width):
 def views_of_one(table, device):
     """The table as one copy brings it: all columns of a sequence, then those of the next."""
     batch, rows = table["lengths"].shape
-    parts = [np.reshape(table[name], (batch, rows, -1)) for name in OutcomeTable._fields]
+    parts = [np.reshape(table[name], (batch, rows, -1)) for name in OutcomeTensors._fields]
     joined = torch.from_numpy(np.concatenate(parts, axis=2).astype(np.int32)).to(device)
-    return OutcomeTable(joined[:, :, 0], joined[:, :, 1], joined[:, :, 2], joined[:, :, 3:])
+    return OutcomeTensors(joined[:, :, 0], joined[:, :, 1], joined[:, :, 2], joined[:, :, 3:])
 
 
 def agrees(operation, implementation, seed):

@@ -8,7 +8,7 @@ import torch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.select import OutcomeTable, select_drafts
+from engine.executor.kernels.select import OutcomeTensors, select_drafts
 from engine.executor.kernels.verify import verify
 from tests.engine.executor.kernels.implementations import on
 
@@ -32,7 +32,7 @@ def arguments_of_a_step(device):
 
 def step(state, table, slots, starts, logits, read=lambda tensor: tensor):
     """Run steps, truncated or not."""
-    outcomes = OutcomeTable(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
+    outcomes = OutcomeTensors(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
     for most in (None, 0, 30):
         drafts = select_drafts(state, slots, outcomes, DRAFT)
         inputs = build_inputs(state, slots, drafts, read(starts), len(logits), PAGE_SIZE)
