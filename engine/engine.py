@@ -301,7 +301,7 @@ class Engine:
             result.tokens = result.tokens[: cut.length]
             result.kept = result.kept[: cut.length]
             if result.logprobs is not None:
-                result.logprobs = result.logprobs.at(np.arange(cut.length))
+                result.logprobs = result.logprobs.part(0, cut.length)
         sequence.commit(result.tokens, drafted=result.drafted, accepted=result.accepted, logprobs=result.logprobs)
         self.scheduler.register_pages(sequence)
         return cut

@@ -137,7 +137,7 @@ class FixedStep:
         starts = pad(order[:, 1].cumsum(0, dtype=torch.int32), (1, 0))
         inputs = build_inputs(state, slots, drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[slots])
-        chosen = sampled_tokens(state, inputs, logits, draws=kind.samples, most=kind.max_ranked)
+        chosen = sampled_tokens(state, inputs, logits, samples=kind.samples, max_ranked=kind.max_ranked)
         # Also where nothing was recorded, so that no shape is captured twice.
         chosen = replayed(state, inputs, chosen)
         verified = verify(state, slots, inputs, chosen, shape.width)

@@ -11,6 +11,7 @@ import torch
 
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import FixedStep, Kind, StepOrder, order_columns
+from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.transfer import PendingArray
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
@@ -59,8 +60,8 @@ class StepGrid:
         top_k, top_p, min_p = (
             np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
         )
-        most = Truncation(top_k, top_p, min_p).most(vocab_size)
-        return Kind(True, min(1 << (most - 1).bit_length(), vocab_size) if most else 0)
+        ranked = Truncation(top_k, top_p, min_p).max_ranked(vocab_size)
+        return Kind(True, min(next_power_of_2(ranked), vocab_size) if ranked else 0)
 
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
         """Return the smallest shape that holds these numbers of sequences and rows."""

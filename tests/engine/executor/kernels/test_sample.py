@@ -279,7 +279,7 @@ def random_step(seed, device):
 def step_agrees(module, seed, device="cpu"):
     entries, batch, state, inputs, rng = random_step(seed, device)
     logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
-    sampled = module.sampled_tokens(state, inputs, logits, draws=True, most=VOCAB)
+    sampled = module.sampled_tokens(state, inputs, logits, samples=True, max_ranked=VOCAB)
     tokens = module.replayed(state, inputs, sampled)
     firsts, counts = inputs.starts[:-1, None], inputs.counts[:, None]
     row = torch.arange(len(logits), device=device)
@@ -298,7 +298,7 @@ STEP_FAULTS = {
     "settings of other sequences": ("slots = inputs.request_slots", "slots = inputs.request_slots.roll(1)"),
     "the recorded token of the row itself": ("state.history[:, 1:]", "state.history"),
     "no token 0 is recorded": ("recorded == NOT_RECORDED", "recorded <= 0"),
-    "no truncation": ("None if most is None else Limits", "None if most else Limits"),
+    "no truncation": ("if max_ranked is not None:", "if not max_ranked:"),
 }
 
 
@@ -311,4 +311,4 @@ def test_faults_in_a_step_are_caught(fault, tmp_path):
 def test_greedy_steps_take_the_largest_logit():
     *_, state, inputs, rng = random_step(0, "cpu")
     logits = torch.from_numpy(rng.normal(size=(len(inputs.tokens), VOCAB)))
-    assert torch.equal(sampled_tokens(state, inputs, logits, draws=False), logits.argmax(dim=1))
+    assert torch.equal(sampled_tokens(state, inputs, logits, samples=False), logits.argmax(dim=1))

@@ -33,10 +33,10 @@ def arguments_of_a_step(device):
 def step(state, table, slots, starts, logits, read=lambda tensor: tensor):
     """Run steps, truncated or not."""
     outcomes = OutcomeTensors(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
-    for most in (None, 0, 30):
+    for max_ranked in (None, 0, 30):
         drafts = select_drafts(state, slots, outcomes, DRAFT)
         inputs = build_inputs(state, slots, drafts, read(starts), len(logits), PAGE_SIZE)
-        tokens = sampled_tokens(state, inputs, logits, draws=True, most=most)
+        tokens = sampled_tokens(state, inputs, logits, samples=True, max_ranked=max_ranked)
         verified = verify(state, slots, inputs, replayed(state, inputs, tokens), DRAFT + 1)
     return drafts, inputs, verified
 
