@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import NO_OUTPUTS
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
@@ -332,12 +331,9 @@ def build_engine(
     preparations. Raises UserError for an attention or a KV cache that is not available.
     """
     drafter = adapt(drafter)
-    needs_host = drafter.needs != NO_OUTPUTS or config.draft_shape == "tree"
+    measure = has_budget and config.max_draft > 0
     executors = build_executors(
-        model, config, attention, common, notify,
-        has_graphs=False if needs_host else None,
-        measure=has_budget and config.max_draft > 0,
-        needs=drafter.needs,
+        model, config, attention, common, notify, measure=measure, needs=drafter.needs
     )  # fmt: skip
     if hasattr(drafter, "bind"):
         drafter.bind(executors.eager.runner.draft_forward(config.page_size))

@@ -1,4 +1,4 @@
-"""State of the running sequences on the device: each has a request slot, so that no step needs values from the host."""
+"""State of running sequences on the device, one request slot each, so that steps do not depend on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_RECORDED = -1
 
 @dataclass(frozen=True, eq=False)
 class DeviceState:
-    """Tensors of S request slots, and of an idle one after them that fills up batches.
+    """Tensors of S request slots and of an idle slot after them, which pads batches.
 
     They are only changed in place, because CUDA graphs hold their addresses.
     """
@@ -26,14 +26,14 @@ class DeviceState:
     lengths: Tensor
     """int32 [S + 1]: committed tokens; the keys and values of all but the last one are in the cache."""
     limits: Tensor
-    """int32 [S + 1]: the length that ends a sequence; 0 for a free slot."""
+    """int32 [S + 1]: largest length of each sequence; 0 for a free slot."""
     last_tokens: Tensor
-    """int32 [S + 1]: the last committed ones."""
+    """int32 [S + 1]: the last committed token."""
     history: Tensor
     """int32 [S + 1, max_length]: committed tokens, then the rest of a recorded output, then `NOT_RECORDED`. The content
     of the idle slot is arbitrary."""
     page_tables: Tensor
-    """int32 [S + 1, max_pages]; the scratch page where there is none."""
+    """int32 [S + 1, max_pages]; unused entries have the scratch page."""
     seeds: Tensor
     """int64 [S + 1]."""
     temperatures: Tensor
@@ -45,7 +45,7 @@ class DeviceState:
     min_p: Tensor
     """float64 [S + 1]."""
     scratch_page: int
-    """A page that no sequence owns: keys and values of padding are stored there."""
+    """A page that no sequence owns, for keys and values of padding."""
 
     @classmethod
     def empty(cls, slots: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> DeviceState:
@@ -70,7 +70,7 @@ class DeviceState:
 
     @property
     def idle(self) -> int:
-        """The slot of no sequence."""
+        """Index of the idle slot."""
         return len(self.lengths) - 1
 
     def assign(self, slot: int, sequence: Sequence) -> None:
@@ -107,10 +107,10 @@ class DeviceState:
 
 
 class RequestSlots:
-    """Assigns request slots; what a sequence has on the device follows what it has on the host."""
+    """Assigns request slots to sequences and updates their page tables."""
 
     def __init__(self, state: DeviceState) -> None:
-        """state: with all slots free."""
+        """state: a state whose slots are all free."""
         self._state = state
         self._free = list(range(state.idle))
         self._assigned: dict[int, Assigned] = {}
@@ -127,7 +127,7 @@ class RequestSlots:
         return assigned.slot
 
     def add_pages(self, sequences: SequenceOf[Sequence]) -> None:
-        """Append pages that sequences with a slot were given since the last call to their tables on the device."""
+        """Append pages that were allocated for sequences since the last call to their tables on the device."""
         grown = [
             assigned
             for sequence in sequences
@@ -158,11 +158,11 @@ class RequestSlots:
 
 @dataclass(eq=False, slots=True)
 class Assigned:
-    """A sequence that has a request slot."""
+    """A sequence with a request slot."""
 
     sequence: Sequence
     slot: int
     preemptions: int
-    """Of the sequence when it got the slot; a later preemption frees its pages."""
+    """Number of preemptions of the sequence when it got the slot; a later one frees its pages."""
     pages: int
     """Number of pages in its table on the device."""

@@ -1,4 +1,4 @@
-"""Steps of exactly the tokens that are planned: any request option, prompt chunks, draft paths and trees."""
+"""Run steps without padding: all request options, prompt chunks, draft paths and trees."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from engine.speculation.verify import verify_drafts
 
 
 class EagerExecutor:
-    """Runs a step by ordinary calls of PyTorch, and verifies drafts on the host."""
+    """Runs steps without CUDA graphs, and verifies drafts on the host."""
 
     def __init__(self, runner: Runner, page_size: int, needs: TargetOutputs = NO_OUTPUTS) -> None:
-        """`needs`: outputs of the target that results have for the drafter."""
+        """needs: outputs of the target for the drafter."""
         self.runner = runner
         self._page_size = page_size
         self._needs = needs
 
     def launch(self, plan: StepPlan) -> EagerStep:
-        """Run the forward pass; on a GPU this returns before it has ended."""
+        """Launch the forward pass; on a GPU this returns before it has ended."""
         batch = build_batch(plan.entries, self._page_size)
         if not self._needs.hidden_layers:
             return EagerStep(self.runner, plan, batch, self.runner.forward(batch), None, self._needs.top_k)
@@ -37,7 +37,7 @@ class EagerStep:
     """A step whose forward pass is launched."""
 
     is_done = True
-    """Reading the logits is a part of the step."""
+    """`result` does a part of the work, and does not only wait."""
 
     def __init__(
         self, runner: Runner, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None, top_k: int
@@ -78,7 +78,7 @@ class EagerStep:
 
 
 def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tensor) -> None:
-    """Give results the states, [N, layers, hidden size], of tokens that are final: scheduled and accepted ones."""
+    """Set the hidden states of scheduled and accepted tokens in results. states: [N, layers, hidden size]."""
     rows = []
     for result, span, first in zip(results, batch.spans, batch.logit_offsets.tolist(), strict=False):
         scheduled = np.arange(span.start, span.start + result.plan.scheduled)
@@ -89,7 +89,7 @@ def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tenso
 
 
 def add_top_logits(results: list[SequenceResult], batch: Batch, logits: Tensor, count: int) -> None:
-    """Give results the `count` largest logits of their rows. logits: float32 [rows, V], of `batch.logit_rows`."""
+    """Set the `count` largest logits in results. logits: float32 [rows, V], of `batch.logit_rows`."""
     top = logits[: batch.logit_offsets[-1]].topk(count, dim=1)
     for result, first, end in zip(results, batch.logit_offsets[:-1], batch.logit_offsets[1:], strict=True):
         if first < end:

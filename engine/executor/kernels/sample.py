@@ -39,7 +39,8 @@ def sampled_tokens(
     """
     if not samples:
         return greedy_tokens(logits)
-    slots, limits = inputs.request_slots, None
+    slots = inputs.request_slots
+    limits = None
     if max_ranked is not None:
         limits = Limits(state.top_k[slots], state.top_p[slots], state.min_p[slots], max_ranked)
     return sample_tokens(logits, state.temperatures[slots], state.seeds[slots], inputs.positions + 1, limits)

@@ -1,4 +1,4 @@
-"""Tensors of a step on the device, of fixed shapes whatever the drafts are."""
+"""Tensors of a step on the device. Their shapes do not depend on the lengths of drafts."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from engine.executor.fixed_step import (
     OUTCOME_COLUMNS,
     SEQUENCE_COLUMNS,
     FixedStep,
+    HostInputs,
     Kind,
-    StepOrder,
-    order_columns,
+    table_columns,
 )
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import Drafts
@@ -154,12 +154,12 @@ def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
 
 def order_for(sequences):
     """What the host sends for sequences whose text it knows, each in the slot of its place."""
-    rows = np.zeros((len(sequences), order_columns(MOST_DRAFT)), np.int32)
+    rows = np.zeros((len(sequences), table_columns(MOST_DRAFT)), np.int32)
     for slot, (row, entry) in enumerate(zip(rows, sequences, strict=True)):
         size, end = len(entry.draft), SEQUENCE_COLUMNS + OUTCOME_COLUMNS
         row[:end] = slot, 1 + size, len(entry.sequence), entry.sequence.tokens[-1], size
         row[end : end + size] = entry.draft
-    return StepOrder(rows, [entry.computed for entry in sequences])
+    return HostInputs(rows, [entry.computed for entry in sequences])
 
 
 def test_a_step_verifies_commits_and_counts(model, monkeypatch):
@@ -215,7 +215,7 @@ class Recorded:
     def make(self, sequences, rows):
         self.runs.append((sequences, rows, "made"))
         step = type("Step", (), {})()
-        step.run = lambda order, kind: self.runs.append((sequences, rows, len(order.contexts)))
+        step.run = lambda inputs, kind: self.runs.append((sequences, rows, len(inputs.contexts)))
         return step
 
 
@@ -223,9 +223,9 @@ def test_the_least_shape_that_holds_a_step_runs_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, None, 12, 10)
     for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
-        rows = np.zeros((len(most), order_columns(10)), np.int32)
+        rows = np.zeros((len(most), table_columns(10)), np.int32)
         rows[:, 1] = 1 + np.array(most)
-        grid.run(StepOrder(rows, [0] * len(most)), GREEDY)
+        grid.run(HostInputs(rows, [0] * len(most)), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
     assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
