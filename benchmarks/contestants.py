@@ -228,5 +228,5 @@ def own_entries(drafter: str, ks: Sequence[int], shapes: Sequence[str], costs: S
 
 
 def _ssd_entry(k: int, shape: str, cost: float) -> Entry:
-    config = {"policy": "suffix", "shape": shape, "max_draft": k, "cost": cost}
+    config = {"policy": "suffix", "draft_shape": shape, "max_draft": k, "cost": cost}
     return Entry("ssd", f"{shape} k={k}", lambda trace: Remembering(trace, config, sessions=True), k, shape, cost)

@@ -34,8 +34,8 @@ FEED_TOKENS_PER_S = 50_000
 FEED_S = 10.0
 BATCH, BATCH_NODES = 64, 8
 
-PATH = DrafterConfig(shape="path")
-TREE = DrafterConfig(shape="tree", max_draft=16, cost=0.005)
+PATH = DrafterConfig(draft_shape="path")
+TREE = DrafterConfig(draft_shape="tree", max_draft=16, cost=0.005)
 
 
 def resident_bytes() -> int:
@@ -154,7 +154,7 @@ def time_drafts(corpus: Corpus, config: DrafterConfig, requests: list[np.ndarray
 
 def time_batches(corpus: Corpus, requests: list[np.ndarray], rounds: int) -> list[float]:
     """Return the seconds of each draft for BATCH sequences of BATCH_NODES nodes each."""
-    config = DrafterConfig(capacity=corpus.capacity, shape="tree", max_draft=BATCH_NODES, cost=0.005)
+    config = DrafterConfig(capacity=corpus.capacity, draft_shape="tree", max_draft=BATCH_NODES, cost=0.005)
     drafter = SuffixDrafter(config, corpus=corpus)
     seconds: list[float] = []
     for first in range(0, len(requests) - BATCH, BATCH):

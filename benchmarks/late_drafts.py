@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Tally:
     """Replay requests one after the other until that many tokens are produced."""
     cost = TREE_COST if mode.shape == "tree" else COST
-    drafter = SuffixDrafter(DrafterConfig(capacity=1_000_000, max_draft=MAX_DRAFT, shape=mode.shape))
+    drafter = SuffixDrafter(DrafterConfig(capacity=1_000_000, max_draft=MAX_DRAFT, draft_shape=mode.shape))
     tally = Tally()
     for number, request in enumerate(requests):
         if tally.tokens >= tokens:

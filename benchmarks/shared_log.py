@@ -1,9 +1,9 @@
-"""How fast a replica takes what another publishes, through a real Redis.
+"""Measure how fast a replica reads what another one publishes, through a real Redis.
 
     python -m benchmarks.shared_log [--tokens 20000000] [--capacity 16000000]
 
-The reader has a core for itself; the publishing replica and Redis share the other. Once it only counts, once it learns
-into a corpus with its maintainer at work. The last line is one JSON document.
+The reader has one core; the publishing replica and Redis share the other. It is measured twice: only counting tokens,
+and learning them into a corpus that is maintained meanwhile. The last line of the output is one JSON document.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ NAMESPACE = "benchmark"
 PUBLISHED_AT_ONCE = 1 << 20
 DIFFERENT_TOKENS = 4 << 20
 WAITING_TOKENS = 1 << 20
-"""The reader waits with more than this not draftable yet."""
+"""The reader waits while more tokens than this are not draftable yet."""
 
 
 def use_core(number: int) -> None:
-    """Stay on one core, of those that there are."""
+    """Pin this process to one of the available cores."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def publish(url: str, tokens: int, started: float) -> None:
-    """The other replica: publishes as fast as Redis takes it. `started`: the time of the requests."""
+    """Run the other replica: publish as fast as Redis accepts it. `started`: the time of the requests."""
     use_core(0)
     texts = Writer(1).take(DIFFERENT_TOKENS)
 
@@ -56,16 +56,16 @@ def publish(url: str, tokens: int, started: float) -> None:
     asyncio.run(run())
 
 
-class Taken:
-    """Counts what it takes, and learns it where there is a corpus."""
+class Consumer:
+    """Counts tokens of events, and learns them if there is a corpus."""
 
     def __init__(self, expected: int, corpus: Corpus | None) -> None:
         self._corpus, self._left, self._appended = corpus, expected, 0
-        self.all = asyncio.Event()
+        self.is_finished = asyncio.Event()
         self.began = 0.0
 
     async def take(self, events: list[Event]) -> None:
-        """As `Reader.run` wants it."""
+        """Process events; see `Reader.run`."""
         self.began = self.began or time.perf_counter()
         for event in events:
             assert isinstance(event, Finished)
@@ -73,30 +73,30 @@ class Taken:
             if self._corpus is not None:
                 self._corpus.append(event.tokens, event.request)
                 self._appended += len(event.tokens) + 1
-        await self.until_draftable(WAITING_TOKENS if self._left else 0)
+        await self.wait_until_draftable(WAITING_TOKENS if self._left else 0)
         if not self._left:
-            self.all.set()
+            self.is_finished.set()
 
-    async def until_draftable(self, all_but: int) -> None:
-        """Returns when no more than this number of tokens wait in the corpus."""
+    async def wait_until_draftable(self, all_but: int) -> None:
+        """Wait until at most `all_but` tokens of the corpus are not draftable yet."""
         while self._corpus is not None and self._appended - self._corpus.indexed > all_but:
             await asyncio.sleep(0.002)
 
 
 async def tokens_per_s(url: str, tokens: int, corpus: Corpus | None) -> float:
-    """From the first entry until all are taken, and draftable."""
+    """Return tokens per second, from the first entry until all are read and draftable."""
     shared = SharedLog(url)
     log = shared.open(NAMESPACE)
     expected = tokens // REQUEST_TOKENS * REQUEST_TOKENS
-    taken = Taken(expected, corpus)
-    reading = asyncio.create_task(log.reader().run(taken.take))
+    consumer = Consumer(expected, corpus)
+    reading = asyncio.create_task(log.reader().run(consumer.take))
     writer = multiprocessing.get_context("spawn").Process(target=publish, args=(url, tokens, time.time()))
     writer.start()
     await asyncio.to_thread(writer.join)
     if writer.exitcode:
         raise SystemExit("the publishing replica failed")
-    await taken.all.wait()
-    seconds = time.perf_counter() - taken.began
+    await consumer.is_finished.wait()
+    seconds = time.perf_counter() - consumer.began
     reading.cancel()
     await log.close()
     await shared.close()
@@ -104,20 +104,20 @@ async def tokens_per_s(url: str, tokens: int, corpus: Corpus | None) -> float:
 
 
 def measure(tokens: int, corpus: Corpus | None) -> float:
-    """With a Redis of its own."""
+    """Return tokens per second with a new Redis."""
     with running_redis() as server:
         return asyncio.run(tokens_per_s(server.url, tokens, corpus))
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--capacity", type=int, default=16_000_000)
     options = parser.parse_args()
     use_core(1)
     corpus = Corpus.from_config(DrafterConfig(capacity=options.capacity))
-    # Compiles before anything is timed.
+    # Compile before the measurements.
     corpus.append(np.arange(100, dtype=np.uint32))
     corpus.refresh()
     log_rate = measure(options.tokens, None)

@@ -1,9 +1,10 @@
-"""Whether a sidecar stands mixed load for long: `python -m benchmarks.soak [--minutes 60]`.
+"""Run a sidecar under mixed load for a long time: `python -m benchmarks.soak [--minutes 60]`.
 
-One real service with a small, full ring. Engines in threads draft, finish, give up, and come back as new clients; texts
-are observed and forgotten; namespaces are made, saved and dropped; reports and metrics are read. Once the ring is full
-the memory of the service must stay flat: of the time after that, the mean of the last third against that of the
-first. The last line is one JSON document; the exit code is 1 for an error, or for memory that grew by more than 2 %.
+A real service has a small, full ring buffer. Engines in threads draft, finish, disconnect and reconnect as new clients;
+texts are observed and forgotten; namespaces are created, saved and dropped; reports and metrics are read. The memory of
+the service must not grow: after the warm-up, the mean of the last third of the samples is compared with that of the
+first third. The last line of the output is one JSON document; the exit code is 1 after an error, or if memory grew by
+more than 2 %.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ from urllib.request import urlopen
 import grpc
 import numpy as np
 
-from benchmarks.sidecar import CHANNEL, Feed, client_of, engine_on, fill, service, texts_message
+from benchmarks.sidecar import Feed, client_of, engine_on, fill, service, texts_message
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from drafter_service.transport.wire import MESSAGE_SIZES
 
 CAPACITY = 1_000_000
 ENGINES, BATCH = 3, 16
-STEPS_A_CONNECTION = 200
+STEPS_PER_CONNECTION = 200
 LEARNED_PER_S = 50_000
 SAMPLE_S = 1.0
 WARM_UP = 0.25
-"""Part of the time before memory counts."""
-MOST_GROWTH = 0.02
+"""Share of the samples that is discarded before memory is compared."""
+MAX_GROWTH = 0.02
 
 
 class Load:
-    """What goes on beside one another, each in a thread, until it is to stop; errors are kept."""
+    """Functions that are repeated in one thread each until `stop`; their errors are collected."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
-        self.rounds = itertools.count()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def begin(self, work: Callable[[], object]) -> None:
-        """Do `work` again and again."""
+    def repeat(self, work: Callable[[], object]) -> None:
+        """Repeat `work` in a new thread."""
 
         def run() -> None:
             while not self._stopping.is_set():
@@ -55,34 +56,33 @@ class Load:
                 except Exception as problem:
                     self.errors.append(f"{type(problem).__name__}: {problem}")
                     self._stopping.wait(1.0)
-                next(self.rounds)
 
         self._threads.append(threading.Thread(target=run, daemon=True))
         self._threads[-1].start()
 
     def stop(self) -> None:
-        """Wait for all of it."""
+        """Stop all threads and wait for them."""
         self._stopping.set()
         for thread in self._threads:
             thread.join()
 
 
-def engine_life(address: str, seeds: itertools.count[int]) -> None:
-    """A client connects, runs a batch for a while, and leaves in one of several ways."""
+def run_client(address: str, seeds: itertools.count[int]) -> None:
+    """Connect, run a batch for some steps, and disconnect, with or without finishing the sequences."""
     seed = next(seeds)
     client = client_of(address, deadline_s=0.01)
     engine = engine_on(client, BATCH, seed, learn=True)
-    for _ in range(STEPS_A_CONNECTION):
+    for _ in range(STEPS_PER_CONNECTION):
         engine.step()
     if seed % 3 == 0:
         engine.stop()
-    client.close()  # otherwise with all its sequences running
+    client.close()  # Otherwise the sequences are still running.
 
 
 def call_everything(stub: DrafterServiceStub, metrics: str, rounds: itertools.count[int]) -> None:
-    """A little of all that can be asked of a service."""
+    """Make one call of each kind to the service."""
     number = next(rounds)
-    name = f"passing-{number % 4}"
+    name = f"temporary-{number % 4}"
     text = np.arange(number % 1000, number % 1000 + 200, dtype=np.uint32)
     texts = texts_message([text])
     texts.request_ids.append(f"request-{number}")
@@ -100,30 +100,30 @@ def call_everything(stub: DrafterServiceStub, metrics: str, rounds: itertools.co
 
 
 def resident_bytes(stub: DrafterServiceStub) -> int:
-    """Memory of the service, as it says itself."""
+    """Return the memory of the service as it reports it."""
     return int(json.loads(stub.Report(pb.ReportRequest()).json)["service"]["memory_bytes"])
 
 
-def soak(folder: Path, seconds: float, say: Callable[[str], None]) -> dict[str, object]:
-    """Run the load; what came of it."""
+def soak(folder: Path, seconds: float, log: Callable[[str], None]) -> dict[str, object]:
+    """Run the load and return the results; `log` gets progress messages."""
     metrics = "127.0.0.1:19473"
-    arguments = ("--capacity", str(CAPACITY), "--snapshot-folder", str(folder / "kept"), "--metrics", metrics)
+    arguments = ("--capacity", str(CAPACITY), "--snapshot-folder", str(folder / "snapshots"), "--metrics", metrics)
     samples: list[int] = []
     load = Load()
-    with service(folder, *arguments) as address, grpc.insecure_channel(address, options=CHANNEL) as channel:
+    with service(folder, *arguments) as address, grpc.insecure_channel(address, options=MESSAGE_SIZES) as channel:
         stub = DrafterServiceStub(channel)
         fill(address, CAPACITY)
         seeds, rounds = itertools.count(1), itertools.count(1)
         for _ in range(ENGINES):
-            load.begin(lambda: engine_life(address, seeds))
-        load.begin(lambda: call_everything(stub, metrics, rounds))
+            load.repeat(lambda: run_client(address, seeds))
+        load.repeat(lambda: call_everything(stub, metrics, rounds))
         began = time.monotonic()
         with Feed(address, LEARNED_PER_S):
             while (passed := time.monotonic() - began) < seconds:
                 time.sleep(SAMPLE_S)
                 samples.append(resident_bytes(stub))
                 if len(samples) % 30 == 0:
-                    say(f"{passed:.0f} of {seconds:.0f} s: {samples[-1] / 1e6:.0f} MB, {len(load.errors)} errors")
+                    log(f"{passed:.0f} of {seconds:.0f} s: {samples[-1] / 1e6:.0f} MB, {len(load.errors)} errors")
         load.stop()
     counted = samples[int(len(samples) * WARM_UP) :]
     third = max(1, len(counted) // 3)
@@ -139,7 +139,7 @@ def soak(folder: Path, seconds: float, say: Callable[[str], None]) -> dict[str, 
 
 
 def main() -> None:
-    """Soak and print."""
+    """Run the load and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     options = parser.parse_args()
@@ -147,7 +147,7 @@ def main() -> None:
         result = soak(Path(folder), options.minutes * 60, lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(result))
     growth = result["memory_growth"]
-    sys.exit(bool(result["errors"]) or not isinstance(growth, float) or growth > MOST_GROWTH)
+    sys.exit(bool(result["errors"]) or not isinstance(growth, float) or growth > MAX_GROWTH)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""How fast logs are learned: parsed, tokenized, sorted and saved into a snapshot of 16 M tokens.
+"""Measure how fast logs are learned: parsed, tokenized, sorted and saved into a snapshot of 16 M tokens.
 
     python -m benchmarks.warm [--megabytes 100] [--rounds 3]
 
-The last line is one JSON document; rates are medians of the rounds. Token ids: a log of completions as vLLM
-returns them, of synthetic text. Text: prompts and completions cut from this Python's standard library, learned
-whole, so that the tokenizer reads the same text when it is timed alone, with nothing but the library and lists of
-strings. All are timed in turns.
+The last line of the output is one JSON document; rates are medians of the rounds. Two logs are measured: completions
+with token ids as vLLM returns them, of synthetic text; and prompts and completions as text, cut from Python's standard
+library. Whole prompts are learned, so that the tokenizer alone, which is timed for comparison, reads the same text.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ MEGABYTES, ROUNDS = 100, 3
 PROMPT_TOKENS = 80
 PROMPT_LINES, COMPLETION_LINES = 20, 40
 TEXTS_AT_ONCE = 128
-"""A call of the tokenizer; 16 to 1,024 differ by less than rounds do."""
+"""Texts per call of the tokenizer; between 16 and 1,024 its speed differs by less than between rounds."""
 
 
 def id_records() -> Iterator[dict[str, object]]:
-    """Completions with their token ids, without end."""
+    """Yield completions with their token ids, endlessly."""
     for index, request in enumerate(Writer(seed=1).requests()):
         ids = request.tolist()
         choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": ids[PROMPT_TOKENS:]}
@@ -54,7 +53,7 @@ def id_records() -> Iterator[dict[str, object]]:
 
 
 def text_records() -> Iterator[dict[str, object]]:
-    """Prompts and completions from source code, without end: it is read again and again, cut elsewhere each time."""
+    """Yield prompts and completions from source code, endlessly; each pass cuts the files at other lines."""
     paths = [
         path for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")) if "site-packages" not in str(path)
     ]
@@ -74,14 +73,14 @@ def text_records() -> Iterator[dict[str, object]]:
 
 
 def write_log(path: Path, records: Iterator[dict[str, object]], size: int) -> None:
-    """Write about so many bytes of records."""
+    """Write about `size` bytes of records."""
     with path.open("wb") as file:
         while file.tell() < size:
             file.write(orjson.dumps(next(records), option=orjson.OPT_APPEND_NEWLINE))
 
 
 def time_load(path: Path, vocabulary: Vocabulary | None) -> float:
-    """Tokens per second of a load into a new snapshot, all of it."""
+    """Return tokens per second of a whole load into a new snapshot."""
     with tempfile.TemporaryDirectory() as folder:
         sink = OfflineSink(Path(folder) / "corpus.ssd", CAPACITY)
         reading = Reading(vocabulary, whole_prompts=True)
@@ -91,7 +90,7 @@ def time_load(path: Path, vocabulary: Vocabulary | None) -> float:
 
 
 def time_tokenizer(path: Path) -> float:
-    """Tokens per second of the tokenizer alone."""
+    """Return tokens per second of the tokenizer alone."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     with path.open("rb") as file:
         records = map(orjson.loads, file)
@@ -104,12 +103,12 @@ def time_tokenizer(path: Path) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-def measure(megabytes: int, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
-    """All figures."""
+def measure(megabytes: int, rounds: int, log: Callable[[str], None]) -> dict[str, float]:
+    """Measure in `rounds` rounds and return the medians; `log` gets progress messages."""
     rates: dict[str, list[float]] = {"warm_ids": [], "warm_text": [], "tokenizer": []}
     with tempfile.TemporaryDirectory() as folder:
         ids, text = Path(folder) / "ids.jsonl", Path(folder) / "text.jsonl"
-        say(f"writing two logs of {megabytes} MB")
+        log(f"writing two logs of {megabytes} MB")
         write_log(ids, id_records(), megabytes * 1_000_000)
         write_log(text, text_records(), megabytes * 1_000_000)
         vocabulary = Vocabulary(MODEL)
@@ -117,7 +116,7 @@ def measure(megabytes: int, rounds: int, say: Callable[[str], None]) -> dict[str
             rates["warm_ids"].append(time_load(ids, None))
             rates["tokenizer"].append(time_tokenizer(text))
             rates["warm_text"].append(time_load(text, vocabulary))
-            say(f"round {number}: " + ", ".join(f"{name} {rate[-1]:,.0f} tokens/s" for name, rate in rates.items()))
+            log(f"round {number}: " + ", ".join(f"{name} {rate[-1]:,.0f} tokens/s" for name, rate in rates.items()))
     shares = [load / alone for load, alone in zip(rates["warm_text"], rates["tokenizer"], strict=True)]
     return {
         "warm_tokens_per_s_ids": round(statistics.median(rates["warm_ids"])),
@@ -128,7 +127,7 @@ def measure(megabytes: int, rounds: int, say: Callable[[str], None]) -> dict[str
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="size of each log")
     parser.add_argument("--rounds", type=int, default=ROUNDS)

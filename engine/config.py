@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DraftShape = Literal["path", "tree"]
+from ssd.config import DraftShape
+
 KvDtype = Literal["auto", "fp8"]
 Verification = Literal["exact", "rejection"]
 

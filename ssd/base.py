@@ -16,18 +16,15 @@ import numpy as np
 
 from ssd.config import DrafterConfig, PolicyName
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.ring import check_tokens
+from ssd.corpus.ring import check_tokens, token_array
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
+from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress, offsets_of
 
-NO_LIMIT = np.zeros(1, np.uint32)
 NO_TOKENS = np.empty(0, np.uint32)
 
-PROPOSE_ID = (1 << 64) - 1
-"""Id of the sequence that `propose` keeps; no other sequence may have it."""
 PROPOSE_SESSION = ("propose",)
 """Session of that sequence: a context that shares a prefix with the previous one is indexed from there on."""
 
@@ -166,7 +163,7 @@ class CorpusDrafter(ABC):
         probabilities. Contexts are never offered to other sequences. Raises ValueError for a reserved or negative
         token id.
         """
-        text = _token_array(context)
+        text = token_array(context)
         limit = self.config.max_draft if max_draft is None else max_draft
         running, verified, added = self._running.get(PROPOSE_ID), 0, text[:0]
         before = NO_TOKENS if running is None else self._sequences.local(running.row).tokens
@@ -177,7 +174,7 @@ class CorpusDrafter(ABC):
             if running is not None:
                 self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
             self.start(PROPOSE_ID, text, session_id=PROPOSE_SESSION, learn=False)
-        return self.draft(_progress_of_one(PROPOSE_ID, added, verified, np.array([max(0, limit)], np.uint32)))
+        return self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=max(0, limit)))
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft.
@@ -186,7 +183,7 @@ class CorpusDrafter(ABC):
         Raises ValueError as `draft`.
         """
         rows = self._rows_of([sequence_id])
-        progress = _progress_of_one(sequence_id, tokens, verified, NO_LIMIT)
+        progress = Progress.of_one(sequence_id, tokens, verified=verified)
         progress.check_arrays()
         self._step(rows, progress)
         running = self._running.pop(sequence_id)
@@ -374,23 +371,3 @@ def _fitted(config: DrafterConfig, corpus: Corpus) -> DrafterConfig:
                 f"the corpus was made with {name}={own}, not {getattr(config, name)}; leave it out of the configuration"
             )
     return replace(config, capacity=corpus.capacity, match_depth=corpus.depth)
-
-
-def _progress_of_one(sequence_id: int, tokens: np.ndarray, verified: int, limit: np.ndarray) -> Progress:
-    return Progress(
-        sequence_ids=np.array([sequence_id], np.uint64),
-        tokens=tokens,
-        offsets=offsets_of(np.array([len(tokens)], np.uint32)),
-        verified=np.array([verified], np.uint32),
-        max_draft=limit,
-    )
-
-
-def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Token ids as uint32 [N]. Raises ValueError for ids that are not whole numbers below 2**32."""
-    given = np.asarray(tokens)
-    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise ValueError(f"a context is a row of whole numbers, not {given.dtype} {list(given.shape)}")
-    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < 1 << 32:
-        raise ValueError("token ids must be 0 to 4,294,967,294")
-    return np.array(given, np.uint32)

@@ -30,7 +30,7 @@ MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 class ClassicDrafter(CorpusDrafter):
     """Drafts the most frequent continuation of the longest match in finished requests, at most 10 tokens long.
 
-    Drafts are paths whatever `shape` says, and their length does not depend on their cost. The scheme has no
+    Drafts are paths whatever `draft_shape` says, and their length does not depend on their cost. The scheme has no
     probabilities: the first token's `accept_prob` is the continuation's share of the counted matches, that of the
     others is 1.
     """

@@ -11,7 +11,7 @@ MAX_DRAFT = 64
 MAX_MATCH_DEPTH = 64
 
 PolicyName = Literal["suffix", "classic"]
-Shape = Literal["path", "tree"]
+DraftShape = Literal["path", "tree"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DrafterConfig:
     """Tokens remembered; the newest overwrite the oldest. 8 bytes each, 13 while the index is merged."""
     policy: PolicyName = "suffix"
     """`suffix`: calibrated evidence of all matches, `SuffixDrafter`. `classic`: the baseline, `ClassicDrafter`."""
-    shape: Shape = "path"
+    draft_shape: DraftShape = "path"
     """`path`: a draft has one token per position. `tree`: it may have several."""
     max_draft: int = 32
     """Most tokens in one draft; 16 reach 98 to 100 % of what 32 do on recorded traffic."""
@@ -65,7 +65,7 @@ class DrafterConfig:
                 f"refresh_interval_s must be above 0 and at most a day ({MAX_REFRESH_INTERVAL_S} s), "
                 f"not {self.refresh_interval_s}"
             )
-        for name, choices in (("policy", ("suffix", "classic")), ("shape", ("path", "tree"))):
+        for name, choices in (("policy", ("suffix", "classic")), ("draft_shape", ("path", "tree"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
 

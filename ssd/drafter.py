@@ -41,7 +41,7 @@ class SuffixDrafter(CorpusDrafter):
     ) -> None:
         """See `CorpusDrafter`."""
         super().__init__(config, corpus=corpus, stats=stats, remember=remember)
-        self._is_tree = self.config.shape == "tree"
+        self._is_tree = self.config.draft_shape == "tree"
         self._state = self._sequences.state
         self._frame = Frame(self._sequences, self.corpus.learned, self.stats)
 

@@ -6,7 +6,7 @@ The same arrays go over the wire as packed bytes, so that nothing is converted t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from ssd.corpus.ring import check_tokens
 
 ROOT = -1
 """Parent of a draft token that follows the context directly."""
+
+PROPOSE_ID = (1 << 64) - 1
+"""Id of the sequence that `propose` keeps; no other sequence may have it."""
 
 UINT32 = np.dtype(np.uint32)
 
@@ -49,6 +52,20 @@ class Progress:
     steps: np.ndarray | None = None
     """uint32 [B]: number of target steps that produced each sequence's tokens; None: one each. The last draft was
     verified in the first of them."""
+
+    @classmethod
+    def of_one(
+        cls, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, max_draft: int = 0, steps: int = 1
+    ) -> Progress:
+        """Return the progress of a single sequence that committed `tokens`, uint32 [T]."""
+        return cls(
+            sequence_ids=np.array([sequence_id], np.uint64),
+            tokens=tokens,
+            offsets=offsets_of(np.array([len(tokens)], np.uint32)),
+            verified=np.array([verified], np.uint32),
+            max_draft=np.array([max_draft], np.uint32),
+            steps=np.array([steps], np.uint32) if steps > 1 else None,
+        )
 
     def check_arrays(self) -> None:
         """Raise ValueError, with the field's name, for arrays of a wrong type or shape, or that do not fit together.
@@ -145,6 +162,12 @@ class DraftBatch:
             source=np.concatenate([batch.source for batch in batches]),
             offsets=offsets_of(np.concatenate(lengths)),
         )
+
+    def scatter(self, indices: np.ndarray, count: int) -> DraftBatch:
+        """Return a batch of `count` sequences: these drafts at ascending `indices`, int64 [B], and no other drafts."""
+        lengths = np.zeros(count, np.uint32)
+        lengths[indices] = self.offsets[1:] - self.offsets[:-1]
+        return replace(self, offsets=offsets_of(lengths))
 
     @classmethod
     def from_paths(cls, paths: Sequence[Path]) -> DraftBatch:

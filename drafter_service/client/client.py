@@ -23,10 +23,10 @@ from drafter_service.client.socket_stream import SocketStream
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.transport.address import Address
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
-from ssd.corpus.ring import MAX_TOKEN_ID
+from drafter_service.transport.wire import WireError
+from ssd.corpus.ring import token_array
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
+from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress
 
 if TYPE_CHECKING:  # It imports numba.
     from drafter_service.observability.facts import ModelIdentity
@@ -44,15 +44,9 @@ CLOSE_TIMEOUT_S = 2.0
 FORGET_TIMEOUT_S = 60.0
 """Longest wait for `forget`, which rebuilds a part of the index and saves the namespace."""
 
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Each channel connects at once: how long to wait is decided here.
-    ("grpc.use_local_subchannel_pool", 1),
-)
+# Each channel connects at once: how long to wait is decided here.
+CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
-PROPOSE_ID = (1 << 64) - 1
-"""Id of the sequence that `propose` keeps; no other sequence may have it."""
 NO_TOKENS = np.empty(0, np.uint32)
 
 EXPECTED_ENDS = (grpc.RpcError, RefusedError, WireError, UserError)
@@ -77,7 +71,6 @@ class DrafterClient:
         access: ClientAccess | None = None,
         required: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
-        rng: Random | None = None,
     ) -> None:
         """Connect to the service at `address`, and connect again whenever the connection is lost.
 
@@ -86,8 +79,7 @@ class DrafterClient:
         that is named after the model. policy: how the namespace drafts, "suffix" or "classic", if this client is the
         first to use it; "" for the service's default. access: TLS files and bearer token. required: raise UserError if
         no service answers or it refuses; otherwise there are no drafts until one accepts. on_lost: called with the
-        reason, once for each time that drafts cease to come. rng: source of the random waits between attempts to
-        connect.
+        reason, once for each loss.
         """
         self.address = Address.parse(address).text
         self._connector = Connector(Address.parse(address), access or ClientAccess())
@@ -95,7 +87,7 @@ class DrafterClient:
         self._patience_s = patience_s
         self._on_lost = on_lost
         self._protocol = Protocol(hello_message(model, namespace, policy))
-        self._connection = ConnectionState(rng or Random())
+        self._connection = ConnectionState(Random())
         self._process = os.getpid()
         self._is_required = required
         self._is_closing = False
@@ -162,13 +154,7 @@ class DrafterClient:
 
         Raises ValueError as `Progress.check`.
         """
-        self._check_process()
-        with self._lock:
-            turn = self._protocol.draft(progress)
-            self._is_waiting = True
-            self._send()
-            stream = self._stream
-        return self._settle(turn, stream)
+        return self._await_drafts(lambda: self._protocol.draft(progress))
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
@@ -177,10 +163,7 @@ class DrafterClient:
         context is kept, so that a call whose context extends it sends only the new tokens. Contexts are never learned.
         Raises ValueError for a reserved or negative token id.
         """
-        given = np.asarray(context)
-        if len(given) and not (given.dtype.kind in "iu" and 0 <= given.min() <= given.max() <= MAX_TOKEN_ID):
-            raise ValueError(f"a context is a row of token ids from 0 to {MAX_TOKEN_ID:,}")
-        text = given.astype(np.uint32)
+        text = token_array(context)
         limit = (1 << 32) - 1 if max_draft is None else max(0, max_draft)
         before, verified = self._proposed or (None, 0)
         added = NO_TOKENS
@@ -191,14 +174,8 @@ class DrafterClient:
                 self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
             self._proposed = None
             self.start(PROPOSE_ID, text, session_id="propose", learn=False)
-        progress = Progress(
-            sequence_ids=np.array([PROPOSE_ID], np.uint64),
-            tokens=added,
-            offsets=offsets_of(np.array([len(added)])),
-            verified=np.array([verified if len(added) else 0], np.uint32),
-            max_draft=np.array([limit], np.uint32),
-        )
-        drafts = self.draft(progress)
+        verified = verified if len(added) else 0
+        drafts = self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=limit))
         self._proposed = text, len(drafts.tokens)
         return drafts
 
@@ -208,13 +185,7 @@ class DrafterClient:
         Nothing is committed. There is no draft for sequences whose last draft is not the service's last one. Raises
         ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
-        self._check_process()
-        with self._lock:
-            turn = self._protocol.propose_after(outcomes)
-            self._is_waiting = True
-            self._send()
-            stream = self._stream
-        return self._settle(turn, stream)
+        return self._await_drafts(lambda: self._protocol.propose_after(outcomes))
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
@@ -308,7 +279,14 @@ class DrafterClient:
             self.close()
             raise failure
 
-    def _settle(self, turn: Turn, stream: Stream | None) -> DraftBatch:
+    def _await_drafts(self, begin: Callable[[], Turn]) -> DraftBatch:
+        """Send the request of a turn, and wait for its drafts until the deadline."""
+        self._check_process()
+        with self._lock:
+            turn = begin()
+            self._is_waiting = True
+            self._send()
+            stream = self._stream
         # The engine waits here, which lets the service run where the engine's threads use every core.
         try:
             self._receive_until(lambda: self._protocol.is_settled(turn), stream, time.monotonic() + self._deadline_s)

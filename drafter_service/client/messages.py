@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from drafter_service.client.history import indices_of_runs
-from drafter_service.client.sequences import SequenceInfo, Update
+from drafter_service.client.sequences import SequenceInfo
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import DTYPES, pack, read_drafts
+from drafter_service.transport.wire import DTYPES, PROTOCOL, pack, read_drafts
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 if TYPE_CHECKING:  # It imports numba.
     from drafter_service.observability.facts import ModelIdentity
-
-PROTOCOL = 3
 
 U1, U4, I4, F4 = (DTYPES[name] for name in ("u1", "u4", "i4", "f4"))
 
@@ -133,19 +131,6 @@ def hello_message(model: ModelIdentity | None, namespace: str, policy: str) -> p
         model=described,
         namespace=namespace,
         policy=policy,
-    )
-
-
-def batch_message(update: Update, max_draft: np.ndarray, cost: float | None) -> pb.Batch:
-    """Return a batch for which drafts are wanted; max_draft: uint32 [B]."""
-    return pb.Batch(
-        sequence_ids=pack(update.wire_ids, "u8"),
-        tokens=pack(update.tokens, "u4"),
-        offsets=pack(update.offsets, "u4"),
-        verified=pack(update.verified, "u4"),
-        max_draft=pack(max_draft, "u4"),
-        cost=cost,
-        steps=pack(update.steps, "u4") if update.steps is not None and np.count_nonzero(update.steps > 1) else b"",
     )
 
 

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic
 
 import numpy as np
 
 from drafter_service.client.messages import (
-    PROTOCOL,
     Counters,
     OutgoingRequest,
     RefusedError,
-    batch_message,
     read_draft_response,
 )
 from drafter_service.client.pending import PendingRequests, Phase
 from drafter_service.client.registration import Registration
-from drafter_service.client.sequences import RunningSequences, SequenceInfo, Update
+from drafter_service.client.sequences import RunningSequences, SequenceInfo
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_NAME_BYTES, WireError, outcomes_message, unpack
+from drafter_service.transport.wire import MAX_NAME_BYTES, PROTOCOL, WireError, batch_message, outcomes_message, unpack
 from ssd.corpus.ring import check_tokens
 from ssd.types import DraftBatch, Outcomes, Progress, check_verified, offsets_of
 
 COUNTERS_EVERY = 64
 """Batches between two messages with counters."""
 
-NO_LIMIT = np.zeros(1, np.uint32)
 NO_IDS: frozenset[int] = frozenset()
 
 Subset = np.ndarray | slice
@@ -105,12 +102,12 @@ class Protocol:
         turn = Turn(rows, progress.max_draft)
         may_ask = self.pending.may_ask()
         if may_ask and self._running.are_current(rows):
-            self._ask(turn, ALL, self._running.forward(rows, progress), progress.cost)
+            self._ask(turn, ALL, self._running.forward(rows, progress))
             return turn
         self._running.commit(rows, progress)
         asked = self._running.are_registered(rows).nonzero()[0]
         if may_ask and len(asked):
-            self._ask(turn, asked, self._running.take_unsent(rows[asked]), progress.cost)
+            self._ask(turn, asked, self._running.take_unsent(rows[asked], progress.max_draft[asked], progress.cost))
         elif not may_ask and len(rows):
             self._counters.timeouts += self.pending.phase is Phase.READY
         self._registration.send_running()  # Behind the batch, so that the batch does not wait for it.
@@ -162,7 +159,7 @@ class Protocol:
         row = running.row_of.get(sequence_id)
         rows = np.array([] if row is None else [row], np.int64)
         check_verified(sequence_id, verified, dict(zip([sequence_id], running.offered(rows), strict=False)))
-        running.commit(rows, _last_progress(sequence_id, tokens, verified))
+        running.commit(rows, Progress.of_one(sequence_id, tokens, verified=verified))
         self._registration.finish(running.remove(sequence_id, learn))
 
     def forget(self, request_id: str) -> None:
@@ -213,8 +210,8 @@ class Protocol:
         self._has_connected = True
         self._registration.begin(welcome)
 
-    def _ask(self, turn: Turn, asked: Subset, update: Update, cost: float | None) -> None:
-        request = pb.DraftRequest(batch=batch_message(update, turn.limits[asked], cost))
+    def _ask(self, turn: Turn, asked: Subset, progress: Progress) -> None:
+        request = pb.DraftRequest(batch=batch_message(progress))
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
@@ -235,20 +232,6 @@ class Protocol:
             self._counters.malformed += len(limits)
             return None
         self._counters.malformed += malformed
-        if len(limits) == len(turn.limits):
+        if isinstance(turn.asked, slice):
             return drafts
-        # The others get no draft.
-        sizes = np.zeros(len(turn.limits), np.int64)
-        sizes[turn.asked] = drafts.offsets[1:] - drafts.offsets[:-1]
-        return replace(drafts, offsets=offsets_of(sizes))
-
-
-def _last_progress(sequence_id: int, tokens: np.ndarray, verified: int) -> Progress:
-    """Return the end of a sequence as the progress of a batch."""
-    return Progress(
-        sequence_ids=np.array([sequence_id], np.uint64),
-        tokens=tokens,
-        offsets=offsets_of(np.array([len(tokens)])),
-        verified=np.array([verified], np.uint32),
-        max_draft=NO_LIMIT,
-    )
+        return drafts.scatter(turn.asked, len(turn.limits))

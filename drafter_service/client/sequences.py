@@ -12,7 +12,7 @@ since the later ones had no draft. Drafts from an earlier connection count as no
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -44,22 +44,6 @@ class SequenceInfo:
     """The service learns the sequence under this name, once."""
     learn: bool
     """Whether it may be learned, or drafted to others while it runs."""
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """What the service was not sent yet of B sequences."""
-
-    wire_ids: np.ndarray
-    """int64 [B]."""
-    tokens: np.ndarray
-    """uint32 [T]."""
-    offsets: np.ndarray
-    """uint32 [B + 1]."""
-    verified: np.ndarray
-    """Integers [B]."""
-    steps: np.ndarray | None = None
-    """Integers [B]; None: one each."""
 
 
 @dataclass(eq=False)
@@ -217,11 +201,10 @@ class RunningSequences:
         """Ids of the sequences at the service, int64 [B]."""
         return self._table[WIRE_ID, rows]
 
-    def forward(self, rows: np.ndarray, progress: Progress) -> Update:
+    def forward(self, rows: np.ndarray, progress: Progress) -> Progress:
         """Do what `commit` and `take_unsent` do, for sequences that are current."""
         self._history.append(rows, progress.tokens, progress.offsets)
-        wire_ids = self._table[WIRE_ID, rows]
-        return Update(wire_ids, progress.tokens, progress.offsets, progress.verified, progress.steps)
+        return replace(progress, sequence_ids=self._table[WIRE_ID, rows])
 
     def commit(self, rows: np.ndarray, progress: Progress) -> None:
         """Record what was committed and verified, to be sent later."""
@@ -235,8 +218,8 @@ class RunningSequences:
         self._table[:, rows] = table
         self._history.append(rows, progress.tokens, offsets)
 
-    def take_unsent(self, rows: np.ndarray) -> Update:
-        """Return all that registered sequences have unsent; from now on it counts as sent."""
+    def take_unsent(self, rows: np.ndarray, max_draft: np.ndarray, cost: float | None) -> Progress:
+        """Return all that registered sequences have unsent, by wire id; from now on it counts as sent."""
         unsent, _, verified, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(unsent)
         tokens = self._history.last(rows, offsets.astype(np.int64))
@@ -244,7 +227,7 @@ class RunningSequences:
             self._table[line, rows] = 0
         for line in (IS_COUNTED, IS_CURRENT):
             self._table[line, rows] = 1
-        return Update(wire_ids, tokens, offsets, verified, np.maximum(steps, 1))
+        return Progress(wire_ids, tokens, offsets, verified, max_draft, cost, steps)
 
     def register(self, row: int, wire_id: int) -> np.ndarray:
         """Record that the service is sent a whole sequence; returns all its committed tokens, uint32."""

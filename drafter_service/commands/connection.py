@@ -70,12 +70,10 @@ class Link:
         import grpc
 
         from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-        from drafter_service.transport.wire import MAX_MESSAGE_BYTES
         from ssd.errors import UserError
 
         connector = self.connector()
-        sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
-        with connector.open(sizes) as channel:
+        with connector.open() as channel:
             try:
                 yield DrafterServiceStub(channel), connector.metadata()
             except grpc.RpcError as error:
@@ -85,11 +83,14 @@ class Link:
         """Return a message to the user about an RPC error."""
         import grpc
 
+        from drafter_service.observability.report.units import shortened
+
+        details = shortened(str(error.details() or error.code().name), 300)
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             # The last part of gRPC's message is the reason of the operating system.
-            why = str(error.details() or "").rpartition(": ")[2]
+            why = details.rpartition(": ")[2]
             if "denied" in why:
                 return f"you may not use {self.server} ({why}); ask its owner, or see serve --socket-mode"
             start_one = f"start one with: ssd-drafter serve --listen {self.server}, or if it uses TLS give --ca"
             return f"no drafter answers at {self.server} ({why}); {start_one}"
-        return f"the drafter at {self.server} refused: {error.details() or error.code().name}"
+        return f"the drafter at {self.server} refused: {details}"

@@ -12,14 +12,11 @@ from drafter_service.commands.connection import Link, connection_options
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    import grpc
     from tokenizers import Tokenizer
 
     from drafter_service.observability.report.schema import NamespaceReport, Report
 
-TOKENIZER_FILE = "tokenizer.json"
 TIMEOUT_S = 10.0
-MAX_REPORT_BYTES = 256 << 20
 
 
 @click.command()
@@ -119,23 +116,12 @@ def _write(path: Path, page: str) -> None:
 
 
 def fetch_report(link: Link, namespace: str = "", passages: bool = False) -> Report:
-    """Return the report of a running service: of one namespace, or of all that the caller may see.
-
-    Raises UserError with the reason if there is none.
-    """
-    import grpc
-
+    """Return the report of one namespace, or of all that the caller may see. Raises UserError if there is none."""
     from drafter_service.stubs import drafter_pb2 as pb
-    from drafter_service.stubs import drafter_pb2_grpc
 
-    connector = link.connector()
     request = pb.ReportRequest(namespace=namespace, passages=passages)
-    with connector.open([("grpc.max_receive_message_length", MAX_REPORT_BYTES)]) as channel:
-        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
-        try:
-            answer = stub.Report(request, timeout=TIMEOUT_S, metadata=connector.metadata())
-        except grpc.RpcError as error:
-            raise UserError(_reason(error, link.server)) from None
+    with link.stub() as (stub, metadata):
+        answer = stub.Report(request, timeout=TIMEOUT_S, metadata=metadata)
     return read_report(answer.json, link.server)
 
 
@@ -170,23 +156,6 @@ def _version_of(document: str) -> object:
     return parsed.get("schema_version") if isinstance(parsed, dict) else None
 
 
-def _reason(error: grpc.RpcError, server: str) -> str:
-    import grpc
-
-    from drafter_service.observability.report import units
-
-    code, details = error.code(), units.shortened(str(error.details() or ""), 300)
-    if code == grpc.StatusCode.UNAVAILABLE:
-        return f"no drafter answers at {server}; start one with: ssd-drafter serve --listen {server}"
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"the drafter at {server} has not answered within {TIMEOUT_S:.0f} s; is it overloaded, or stopped?"
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return f"{server} refuses the report: {details or 'a report needs the right to administer'}"
-    if code == grpc.StatusCode.UNIMPLEMENTED:
-        return f"the drafter at {server} makes no reports; update it, or use --snapshot"
-    return f"{server} failed to make a report: {details or code.name}"
-
-
 # --- Passages as text
 
 
@@ -195,18 +164,9 @@ def with_text(report: Report, folder: Path) -> Report:
 
     Raises UserError for a folder without a usable one, or without the tokenizers library.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
+    from drafter_service.ingest.vocabulary import load_tokenizer
 
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        raise UserError(f"{folder} has no {TOKENIZER_FILE}; give the folder of the model that is served")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as problem:  # The library raises bare exceptions.
-        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
+    tokenizer = load_tokenizer(folder)
     namespaces = [_namespace_with_text(namespace, tokenizer) for namespace in report.namespaces]
     return report.model_copy(update={"namespaces": namespaces})
 

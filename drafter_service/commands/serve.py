@@ -18,7 +18,7 @@ FLAGS = {
     "capacity": "drafting.capacity",
     "max_draft": "drafting.max_draft",
     "policy": "drafting.policy",
-    "draft_shape": "drafting.shape",
+    "draft_shape": "drafting.draft_shape",
     "cost": "drafting.cost",
     "refresh_interval": "drafting.refresh_interval_s",
     "memory_limit": "namespaces.memory_limit",

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 )
 @click.argument("more_sources", nargs=-1, metavar="")
 @click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot file.")
-@click.option("--capacity", type=Quantity(), help="Capacity of the snapshot in tokens.  [default: 16M]")
+@click.option(
+    "--capacity",
+    type=Quantity(),
+    help="Capacity of the snapshot in tokens.  [default: that of an existing snapshot, or 16M]",
+)
 @click.option(
     "--namespace",
     metavar="NAME",

@@ -17,13 +17,11 @@ from drafter_service.ingest.documents import Documents, Learned
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, pack
+from drafter_service.transport.wire import pack
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
-from ssd.corpus.sections import read_sections
-from ssd.corpus.snapshot import DEPTH, SIZE
 from ssd.errors import UserError
 from ssd.stats import Stats
 
@@ -43,8 +41,7 @@ class RemoteSink:
     ) -> None:
         """`describe` returns a message for an error. Raises UserError if the service is unreachable or refuses."""
         self._describe = describe
-        sizes = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
-        self._channel = connector.open(sizes)
+        self._channel = connector.open()
         self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()
         self._sent = self._answered = 0
         self._problem: str | None = None
@@ -120,14 +117,18 @@ class OfflineSink:
     def __init__(self, path: Path, capacity: int | None = None) -> None:
         """Continue the snapshot at `path` if there is one.
 
-        capacity: tokens; None: the default, or the number of tokens in the snapshot if that is larger. Raises UserError
-        for a snapshot that cannot be read or written, or a capacity out of range.
+        capacity: tokens; None: that of the snapshot, or the default for a new one. Raises UserError for a snapshot that
+        cannot be read or written, or a capacity out of range.
         """
         self._path = path
         if not path.absolute().parent.is_dir():
             raise UserError(f"--snapshot: there is no folder {path.absolute().parent}; create it first")
         try:
-            self._corpus, self._stats = _opened(path, capacity)
+            if path.exists():
+                self._corpus, self._stats, _ = snapshot.load(path, capacity)
+            else:
+                capacity = DrafterConfig.capacity if capacity is None else capacity
+                self._corpus, self._stats = Corpus(capacity, DrafterConfig.match_depth), Stats()
         except ValueError as problem:
             raise UserError(f"--capacity: {problem}") from None
         self.window = self._corpus.capacity
@@ -186,15 +187,3 @@ class OfflineSink:
         self._tokens += tokens
         self._duplicates += len(documents) - len(indexes)
         return _New(documents, indexes, names, tokens + len(indexes))
-
-
-def _opened(path: Path, capacity: int | None) -> tuple[Corpus, Stats]:
-    """The corpus of a snapshot, or an empty one. Raises ValueError for a capacity out of range."""
-    if not path.exists():
-        return Corpus(DrafterConfig.capacity if capacity is None else capacity, DrafterConfig.match_depth), Stats()
-    facts = read_sections(path).get("facts")
-    if facts is None or len(facts) <= SIZE:
-        raise UserError(f"{path}: not written by a drafter; give another path to --snapshot")
-    size, depth = int(facts[SIZE]), int(facts[DEPTH])
-    loaded = snapshot.load(path, max(DrafterConfig.capacity, size) if capacity is None else capacity, depth)
-    return loaded.corpus, loaded.stats

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.messages import Chat, Message, plain_text
 from ssd.errors import UserError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 TOKENIZER_FILE = "tokenizer.json"
 CHARS_AT_ONCE = 1 << 18
 """Characters per call of the library, which needs hundreds of bytes per token; small calls use fewer threads."""
@@ -20,23 +24,31 @@ REFUSED = "messages that the model's chat template refuses"
 WITHOUT = "the messages of a prompt are concatenated"
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a model folder.
+
+    Raises UserError if the folder has no usable tokenizer.json, or the tokenizers library is missing.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
+
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise UserError(f"--tokenizer: {folder} has no {TOKENIZER_FILE}; give the folder of a model")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as problem:  # The library raises bare exceptions.
+        raise UserError(f"--tokenizer: {path} cannot be read ({problem}); download it again") from None
+
+
 class Vocabulary:
     """Tokenizer and chat template of one model. Any thread may use it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if `folder` has no usable tokenizer.json, or the tokenizers library is missing."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
-
-        path = folder / TOKENIZER_FILE
-        if not path.exists():
-            raise UserError(f"--tokenizer: {folder} has no {TOKENIZER_FILE}; give the folder of a model")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as problem:  # The library raises bare exceptions.
-            raise UserError(f"--tokenizer: {path} cannot be read ({problem}); download it again") from None
+        """`folder` and errors as in `load_tokenizer`."""
+        self._tokenizer = load_tokenizer(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.chat = ChatTemplate(folder)

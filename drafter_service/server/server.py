@@ -38,7 +38,7 @@ from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.step_socket import StepSocket
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES
+from drafter_service.transport.wire import MESSAGE_SIZES
 from ssd.errors import UserError
 
 logger = structlog.get_logger(__name__)
@@ -100,8 +100,7 @@ class DrafterServer:
         server = grpc.aio.server(
             interceptors=interceptors(self._config.reports.tracing),
             options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                *MESSAGE_SIZES,
                 # Otherwise two servers could share a port, and each would get some of the streams.
                 ("grpc.so_reuseport", 0),
             ],

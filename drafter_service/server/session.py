@@ -180,7 +180,8 @@ class Session:
             return
         indexing = self._indexing.pop(sequence_id)
         self._drafter.begin(sequence_id, opening)
-        self._drafter.draft(_committed_alone(sequence_id, indexing.committed))
+        committed = np.concatenate([NO_TOKENS, *indexing.committed])
+        self._drafter.draft(Progress.of_one(sequence_id, committed, steps=len(indexing.committed)))
 
     def _finish(self, finish: FinishedSequence) -> bool:
         """End a sequence; returns whether it was known."""
@@ -242,7 +243,7 @@ class Session:
                 ready.append(index)
             else:
                 lost.append(sequence_id)
-        return _spread(self._drafter.draft(_part(batch, ready)), np.array(ready, np.int64), len(ids)), lost
+        return self._drafter.draft(_part(batch, ready)).scatter(np.array(ready, np.int64), len(ids)), lost
 
     def _propose_after(self, outcomes: Outcomes) -> tuple[DraftBatch, list[int]]:
         """Return drafts for possible outcomes, and the unknown sequences, without any effect. Raises WireError."""
@@ -263,7 +264,7 @@ class Session:
             drafts = self._drafter.propose_after(kept)
         except ValueError as problem:
             raise WireError(f"outcomes: {problem}") from None
-        return _spread(drafts, is_kept.nonzero()[0], len(is_kept)), lost
+        return drafts.scatter(is_kept.nonzero()[0], len(is_kept)), lost
 
     def _remove(self, sequence_id: int) -> None:
         self._tokens -= self._sizes.pop(sequence_id)
@@ -314,20 +315,6 @@ def _packed_ids(ids: list[int]) -> bytes:
     return pack(np.array(ids, np.uint64), "u8") if ids else b""
 
 
-def _committed_alone(sequence_id: int, runs: list[np.ndarray]) -> Progress:
-    """Return a batch that reports what was committed, in a step for each run, and wants no draft."""
-    tokens = np.concatenate([NO_TOKENS, *runs])
-    nothing = np.zeros(1, np.uint32)
-    return Progress(
-        sequence_ids=np.array([sequence_id], np.uint64),
-        tokens=tokens,
-        offsets=np.array([0, len(tokens)], np.uint32),
-        verified=nothing,
-        max_draft=nothing,
-        steps=np.array([max(1, len(runs))], np.uint32),
-    )
-
-
 def _part(batch: Progress, indices: list[int]) -> Progress:
     """Return some sequences of a batch."""
     at = np.array(indices, np.int64)
@@ -341,10 +328,3 @@ def _part(batch: Progress, indices: list[int]) -> Progress:
         cost=batch.cost,
         steps=None if batch.steps is None else batch.steps[at],
     )
-
-
-def _spread(drafts: DraftBatch, indices: np.ndarray, count: int) -> DraftBatch:
-    """Return drafts for some of `count` items as drafts for all of them; the others are empty."""
-    lengths = np.zeros(count, np.uint32)
-    lengths[indices] = np.diff(drafts.offsets)
-    return replace(drafts, offsets=offsets_of(lengths))

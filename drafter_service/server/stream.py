@@ -19,11 +19,9 @@ from drafter_service.server.session import Session, error_response
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.messages import MAX_FIELDS, default_namespace, has_few_fields, read_model
-from drafter_service.transport.wire import WireError
+from drafter_service.transport.wire import PROTOCOL, WireError
 
 logger = structlog.get_logger(__name__)
-
-PROTOCOL = 3
 
 REFUSALS = {
     NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,

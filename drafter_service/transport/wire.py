@@ -11,8 +11,17 @@ from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.ring import MAX_TOKEN_ID
 from ssd.types import DraftBatch, Outcomes, Progress
 
+PROTOCOL = 3
+"""Version of the protocol, sent in the handshake."""
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message that either side accepts: a batch of starts with prompts of millions of tokens."""
+
+MESSAGE_SIZES = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+"""The limit as options of gRPC servers and channels."""
 
 MAX_NAME_BYTES = 512
 """Longest name of a session, a request, or a part of a model's identity, as UTF-8."""
@@ -53,6 +62,7 @@ def unpack_tokens(data: bytes, field: str) -> np.ndarray:
 
 def batch_message(progress: Progress) -> pb.Batch:
     """Return a step's progress as a message."""
+    steps = progress.steps if progress.steps is not None and np.count_nonzero(progress.steps > 1) else None
     return pb.Batch(
         sequence_ids=pack(progress.sequence_ids, "u8"),
         tokens=pack(progress.tokens, "u4"),
@@ -60,7 +70,7 @@ def batch_message(progress: Progress) -> pb.Batch:
         verified=pack(progress.verified, "u4"),
         max_draft=pack(progress.max_draft, "u4"),
         cost=progress.cost,
-        steps=b"" if progress.steps is None else pack(progress.steps, "u4"),
+        steps=b"" if steps is None else pack(steps, "u4"),
     )
 
 

@@ -88,7 +88,7 @@ def launch(
         prefix_cache=options.prefix_cache,
         in_flight=options.in_flight,
     )
-    drafter_config = DrafterConfig(shape=options.draft_shape, max_draft=min(2 * options.max_draft + 1, MAX_DRAFT))
+    drafter_config = DrafterConfig(draft_shape=options.draft_shape, max_draft=min(2 * options.max_draft + 1, MAX_DRAFT))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),

@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
-from engine.config import DraftShape, KvDtype, Verification
+from engine.config import KvDtype, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
 from engine.models.hub import find_model
 from engine.models.shipped import SHIPPED_MODEL
+from ssd.config import DraftShape
 from ssd.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 REMOTE_DEADLINE_S = 0.01
 """Time that a step waits for a remote drafter: a fraction of a step on a CPU."""
-GIVEN_BY_FLAGS = {"policy": "--drafter", "shape": "--draft-shape", "max_draft": "--max-draft"}
+GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have a flag of their own."""
 
 

@@ -7,6 +7,8 @@ so that kernels can read that far in both directions from any slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ssd.corpus.memory import Buffer
@@ -30,6 +32,16 @@ def check_tokens(tokens: np.ndarray) -> None:
         raise ValueError(f"token ids must be a row of uint32, not {tokens.dtype} {list(tokens.shape)}")
     if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
+
+
+def token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return token ids as uint32 [N]. Raises ValueError for anything but whole numbers below 2**32."""
+    given = np.asarray(tokens)
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        raise ValueError(f"a context is a row of whole numbers, not {given.dtype} {list(given.shape)}")
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < 1 << 32:
+        raise ValueError("token ids must be 0 to 4,294,967,294")
+    return np.array(given, np.uint32)
 
 
 def check_capacity(capacity: int) -> None:

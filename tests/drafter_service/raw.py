@@ -17,7 +17,7 @@ import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, batch_message, pack, read_drafts, unpack
+from drafter_service.transport.wire import MESSAGE_SIZES, batch_message, pack, read_drafts, unpack
 from tests.replay import progress_of
 from tests.strategies import array
 
@@ -255,8 +255,7 @@ class Caller:
 @contextmanager
 def connected(address, metadata=(), credentials=None, *, over_steps=False):
     """A caller over a connection of its own; with `over_steps` its streams go over the step socket."""
-    options = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
-    options.append(("grpc.use_local_subchannel_pool", 1))
+    options = [*MESSAGE_SIZES, ("grpc.use_local_subchannel_pool", 1)]
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
     else:

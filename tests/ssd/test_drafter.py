@@ -29,7 +29,7 @@ def draft(drafter, sequence_id, tokens=(), limit=8, **outcome):
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_a_repeated_request_takes_far_fewer_steps(shape):
-    with drafter_of(shape=shape) as drafter:
+    with drafter_of(draft_shape=shape) as drafter:
         first = replay_one(drafter, 1, TEXT[:50], TEXT[50:])
         drafter.corpus.refresh()
         second = replay_one(drafter, 2, TEXT[:50], TEXT[50:])
@@ -431,7 +431,7 @@ def test_memory_is_accounted_for(drafter):
         {"refresh_interval_s": float("inf")},
         {"refresh_interval_s": float("nan")},
         {"policy": "best"},
-        {"shape": "bush"},
+        {"draft_shape": "bush"},
     ],
     ids=lambda setting: "{}={}".format(*next(iter(setting.items()))),
 )

@@ -12,7 +12,7 @@ ARRAYS = ("tokens", "parents", "accept_prob", "source", "offsets")
 
 
 def new_drafter(shape="path"):
-    return SuffixDrafter(DrafterConfig(capacity=100_000, shape=shape, max_draft=8, refresh_interval_s=3600))
+    return SuffixDrafter(DrafterConfig(capacity=100_000, draft_shape=shape, max_draft=8, refresh_interval_s=3600))
 
 
 def outcomes_of(wanted, limit=8, cost=None):

@@ -22,7 +22,7 @@ def test_a_new_drafter_has_counted_nothing():
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_counters_add_up(shape):
-    with drafter_of(shape=shape) as drafter:
+    with drafter_of(draft_shape=shape) as drafter:
         steps = replay_one(drafter, 1, TEXT[:50], TEXT[50:])
         drafter.corpus.refresh()
         steps += replay_one(drafter, 2, TEXT[:50], TEXT[50:])

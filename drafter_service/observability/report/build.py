@@ -42,9 +42,7 @@ from drafter_service.observability.report.schema import (
     SharedLog,
     Tables,
 )
-from ssd.corpus.ring import MIN_CAPACITY
-from ssd.corpus.sections import SnapshotError, read_sections
-from ssd.corpus.snapshot import DEPTH, SIZE, load
+from ssd.corpus.snapshot import load
 
 
 def build_report(facts: ServiceFacts) -> Report:
@@ -79,10 +77,7 @@ def snapshot_report(path: Path, name: str | None = None) -> Report:
 
     Raises SnapshotError for a file that cannot be used.
     """
-    facts = read_sections(path).get("facts")
-    if facts is None or len(facts) <= SIZE:
-        raise SnapshotError(f"{path}: not written by a drafter; give the snapshot file of a namespace")
-    corpus, stats, _ = load(path, max(MIN_CAPACITY, int(facts[SIZE])), int(facts[DEPTH]))
+    corpus, stats, _ = load(path)
     namespace = NamespaceReport(
         name=path.stem if name is None else name,
         corpus=CorpusReport(tokens=corpus.tokens, requests=corpus.requests),

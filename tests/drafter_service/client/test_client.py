@@ -49,7 +49,7 @@ def connect(socket_address):
     clients = []
 
     def connected(**options):
-        clients.append(DrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, "rng": Random(0), **options}))
+        clients.append(DrafterClient(socket_address, **{"deadline_s": TIMEOUT_S, **options}))
         return clients[-1]
 
     yield connected

@@ -283,11 +283,11 @@ def test_printed_settings_are_read_back(run, tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text(printed)
     config = load_settings(file, environment={})
-    assert (config.drafting.capacity, config.drafting.shape, config.limits.streams) == (32_000_000, "tree", 3)
+    assert (config.drafting.capacity, config.drafting.draft_shape, config.limits.streams) == (32_000_000, "tree", 3)
     assert (config.access.certificate, config.namespaces.capacities) == (pair.certificate, {"a.b": 1_000_000})
     assert run("serve", "--config", file, "--print-config")[1] == printed
     # Flags override what is in the file.
-    assert 'shape = "path"' in run("serve", "--config", file, "--draft-shape", "path", "--print-config")[1]
+    assert 'draft_shape = "path"' in run("serve", "--config", file, "--draft-shape", "path", "--print-config")[1]
 
 
 def test_every_flag_stands_for_a_setting(run):

@@ -17,7 +17,7 @@ from tests.strategies import examples
 SAMPLES = {
     "listen": "127.0.0.1:5",
     "drafting.policy": "classic",
-    "drafting.shape": "tree",
+    "drafting.draft_shape": "tree",
     "drafting.cost": 0.5,
     "drafting.refresh_interval_s": 0.25,
     "namespaces.create": False,
@@ -131,7 +131,7 @@ def test_quantities_may_be_written_short(tmp_path):
         ({"drafting.capacity": 5}, "drafting.capacity: a corpus holds 4,096 to"),
         ({"drafting.max_draft": 100}, "drafting: max_draft must be 1 to 64, not 100"),
         ({"drafting.cost": "nan"}, "drafting: cost, the fraction"),
-        ({"drafting.shape": "bush"}, "drafting.shape: Input should be 'path' or 'tree'"),
+        ({"drafting.draft_shape": "bush"}, "drafting.draft_shape: Input should be 'path' or 'tree'"),
         ({"drafting.policy": "article"}, "drafting.policy"),
         ({"limits.streams": 0}, "limits.streams: Input should be greater than or equal to 1"),
         ({"limits.streams": "1.5"}, "limits.streams: '1.5' is not a number"),

@@ -240,7 +240,7 @@ def test_outputs_of_all_drafters_are_the_plain_ones(library, tmp_path):
     if library.device == "cpu":
         assert expected == outputs(build_engine(model, config, NoDrafter(), attention="plain"), asked)
     with ExitStack() as stack:
-        settings = DrafterConfig(capacity=10_000, shape="tree", max_draft=9, cost=0.001)
+        settings = DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=9, cost=0.001)
         for shape, drafter in (
             (config, NgramDrafter()),
             (config, RandomTrees(asked, expected)),

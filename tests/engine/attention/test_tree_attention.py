@@ -122,7 +122,7 @@ def test_outputs_with_random_trees_are_the_plain_ones(model, sampling, pages):
 def test_outputs_with_trees_of_the_corpus_are_the_plain_ones(model, temperature):
     asked = requests(8, temperature=temperature)
     expected = alone(model, asked)
-    with SuffixDrafter(DrafterConfig(capacity=10_000, shape="tree", max_draft=9, cost=0.001)) as drafter:
+    with SuffixDrafter(DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=9, cost=0.001)) as drafter:
         engine = build_engine(model, CONFIG, drafter)
         completions = [*engine.generate(asked), *engine.generate(asked)]
         assert [completion.tokens.tolist() for completion in completions] == 2 * expected
@@ -181,7 +181,7 @@ def test_trees_change_nothing_of_the_shipped_model_but_the_steps():
         sampling = SamplingParams(max_tokens=48, temperature=temperature)
         asked = [Request(tokenizer.encode(prompt), sampling) for _, prompt in prompts]
         plain = build_engine(model, config, NoDrafter()).generate(asked)
-        with SuffixDrafter(DrafterConfig(capacity=10_000, shape="tree", max_draft=16, cost=0.001)) as drafter:
+        with SuffixDrafter(DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=16, cost=0.001)) as drafter:
             engine = build_engine(model, config, drafter)
             for _ in range(2):
                 drafted = engine.generate(asked)

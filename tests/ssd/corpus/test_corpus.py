@@ -224,7 +224,7 @@ def repeat_until(stopped, problems, work):
 def test_drafts_during_maintenance_contain_only_known_transitions():
     """Each token follows the one before it as it does everywhere. Had text been overwritten, it hardly would."""
     # Pointers, which may disagree with the token before, need longer matches than these.
-    config = DrafterConfig(capacity=CAPACITY, match_depth=5, max_draft=32, cost=1e-4, shape="tree")
+    config = DrafterConfig(capacity=CAPACITY, match_depth=5, max_draft=32, cost=1e-4, draft_shape="tree")
     corpus, rng, other_rng = Corpus(CAPACITY, config.match_depth), np.random.default_rng(0), np.random.default_rng(1)
 
     def maintain():

@@ -326,7 +326,7 @@ def test_closing_a_drafter_ends_its_requests():
 @examples(40)
 def test_a_request_is_no_evidence_for_itself_in_the_live_tier(output, shape):
     def drafts(is_refreshed):
-        with drafter_of([[0, 1, 2, 0, 0]], shape=shape) as drafter:
+        with drafter_of([[0, 1, 2, 0, 0]], draft_shape=shape) as drafter:
             drafter.start(1, array([2, 1, 0]))
             drafter.start(2, array([100]))
             drafter.draft(progress_of({1: output}, limit=0))

@@ -67,7 +67,7 @@ def assert_is_a_tree(drafts):
 @given(worlds(), shapes(), COSTS, st.integers(0, MAX_DRAFT + 3))
 @examples(150)
 def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
-    with drafter_in(world, shape=shape) as drafter:
+    with drafter_in(world, draft_shape=shape) as drafter:
         drafts = drafter.draft(progress_of({1: []}, limit, cost=cost))
         assert len(drafts.tokens) <= min(limit, MAX_DRAFT)
         assert_is_a_tree(drafts)
@@ -87,7 +87,7 @@ def nodes_of(drafts):
 @given(worlds(), shapes(), COSTS, st.integers(1, MAX_DRAFT))
 @examples(80)
 def test_a_lower_limit_only_cuts_the_end_of_a_draft(world, shape, cost, limit):
-    with drafter_in(world, shape=shape) as drafter:
+    with drafter_in(world, draft_shape=shape) as drafter:
         short, long = (drafter.draft(progress_of({1: []}, most, cost=cost)) for most in (limit, MAX_DRAFT))
         assert nodes_of(short) == nodes_of(long)[:limit]
 
@@ -95,7 +95,7 @@ def test_a_lower_limit_only_cuts_the_end_of_a_draft(world, shape, cost, limit):
 @given(worlds(), shapes())
 @examples(80)
 def test_nodes_that_clearly_pay_do_not_depend_on_the_price(world, shape):
-    with drafter_in(world, shape=shape) as drafter:
+    with drafter_in(world, draft_shape=shape) as drafter:
         cheap = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
         tokens_a_step, cost_of_a_step = drafter.corpus.learned.pace
         for cost in (0.01, 0.05, 0.3):
@@ -112,7 +112,7 @@ def test_drafts_shrink_as_tokens_cost_more(shape):
     texts = [phrases[rng.integers(0, 12, 12)].ravel() for _ in range(60)]
     costs = (0.002, 0.01, 0.05, 0.2, 0.6)
     sizes = np.zeros(len(costs))
-    with drafter_of(texts[:30], shape=shape) as drafter:
+    with drafter_of(texts[:30], draft_shape=shape) as drafter:
         for sequence_id, text in enumerate(texts[30:]):
             drafter.start(sequence_id, text.astype(np.uint32))
             sizes += [len(drafter.draft(progress_of({sequence_id: []}, 32, cost=cost)).tokens) for cost in costs]
@@ -125,7 +125,7 @@ def test_drafts_shrink_as_tokens_cost_more(shape):
 def test_every_token_follows_its_parent_somewhere(world, shape):
     requests, prompt, other_prompt, produced = world
     # Pointers, which say what comes even after a mismatch, need longer matches than these.
-    with drafter_in(world, shape=shape, match_depth=5) as drafter:
+    with drafter_in(world, draft_shape=shape, match_depth=5) as drafter:
         drafts = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
         paths = []
         for token, parent in zip(drafts.tokens.tolist(), drafts.parents.tolist(), strict=True):
@@ -144,7 +144,7 @@ def test_no_draft_continues_in_another_request(seed, shape):
     requests = [100 * request + rng.integers(0, 100, 30) for request in range(1, 6)]
     first = int(rng.integers(0, 20))
     prompt = np.append(requests[2][first:], rng.integers(0, 100))[: int(rng.integers(8, 30))].astype(np.uint32)
-    with drafter_of(requests, shape=shape, max_draft=MAX_DRAFT) as drafter:
+    with drafter_of(requests, draft_shape=shape, max_draft=MAX_DRAFT) as drafter:
         drafter.start(1, prompt)
         drafts = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
         allowed = {*requests[2].tolist(), *prompt.tolist()}
@@ -162,7 +162,7 @@ def test_an_overlapping_repeat_is_drafted_beyond_the_end_of_the_text():
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_tokens_that_do_not_pay_are_not_drafted(shape):
     text = np.random.default_rng(0).integers(0, 50, 2000)
-    with drafter_of([text[:1000]], shape=shape) as drafter:
+    with drafter_of([text[:1000]], draft_shape=shape) as drafter:
         drafter.start(1, text[1000:].astype(np.uint32))
         assert len(drafter.draft(progress_of({1: []}, limit=9, cost=1.0)).tokens) == 0
         assert len(drafter.draft(progress_of({1: []}, limit=9, cost=0.3)).tokens) == 0
@@ -170,14 +170,14 @@ def test_tokens_that_do_not_pay_are_not_drafted(shape):
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_unseen_contexts_get_no_draft(shape):
-    with drafter_of([[1, 2, 3]], shape=shape) as drafter:
+    with drafter_of([[1, 2, 3]], draft_shape=shape) as drafter:
         drafter.start(1, array([4, 5, 6]))
         assert len(drafter.draft(progress_of({1: []}, limit=9, cost=1e-6)).tokens) == 0
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_a_draft_ends_where_requests_ended(shape):
-    with drafter_of([[7, 8, 9]] * 3, shape=shape) as drafter:
+    with drafter_of([[7, 8, 9]] * 3, draft_shape=shape) as drafter:
         drafter.start(1, array([1, 7]))
         drafts = drafter.draft(progress_of({1: []}, limit=9, cost=1e-6))
         assert drafts.tokens.tolist() == [8, 9]
@@ -186,7 +186,7 @@ def test_a_draft_ends_where_requests_ended(shape):
 
 def test_a_tree_has_a_branch_for_each_token_that_may_follow():
     requests = [[1, 2, 10 + kind, 20 + kind] for kind in range(3) for _ in range(4)]
-    with drafter_of(requests, shape="tree") as drafter:
+    with drafter_of(requests, draft_shape="tree") as drafter:
         drafter.start(1, array([1, 2]))
         drafts = drafter.draft(progress_of({1: []}, limit=9, cost=0.001))
         parents = [-1 if parent == ROOT else int(drafts.tokens[parent]) for parent in drafts.parents]
@@ -196,7 +196,7 @@ def test_a_tree_has_a_branch_for_each_token_that_may_follow():
 
 
 def test_the_more_frequent_continuation_is_more_probable():
-    with drafter_of([[1, 2, 5]] * 3 + [[1, 2, 6]] * 9, shape="tree") as drafter:
+    with drafter_of([[1, 2, 5]] * 3 + [[1, 2, 6]] * 9, draft_shape="tree") as drafter:
         drafter.start(1, array([1, 2]))
         drafts = drafter.draft(progress_of({1: []}, limit=2, cost=0.001))
         assert drafts.tokens.tolist() == [6, 5]
@@ -217,7 +217,7 @@ def test_a_copy_with_a_changed_word_is_found_again_by_the_pointer():
 @pytest.mark.parametrize("next_request", [[[900, 901, 902, 903]], []])
 def test_a_pointer_stops_at_the_end_of_its_request(shape, next_request):
     copied, other = list(range(100, 120)), [50, 60, 61, 62, 63, 64, 65]
-    with drafter_of([other, copied, *next_request], shape=shape) as drafter:
+    with drafter_of([other, copied, *next_request], draft_shape=shape) as drafter:
         # The copy is left two tokens before its end, for what another request goes on with.
         drafter.start(1, array(copied[:-2]))
         drafter.draft(progress_of({1: []}, limit=4))

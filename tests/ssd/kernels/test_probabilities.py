@@ -201,7 +201,7 @@ def a_request_that_chooses(steps, bug=None):
     """
     rng = np.random.default_rng(0)
     rows = []
-    config = DrafterConfig(capacity=CAPACITY, shape="tree", cost=1e-6)
+    config = DrafterConfig(capacity=CAPACITY, draft_shape="tree", cost=1e-6)
     with SuffixDrafter(config, corpus=Corpus(CAPACITY, 32)) as drafter:
         drafter.start(1, array([1]))
         for _ in range(steps):
