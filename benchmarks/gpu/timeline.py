@@ -39,7 +39,7 @@ def span(kernels: Sequence[Interval]) -> float:
 
 
 def idle_share(kernels: Sequence[Interval], min_gap: float = 0.0) -> float:
-    """Return the share of time, 0 to 1, in gaps of at least `min_gap` microseconds. Raises ValueError without kernels."""
+    """Return the share of time, 0 to 1, in gaps of at least `min_gap` us. Raises ValueError without kernels."""
     if not span(kernels):
         raise ValueError("no kernel ran, so there is no time to take a share of")
     return sum(gap for gap in gaps(kernels) if gap >= min_gap) / span(kernels)
