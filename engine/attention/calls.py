@@ -1,6 +1,6 @@
-"""Calls of FlashInfer's kernels: each attention call is prepared once a step, then run in every layer.
+"""Calls of FlashInfer's kernels: each attention call is planned once per step, then run in every layer.
 
-`prepare` gets arrays on the CPU: planning from arrays on the device would wait for all work queued there.
+Plans are made from arrays on the CPU, because reading arrays on the device would wait for all work queued there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Store = Callable[[Tensor, Tensor, Tensor], None]
 """Stores new keys and values, [N, kv_heads, d] each, in a layer's cache, which is the first argument."""
 WORKSPACE_BYTES = 128 << 20
 """The size that FlashInfer recommends for partial results of split keys. Plans of ragged steps split keys only until
-they fill the device, so the size is enough for any batch; for steps of fixed shapes see `chunks.workspaces`."""
+the device is full, so it suffices for any batch; for steps of fixed shapes see `chunks.workspaces`."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class KernelConfig:
 
 
 class PlannedWrapper:
-    """A wrapper of FlashInfer's that may be planned while the device still executes its previous plan.
+    """A wrapper of FlashInfer's that can be planned while the device still executes its previous plan.
 
-    Each wrapper has pinned memory, which a plan writes and the device then copies: the next plan waits for that copy.
+    A plan is written to the wrapper's pinned memory, which the device then copies; the next plan waits for that copy.
     """
 
     def __init__(self, wrapper: Any, device: str) -> None:
@@ -62,7 +62,7 @@ class PlannedWrapper:
 
 
 class CacheWriter:
-    """Stores new keys and values. The kernel sees the whole cache as one sequence, in which a slot is a position."""
+    """Stores new keys and values. For the kernel the whole cache is one sequence, in which a slot is a position."""
 
     def __init__(self, library: Any, cache: PagedCache) -> None:
         self._library = library
@@ -72,7 +72,7 @@ class CacheWriter:
         self._last = torch.tensor([cache.page_size], **integers)
 
     def at(self, slots: Tensor) -> Store:
-        """Return what stores the rows of one step. slots: int32 [N]."""
+        """Return a function that stores the rows of one step. slots: int32 [N]."""
         sequence = torch.zeros_like(slots)
 
         def store(cache: Tensor, key: Tensor, value: Tensor) -> None:
@@ -105,8 +105,8 @@ class Call(ABC):
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """Return the attention of the segments' rows in one layer, [N, heads, head_dim].
 
-        query, and the new key and value [N, kv_heads, head_dim]: of those rows only. cache: of the layer, with the new
-        keys and values stored.
+        query, and the new key and value [N, kv_heads, head_dim]: those rows only. cache: the layer's, with the new keys
+        and values stored.
         """
 
 
@@ -131,8 +131,8 @@ class PathCall(Call):
 class TreeCall(Call):
     """FA2 for trees: the context without a mask and the tree with a small one, merged by FlashInfer's kernel.
 
-    The softmax over all keys is a mean of the softmaxes over parts of them, weighted by the sum of exponentials of each
-    (Milakov and Gimelshein, 2018). So no mask grows with the context.
+    The softmax over all keys is the mean of the softmaxes over parts of them, weighted by their sums of exponentials
+    (Milakov and Gimelshein, 2018). So masks do not grow with the context.
     """
 
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
@@ -156,7 +156,7 @@ class TreeCall(Call):
             custom_mask=on_device(layout.flat_masks(segments), torch.device(config.device)),
             q_data_type=config.dtype,
             kv_data_type=config.dtype,
-            disable_split_kv=True,  # a part of the keys might hold none that some token attends to
+            disable_split_kv=True,  # a token might attend to no key of some part
         )
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
@@ -170,12 +170,12 @@ class TreeCall(Call):
 def plan_paged(
     wrapper: PlannedWrapper, config: KernelConfig, segments: Sequence[Segment], lengths: Sequence[int], **options: Any
 ) -> None:
-    """Plan segments over the first `lengths` keys of their sequences; options: further ones of FlashInfer's plan."""
+    """Plan segments over the first `lengths` keys of their sequences; options: further arguments of the plan."""
     indptr, indices, last = layout.paged_keys([segment.pages for segment in segments], lengths, config.page_size)
     wrapper.plan(
         torch.from_numpy(layout.indptr([segment.length for segment in segments])),
         torch.from_numpy(indptr),
-        # The only large one of these arrays, and not read on the CPU.
+        # This array is large and not read on the CPU.
         on_device(indices, torch.device(config.device)),
         torch.from_numpy(last),
         config.heads,

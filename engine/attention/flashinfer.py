@@ -1,4 +1,4 @@
-"""Attention by FlashInfer's kernels, on GPUs."""
+"""Attention on FlashInfer's kernels, for GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.models.decoder import Attend
 
 
 class FlashInferAttention(Attention):
-    """Paged keys and values, and the kernel calls that attend to them."""
+    """Attention on FlashInfer's kernels over a paged cache."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class FlashInferAttention(Attention):
         kv_dtype: torch.dtype | None = None,
         kv_layers: int = 0,
     ) -> None:
-        """dtype: of queries, 16 bits. kv_dtype: of the cache, the same or float8_e4m3fn, stored without a scale.
-        kv_layers: see `PagedCache`.
+        """dtype: dtype of queries, 16 bits. kv_dtype: dtype of the cache, the same or float8_e4m3fn, stored without a
+        scale. kv_layers: see `PagedCache`.
 
         Raises UserError where FlashInfer cannot be imported.
         """
@@ -68,7 +68,7 @@ class FlashInferAttention(Attention):
             cache = self._cache.layers[layer]
             store(cache, key, value)
             if cache.dtype != query.dtype:
-                # A tree attends to its own keys as later steps will read them from the cache.
+                # A tree must attend to its own keys as later steps will read them from the cache.
                 key, value = (as_stored(part, cache.dtype).to(query.dtype) for part in (key, value))
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
@@ -89,7 +89,7 @@ class FlashInferAttention(Attention):
         requests = requests_of(step, config.heads // config.kv_heads)
         floats, integers = workspaces(config.heads, config.kv_heads, config.head_dim, requests, step.rows)
         if floats > len(self._workspace):
-            # Calls and shapes made before keep the smaller one.
+            # Existing calls and shapes keep the smaller one.
             self._workspace = self._bytes(floats)
         return FlashInferFixed(self._library, config, self._workspace, self._bytes(integers), self._cache, step)
 
@@ -97,7 +97,7 @@ class FlashInferAttention(Attention):
         return torch.zeros(count, dtype=torch.uint8, device=self._config.device)
 
     def _call(self, kind: type[Call]) -> Call:
-        """Return the call of a kind, made when it is first needed, since each holds memory."""
+        """Return the call of a kind, made when first needed, because each holds memory."""
         if kind not in self._calls:
             self._calls[kind] = kind(self._library, self._config, self._workspace)
         return self._calls[kind]
