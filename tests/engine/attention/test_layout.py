@@ -1,4 +1,4 @@
-"""The arrays that paged kernels get, read as the kernels read them, against each token's own view of its sequence."""
+"""Compare the arrays for paged kernels, read as kernels read them, with the tokens that each token attends to."""
 
 import numpy as np
 from hypothesis import given
@@ -22,7 +22,7 @@ PAGE_SIZES = st.sampled_from([1, 4, 16])
 
 @st.composite
 def batches(draw, page_size):
-    """A batch, and for each of its tokens the places of its sequence that it sees."""
+    """A batch, and for each token the indices of its sequence that it attends to."""
     rng = np.random.default_rng(draw(st.integers(0, 10_000), "seed"))
     sequences, sees = [], []
     for _ in range(draw(st.integers(1, 5), "sequences")):
@@ -56,14 +56,14 @@ def slots_of(pages, places, page_size):
 
 
 @given(st.data(), PAGE_SIZES)
-def test_segments_cover_a_batch_and_say_what_each_token_sees(data, page_size):
+def test_segments_cover_a_batch_with_the_right_masks(data, page_size):
     batch, sees = data.draw(batches(page_size))
     segments = segments_of(batch)
     rows = [row for segment in segments for row in range(segment.start, segment.start + segment.length)]
     assert rows == list(range(len(batch.tokens)))
     row = 0
     for segment in segments:
-        # As a mask among a segment's tokens.
+        # The mask among the segment's tokens.
         own = flat_masks([segment]).reshape(segment.length, -1)
         assert own.any(axis=1).all()
         for seen in own:
@@ -73,7 +73,7 @@ def test_segments_cover_a_batch_and_say_what_each_token_sees(data, page_size):
 
 
 @given(st.data(), PAGE_SIZES)
-def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
+def test_paged_keys_address_all_slots(data, page_size):
     batch, _ = data.draw(batches(page_size))
     segments = segments_of(batch)
     tables = [segment.pages for segment in segments]
@@ -83,7 +83,7 @@ def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
         for index, length in enumerate(lengths):
             begin, end = keys.indptr[index : index + 2]
             assert end > begin
-            # The length, as kernels get it.
+            # Kernels compute the length like this.
             assert (end - begin - 1) * page_size + keys.last_page_len[index] == length
             expected = slots_of(tables[index], range(length), page_size)
             assert slots_of(keys.indices[begin:end].tolist(), range(length), page_size) == expected
@@ -96,15 +96,15 @@ def test_true_lengths_fit_into_the_plan_of_their_upper_bounds(lengths, page_size
     planned = paged_keys([table] * len(bounds), bounds, page_size)
     counts = np.diff(planned.indptr)
     corrected = last_page_lengths([true for true, _ in lengths], counts, page_size)
-    # In the unsigned arithmetic of the kernels, where a negative number wraps around and back.
+    # Kernels use unsigned arithmetic, in which negative numbers wrap around.
     read = (counts - 1).astype(np.uint32) * np.uint32(page_size) + corrected.astype(np.uint32)
     assert read.tolist() == [true for true, _ in lengths]
-    # All that a device has to do is to subtract what was rejected.
+    # The device only has to subtract the rejected tokens.
     assert (planned.last_page_len - [more for _, more in lengths]).tolist() == corrected.tolist()
 
 
 @given(st.data())
-def test_rows_of_segments_are_theirs_in_the_batch(data):
+def test_rows_of_segments_are_their_rows_in_the_batch(data):
     batch, _ = data.draw(batches(16))
     for is_tree in (False, True):
         segments = [segment for segment in segments_of(batch) if (segment.mask is not None) == is_tree]

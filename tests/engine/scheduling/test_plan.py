@@ -1,4 +1,4 @@
-"""The drafts that the host attributes to a step are those that the device selects."""
+"""The host selects the same drafts for a step as the device."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ def random_table(rng, sequences):
     return table
 
 
-def test_the_host_selects_as_the_device_does():
+def test_host_and_device_select_the_same_drafts():
     rng = np.random.default_rng(0)
     selected = 0
     for _ in range(60):

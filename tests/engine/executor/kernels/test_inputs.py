@@ -68,7 +68,7 @@ def agrees(operation, implementation, seed):
     return matches(entries, step[0], implementation.of(operation)(state, *step))
 
 
-def test_inputs_are_those_of_the_batch(implementation, monkeypatch):
+def test_inputs_equal_those_of_build_batch(implementation, monkeypatch):
     # Several blocks of the kernel for a sequence.
     monkeypatch.setattr(inputs_module, "BLOCK", 4)
     assert all(agrees(build_inputs, implementation, seed) for seed in range(implementation.cases))

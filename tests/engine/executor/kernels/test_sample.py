@@ -1,4 +1,4 @@
-"""Tokens sampled on the device, against those sampled with all scores and noise laid out, and those of the host."""
+"""Compare tokens sampled on the device with those of one large computation and with those of the host."""
 
 import weakref
 
@@ -49,8 +49,8 @@ def random_rows(seed, device="cpu"):
     return *(torch.from_numpy(array).to(device) for array in given), limits
 
 
-def sampled_at_once(logits, temperatures, seeds, positions, limits):
-    """The token of every row, with all scores and all noise laid out."""
+def sampled_in_one_part(logits, temperatures, seeds, positions, limits):
+    """The token of every row, from all scores and all noise at once."""
     is_sampled = temperatures > GREEDY_BELOW
     scores = logits / torch.where(is_sampled, temperatures, 1).float()[:, None]
     if limits is not None:
@@ -63,7 +63,7 @@ def agrees(implementation, seed, device="cpu"):
     given = random_rows(seed, device)
     tokens = implementation(*given)
     assert tokens.dtype == torch.int64
-    return torch.equal(tokens, sampled_at_once(*given))
+    return torch.equal(tokens, sampled_in_one_part(*given))
 
 
 def test_rows_sampled_in_parts_give_the_same_tokens(monkeypatch):
@@ -72,7 +72,7 @@ def test_rows_sampled_in_parts_give_the_same_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("vocab", [70, 20])
-def test_rows_chosen_in_parts_give_the_same_tokens(vocab, monkeypatch):
+def test_rows_sampled_in_parts_by_the_host_give_the_same_tokens(vocab, monkeypatch):
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(0, 3, (50, vocab)).astype(np.float32))
     temperatures = rng.choice([0.0, 0.7, 2.0], 50)
@@ -86,11 +86,11 @@ def test_rows_chosen_in_parts_give_the_same_tokens(vocab, monkeypatch):
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, until they are freed."""
+    """Counts the bytes of tensors from their creation until they are freed."""
 
     def __init__(self):
         super().__init__()
-        self.now = self.most = 0
+        self.current = self.peak = 0
         self.seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -98,24 +98,24 @@ class Memory(TorchDispatchMode):
         owned = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if torch.is_tensor(tensor)}
         for tensor in tree_iter(result):
             if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in owned:
-                self.now += tensor.nbytes
-                self.most = max(self.most, self.now)
+                self.current += tensor.nbytes
+                self.peak = max(self.peak, self.current)
                 weakref.finalize(tensor, self._gone, tensor.nbytes)
         return result
 
     def _gone(self, size):
-        self.now -= size
+        self.current -= size
 
 
 def memory_of(function, most):
-    """Most bytes in use beside the logits, for many rows of tensors without values."""
+    """Largest number of bytes in use besides the logits, for many rows of tensors without values."""
     settings = {"device": "meta"}
     logits = torch.zeros(1088, 128_256, **settings)
     integers = torch.zeros(len(logits), dtype=torch.int64, **settings)
     numbers = torch.ones(len(logits), dtype=torch.float64, **settings)
     with Memory() as memory:
         function(logits, numbers, integers, Limits(integers, numbers, numbers, most))
-    return memory.most
+    return memory.peak
 
 
 def sampled_without_limits(logits, temperatures, seeds, _):
@@ -143,7 +143,7 @@ def test_memory_is_bounded(function, most, monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Make a module's kernel use several blocks for each part, and several parts for each row where rows are few."""
+    """Make a module's kernel use several blocks per part, and several parts per row."""
     require_interpreter()
 
     def of(module, programs=12):
@@ -155,30 +155,30 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("programs", [1, 12, 1000])
-def test_the_kernel_samples_the_same(programs, small_blocks):
+def test_the_kernel_equals_the_reference(programs, small_blocks):
     kernel = small_blocks(sample, programs)
     assert all(agrees(kernel, seed) for seed in range(12))
 
 
-def test_the_kernel_takes_rows_with_a_stride_and_no_rows(small_blocks):
+def test_the_kernel_accepts_strided_rows_and_no_rows(small_blocks):
     logits, *row_settings, _ = random_rows(2)
     assert logits.shape[1] > 1
     spaced = torch.nn.functional.pad(logits, (0, 5), value=99)[:, : logits.shape[1]]
     kernel = small_blocks(sample)
-    assert torch.equal(kernel(spaced, *row_settings), sampled_at_once(logits, *row_settings, None))
+    assert torch.equal(kernel(spaced, *row_settings), sampled_in_one_part(logits, *row_settings, None))
     assert kernel(*(column[:0] for column in (logits, *row_settings))).shape == (0,)
 
 
-def test_the_kernel_takes_nan_for_the_largest_score(small_blocks):
+def test_the_kernel_treats_nan_as_the_largest_score(small_blocks):
     logits = torch.tensor([[0.0, 1, float("nan"), 5, float("nan")], [0.0, 9, 2, 3, 4]])
     for temperature in (0.0, 1.0):
         row_settings = torch.full((2,), temperature, dtype=torch.float64), torch.arange(2), torch.arange(2)
-        expected = sampled_at_once(logits, *row_settings, None)
+        expected = sampled_in_one_part(logits, *row_settings, None)
         assert small_blocks(sample)(logits, *row_settings).tolist() == expected.tolist()
 
 
 @pytest.mark.gpu
-def test_the_kernel_on_a_gpu_samples_the_same():
+def test_the_kernel_on_a_gpu_equals_the_reference():
     pytest.importorskip("triton", reason="needs Triton")
     assert all(agrees(sample_tokens, seed, on("cuda")) for seed in range(CASES))
 
@@ -215,8 +215,8 @@ KERNEL_FAULTS = {
     "noise of other tokens": ("score += gumbel(own_key, token)", "score += gumbel(own_key, token - first)"),
     "noise of another row": ("tl.load(positions + row)", "tl.load(positions)"),
     "no floor": ("score < tl.load(floors + row)", "score < -1e30"),
-    "the floor itself is out": ("score < tl.load(floors + row)", "score <= tl.load(floors + row)"),
-    "tokens behind the vocabulary": ('mask=token < end, other=float("-inf")', "mask=token < end, other=9.0"),
+    "the floor is excluded": ("score < tl.load(floors + row)", "score <= tl.load(floors + row)"),
+    "tokens beyond the vocabulary": ('mask=token < end, other=float("-inf")', "mask=token < end, other=9.0"),
 }
 
 
@@ -238,7 +238,7 @@ settings_of_rows = st.tuples(
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=60)
 @given(rows=st.lists(settings_of_rows, min_size=1, max_size=6), truncates=st.booleans(), seed=st.integers(0, 1 << 40))
-def test_settings_on_the_device_sample_as_those_on_the_host(device, rows, truncates, seed):
+def test_settings_on_the_device_and_on_the_host_give_the_same_tokens(device, rows, truncates, seed):
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32)).to(on(device))
     temperatures, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
@@ -289,7 +289,7 @@ def step_agrees(module, seed, device="cpu"):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_a_step_are_those_of_the_sampler(device):
+def test_tokens_of_a_step_equal_those_of_the_host_sampler(device):
     assert all(step_agrees(sample, seed, on(device)) for seed in range(60))
 
 

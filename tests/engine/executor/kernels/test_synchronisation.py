@@ -1,4 +1,4 @@
-"""No operation of a step reads a value: all run on tensors without values, and on a GPU without synchronisation."""
+"""Operations of a step run on tensors without values, and on a GPU without synchronisation."""
 
 from dataclasses import fields
 
@@ -16,7 +16,7 @@ SLOTS, BATCH, OUTCOMES, DRAFT, PAGE_SIZE, VOCAB = 6, 4, 3, 5, 16, 100
 
 
 def arguments_of_a_step(device):
-    """A state and what the host sends for a step."""
+    """A state and the host's inputs of a step."""
     state = DeviceState.empty(SLOTS, 64, 4, 9, torch.device(device))
     state.lengths.fill_(10)
     state.limits.fill_(40)
@@ -41,7 +41,7 @@ def step(state, table, slots, starts, logits, read=lambda tensor: tensor):
     return drafts, inputs, verified
 
 
-def test_no_value_is_read():
+def test_operations_read_no_values():
     step(*arguments_of_a_step("meta"))
 
 
@@ -66,7 +66,7 @@ def test_no_step_synchronises_with_a_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_state_keeps_its_addresses():
+def test_the_state_is_changed_in_place():
     """CUDA graphs hold the addresses of its tensors."""
     arguments = arguments_of_a_step("cpu")
     state = arguments[0]

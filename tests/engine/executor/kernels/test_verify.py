@@ -78,7 +78,7 @@ def still_running(sequences, slots):
     return [sequences[index] for index in going], slots[going]
 
 
-def test_steps_are_those_of_the_host(implementation):
+def test_steps_equal_those_of_the_host(implementation):
     check = implementation.of(verify_module.verify)
     assert all(steps_agree(check, implementation.device, seed) for seed in range(implementation.cases))
 
@@ -100,7 +100,7 @@ def random_rows(data):
 # The implementation does not change between examples.
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_ragged_rows_are_verified_as_by_the_slow_twin(implementation, data):
+def test_ragged_rows_are_verified_like_the_naive_twin(implementation, data):
     tokens, starts, counts, target = random_rows(data)
     device, batch = implementation.device, len(starts)
     state = DeviceState.empty(batch, 20, 1, 0, device)
