@@ -1,10 +1,10 @@
-"""Share of accepted tokens that is kept when drafts are made while a step is in flight.
+"""Measure the share of accepted tokens that is kept when drafts are made while a step is in flight.
 
     python -m benchmarks.late_drafts shared/traces/*.npz
 
-Replays recorded outputs without a model, one request at a time. `waiting`: each draft is made when the results of the
-step before are known. `path`: it is made one step earlier, as a longer path, which is right for one outcome of the step
-in flight. `tree of n`: the branches of a draft tree give drafts for up to n outcomes. The engine does what `path` does.
+Replays recorded outputs without a model, one request at a time. `waiting`: a draft is made when the results of the
+previous step are known. `path`: it is made one step earlier, as a longer path, for one outcome of the step in flight.
+`tree of n`: the branches of a draft tree are drafts for up to n outcomes. The engine does the same as `path`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ssd.types import ROOT, DraftBatch, Progress, offsets_of
 DRAFT = 16
 """Largest number of draft tokens of a step."""
 COST = 0.02
-"""Price of a draft token."""
+"""Cost of a draft token, as a fraction of a step."""
 TREE_COST = COST / 4
-"""Price for trees: their nodes are shared by several outcomes."""
+"""Cost of a tree's token, which several outcomes share."""
 
 Outcome = tuple[int, int]
 """Number of accepted draft tokens, bonus token."""
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Tally:
-    """Replay requests one after the other until that many tokens are produced."""
+    """Replay requests one after the other until `tokens` tokens are produced."""
     cost = TREE_COST if mode.shape == "tree" else COST
     drafter = SuffixDrafter(DrafterConfig(capacity=1_000_000, max_draft=MAX_DRAFT, draft_shape=mode.shape))
     tally = Tally()
@@ -100,19 +100,19 @@ def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Tally:
 
 
 def replay_one(drafter: SuffixDrafter, number: int, request: Request, mode: Mode, cost: float, tally: Tally) -> None:
-    """Replay one request: `draft` is what the step in flight verifies, `told` what the drafter knows of the output."""
-    output, done, told, verified = request.output.tolist(), 0, 0, 0
+    """Replay one request; `draft` is verified by the step in flight, and the drafter has got `sent` output tokens."""
+    output, done, sent, verified = request.output.tolist(), 0, 0, 0
     drafter.start(number, request.prompt)
     draft: list[int] = []
     limit = DRAFT if mode.outcomes == 0 else MAX_DRAFT
     offered: list[int] = []
     while done < len(output):
-        new, told = output[told:done], done
+        new, sent = output[sent:done], done
         batch = drafter.draft(progress_of(number, new, verified, limit, cost))
         if mode.outcomes == 0:
             draft = batch.tokens.tolist()
         table = outcomes_of(batch, draft, mode.outcomes) if mode.outcomes else {}
-        accepted = shared(draft, output[done:-1])
+        accepted = shared_length(draft, output[done:-1])
         bonus = output[done + accepted]
         tally.steps, tally.tokens, tally.drafted = (
             tally.steps + 1,
@@ -121,15 +121,15 @@ def replay_one(drafter: SuffixDrafter, number: int, request: Request, mode: Mode
         )
         done += accepted + 1
         offered = batch.tokens.tolist()
-        judged = shared(offered, output[told:done])
-        # The committed tokens judge a path up to its first wrong token, and one path of a tree.
-        verified = min(len(offered), done - told, judged + 1) if mode.shape == "path" else len(offered)
+        agreed = shared_length(offered, output[sent:done])
+        # Committed tokens verify a path up to its first wrong token.
+        verified = min(len(offered), done - sent, agreed + 1) if mode.shape == "path" else len(offered)
         draft = table.get((accepted, bonus), [])
-    drafter.finish(number, np.array(output[told:], np.uint32), verified=verified)
+    drafter.finish(number, np.array(output[sent:], np.uint32), verified=verified)
 
 
 def progress_of(number: int, new: list[int], verified: int, limit: int, cost: float) -> Progress:
-    """What the drafter is told of a single sequence."""
+    """Return the progress of a single sequence."""
     return Progress(
         sequence_ids=np.array([number], np.uint64),
         tokens=np.array(new, np.uint32),
@@ -171,7 +171,7 @@ def outcomes_of(batch: DraftBatch, draft: list[int], count: int) -> dict[Outcome
     return table
 
 
-def shared(left: Sequence[int], right: Sequence[int]) -> int:
+def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the number of leading tokens that two texts share."""
     size = min(len(left), len(right))
     return next((place for place in range(size) if left[place] != right[place]), size)

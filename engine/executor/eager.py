@@ -22,15 +22,14 @@ class EagerExecutor:
         """needs: outputs of the target for the drafter."""
         self.runner = runner
         self._page_size = page_size
-        self._needs = needs
+        self.needs = needs
 
     def launch(self, plan: StepPlan) -> EagerStep:
         """Launch the forward pass; on a GPU this returns before it has ended."""
         batch = build_batch(plan.entries, self._page_size)
-        if not self._needs.hidden_layers:
-            return EagerStep(self.runner, plan, batch, self.runner.forward(batch), None, self._needs.top_k)
-        logits, states = self.runner.forward_with_states(batch, self._needs.hidden_layers)
-        return EagerStep(self.runner, plan, batch, logits, states, self._needs.top_k)
+        if not self.needs.hidden_layers:
+            return EagerStep(self, plan, batch, self.runner.forward(batch), None)
+        return EagerStep(self, plan, batch, *self.runner.forward_with_states(batch, self.needs.hidden_layers))
 
 
 class EagerStep:
@@ -40,15 +39,14 @@ class EagerStep:
     """`result` does a part of the work, and does not only wait."""
 
     def __init__(
-        self, runner: Runner, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None, top_k: int
+        self, executor: EagerExecutor, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None
     ) -> None:
-        """states: hidden states for the drafter, [N, layers, hidden size]. top_k: as in `TargetOutputs`."""
+        """states: hidden states for the drafter, [N, layers, hidden size]."""
         self.plan = plan
-        self._states = states
-        self._top_k = top_k
-        self._runner = runner
+        self._executor = executor
         self._batch = batch
         self._logits = logits
+        self._states = states
 
     def result(self) -> StepResult:
         """Verify drafts, and move the keys and values of accepted tree paths together."""
@@ -58,8 +56,8 @@ class EagerStep:
         self._compact(results)
         if self._states is not None:
             add_hidden_states(results, self._batch, self._states)
-        if self._top_k:
-            add_top_logits(results, self._batch, self._logits, self._top_k)
+        if self._executor.needs.top_k:
+            add_top_logits(results, self._batch, self._logits, self._executor.needs.top_k)
         return StepResult(self.plan, results)
 
     def _compact(self, results: list[SequenceResult]) -> None:
@@ -74,7 +72,7 @@ class EagerStep:
         if moves:
             sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
             if len(sources):
-                self._runner.move(sources, targets)
+                self._executor.runner.move(sources, targets)
 
 
 def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tensor) -> None:
@@ -102,15 +100,10 @@ def score_prompts(batch: Batch, logits: Tensor, entries: Sequence[SequencePlan])
     logits: float32 [rows, V], of `batch.logit_rows`.
     """
     bounds = batch.scored_offsets
-    counts = {
-        index: entry.sequence.request.sampling.prompt_logprobs or 0
-        for index, entry in enumerate(entries)
-        if len(entry.scored)
-    }
-    rows = {index: np.arange(bounds[index], bounds[index + 1]) for index in counts}
-    tokens = {
-        index: entry.sequence.tokens[entry.scored.start + 1 : entry.scored.stop + 1]
-        for index, entry in enumerate(entries)
-        if index in counts
-    }
+    counts, rows, tokens = {}, {}, {}
+    for index, entry in enumerate(entries):
+        if scored := entry.scored:
+            counts[index] = entry.sequence.request.sampling.prompt_logprobs or 0
+            rows[index] = np.arange(bounds[index], bounds[index + 1])
+            tokens[index] = entry.sequence.tokens[scored.start + 1 : scored.stop + 1]
     return compute_parts(logits, rows, tokens, counts)
