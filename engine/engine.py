@@ -5,21 +5,24 @@
     one in flight    device  step 1          | step 2          | step 3
                      host    draft 2, launch | commit 1, draft 3, launch | ...
 
-With a step in flight the host plans with upper bounds of what it may commit, and drafts for likely outcomes; the device
-selects. A sequence that has ended, was cancelled or was preempted may be part of one more step, whose results for it
-are dropped; what such a step writes precedes everything that later owners of its pages write.
+With a step in flight the host plans with upper bounds of the number of tokens that it commits, and drafts for its
+likely outcomes; the device selects a draft by the outcome. A sequence that has ended, was cancelled or was preempted
+may be part of one more step; its results are dropped. That step's writes to the KV cache precede all writes of later
+owners of the same pages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.drafters.base import Drafter
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from engine.drafters.registry import AnyDrafter
 
 COMMON_SAMPLING = SamplingParams(temperature=1.0)
-"""Settings that most requests are assumed to have."""
+"""Assumed settings of most requests."""
 
 
 @dataclass
@@ -52,11 +55,11 @@ class StepReport:
     """What one step did."""
 
     results: list[SequenceResult] = field(default_factory=list)
-    """Of the sequences that produced tokens."""
+    """Results of the sequences that produced tokens."""
     finished: dict[int, Completion] = field(default_factory=dict)
     """Completions by the ids that `Engine.add` returned."""
     times: StageTimes = field(default_factory=StageTimes)
-    """Duration of its stages."""
+    """Durations of the stages."""
     is_ahead: bool = False
     """Whether the next step was launched before the results of this one were read."""
 
@@ -87,8 +90,8 @@ class Engine:
         depth: InFlightDepth | None = None,
     ) -> None:
         """Without `decode`, the tokenizer's, requests with stop strings are refused. Without a `budget` all draft
-        tokens are verified. `graph` runs steps of requests that do not need the host, `executor` those of the others.
-        `depth`: by default as `config.in_flight` says.
+        tokens are verified. `graph` runs steps in which no request needs the host, `executor` all others.
+        `depth`: by default made from `config.in_flight`.
         """
         self.model = model
         self.scheduler = Scheduler(config, pages)
@@ -110,7 +113,7 @@ class Engine:
 
     @property
     def drafter(self) -> object:
-        """The drafter in use, as it was given to the engine."""
+        """The drafter that was passed to the constructor."""
         return innermost(self._speculation.drafter)
 
     @property
@@ -140,7 +143,7 @@ class Engine:
         return longest
 
     def step(self) -> StepReport:
-        """Advance the running sequences by one token or more, or by a part of a prompt."""
+        """Run one step: each running sequence advances by one token or more, or by a chunk of its prompt."""
         watch = Stopwatch()
         if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
             self._in_flight.popleft()
@@ -152,9 +155,9 @@ class Engine:
         return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
-        """End a request between two steps; its completion has what it has produced, and the reason ABORT.
+        """End a request between two steps and return its completion: the tokens so far, with the reason ABORT.
 
-        Returns None if there is no such request, or if it has ended.
+        Returns None if there is no such request or it has ended.
         """
         sequence = self.scheduler.find(sequence_id)
         if sequence is None:
@@ -164,11 +167,10 @@ class Engine:
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
     ) -> list[Completion]:
-        """Run requests and return their completions in the same order; `observe` gets the report of each step.
+        """Run requests and return their completions in the same order.
 
-        It may cancel requests; their completions have the reason ABORT.
-
-        Raises UserError if one of the requests cannot run, before any of them does.
+        `observe` is called with the report of each step; it may cancel requests, whose completions have the reason
+        ABORT. Raises UserError if one of the requests cannot run, before any of them starts.
         """
         asked = list(requests)
         for request in asked:
@@ -205,7 +207,7 @@ class Engine:
     def _launch(self, watch: Stopwatch) -> bool:
         """Plan a step and launch it; return whether one was launched.
 
-        With a step in flight none is launched if there is nothing to run, or if the next step needs the host.
+        With a step in flight, none is launched if there is nothing to run or the next step needs the host.
         """
         plan = self.scheduler.plan()
         watch.lap("schedule")
@@ -218,7 +220,7 @@ class Engine:
             for entry in plan.producing:
                 entry.in_flight_draft = drafts.get(entry.sequence.sequence_id) if entry.sequence.in_flight else None
             self._speculation.propose_ahead(plan)
-            # Until the device has run the step before, asking the drafter delays nothing.
+            # Drafting delays the step only if the device has finished the previous one.
             plan.drafting_s = watch.lap("draft") if before.is_done else 0.0
         else:
             self._speculation.propose(plan)
@@ -226,7 +228,7 @@ class Engine:
         self._in_flight.append(executor.launch(plan))
         watch.lap("forward")
         for entry in plan.entries:
-            # The last token counts as computed when the token after it is known.
+            # The last committed token counts as computed once its successor is known.
             ahead = entry.scheduled - entry.produces
             if ahead:
                 entry.sequence.computed += ahead
@@ -240,7 +242,7 @@ class Engine:
         if self._graph is None:
             return self._executor
         if any(self._needs_host(sequence) for sequence in self.scheduler.running):
-            # The host advances all sequences now, so what the device knows of them becomes outdated.
+            # From here on the host advances all sequences, so the state on the device becomes outdated.
             if plan.entries and not self._in_flight:
                 self._graph.release()
             return self._executor
@@ -252,7 +254,7 @@ class Engine:
         return sampling.needs_host or (verification == "rejection" and sampling.is_sampled)
 
     def _commit(self, step: InFlightStep, watch: Stopwatch) -> StepReport:
-        """Wait for a step, append what it produced, and end the sequences whose output ends."""
+        """Wait for a step, commit its tokens, and finish the sequences whose output ends."""
         result = step.result()
         watch.lap("verify")
         report = StepReport()
@@ -280,10 +282,11 @@ class Engine:
         return report
 
     def _record(self, step: InFlightStep, report: StepReport) -> None:
-        """Learn from the duration of a step how many draft tokens and how many steps in flight pay."""
+        """Update the token budget and the in-flight depth with the duration of a step."""
         times = report.times
         accepted = sum(each.accepted for each in report.results)
-        # What runs on a device while the host works is in the duration of the whole step.
+        # On the graph executor the device runs while the host works, so only the duration of the whole step is
+        # meaningful.
         is_on_graph = isinstance(step, GraphStep)
         seconds = times.total if is_on_graph else times.forward + times.verify
         if self._budget is not None:
@@ -293,7 +296,7 @@ class Engine:
             self._depth.record(host_s, times.total, accepted, report.committed)
 
     def _append(self, result: SequenceResult) -> Cut:
-        """Commit what a step produced for a sequence, up to where its output ends."""
+        """Commit the tokens that a step produced for a sequence, up to the end of its output."""
         sequence = result.plan.sequence
         cut = sequence.stopping.cut(result.tokens, sequence.room)
         if cut.length < len(result.tokens):
@@ -325,19 +328,33 @@ def build_engine(
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
-    `decode` is the tokenizer's, for requests with stop strings. `has_budget`: measure what a step costs, for a few
-    seconds, and verify only draft tokens that pay; otherwise all of them. `attention`: as in `choose_backend`.
-    `common`: settings that most requests are expected to have. `notify` is called with a line before and after long
-    preparations. Raises UserError for an attention or a KV cache that is not available.
+    `decode`: of the tokenizer, for requests with stop strings. `has_budget`: measure for a few seconds what a step
+    costs, and verify only draft tokens that pay; otherwise all of them are verified. `attention`: as in
+    `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called with a line before
+    and after long preparations. Raises UserError for an attention or a KV cache that is not available, and for a
+    drafter that cannot be bound to the model.
     """
     drafter = adapt(drafter)
+    with _reported(drafter):
+        drafter.needs.check(model.config)
     measure = has_budget and config.max_draft > 0
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs
     )  # fmt: skip
     if hasattr(drafter, "bind"):
-        drafter.bind(executors.eager.runner.draft_forward(config.page_size))
+        with _reported(drafter):
+            drafter.bind(executors.eager.runner.draft_forward(config.page_size))
     budget = None if executors.cost is None else TokenBudget(executors.cost)
     return Engine(
         model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph
     )  # fmt: skip
+
+
+@contextmanager
+def _reported(drafter: Drafter) -> Iterator[None]:
+    """Convert an exception of a drafter's preparation to a UserError."""
+    try:
+        yield
+    except Exception as problem:
+        name = type(innermost(drafter)).__qualname__
+        raise UserError(f"the drafter {name} cannot be used: {type(problem).__name__}: {problem}") from problem

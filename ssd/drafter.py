@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ssd.base import CorpusDrafter, Opening
-from ssd.config import DrafterConfig, check_cost
+from ssd.config import DrafterConfig, PolicyName, check_cost
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.kernels.frame import Frame
@@ -124,8 +124,14 @@ def make_drafter(
     remember: Callable[[np.ndarray, str | None], object] | None = None,
 ) -> CorpusDrafter:
     """Return a drafter of the configured policy; arguments and errors as of `CorpusDrafter`."""
-    if config is None or config.policy == "suffix":
-        return SuffixDrafter(config, corpus=corpus, stats=stats, remember=remember)
-    from ssd.classic import ClassicDrafter  # Its kernels take time to load.
+    kind = drafter_class("suffix" if config is None else config.policy)
+    return kind(config, corpus=corpus, stats=stats, remember=remember)
 
-    return ClassicDrafter(config, corpus=corpus, stats=stats, remember=remember)
+
+def drafter_class(policy: PolicyName) -> type[CorpusDrafter]:
+    """Return the class of a policy; loading the kernels of `classic` takes a while, compiling them seconds."""
+    if policy == "suffix":
+        return SuffixDrafter
+    from ssd.classic import ClassicDrafter
+
+    return ClassicDrafter

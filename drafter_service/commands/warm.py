@@ -126,7 +126,7 @@ def _into_service(
     from drafter_service.ingest.resume import Resume
     from drafter_service.ingest.sinks import RemoteSink
     from drafter_service.observability.facts import ModelIdentity
-    from drafter_service.transport.messages import default_namespace
+    from drafter_service.server.requests import default_namespace
 
     if namespace is None:
         # The namespace that an engine with this model uses by default.

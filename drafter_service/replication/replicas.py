@@ -12,7 +12,6 @@ from drafter_service.replication.events import Event, Finished, Forgotten
 from drafter_service.replication.reader import Reader
 from drafter_service.replication.shared_log import NamespaceLog, SharedLog
 from drafter_service.replication.stream import OLDEST, Position
-from drafter_service.server.learning import Learning
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import Log
 
@@ -25,9 +24,8 @@ BYTES_PER_TOKEN = 4
 class Replication:
     """Publishes what this replica learns, and learns what others publish. Only the event loop uses it."""
 
-    def __init__(self, config: Log, learning: Learning) -> None:
+    def __init__(self, config: Log) -> None:
         """Raises UserError for an unusable URL."""
-        self._learning = learning
         self._replicas: dict[str, Replica] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past = LogFacts(is_connected=True)
@@ -50,7 +48,7 @@ class Replication:
     def add(self, namespace: Namespace) -> None:
         """Start replicating a namespace that was loaded."""
         if self._log is not None:
-            self._replicas[namespace.name] = Replica(namespace, self._log.open(namespace.name), self._learning)
+            self._replicas[namespace.name] = Replica(namespace, self._log.open(namespace.name))
 
     def remove(self, namespace: Namespace) -> None:
         """Stop replicating a namespace that leaves memory."""
@@ -74,8 +72,8 @@ class Replication:
 class Replica:
     """The replication of one namespace."""
 
-    def __init__(self, namespace: Namespace, log: NamespaceLog, learning: Learning) -> None:
-        self._namespace, self._log, self._learning = namespace, log, learning
+    def __init__(self, namespace: Namespace, log: NamespaceLog) -> None:
+        self._namespace, self._log = namespace, log
         self._reader: Reader = log.reader(_position(namespace), known=namespace.learned_names())
         namespace.log_position = lambda: str(self._reader.position)
         namespace.publish = log.publish
@@ -105,7 +103,7 @@ class Replica:
         )
 
     async def _take(self, events: list[Event]) -> None:
-        await self._learning.wait_for_room(self._namespace)
+        await self._namespace.wait_for_room()
         for event in events:
             match event:
                 case Finished(request, tokens, finished_at):

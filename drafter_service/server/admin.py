@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -14,13 +15,28 @@ from google.protobuf.message import DecodeError
 from drafter_service.auth.callers import Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
-from drafter_service.server.learning import Learned, Learning
+from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import NamespaceError, Namespaces
+from drafter_service.server.requests import default_namespace, read_model, read_texts
 from drafter_service.server.stream import REFUSALS
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import default_namespace, read_model
 from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
+
+TEXTS_PER_TURN = 256
+"""Texts that are learned before other tasks of the event loop run."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How much was learned."""
+
+    tokens: int = 0
+    texts: int = 0
+    duplicates: int = 0
+
+    def __add__(self, other: Learned) -> Learned:
+        return Learned(self.tokens + other.tokens, self.texts + other.texts, self.duplicates + other.duplicates)
 
 
 class Admin:
@@ -30,7 +46,6 @@ class Admin:
         self,
         namespaces: Namespaces,
         access: AccessControl,
-        learning: Learning,
         facts: Callable[[Collection[str], bool], ServiceFacts],
         *,
         may_show_passages: bool,
@@ -38,7 +53,6 @@ class Admin:
         """`facts` returns those of the named namespaces, with their passages or without."""
         self._namespaces = namespaces
         self._access = access
-        self._learning = learning
         self._facts = facts
         self._may_show_passages = may_show_passages
 
@@ -49,7 +63,7 @@ class Admin:
             name = request.namespace or default_namespace(model)
             authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
-                learned = await self._learning.learn(namespace, request.texts)
+                learned = await learn(namespace, request.texts)
                 return pb.ObserveResponse(tokens=learned.tokens, texts=learned.texts, duplicates=learned.duplicates)
 
     async def warm(
@@ -65,11 +79,11 @@ class Admin:
             name = first.namespace or default_namespace(model)
             authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
-                total = await self._learning.learn(namespace, first.texts)
+                total = await learn(namespace, first.texts)
                 yield _warm_response(total, namespace.corpus.waiting)
                 async for data in requests:
                     authorized.require(Right.LEARN, name)
-                    total += await self._learning.learn(namespace, _read_warm(data).texts)
+                    total += await learn(namespace, _read_warm(data).texts)
                     yield _warm_response(total, namespace.corpus.waiting)
 
     async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
@@ -84,11 +98,12 @@ class Admin:
             self._check_exists(request.namespace)
             async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
                 if what == "request_id":
-                    await self._learning.forget(namespace, request.request_id)
+                    namespace.forget(request.request_id)
                 else:
                     # Everything is not "until now": the clock may have been ahead when something was learned.
                     moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
-                    await self._learning.forget_before(namespace, moment)
+                    namespace.forget_before(moment)
+                await namespace.refresh()
                 store = self._namespaces.store
                 if store is not None:
                     await self._namespaces.save(namespace)
@@ -170,6 +185,23 @@ class Admin:
             message.streams = len(namespace.streams)
             message.idle_s = 0.0 if namespace.streams else time.monotonic() - namespace.last_used
         return message
+
+
+async def learn(namespace: Namespace, message: pb.Texts) -> Learned:
+    """Learn finished texts at the rate of the index.
+
+    Raises WireError, with no effect, for an invalid message, and ClosedError.
+    """
+    texts = read_texts(message, namespace.model.vocabulary_size)
+    tokens = learned = 0
+    for index, name in enumerate(texts.request_ids):
+        if index % TEXTS_PER_TURN == 0:
+            await asyncio.sleep(0)
+            await namespace.wait_for_room()
+        text = texts.text(index)
+        if namespace.learn(text, name):
+            tokens, learned = tokens + len(text), learned + 1
+    return Learned(tokens, learned, len(texts) - learned)
 
 
 @asynccontextmanager

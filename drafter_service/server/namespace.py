@@ -22,6 +22,7 @@ from drafter_service.observability.facts import (
 )
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
+from drafter_service.settings.tree import Limits
 from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
@@ -31,6 +32,9 @@ from ssd.stats import Stats
 
 MAX_NAMES = 1 << 17
 """Names of learned requests that are kept so that none is learned twice; 16 MB at most."""
+
+POLL_S = 0.005
+"""Interval at which `wait_for_room` reads the number of waiting tokens."""
 
 
 class IdentityError(ValueError):
@@ -42,8 +46,8 @@ class ClosedError(RuntimeError):
 
 
 @dataclass(eq=False)
-class Stream:
-    """One engine's stream, as others may end it."""
+class StreamHandle:
+    """One engine's stream, for those who may end it."""
 
     task: asyncio.Task[object]
     is_answering: bool = False
@@ -69,8 +73,12 @@ class Namespace:
         *,
         stats: Stats | None = None,
         passages: Passages | None = None,
+        max_waiting: int = Limits.waiting_tokens,
     ) -> None:
-        """Refresh `corpus` in the background from now on, until it is closed."""
+        """Refresh `corpus` in the background from now on, until it is closed.
+
+        max_waiting: number of learned tokens that may wait to become draftable before `wait_for_room` waits.
+        """
         self.name = name
         self.model = model
         self.config = config
@@ -84,7 +92,7 @@ class Namespace:
         self.merge_latency = Latency()
         self.duplicates = 0
         self.drafters: set[CorpusDrafter] = set()
-        self.streams: set[Stream] = set()
+        self.streams: set[StreamHandle] = set()
         self.holds = 0
         """Number of calls that use it now."""
         self.is_closed = False
@@ -98,7 +106,9 @@ class Namespace:
         """Writes an event that happened here to the shared log."""
         self._learned = corpus.request_times()
         """Hashes of names, with the times when they were learned."""
-        self._saved_at = self._total
+        self._max_waiting = max_waiting
+        self.saved_version = self.version
+        """The `version` that the last snapshot contains."""
         corpus.times.on_refresh = self.merge_latency.note
         corpus.maintain(config.refresh_interval_s)
 
@@ -151,12 +161,29 @@ class Namespace:
             self.publish(Finished(request_id or secrets.token_hex(8), tokens, time.time()))
         return True
 
+    async def wait_for_room(self) -> None:
+        """Return once few enough tokens wait to become draftable, so that memory does not fill up.
+
+        Raises ClosedError.
+        """
+        while not self.is_closed:
+            if self.corpus.waiting <= self._max_waiting:
+                return
+            await asyncio.sleep(POLL_S)
+        raise ClosedError(f"namespace {self.name!r} was dropped")
+
+    async def refresh(self) -> None:
+        """Return once no draft can contain what was forgotten."""
+        await asyncio.to_thread(self.corpus.refresh)
+        if self.passages is not None:
+            self.passages.purge(self.corpus)
+
     def learned_names(self) -> list[int]:
         """Hashes of the names that were learned last, the newest at the end."""
         return list(self._learned)
 
     def forget(self, request_id: str, *, is_from_log: bool = False) -> None:
-        """Forget what was produced under a name, also by running sequences; effective once the corpus is refreshed."""
+        """Forget what was produced under a name, also by running sequences; effective after `refresh`."""
         if not is_from_log:
             self.publish(Forgotten(request_id, time.time()))
         self._learned.pop(hash_of(request_id), None)
@@ -186,16 +213,12 @@ class Namespace:
     @property
     def is_changed(self) -> bool:
         """Whether there is anything to save."""
-        return self._saved_at != self._total
-
-    def note_saved(self, total: tuple[int, int]) -> None:
-        """Record that a snapshot contains everything up to a `total`."""
-        self._saved_at = total
+        return self.saved_version != self.version
 
     @property
-    def total(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """A pair of counts that changes with the contents of a snapshot."""
-        return self._total
+        return self.corpus.appended + self.corpus.times.forgotten, self.stats.steps
 
     @property
     def memory_bytes(self) -> int:
@@ -255,7 +278,3 @@ class Namespace:
         self.is_closed = True
         for drafter in list(self.drafters):
             self.release(drafter)
-
-    @property
-    def _total(self) -> tuple[int, int]:
-        return self.corpus.appended + self.corpus.times.forgotten, self.stats.steps

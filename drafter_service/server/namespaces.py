@@ -23,6 +23,7 @@ from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import SnapshotError
 from ssd.corpus.snapshot import Loaded
+from ssd.drafter import drafter_class
 from ssd.errors import UserError
 
 logger = structlog.get_logger(__name__)
@@ -31,6 +32,8 @@ BYTES_PER_TOKEN = 15
 """Memory per token of capacity, at the peak of a merge."""
 MIN_BYTES = 25_000_000
 """Memory of a small namespace: learned probabilities, running text, buffers."""
+
+Locks = WeakValueDictionary[str, asyncio.Lock]
 
 
 class NamespaceError(ValueError):
@@ -68,6 +71,8 @@ class Namespaces:
                 f"namespaces.memory_limit: {config.namespaces.memory_limit:,} bytes are too few for a namespace of "
                 f"{config.drafting.capacity:,} tokens, which needs {max_bytes(config.drafting.capacity):,}"
             )
+        # Clients do not wait for kernels to be compiled.
+        drafter_class(config.drafting.policy)
         self._config = config
         self._on_loaded, self._on_unload = on_loaded, on_unload
         self.store = Store(config.snapshots.folder) if config.snapshots.folder else None
@@ -75,6 +80,7 @@ class Namespaces:
         self.failed_saves = 0
         self._reserved: dict[str, int] = {}
         self._loading, self._saving = Locks(), Locks()
+        """By name, while they are held or waited for."""
         self._saves: set[asyncio.Task[Saved]] = set()
 
     def names(self) -> list[str]:
@@ -92,7 +98,7 @@ class Namespaces:
             raise NamespaceError(
                 f"a namespace cannot be called {name[:200]!r}; use 1 to 128 letters, digits, '_', '.', '@' and '-'"
             )
-        async with self._loading.of(name):
+        async with _lock(self._loading, name):
             namespace = self.loaded.get(name) or await self._load(name, model, policy)
             if policy not in ("", namespace.config.policy):
                 raise IdentityError(
@@ -122,17 +128,17 @@ class Namespaces:
 
     async def _save(self, store: Store, namespace: Namespace) -> Saved:
         began = time.monotonic()
-        async with self._saving.of(namespace.name):
+        async with _lock(self._saving, namespace.name):
             if namespace.is_closed:
                 raise ClosedError(f"namespace {namespace.name!r} was dropped")
-            total, description = namespace.total, _describe(namespace)
+            version, description = namespace.version, _describe(namespace)
             try:
                 size = await asyncio.to_thread(_write, store, namespace, description)
             except (SnapshotError, OSError) as problem:
                 self.failed_saves += 1
                 logger.error("snapshot not saved", namespace=namespace.name, reason=str(problem))
                 raise SnapshotError(str(problem)) from None
-            namespace.note_saved(total)
+            namespace.saved_version = version
         return Saved(namespace.name, size, time.monotonic() - began)
 
     async def save_changed(self) -> None:
@@ -151,7 +157,7 @@ class Namespaces:
 
     async def drop(self, name: str) -> bool:
         """Delete a namespace; returns whether there was one. Raises SnapshotError if files of it stay."""
-        async with self._loading.of(name), self._saving.of(name):
+        async with _lock(self._loading, name), _lock(self._saving, name):
             namespace = self.loaded.get(name)
             if namespace is not None:
                 namespace.publish(Dropped(time.time()))
@@ -191,10 +197,11 @@ class Namespaces:
         await self._reserve(name, max_bytes(drafting.capacity))
         try:
             loaded = await asyncio.to_thread(self._restore, name, drafting)
-            corpus = loaded.corpus if loaded else Corpus(drafting.capacity, drafting.match_depth)
+            corpus = loaded.corpus if loaded else Corpus.from_config(drafting)
             passages = Passages() if self._config.reports.passages else None
             stats = loaded.stats if loaded else None
-            namespace = Namespace(name, model, drafting, corpus, stats=stats, passages=passages)
+            waiting = self._config.limits.waiting_tokens
+            namespace = Namespace(name, model, drafting, corpus, stats=stats, passages=passages, max_waiting=waiting)
         except BaseException:
             del self._reserved[name]
             raise
@@ -210,7 +217,8 @@ class Namespaces:
         return namespace
 
     def _restore(self, name: str, drafting: DrafterConfig) -> Loaded | None:
-        """Load the stored corpus; one that cannot be used is renamed, and the reason logged."""
+        """Load the drafter's kernels and the stored corpus; a corpus that cannot be used is renamed and logged."""
+        drafter_class(drafting.policy)
         if self.store is None or not self.store.corpus_path(name).exists():
             return None
         try:
@@ -240,7 +248,7 @@ class Namespaces:
         self._reserved[name] = size
 
     async def _save_and_unload(self, namespace: Namespace) -> None:
-        async with self._loading.of(namespace.name):
+        async with _lock(self._loading, namespace.name):
             if namespace.is_idle and self.loaded.get(namespace.name) is namespace:
                 if namespace.is_changed:
                     await self.save(namespace)
@@ -258,15 +266,8 @@ class Namespaces:
             del self._reserved[namespace.name]
 
 
-class Locks:
-    """A lock for each name, kept while it is held or waited for."""
-
-    def __init__(self) -> None:
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    def of(self, name: str) -> asyncio.Lock:
-        """Return the lock of a name."""
-        return self._locks.setdefault(name, asyncio.Lock())
+def _lock(locks: Locks, name: str) -> asyncio.Lock:
+    return locks.setdefault(name, asyncio.Lock())
 
 
 def max_bytes(capacity: int) -> int:

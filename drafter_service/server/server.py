@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from drafter_service.auth.control import AccessControl
-from drafter_service.auth.listening import check_exposure, listen
+from drafter_service.auth.listening import listen
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
 from drafter_service.observability.process import allow_files, resident_bytes
@@ -29,15 +29,14 @@ from drafter_service.observability.tracing import interceptors
 from drafter_service.replication.replicas import Replication
 from drafter_service.server.admin import Admin
 from drafter_service.server.housekeeping import Housekeeping
-from drafter_service.server.learning import Learning
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
+from drafter_service.server.step_socket import StepSocket
 from drafter_service.server.store import exclusive_use
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
-from drafter_service.transport.step_socket import StepSocket
 from drafter_service.transport.wire import MESSAGE_SIZES
 from ssd.errors import UserError
 
@@ -60,8 +59,7 @@ class DrafterServer:
         self.address = Address.parse(config.listen)
         """With the actual port, once it listens."""
         self._started_at = time.time()
-        learning = Learning(config.limits.waiting_tokens)
-        self._replication = Replication(config.log, learning)
+        self._replication = Replication(config.log)
         self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
         access = AccessControl(config.access)
         self._streams = DraftStreams(self.namespaces, access, config.limits)
@@ -71,7 +69,6 @@ class DrafterServer:
         self._admin = Admin(
             self.namespaces,
             access,
-            learning,
             self.facts,
             may_show_passages=config.reports.passages,
         )
@@ -129,7 +126,6 @@ class DrafterServer:
 
     def _listen(self, server: grpc.aio.Server) -> None:
         access = self._config.access
-        check_exposure(self.address, access)
         self.address.claim()
         if self.address.steps is not None and not access.has_tls:
             self._step_socket.bind(self.address.steps, access.socket_permissions)

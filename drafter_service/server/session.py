@@ -12,15 +12,15 @@ import numpy as np
 from drafter_service.observability.facts import ClientTotals
 from drafter_service.observability.passages import Passages
 from drafter_service.server.namespace import Namespace
-from drafter_service.settings.tree import Limits
-from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import (
+from drafter_service.server.requests import (
     MAX_FIELDS,
     FinishedSequence,
     StartedSequence,
     read_finish,
     read_start,
 )
+from drafter_service.settings.tree import Limits
+from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes
 from ssd.base import Opening
 from ssd.stats import STEPS

@@ -13,12 +13,12 @@ from google.protobuf.message import DecodeError
 
 from drafter_service.auth.callers import Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
-from drafter_service.server.namespace import ClosedError, IdentityError, Stream
+from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
+from drafter_service.server.requests import MAX_FIELDS, default_namespace, has_few_fields, read_model
 from drafter_service.server.session import Session, error_response
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import MAX_FIELDS, default_namespace, has_few_fields, read_model
 from drafter_service.transport.wire import PROTOCOL, WireError
 
 logger = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ class DraftStreams:
         self._namespaces = namespaces
         self._access = access
         self._limits = limits
-        self.streams: set[Stream] = set()
+        self.streams: set[StreamHandle] = set()
         self.refused = 0
         """Number of refused streams and requests."""
         self._stopping = False
@@ -56,7 +56,7 @@ class DraftStreams:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {self._limits.streams} streams already"
             )
-        stream = Stream(cast("asyncio.Task[object]", asyncio.current_task()))
+        stream = StreamHandle(cast("asyncio.Task[object]", asyncio.current_task()))
         self.streams.add(stream)
         try:
             async with (
@@ -86,7 +86,7 @@ class DraftStreams:
             stream.end()
 
     async def _serve(
-        self, requests: AsyncIterator[bytes], authorized: AuthorizedCall, stream: Stream
+        self, requests: AsyncIterator[bytes], authorized: AuthorizedCall, stream: StreamHandle
     ) -> AsyncGenerator[pb.DraftResponse, None]:
         first = await anext(aiter(requests), None)
         if first is None:

@@ -1,1 +1,1 @@
-"""What client and server share: the wire format, frames, addresses; and the server's step socket."""
+"""What client and server share: the wire format, frames and addresses."""

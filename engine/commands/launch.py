@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
+from engine.executor.draft_shape import choose_draft_shape
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_model
@@ -77,10 +78,14 @@ def launch(
 
     Raises UserError.
     """
+    may_draft = options.drafter != "none" and options.max_draft > 0
+    shape = options.draft_shape
+    if shape == "auto":
+        shape = choose_draft_shape(model, options.attention) if may_draft else "path"
     config = EngineConfig(
         max_sequences=options.max_sequences,
         max_draft=options.max_draft,
-        draft_shape=options.draft_shape,
+        draft_shape=shape,
         verification=options.verification,
         max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
         kv_memory_mib=options.kv_memory,
@@ -88,7 +93,7 @@ def launch(
         prefix_cache=options.prefix_cache,
         in_flight=options.in_flight,
     )
-    drafter_config = DrafterConfig(draft_shape=options.draft_shape, max_draft=min(2 * options.max_draft + 1, MAX_DRAFT))
+    drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * options.max_draft + 1, MAX_DRAFT))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
@@ -96,7 +101,6 @@ def launch(
         address=options.address,
         warn=warn,
     )
-    may_draft = options.drafter != "none" and options.max_draft > 0
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
         common=_recommended(options.model), notify=say,

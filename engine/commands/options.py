@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -13,12 +13,12 @@ from engine.config import KvDtype, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
 from engine.models.hub import find_model
 from engine.models.shipped import SHIPPED_MODEL
-from ssd.config import DraftShape
+from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "plain", "flashinfer")
-SHAPES = ("path", "tree")
+SHAPES = ("auto", "path", "tree")
 KV_DTYPES = ("auto", "fp8")
 VERIFICATIONS = ("exact", "rejection")
 
@@ -42,7 +42,8 @@ class EngineOptions:
     address: str
     """Address of a sidecar."""
     max_draft: int
-    draft_shape: DraftShape
+    draft_shape: DraftShape | Literal["auto"]
+    """`auto`: see `engine.executor.draft_shape`."""
     verification: Verification
     max_sequences: int
     kv_memory: int
@@ -111,13 +112,17 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         ),
         click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
         click.option(
-            "--max-draft", type=click.IntRange(0, 256), default=16, help="Most draft tokens per request and step."
+            "--max-draft",
+            type=click.IntRange(0, MAX_DRAFT),
+            default=16,
+            help=f"Most draft tokens per request and step; drafters propose at most {MAX_DRAFT}.",
         ),
         click.option(
             "--draft-shape",
             type=click.Choice(SHAPES),
-            default="path",
-            help="Shape of drafts: a path has no branches, a tree has.",
+            default="auto",
+            help="Shape of drafts: a path has no branches, a tree has. auto: the faster one, from measured step times. "
+            "A sidecar drafts in the shape that it was started with.",
         ),
         click.option(
             "--verification",

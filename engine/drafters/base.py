@@ -3,54 +3,55 @@
 How to write a drafter
 ======================
 
-A drafter that reads nothing but tokens implements `ssd.types.Drafter` (`start`, `draft`, `finish`, `close`, in terms of
-ids and arrays); the engine wraps it in `engine.drafters.tokens.TokenDrafter`. Any other one implements `Drafter` below.
-Either kind is selected with `--drafter package.module:Class`, and is made as `Class(config, target)`, where `config` is
-an `ssd.config.DrafterConfig` (`config.options` has the `--drafter-option` pairs) and `target` a `TargetInfo`.
+A drafter that reads only tokens implements `ssd.types.Drafter` (`start`, `draft`, `finish` and `close`, with ids and
+arrays as arguments); the engine wraps it in `engine.drafters.tokens.TokenDrafter`. Any other drafter implements
+`Drafter` below. Both are selected with `--drafter package.module:Class` and constructed as `Class(config, target)`:
+`config` is an `ssd.config.DrafterConfig`, whose `options` are the `--drafter-option` pairs, and `target` a
+`TargetInfo`.
 
 Order of calls, all of them from the thread that runs the engine:
 
     bind(forward)            once, after the KV cache exists, if the drafter has this method
     start(sequence)          once per sequence, before its first step; not again after a preemption
-    propose(plan)            at most once per step, before the target's forward, for the entries of `plan.producing`;
-                             not called in steps in which drafting does not pay
-    observe(result)          after every step, once its tokens are committed to their sequences
-    finish(sequence, learn)  once per sequence, after the `observe` of its last step, or between steps if cancelled
+    propose(plan)            at most once per step, before the target's forward pass, for the entries of
+                             `plan.producing`; not called in steps in which drafting does not pay
+    observe(result)          after every step, once its tokens are committed
+    finish(sequence, learn)  once per sequence, after `observe` of its last step, or between steps if it is cancelled
     close()                  once
 
 `propose` returns at most `entry.draft_room` tokens for each entry. Within a draft, parents precede their children. The
-engine may verify only a part of what was proposed, and tells in `observe` which one. A drafter that raises, or returns
-drafts that break these rules, loses its drafts for that step; `engine.drafters.guard` reports the first such problem.
+engine may verify only a part of a draft; `observe` says which. If a drafter raises, or returns drafts that break these
+rules, the step runs without drafts; `engine.drafters.guard` reports the first such problem.
 
 Verification
 ------------
 
 `exact` (the default): the target's token at each position is fixed by noise that depends on the request's seed and on
-the position; a draft token is accepted if it is that token. A drafter that samples does so with the same noise, so that
-its tokens agree with the target's wherever the two distributions do (Gumbel coupling). `q` is not used.
+the position; a draft token is accepted if it is that token. A drafter that samples uses the same noise, so that its
+tokens are the target's wherever the two distributions agree (Gumbel coupling). `q` is not used.
 
-`rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise the
-residual distribution max(p - q, 0) takes the place of p. A token without a row of `q` is a deterministic candidate, as
+`rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise p
+is replaced with the normalised residual max(p - q, 0). A token without a row of `q` is a deterministic candidate, as
 if q were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without
 replacement. A drafter samples with the noise of `Stream.DRAFT`, which is independent of the target's. Outputs follow
 the target's distribution only if whether a sampled token is proposed depends on its prefix and on earlier siblings
-alone, never on the token itself or its own probability. For the same reason the engine does not read the `accept_prob`
-of such drafts: it verifies all tokens up to a depth that it chooses from past acceptance rates.
+alone, never on the token itself or its own probability. For the same reason the engine ignores the `accept_prob` of
+such drafts: it verifies all tokens up to a depth that it chooses from past acceptance rates.
 
 `engine.sampling.draft_sampler` samples for both modes, with the temperature, penalties and truncation of each request.
 
 Layers in the target's KV pages
 -------------------------------
 
-A drafter with layers of its own declares `kv_layers`; layers num_layers .. num_layers + kv_layers - 1 of the KV cache
-are its own, in the target's pages: same page tables, same slots, same prefix cache. So what slot t holds must depend on
-tokens 0..t alone. A drafter that reads hidden states stores in slot t what follows from the pair (hidden state of
-t - 1, token t), and writes the slots of all rows that it gets in `observe` before it returns: from then on, other
-sequences may share these pages. Rows of rejected drafts are overwritten later and never read.
+A drafter with layers of its own declares `kv_layers`. Layers num_layers .. num_layers + kv_layers - 1 of the KV cache
+belong to it. They use the target's page tables, slots and prefix cache, so the content of slot t must depend on tokens
+0..t alone. A drafter that reads hidden states computes slot t from the pair (hidden state of t - 1, token t), and
+writes the slots of all rows passed to `observe` before it returns: afterwards other sequences may share these pages.
+Slots of rejected draft tokens are overwritten later and never read.
 
 After a prefix-cache hit of n tokens the first row in `observe` belongs to position n. Its pair needs the hidden state
-of n - 1, which is not computed again. n is a multiple of the page size, so a drafter keeps the hidden state of the last
-slot of every page, indexed by page.
+of n - 1, which is not computed again. Since n is a multiple of the page size, it suffices that the drafter keeps the
+hidden state of the last slot of every page, indexed by page.
 """
 
 from __future__ import annotations
@@ -62,14 +63,13 @@ import numpy as np
 
 from ssd.types import DraftBatch
 
-if TYPE_CHECKING:  # Drafters of tokens go without PyTorch.
+if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
     from pathlib import Path
 
     import torch
     from torch import Tensor
 
     from engine.config import EngineConfig
-    from engine.drafters.draft_forward import DraftForward
     from engine.models.config import ModelConfig
     from engine.models.decoder import Decoder
     from engine.scheduling.plan import StepPlan, StepResult
@@ -86,9 +86,19 @@ class TargetOutputs(NamedTuple):
     """Layers after which hidden states are taken, ascending; `num_layers` is the last layer's output before the final
     norm, 0 the embedding."""
     top_k: int = 0
-    """Number of largest logits, with their tokens, of the rows that are verified."""
+    """Number of largest logits, with their tokens, for each verified row."""
     kv_layers: int = 0
-    """Layers of the drafter's own in the target's KV pages, with the target's number and size of KV heads."""
+    """Number of the drafter's layers in the target's KV pages, with the target's number and size of KV heads."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError unless the target has these outputs."""
+        layers = self.hidden_layers
+        if list(layers) != sorted({*layers}) or not all(0 <= layer <= model.num_layers for layer in layers):
+            raise ValueError(f"hidden_layers must be ascending numbers from 0 to {model.num_layers}, not {layers}")
+        if not 0 <= self.top_k <= model.vocab_size:
+            raise ValueError(f"top_k must be 0 to {model.vocab_size}, not {self.top_k}")
+        if self.kv_layers < 0:
+            raise ValueError(f"kv_layers must not be negative, not {self.kv_layers}")
 
 
 NO_OUTPUTS = TargetOutputs()
@@ -96,7 +106,7 @@ NO_OUTPUTS = TargetOutputs()
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """The target and the limits that it runs within."""
+    """The target model and the engine's limits."""
 
     config: ModelConfig
     max_sequences: int
@@ -106,13 +116,13 @@ class TargetInfo:
     page_size: int
     """Tokens in a page of KV cache."""
     model: Decoder | None = None
-    """None if only tokens are drafted from, as in tests."""
+    """None where only the configuration is needed, as in tests."""
     folder: Path | None = None
     """Where the target was loaded from."""
 
     @classmethod
     def from_model(cls, model: Decoder, engine: EngineConfig, folder: Path | None = None) -> TargetInfo:
-        """Describe a loaded model and the engine that is to run it."""
+        """Describe a loaded model and the settings of the engine that runs it."""
         return cls(model.config, engine.max_sequences, engine.max_draft, engine.page_size, model, folder)
 
     @property
@@ -157,8 +167,9 @@ class Drafts:
 class Drafter(Protocol):
     """Proposes draft tokens; the module's documentation has the rules.
 
-    Two methods are optional: `bind(forward: DraftForward)`, see `bind`, and `propose_after(plan: StepPlan) ->
-    OutcomeTable`, which returns drafts for likely outcomes of a step in flight and changes nothing.
+    Two methods are optional. `bind(forward: DraftForward) -> None` stores access to the drafter's layers in the KV
+    pages. `propose_after(plan: StepPlan) -> OutcomeTable` returns drafts for likely outcomes of the step in flight, one
+    row per entry of `plan.producing`.
     """
 
     needs: TargetOutputs
@@ -172,7 +183,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, result: StepResult) -> None:
-        """Take what a step committed, and the target's outputs that the drafter needs."""
+        """Process the tokens that a step committed, and the target's outputs named in `needs`."""
         ...
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
@@ -180,13 +191,5 @@ class Drafter(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the drafter holds."""
-        ...
-
-
-class BindableDrafter(Drafter, Protocol):
-    """A drafter that computes on the target's device."""
-
-    def bind(self, forward: DraftForward) -> None:
-        """Take access to the drafter's layers in the KV pages."""
+        """Release the drafter's resources."""
         ...

@@ -1,4 +1,4 @@
-"""Attention over a drafter's own layers, which lie in the target's KV pages."""
+"""Attention over a drafter's own layers in the target's KV pages."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from engine.speculation.draft_tree import DraftTree
 
 
 class DraftSpan(NamedTuple):
-    """Neighbouring tokens of one sequence that a drafter runs."""
+    """Consecutive tokens of one sequence that a drafter runs."""
 
     pages: list[int]
     """The sequence's page table."""
     start: int
-    """Position of the first of them; the slots before it are filled."""
+    """Position of the first token; all slots before it are filled."""
     length: int
     tree: DraftTree | None = None
     """Shape of the last tokens, if they are a draft with branches."""
 
 
 class DraftRows(NamedTuple):
-    """What the drafter's layers need for the N tokens of some spans, in their order."""
+    """Inputs of the drafter's layers for the N tokens of a batch of spans, in order."""
 
     positions: Tensor
     """int64 [N], for rope; tokens of a draft tree at the same depth have the same position."""
     attend: Attend
-    """Stores a layer's keys and values and attends; layers are counted from the target's first one."""
+    """Stores the keys and values of a layer and computes attention; layer numbers begin with the target's first
+    layer."""
 
 
 class DraftForward:
-    """Runs a drafter's layers over the target's pages, one batch of rows at a time."""
+    """Runs attention of a drafter's layers over the target's pages."""
 
     def __init__(self, attention: Attention, page_size: int, device: torch.device, ops: Ops = PLAIN) -> None:
         self.ops = ops
@@ -48,7 +49,7 @@ class DraftForward:
         self._attention = attention
 
     def begin(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
-        """Prepare the rows of some spans; every row attends to the slots before it in its sequence and to itself."""
+        """Prepare a batch of spans. Each row attends to itself and to all earlier slots of its sequence."""
         lengths = np.array([span.length for span in spans])
         starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
         places = np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])

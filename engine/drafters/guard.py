@@ -1,6 +1,6 @@
-"""Keeps a faulty drafter from ending the engine.
+"""Protects the engine from faults of a drafter.
 
-A call that raises, and drafts that the engine cannot verify, cost the drafts of that step. The first problem is logged
+If a call raises, or returns drafts that cannot be verified, the step runs without drafts. The first problem is logged
 with its traceback; later ones are only counted, since a faulty drafter is likely to fail in every step.
 """
 
@@ -18,11 +18,25 @@ from engine.drafters.outcomes import OutcomeTable
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.scheduling.plan import StepPlan, StepResult
     from engine.scheduling.sequence import Sequence
 
 LOG = logging.getLogger(__name__)
 DTYPES = {"tokens": np.uint32, "parents": np.int32, "accept_prob": np.float32, "source": np.uint8, "offsets": np.uint32}
+
+TABLE_ARRAYS = {
+    "accepted": (np.int32, 2),
+    "bonus": (np.uint32, 2),
+    "lengths": (np.int32, 2),
+    "tokens": (np.uint32, 3),
+    "accept_prob": (np.float32, 3),
+    "source": (np.uint8, 3),
+}
+"""Dtype and number of dimensions of the arrays of `OutcomeTable`."""
+Q_TOLERANCE = 1e-3
+"""Largest difference between the sum of a row of `q` and 1; float32 sums over 150,000 entries differ by less."""
 
 
 class DraftsError(ValueError):
@@ -35,7 +49,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.inner = drafter
         self.problems = 0
-        """Number of calls that failed, or whose drafts were dropped."""
+        """Number of calls that raised or returned invalid drafts."""
         self._vocab_size = vocab_size
 
     @property
@@ -55,17 +69,21 @@ class GuardedDrafter:
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
+        rooms = [entry.draft_room for entry in plan.producing]  # Read first, in case the drafter changes the plan.
         with self._contained():
             drafts = self.inner.propose(plan)
-            check_drafts(drafts, [entry.draft_room for entry in plan.producing], self._vocab_size)
+            check_drafts(drafts, rooms, self._vocab_size)
             return drafts
         return Drafts.empty(len(plan.producing))
 
     def propose_after(self, plan: StepPlan) -> OutcomeTable | None:
-        """See `Drafter`; None if the drafter cannot or fails."""
+        """See `Drafter`; None if the drafter lacks the method or fails."""
         if self.proposes_after:
+            rooms = [entry.draft_room for entry in plan.producing]
             with self._contained():
-                return self.inner.propose_after(plan)  # type: ignore[attr-defined]
+                table: OutcomeTable = self.inner.propose_after(plan)  # type: ignore[attr-defined]
+                check_table(table, rooms, self._vocab_size)
+                return table
         return None
 
     def observe(self, result: StepResult) -> None:
@@ -91,7 +109,7 @@ class GuardedDrafter:
             self.problems += 1
             if self.problems == 1:
                 LOG.warning(
-                    "the drafter failed, and the step goes on without its drafts; further failures are not reported: "
+                    "the drafter failed, and the step continues without its drafts; further failures are not reported: "
                     "%s: %s",
                     type(problem).__name__,
                     problem,
@@ -100,7 +118,7 @@ class GuardedDrafter:
 
 
 def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
-    """Raise DraftsError unless these are drafts of at most `rooms` tokens that a step can verify."""
+    """Raise DraftsError unless a step can verify these drafts; `rooms`: largest length of each."""
     batch = drafts.batch
     _check_arrays(batch)
     offsets = batch.offsets.astype(np.int64)
@@ -112,15 +130,34 @@ def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
         raise DraftsError(f"draft {index} has {lengths[index]} tokens; at most {rooms[index]} can be verified")
     if not len(batch.tokens):
         return
-    if int(batch.tokens.max()) >= vocab_size:
-        raise DraftsError(f"token id {int(batch.tokens.max())} is out of vocabulary; ids are 0 to {vocab_size - 1}")
     places = np.arange(len(batch.tokens)) - np.repeat(offsets[:-1], lengths)
     if ((batch.parents < ROOT) | (batch.parents >= places)).any():
         raise DraftsError("a draft token does not come after its parent")
-    if not ((batch.accept_prob >= 0) & (batch.accept_prob <= 1)).all():
-        raise DraftsError("accept_prob is not a probability")
+    _check_tokens(batch.tokens, batch.accept_prob, vocab_size)
     if drafts.q_rows is not None:
         _check_distributions(drafts, drafts.q_rows, vocab_size)
+
+
+def check_table(table: OutcomeTable, rooms: list[int], vocab_size: int) -> None:
+    """Raise DraftsError unless a step can verify these drafts; `rooms`: largest length for each sequence."""
+    if not isinstance(table, OutcomeTable):
+        raise DraftsError(f"propose_after returned {type(table).__name__}, not OutcomeTable")
+    outcomes = np.shape(table.accepted)[1:2]
+    for name, (dtype, dimensions) in TABLE_ARRAYS.items():
+        array = getattr(table, name)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != dimensions:
+            raise DraftsError(f"{name} is not an array of {np.dtype(dtype).name} with {dimensions} dimensions")
+        if array.shape[:2] != (len(rooms), *outcomes):
+            raise DraftsError(f"{name} has the shape {array.shape}, not {len(rooms)} sequences and equal outcomes")
+    width = table.tokens.shape[2]
+    if table.accept_prob.shape[2] != width or table.source.shape[2] != width:
+        raise DraftsError(f"accept_prob and source must have room for {width} tokens, as tokens has")
+    is_used = table.accepted >= 0
+    limits = np.minimum(rooms, width)[:, None]
+    if (is_used & ((table.lengths < 0) | (table.lengths > limits))).any():
+        raise DraftsError("a draft for an outcome is longer than can be verified, or has a negative length")
+    is_token = is_used[:, :, None] & (np.arange(width) < table.lengths[:, :, None])
+    _check_tokens(table.tokens[is_token], table.accept_prob[is_token], vocab_size)
 
 
 def _check_arrays(batch: DraftBatch) -> None:
@@ -132,11 +169,50 @@ def _check_arrays(batch: DraftBatch) -> None:
             raise DraftsError(f"{name} has {len(array)} elements for {len(batch.tokens)} tokens")
 
 
-def _check_distributions(drafts: Drafts, rows: np.ndarray, vocab_size: int) -> None:
-    if rows.dtype != np.int32 or rows.shape != drafts.batch.tokens.shape:
+def _check_tokens(tokens: np.ndarray, accept_prob: np.ndarray, vocab_size: int) -> None:
+    if len(tokens) and int(tokens.max()) >= vocab_size:
+        raise DraftsError(f"token id {int(tokens.max())} is out of vocabulary; ids are 0 to {vocab_size - 1}")
+    if not ((accept_prob >= 0) & (accept_prob <= 1)).all():
+        raise DraftsError("accept_prob is not a probability")
+
+
+def _check_distributions(drafts: Drafts, q_rows: np.ndarray, vocab_size: int) -> None:
+    if q_rows.dtype != np.int32 or q_rows.shape != drafts.batch.tokens.shape:
         raise DraftsError("q_rows is not a row of int32, one per token")
-    count = 0 if drafts.q is None else len(drafts.q)
-    if ((rows < DETERMINISTIC) | (rows >= count)).any():
+    count = 0
+    if drafts.q is not None:
+        _check_q(drafts.q, vocab_size)
+        count = len(drafts.q)
+    if ((q_rows < DETERMINISTIC) | (q_rows >= count)).any():
         raise DraftsError(f"q_rows refers to rows beyond the {count} of q")
-    if drafts.q is not None and drafts.q.shape[1:] != (vocab_size,):
-        raise DraftsError(f"q has rows of {tuple(drafts.q.shape[1:])}, not of the vocabulary's {vocab_size} entries")
+    _check_siblings(drafts.batch, q_rows)
+
+
+def _check_q(q: Tensor, vocab_size: int) -> None:
+    """Raise DraftsError unless `q` has distributions over the vocabulary that verification can read."""
+    import torch
+
+    if not isinstance(q, torch.Tensor) or q.dtype != torch.float32 or q.layout != torch.strided or q.is_meta:
+        raise DraftsError("q is not a dense float32 tensor")
+    if q.requires_grad:
+        raise DraftsError("q requires a gradient; compute it under torch.inference_mode")
+    if q.shape[1:] != (vocab_size,):
+        raise DraftsError(f"q has rows of {tuple(q.shape[1:])}, not of the vocabulary's {vocab_size} entries")
+    # NaN fails both comparisons.
+    if not bool(((q.sum(dim=1) - 1).abs() <= Q_TOLERANCE).all() & (q >= 0).all()):
+        raise DraftsError("a row of q is not a probability distribution")
+
+
+def _check_siblings(batch: DraftBatch, q_rows: np.ndarray) -> None:
+    """Raise DraftsError unless sampled siblings are different tokens from the same row of `q`."""
+    bounds = batch.offsets.astype(np.int64)
+    lengths = bounds[1:] - bounds[:-1]
+    sampled = np.flatnonzero(q_rows != DETERMINISTIC)
+    draft = np.arange(len(lengths)).repeat(lengths)[sampled]
+    columns = np.stack((draft, batch.parents[sampled], q_rows[sampled], batch.tokens[sampled].astype(np.int64)))
+    before, after = (columns[:, np.lexsort(columns[::-1])][:, part] for part in (slice(None, -1), slice(1, None)))
+    are_siblings = (before[:2] == after[:2]).all(axis=0)
+    if (are_siblings & (before[2] != after[2])).any():
+        raise DraftsError("siblings were sampled from different rows of q")
+    if (are_siblings & (before[3] == after[3])).any():
+        raise DraftsError("siblings are the same token")

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts what followed an earlier occurrence of the last few tokens in the same request.
+"""Prompt lookup: drafts the continuation of an earlier occurrence of the last few tokens in the same request.
 
 Saxena, "Prompt Lookup Decoding" (2023); vLLM offers it as `ngram`. Nothing is remembered beyond a request.
 """
@@ -11,7 +11,7 @@ from ssd.types import NO_PATH, DraftBatch, Path, Progress, Source
 
 LONGEST = 4
 SHORTEST = 2
-"""Numbers of tokens that are matched; a common setting of vLLM."""
+"""Longest and shortest match in tokens; a common setting of vLLM."""
 
 
 class NgramDrafter:
@@ -53,9 +53,9 @@ class NgramDrafter:
 
 
 def look_up(text: np.ndarray, limit: int) -> Path:
-    """Return what followed the most recent occurrence of the longest match of the end of `text`, uint32 [N].
+    """Return the tokens after the most recent occurrence of the longest match, at most `limit`.
 
-    At most `limit` tokens.
+    text: uint32 [N]; its last tokens are matched.
     """
     for length in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):
         matches = np.ones(len(text) - length, bool)

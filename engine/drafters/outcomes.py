@@ -1,4 +1,4 @@
-"""Drafts keyed by the outcome of a step that is in flight."""
+"""Drafts keyed by the outcome of the step in flight."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class OutcomeTable:
-    """Draft paths for possible outcomes of a step that is in flight: at most K outcomes for each of B sequences.
+    """Draft paths for likely outcomes of the step in flight: at most K outcomes for each of B sequences.
 
-    An outcome is the number of accepted tokens of `SequencePlan.in_flight_draft` and the token that the target adds to
-    them. A sequence without a step in flight has one outcome: no accepted token, and its last committed token.
+    An outcome is the number of accepted tokens of `SequencePlan.in_flight_draft` and the bonus token after them. A
+    sequence without a step in flight has one outcome: no accepted token, and its last committed token.
     """
 
     accepted: np.ndarray
     """int32 [B, K]: the number of accepted draft tokens of each outcome; -1 for an unused entry."""
     bonus: np.ndarray
-    """uint32 [B, K]: the token after them."""
+    """uint32 [B, K]: the bonus token."""
     tokens: np.ndarray
-    """uint32 [B, K, n]: the draft to verify after that outcome, a path."""
+    """uint32 [B, K, n]: the draft after that outcome, a path."""
     lengths: np.ndarray
     """int32 [B, K]: number of tokens of each draft."""
     accept_prob: np.ndarray

@@ -1,11 +1,12 @@
-"""The kinds of drafters. `--drafter` and its help, error messages, tests and benchmarks read this table.
+"""Table of the drafter kinds, which `--drafter`, its help, error messages, tests and benchmarks read.
 
-Nothing heavy is imported before a drafter is made.
+A drafter's module is imported only when it is built.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from ssd import types
 
     AnyDrafter = Drafter | types.Drafter
-    """A drafter with either interface; `engine.drafters.tokens.adapt` turns both into one."""
+    """A drafter with either interface; `engine.drafters.tokens.adapt` converts it to the engine's."""
 
 LOG = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 REMOTE_DEADLINE_S = 0.01
-"""Time that a step waits for a remote drafter: a fraction of a step on a CPU."""
+"""Longest time that a step waits for a remote drafter: a fraction of a step on a CPU."""
 GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have a flag of their own."""
 
@@ -35,7 +36,7 @@ class Sidecar:
 
     address: str = DEFAULT_ADDRESS
     warn: Callable[[str], None] = LOG.warning
-    """Called whenever the sidecar goes away; the engine then runs without drafts until it is back."""
+    """Called whenever the connection is lost; the engine then runs without drafts until it is restored."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Kind:
     """What it drafts from, in a few words."""
     build: Callable[[DrafterConfig, TargetInfo | None, Sidecar], AnyDrafter]
     has_options: bool = False
-    """Whether it reads the fields of `DrafterConfig`, so that they may be given as options."""
+    """Whether it reads `DrafterConfig`, so that the fields may be given as options."""
 
 
 def _none(_config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
@@ -78,7 +79,7 @@ def _ssd_remote(_config: DrafterConfig, target: TargetInfo | None, sidecar: Side
         deadline_s=REMOTE_DEADLINE_S,
         model=None if folder is None else model_identity(folder),
         on_lost=lambda reason: sidecar.warn(
-            f"lost the connection to the drafter at {sidecar.address} ({reason}); going on without drafts"
+            f"lost the connection to the drafter at {sidecar.address} ({reason}); continuing without drafts"
         ),
     )
 
@@ -125,8 +126,8 @@ def single_kind(text: str) -> str:
 def configure(kind: str, config: DrafterConfig, options: Mapping[str, str]) -> DrafterConfig:
     """Return `config` with the options of `--drafter-option`.
 
-    Built-in kinds take fields of `DrafterConfig`; a third-party kind finds all of them in `config.options`. Raises
-    UserError for an unknown field or a value that it cannot have.
+    Options of built-in kinds are fields of `DrafterConfig`; those of a third-party kind are stored in
+    `config.options`. Raises UserError for an unknown field or an invalid value.
     """
     if kind not in KINDS:
         return replace(config, options=dict(options))
@@ -153,20 +154,34 @@ def build_drafter(
     address: str = DEFAULT_ADDRESS,
     warn: Callable[[str], None] = LOG.warning,
 ) -> AnyDrafter:
-    """Make the drafter that `name` calls for.
+    """Build the drafter that `name` selects.
 
-    `target` is needed by drafters that use the model, and decides what namespace a sidecar drafts from. `address` and
-    `warn`: see `Sidecar`. Raises UserError for an unknown name, for a class that cannot be imported, and where no
-    drafter service answers at `address` or it does not serve this model.
+    `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `address` and `warn`: see
+    `Sidecar`. Raises UserError for an unknown name, a class that cannot be imported, or a drafter service that does not
+    answer at `address` or serves another model.
     """
     kind = single_kind(name)
-    if kind in KINDS:
+    if kind not in KINDS:
+        return _build_third_party(kind, config, target)
+    try:
         return KINDS[kind].build(config, target, Sidecar(address, warn))
-    return _load_class(kind)(config, target)
+    except ValueError as problem:
+        raise UserError(f"--drafter {kind}: {problem}") from None
+
+
+def _build_third_party(path: str, config: DrafterConfig, target: TargetInfo | None) -> AnyDrafter:
+    make = _load_class(path)
+    try:
+        return make(config, target)
+    except Exception as problem:
+        LOG.warning("--drafter %s failed to start", path, exc_info=True)
+        raise UserError(f"--drafter {path}: {type(problem).__name__}: {problem}") from problem
 
 
 def _load_class(path: str) -> Callable[[DrafterConfig, TargetInfo | None], AnyDrafter]:
     module, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # Console scripts do not search the current folder, as `python -m` does.
     try:
         loaded = import_module(module)
     except ImportError as problem:
@@ -178,7 +193,7 @@ def _load_class(path: str) -> Callable[[DrafterConfig, TargetInfo | None], AnyDr
 
 
 def _converted(config: DrafterConfig, name: str, text: str) -> object:
-    """The text of an option as the type that its field has."""
+    """Return the value of an option, converted to the type of its field."""
     kind = type(getattr(config, name))
     if kind is bool:
         if text not in ("true", "false"):

@@ -34,3 +34,14 @@ def straight_length(parents: np.ndarray) -> int:
     """Return the number of leading draft tokens that are a path: each is the child of the one before it."""
     branches = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
     return int(branches[0]) if len(branches) else len(parents)
+
+
+def straight_lengths(parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return `straight_length` of each draft of a batch, int64 [B]; parents and offsets as in `DraftBatch`."""
+    bounds = offsets.astype(np.int64)
+    lengths = np.diff(bounds)
+    branches = np.flatnonzero(parents != np.arange(len(parents)) - 1 - bounds[:-1].repeat(lengths))
+    if not len(branches):
+        return lengths
+    first = np.append(branches, len(parents))[np.searchsorted(branches, bounds[:-1])]
+    return np.minimum(first, bounds[1:]) - bounds[:-1]

@@ -1,8 +1,8 @@
 """Decides whether a step is launched before or after the results of the previous one are read.
 
-Before (one step in flight): the device never waits for the host, but drafts are made for likely outcomes of the step in
-flight, and fewer are accepted. After (none in flight): the device waits for the host between two steps. So results are
-read first where the host's part of a step is small compared with what better drafts gain.
+Before (depth 1): the device never waits for the host, but drafts are made for likely outcomes of the step in flight,
+and fewer draft tokens are accepted. After (depth 0): the device waits for the host between two steps. Depth 0 is chosen
+where the host's part of a step costs less than the loss of accepted tokens would.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ DECAY = 0.95
 
 
 class InFlightDepth:
-    """The number of steps in flight while the next one is planned, 0 or 1, from the times of recent steps."""
+    """The number of steps in flight while the next one is planned, 0 or 1, chosen from the times of recent steps."""
 
     def __init__(self, fixed: int | None = None) -> None:
-        """fixed: a depth that does not change; None to decide by what steps take."""
+        """fixed: a depth that does not change; None to choose it from measurements."""
         self._fixed = fixed
         self._host_s = self._step_s = 0.0
         self._accepted = self._produced = 0.0

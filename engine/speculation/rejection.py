@@ -1,14 +1,14 @@
-"""Rejection sampling: accept drafts of a drafter that samples, so that outputs follow the target's distribution.
+"""Rejection sampling: verifies sampled drafts so that outputs follow the target's distribution.
 
 Speculative sampling (Leviathan et al., 2023; Chen et al., 2023), and its extension to trees whose siblings were sampled
 without replacement (SpecInfer, Miao et al., 2024; Sequoia, Chen et al., 2024). `p` is the target's distribution, with
 temperature, penalties and truncation applied; `q` the one that a draft token was sampled from, one-hot for a
 deterministic candidate.
 
-At each position the candidates are tried in order. One is accepted with probability min(1, p(x) / q(x)); after a
-refusal p becomes max(p - q, 0), normalised, and q is normalised without x. If all are refused, the target's own token
-is sampled from what p has become. The random numbers are keyed by seed and position: whether a candidate is accepted by
-`Stream.ACCEPT`, the target's own token by the noise of plain decoding. The drafter must have sampled with neither.
+At each position the candidates are tried in order. Candidate x is accepted with probability min(1, p(x) / q(x)); after
+a rejection p becomes the normalised residual max(p - q, 0), and q is normalised without x. If all are rejected, the
+target's token is sampled from the residual. Random numbers are keyed by seed and position: `Stream.ACCEPT` decides on
+candidates, and the noise of plain decoding samples the target's token. The drafter must not have used either of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.drafters.base import DETERMINISTIC
 from engine.executor.transfer import on_device
 from engine.sampling.noise import Stream, gumbel_noise, stream_seeds, uniforms
 from ssd.types import ROOT
 
-DETERMINISTIC = -1
-
 
 class SampledDraft(NamedTuple):
-    """A draft of k tokens to verify, and the rows of `p` and `q` that belong to it."""
+    """A draft of k tokens to verify, with its rows of `p` and `q`."""
 
     tokens: np.ndarray
     """uint32 [k]."""
@@ -38,62 +37,65 @@ class SampledDraft(NamedTuple):
     q_rows: np.ndarray
     """int32 [k]: the row of `q` that each token was sampled from, `DETERMINISTIC` if it was not."""
     row: int
-    """The row of `p` after the context; the one after draft token i is `row + 1 + i`."""
+    """Row of `p` after the context; the row after draft token i is `row + 1 + i`."""
     seed: int
     position: int
     """Position of the first draft token in the text."""
 
 
 class Verdict(NamedTuple):
-    """What became of a draft."""
+    """Result of verifying one draft."""
 
     kept: np.ndarray
     """int64 [a]: indices of the accepted tokens, a path from the root."""
     token: int
-    """The target's own token after them."""
+    """The target's token after them."""
 
 
 def verify_by_rejection(drafts: SequenceOf[SampledDraft], p: Tensor, q: Tensor | None) -> list[Verdict]:
     """Verify drafts. p: float [M, V]. q: float32 [R, V]; None if all candidates are deterministic."""
+    q = None if q is None else q.to(p.device)
     walks = [Walk(draft, *trials) for draft, trials in zip(drafts, _trials(drafts, p, q), strict=True)]
-    # What p has become at the positions where walks are, in the rows of walks with a refusal there.
+    # Residual distributions, in the rows of walks with a rejection at their current position.
     residual = torch.empty(len(walks), p.shape[1], dtype=p.dtype, device=p.device)
-    while refused := [index for index, walk in enumerate(walks) if walk.advance()]:
-        losers = [walks[index] for index in refused]
-        after = _after_refusals(losers, residual[refused], p, q)
-        residual[refused] = after
-        tokens = torch.tensor([[walk.next_token] for walk in losers], device=p.device)
-        for walk, probability in zip(losers, after.gather(1, tokens)[:, 0].tolist(), strict=True):
+    while indices := [index for index, walk in enumerate(walks) if walk.advance()]:
+        rejected = [walks[index] for index in indices]
+        after = _residuals(rejected, residual[indices], p, q)
+        residual[indices] = after
+        tokens = torch.tensor([[walk.next_token] for walk in rejected], device=p.device)
+        for walk, probability in zip(rejected, after.gather(1, tokens)[:, 0].tolist(), strict=True):
             walk.residual = probability
     return _verdicts(walks, residual, p)
 
 
 class Walk:
-    """The way through one draft along accepted tokens; on the host, with single probabilities."""
+    """Walk through one draft along accepted tokens, on the host."""
 
-    def __init__(self, draft: SampledDraft, p: list[float], q: list[float], chances: list[float]) -> None:
-        """p, q, chances: of each draft token; p and q before any refusal at its position."""
+    def __init__(self, draft: SampledDraft, p: list[float], q: list[float], thresholds: list[float]) -> None:
+        """p, q: probabilities of each draft token before any rejection at its position. thresholds: uniform random
+        numbers that decide on them.
+        """
         self.draft = draft
         self.path: list[int] = []
         """Accepted draft tokens."""
-        self.refusals = 0
-        """Number of candidates refused at the present position."""
-        self.refused = ROOT
-        """The last one."""
+        self.rejections = 0
+        """Number of candidates rejected at the current position."""
+        self.rejected = ROOT
+        """The last rejected candidate."""
         self.q_scale = 1.0
-        """What the row of `q` of the last one was to be multiplied by: earlier ones have been taken out of it."""
+        """Normalisation of the last rejected candidate's row of `q`, without the candidates rejected before it."""
         self.residual = 0.0
-        """Probability of the next candidate after refusals."""
-        self._p, self._q, self._chances = p, q, chances
-        self._refused_mass = 0.0
-        """Probability in q of the sampled candidates that were refused at the present position."""
+        """Probability of the next candidate in the residual."""
+        self._p, self._q, self._thresholds = p, q, thresholds
+        self._rejected_mass = 0.0
+        """Probability in q of the sampled candidates rejected at the current position."""
         self._children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parents.tolist()):
             self._children.setdefault(parent, []).append(node)
 
     @property
     def p_row(self) -> int:
-        """Row of `p` at the present position."""
+        """Row of `p` at the current position."""
         return self.draft.row + 1 + (self.path[-1] if self.path else ROOT)
 
     @property
@@ -107,42 +109,42 @@ class Walk:
         return int(self.draft.q_rows[node]) != DETERMINISTIC
 
     def advance(self) -> bool:
-        """Try candidates until one is refused or none is left; returns whether one was refused."""
+        """Try candidates until one is rejected or none is left; return whether one was rejected."""
         while (node := self._candidate) is not None:
-            left = 1 - self._refused_mass
+            left = 1 - self._rejected_mass
             self.q_scale = (1 / left if left > 0 else 0.0) if self.is_sampled(node) else 1.0
-            target = self.residual if self.refusals else self._p[node]
-            if self._chances[node] * self._q[node] * self.q_scale < target:
+            target = self.residual if self.rejections else self._p[node]
+            if self._thresholds[node] * self._q[node] * self.q_scale < target:
                 self.path.append(node)
-                self.refusals, self._refused_mass = 0, 0.0
+                self.rejections, self._rejected_mass = 0, 0.0
                 continue
-            self.refused = node
-            self.refusals += 1
-            self._refused_mass += self._q[node] if self.is_sampled(node) else 0.0
+            self.rejected = node
+            self.rejections += 1
+            self._rejected_mass += self._q[node] if self.is_sampled(node) else 0.0
             return True
         return False
 
     @property
     def _candidate(self) -> int | None:
         siblings = self._children.get(self.path[-1] if self.path else ROOT, [])
-        return siblings[self.refusals] if self.refusals < len(siblings) else None
+        return siblings[self.rejections] if self.rejections < len(siblings) else None
 
 
 def _trials(drafts: SequenceOf[SampledDraft], p: Tensor, q: Tensor | None) -> list[list[list[float]]]:
-    """Return for each draft, [3, k], its tokens' probabilities in p and in q, and the numbers that decide on them."""
+    """Return for each draft, [3, k]: its tokens' probabilities in p, those in q, and their thresholds."""
     columns = [np.concatenate(parts) for parts in zip(*(_columns(draft) for draft in drafts), strict=True)]
     tokens, p_rows, q_rows, seeds, positions, ranks = (on_device(column, p.device) for column in columns)
     target = p[p_rows, tokens].double()
     drafter = torch.ones_like(target)
     if q is not None:
         drafter = torch.where(q_rows == DETERMINISTIC, drafter, q[q_rows.clamp(min=0), tokens].double())
-    chances = uniforms(stream_seeds(seeds, Stream.ACCEPT), positions, ranks)
+    thresholds = uniforms(stream_seeds(seeds, Stream.ACCEPT), positions, ranks)
     ends = np.cumsum([len(draft.tokens) for draft in drafts])[:-1]
-    return [part.tolist() for part in np.split(torch.stack((target, drafter, chances)).cpu().numpy(), ends, axis=1)]
+    return [part.tolist() for part in np.split(torch.stack((target, drafter, thresholds)).cpu().numpy(), ends, axis=1)]
 
 
 def _columns(draft: SampledDraft) -> tuple[np.ndarray, ...]:
-    """Token, row of p, row of q, seed, position, and rank among its siblings of each draft token; int64 [k] each."""
+    """Return token, row of p, row of q, seed, position and rank among siblings of each draft token, int64 [k] each."""
     depths: list[int] = []
     ranks: list[int] = []
     children = Counter[int]()
@@ -160,31 +162,32 @@ def _columns(draft: SampledDraft) -> tuple[np.ndarray, ...]:
     )
 
 
-def _after_refusals(walks: SequenceOf[Walk], residual: Tensor, p: Tensor, q: Tensor | None) -> Tensor:
-    """What p has become, [n, V], once the candidates that the walks tried last were refused; `residual`: before that,
-    in the rows of walks with an earlier refusal at the same position.
+def _residuals(walks: SequenceOf[Walk], residual: Tensor, p: Tensor, q: Tensor | None) -> Tensor:
+    """Return the residuals, [n, V], after the candidates that the walks rejected last.
+
+    residual: [n, V], the previous residuals of walks with an earlier rejection at the same position.
     """
     device = p.device
     target = p[[walk.p_row for walk in walks]]
-    is_first = torch.tensor([walk.refusals == 1 for walk in walks], device=device)
+    is_first = torch.tensor([walk.rejections == 1 for walk in walks], device=device)
     target = torch.where(is_first[:, None], target, residual)
-    is_sampled = torch.tensor([walk.is_sampled(walk.refused) for walk in walks], device=device)
-    tokens = torch.tensor([[int(walk.draft.tokens[walk.refused])] for walk in walks], device=device)
+    is_sampled = torch.tensor([walk.is_sampled(walk.rejected) for walk in walks], device=device)
+    tokens = torch.tensor([[int(walk.draft.tokens[walk.rejected])] for walk in walks], device=device)
     drafter = torch.zeros_like(target).scatter(1, tokens, 1)
     if q is not None:
-        # What was taken out of q before has no probability in the target any more, so that it may stay there.
+        # Candidates rejected before have no probability left in the residual, so they need not be removed from q.
         scales = torch.tensor([[walk.q_scale] for walk in walks], dtype=p.dtype, device=device)
-        rows = [max(0, int(walk.draft.q_rows[walk.refused])) for walk in walks]
+        rows = [max(0, int(walk.draft.q_rows[walk.rejected])) for walk in walks]
         drafter = torch.where(is_sampled[:, None], q[rows].to(p) * scales, drafter)
     rest = (target - drafter).clamp(min=0)
     total = rest.sum(dim=1, keepdim=True)
-    # Nothing is left where a token was refused that q cannot have given.
+    # The residual is empty only if a token was rejected that q cannot have produced.
     return torch.where(total > 0, rest / torch.where(total > 0, total, 1), target)
 
 
 def _verdicts(walks: SequenceOf[Walk], residual: Tensor, p: Tensor) -> list[Verdict]:
-    """Sample the target's own tokens, with the noise of plain decoding."""
-    is_residual = torch.tensor([walk.refusals > 0 for walk in walks], device=p.device)
+    """Sample the target's tokens with the noise of plain decoding."""
+    is_residual = torch.tensor([walk.rejections > 0 for walk in walks], device=p.device)
     probabilities = torch.where(is_residual[:, None], residual, p[[walk.p_row for walk in walks]])
     seeds = torch.tensor([walk.draft.seed for walk in walks], device=p.device)
     positions = torch.tensor([walk.draft.position + len(walk.path) for walk in walks], device=p.device)

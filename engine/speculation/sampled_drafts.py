@@ -1,8 +1,8 @@
-"""How deep drafts of sampled tokens are verified, in rejection mode.
+"""Chooses the depth to which sampled drafts are verified, in rejection mode.
 
-Outputs follow the target's distribution only if whether a sampled token is verified does not depend on the token. So
-the token budget is not shown what a drafter says of such tokens. It is shown a path whose probabilities are acceptance
-rates by depth, counted in earlier steps, and decides on a depth; all tokens up to that depth are verified.
+Outputs follow the target's distribution only if the decision to verify a sampled token does not depend on that token.
+So the token budget does not see the drafter's `accept_prob` of such tokens. It sees a path whose probabilities are the
+acceptance rates by depth of earlier steps, and selects a depth; all tokens up to that depth are verified.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ssd.types import DraftBatch, Path, offsets_of
 DECAY = 0.99
 """Decay per recorded draft of the counts: an effective window of about 100 drafts."""
 PRIOR_RATE = 0.7
-"""Rate that counts begin with, worth one draft."""
+"""Prior of the rates, with the weight of one draft."""
 
 
 class DepthRates:
-    """Share of accepted draft tokens by depth, given that the token before was accepted."""
+    """Share of accepted draft tokens by depth, given that the parent was accepted."""
 
     def __init__(self, max_draft: int) -> None:
         self._tried = np.ones(max_draft)
         self._accepted = np.full(max_draft, PRIOR_RATE)
 
     def path(self, length: int) -> DraftBatch:
-        """Return a draft of `length` tokens with these rates; the tokens themselves mean nothing."""
+        """Return a draft of `length` tokens with these rates as `accept_prob`; the tokens are placeholders."""
         rates = (self._accepted / self._tried)[:length]
         return DraftBatch.from_paths([Path(np.zeros(length, np.uint32), rates.astype(np.float32))])
 
     def record(self, result: SequenceResult) -> None:
-        """Count what became of a draft."""
+        """Count the accepted and rejected tokens of a draft."""
         depth = np.arange(1, len(self._tried) + 1)
         reached = depth <= min(result.max_accepted, result.accepted + 1)
         self._tried = DECAY * self._tried + (1 - DECAY) + reached
@@ -56,7 +56,7 @@ def sampled_drafts(drafts: Drafts, entries: SequenceOf[SequencePlan]) -> list[bo
 def hide_sampled(
     batch: DraftBatch, sampled: SequenceOf[bool], entries: SequenceOf[SequencePlan], rates: DepthRates
 ) -> DraftBatch:
-    """Return the drafts that the token budget sees: in place of the `sampled` ones, paths of acceptance rates."""
+    """Return the drafts that the token budget sees: `sampled` ones are replaced with paths of acceptance rates."""
     parts = []
     for index, (is_sampled, entry) in enumerate(zip(sampled, entries, strict=True)):
         if is_sampled:

@@ -1,4 +1,4 @@
-"""Adds drafts to a step: asks the drafter, and keeps what the step can verify and what pays."""
+"""Adds drafts to a step: calls the drafter and selects the draft tokens that are worth verifying."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.drafters.outcomes import OutcomeTable
 from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from engine.speculation.draft_tree import DraftTree, straight_length
+from engine.speculation.draft_tree import DraftTree, straight_length, straight_lengths
 from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
 from engine.speculation.token_budget import TokenBudget
 from engine.speculation.verify import uses_rejection
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 
 class Speculation:
-    """The engine's side of drafting. Faults of the drafter cost its drafts, see `engine.drafters.guard`."""
+    """Calls the drafter for each step, and selects which draft tokens are verified."""
 
     def __init__(
         self, drafter: AnyDrafter, config: EngineConfig, vocab_size: int, budget: TokenBudget | None = None
     ) -> None:
         """Without a `budget` all draft tokens are verified."""
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
-        self._vocab_size = vocab_size
         self._has_trees = config.draft_shape == "tree"
         self._budget = budget
         self._rates = DepthRates(config.max_draft)
         self._started: set[int] = set()
-        """Ids of the sequences that the drafter knows."""
+        """Ids of the sequences that the drafter has started."""
 
     @property
     def drafter(self) -> GuardedDrafter:
@@ -46,7 +45,7 @@ class Speculation:
         return self._drafter
 
     def propose(self, plan: StepPlan) -> None:
-        """Give drafts to the entries of a plan that produce."""
+        """Set the drafts of the producing entries of a plan."""
         self._start(plan)
         if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
             return
@@ -57,7 +56,7 @@ class Speculation:
         drafts = self._drafter.propose(plan)
         plan.drafting_s = perf_counter() - began
         plan.asked = True
-        lengths = np.diff(drafts.batch.offsets).astype(np.int64)
+        lengths = self._usable_lengths(drafts.batch)
         sampled = sampled_drafts(drafts, plan.producing)
         if self._budget is not None:
             shown = drafts.batch
@@ -70,7 +69,7 @@ class Speculation:
             self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
 
     def propose_ahead(self, plan: StepPlan) -> None:
-        """Give drafts for likely outcomes of the step in flight to the entries of a plan that produce."""
+        """Set the producing entries' drafts for likely outcomes of the step in flight."""
         self._start(plan)
         if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
             return
@@ -81,8 +80,7 @@ class Speculation:
         plan.asked = True
         if table is None or table.tokens.size == 0:
             return
-        rooms = np.array([entry.draft_room for entry in plan.producing])
-        lengths = np.minimum(usable_lengths(table, self._vocab_size), rooms[:, None])
+        lengths = np.where(table.accepted >= 0, table.lengths, 0).astype(np.int64)
         if self._budget is not None:
             drafts = likely_drafts(table, lengths)
             limits, plan.is_probe = self._budget.select(drafts, lengths.max(axis=1), tokens)
@@ -101,14 +99,14 @@ class Speculation:
         return self._drafter.proposes_after
 
     def observe(self, result: StepResult) -> None:
-        """Report a step whose tokens are committed."""
+        """Pass the results of a step to the drafter, once its tokens are committed."""
         for each in result.results:
             if uses_rejection(each.plan):
                 self._rates.record(each)
         self._drafter.observe(result)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
-        """End a sequence; its drafter may learn what it produced."""
+        """End a sequence. `learn`: whether the drafter may remember its output."""
         if sequence.sequence_id in self._started:
             self._started.remove(sequence.sequence_id)
             self._drafter.finish(sequence, learn)
@@ -123,10 +121,17 @@ class Speculation:
                 self._started.add(entry.sequence.sequence_id)
                 self._drafter.start(entry.sequence)
 
-    def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int, *, by_depth: bool) -> None:
-        """Give an entry the first `length` tokens of its draft, or all tokens of depth 1 to `length` if `by_depth`.
+    def _usable_lengths(self, batch: DraftBatch) -> np.ndarray:
+        """Return how many tokens of each draft can be verified, int64 [B]: up to the first branch where trees are
+        off."""
+        if self._has_trees:
+            return np.diff(batch.offsets.astype(np.int64))
+        return straight_lengths(batch.parents, batch.offsets)
 
-        Of a tree it gets only a path where trees are off.
+    def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int, *, by_depth: bool) -> None:
+        """Set an entry's draft: its first `length` tokens, or all tokens of depth 1 to `length` if `by_depth`.
+
+        Where trees are off, the latter are cut at their first branch.
         """
         batch = drafts.batch
         start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
@@ -134,7 +139,7 @@ class Speculation:
         parents = batch.parents[own]
         if by_depth:
             shallow = DraftTree(parents).depths <= length
-            # Parents are not deeper than their children, so they are kept as well.
+            # Parents are less deep than their children, so they are kept as well.
             renumbered = np.append(np.cumsum(shallow) - 1, ROOT)
             own, parents = start + np.flatnonzero(shallow), renumbered[parents[shallow]].astype(np.int32)
         size = straight_length(parents)
@@ -148,17 +153,10 @@ class Speculation:
             entry.q_rows = drafts.q_rows[own][:size]
 
 
-def usable_lengths(table: OutcomeTable, vocab_size: int) -> np.ndarray:
-    """Return the lengths of a table's drafts, int64 [B, K], cut before tokens that are out of vocabulary."""
-    beyond = table.tokens >= vocab_size
-    first = np.where(beyond.any(axis=2), beyond.argmax(axis=2), table.tokens.shape[2])
-    return np.where(table.accepted >= 0, np.minimum(table.lengths, first), 0).astype(np.int64)
-
-
 def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:
-    """Return one path per sequence whose tokens gain as much as those of its likeliest outcome.
+    """Return one path per sequence with the largest path_prob at each depth over its outcomes.
 
-    How often outcomes are the ones that were drafted for is left to the budget's calibration.
+    The probability of the outcomes themselves is left to the budget's calibration.
     """
     places = np.arange(table.tokens.shape[2])
     exists = places < lengths[:, :, None]

@@ -1,4 +1,4 @@
-"""Time that a step takes by its number of tokens: measured when the engine starts, corrected while it runs."""
+"""Duration of a step by its number of tokens: measured when the engine starts, corrected while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 REPEATS = 3
-"""Measurements of each size; the fastest counts, because only other work makes a step slower."""
+"""Measurements of each size; the fastest one is used, because other load can only make a step slower."""
 MEASURING_S = 3.0
 """Time after which no larger size is measured; the last slope is extrapolated."""
 LEARNING_RATE = 0.05
@@ -19,14 +19,14 @@ SHARED = 0.8
 PROBE_RATE = 0.5
 """Weight of a probe, a step that runs only to measure its size; it corrects that size alone."""
 MAX_DEVIATION = 4.0
-"""Largest factor between measured and expected time that is believed; beyond it the step was disturbed."""
+"""Largest factor between measured and expected time; larger ones are cut, since the step was disturbed."""
 MANY_SEQUENCES = 16
 """Number of sequences in the step that measures the time per sequence."""
 MIN_COST = 1e-4
 
 
 class Cost(Protocol):
-    """What steps cost."""
+    """Cost of steps in seconds."""
 
     def seconds(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
         """See `StepCost.seconds`."""
@@ -49,7 +49,7 @@ class StepCost:
         time that each further sequence adds, apart from its tokens.
         """
         self._sizes = np.array(sizes, np.float64)
-        # More tokens never take less time; a measurement that says so was disturbed.
+        # More tokens never take less time; a measurement to the contrary was disturbed.
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
         self._per_sequence = max(0.0, per_sequence)
 
@@ -78,7 +78,7 @@ class StepCost:
         return np.interp(tokens, self._sizes, self._seconds) + beyond + self._per_sequence * (sequences - 1)
 
     def record(self, tokens: int, sequences: int, seconds: float, *, is_probe: bool = False) -> None:
-        """Correct the estimate by a step that took `seconds`. `is_probe`: it ran to measure a size that is rare."""
+        """Correct the estimate with a step that took `seconds`. `is_probe`: it ran to measure a rare size."""
         expected = float(self.seconds(tokens, sequences))
         factor = min(max(seconds / expected, 1 / MAX_DEVIATION), MAX_DEVIATION)
         nearness = np.exp(-np.abs(np.log(self._sizes / max(1, tokens))))

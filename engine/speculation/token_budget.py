@@ -1,12 +1,11 @@
-"""Decides how many draft tokens a step verifies: those that pay for the time they take.
+"""Decides how many draft tokens a step verifies.
 
 A step of N tokens takes t(N) seconds, see `engine.speculation.step_cost`. B sequences produce B tokens per step, and
-one more for each draft token that is accepted. So of all tokens that were drafted for a batch the m most likely ones
-are verified, where (B + sum of their path_prob) / t(N + m) is largest. As m = 0 is among the choices, nothing is
-verified that does not pay.
+one more for each accepted draft token. Of all tokens drafted for a batch, the m most likely ones are verified, with the
+m that maximises the rate (B + sum of their path_prob) / t(N + m). m = 0 is among the choices.
 
-Asking the drafter takes time as well. While accepted tokens save less time than that, it is asked in every second step,
-then in every fourth, eighth and sixteenth.
+Drafting takes time as well. While accepted tokens save less time than drafting takes, the drafter is asked in every
+second step, then in every fourth, eighth and sixteenth.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from ssd.types import DraftBatch
 DECAY = 0.98
 """Decay per step of the sums that calibrate drafts: an effective window of about 50 steps."""
 PRIOR_ACCEPTED = 0.5
-"""Accepted tokens that calibration starts with and returns to while nothing is verified. With this decay, a drafter
-whose drafts are never accepted gets as many tokens in 50 steps as cost a hundredth of their time."""
+"""Prior number of accepted tokens in the calibration. With this decay, a drafter whose drafts are never accepted costs
+about a hundredth of the time of 50 steps."""
 STEPS_TO_PROBE = 20
-"""Steps without a verified draft, although likely ones were proposed, after which the likeliest is verified as a probe:
-otherwise a price that is too high would never be corrected."""
+"""Steps with likely drafts but none verified after which the likeliest draft is verified as a probe: otherwise an
+overestimated cost would never be corrected."""
 MIN_PROBE_GAIN = 2.0
-"""Expected number of accepted tokens that a draft needs to be a probe."""
+"""Least expected number of accepted tokens of a probe."""
 RECORD_EVERY = 8
-"""While the drafter is not asked, one of this many steps corrects the cost; that takes time, too."""
+"""While the drafter is not asked, one of this many steps corrects the cost, because the correction takes time as
+well."""
 MAX_BACKOFF = 15
 """Longest backoff in steps: asking a useless drafter then costs a sixteenth of asking it in every step."""
 ASKING_DECAY = 0.9
-"""Decay per step with drafts of the sums that tell whether asking pays: an effective window of about 10 steps."""
+"""Decay per step with drafts of the sums that decide the backoff: an effective window of about 10 steps."""
 
 
 class Selection(NamedTuple):
@@ -43,33 +43,33 @@ class Selection(NamedTuple):
     lengths: np.ndarray
     """int64 [B]: number of tokens of each draft, counted from its first one."""
     is_probe: bool = False
-    """Whether nothing seemed to pay and a draft is verified only to measure the cost."""
+    """Whether no draft token paid and one draft is verified only to measure the cost."""
 
 
 class TokenBudget:
-    """Selects the draft tokens of each step, and learns from what becomes of them."""
+    """Selects the draft tokens of each step, and learns from the results."""
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
         self._expected = self._accepted = 0.0
-        """Recently accepted draft tokens: as expected from their path_prob, and as counted."""
+        """Recently accepted draft tokens: the number expected from their path_prob, and the actual one."""
         self._steps_without = 0
         """Steps since a draft was verified in which likely drafts were proposed."""
         self._unrecorded = 0
         """Consecutive steps that did not correct the cost."""
         self._spent_s = self._saved_s = 0.0
-        """Seconds that asking took recently, and seconds that accepted tokens saved."""
+        """Seconds recently spent on drafting, and seconds saved by accepted tokens."""
         self._backoff = self._backoff_left = 0
-        """Length of the current backoff, and the steps that are left of it."""
+        """Length of the current backoff, and its remaining steps."""
 
     @property
     def is_backing_off(self) -> bool:
-        """Whether the drafter is not to be asked in the next step."""
+        """Whether the next step skips the drafter."""
         return self._backoff_left > 0
 
     @property
     def calibration(self) -> float:
-        """Factor between the path_prob of drafts and their acceptance, as seen recently; at most 1."""
+        """Recent ratio of accepted draft tokens to those expected from path_prob, at most 1."""
         return min(1.0, (self._accepted + PRIOR_ACCEPTED) / (self._expected + PRIOR_ACCEPTED))
 
     def cost_of_one_more(self, tokens: int, sequences: int) -> float:
@@ -97,7 +97,7 @@ class TokenBudget:
 
     def record(self, plan: StepPlan, tokens: int, accepted: int, seconds: float) -> None:
         """Learn from a step of `tokens` tokens that took `seconds` and accepted `accepted` draft tokens."""
-        # Sums decay with every step, asked or not: what was useless long ago says little.
+        # Sums decay with every step, with or without drafts: old results say little about the present.
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)
         self._unrecorded += 1
@@ -114,7 +114,7 @@ class TokenBudget:
         self._backoff_left = self._backoff
 
     def _probe(self, lengths: np.ndarray, usable: np.ndarray, gains: np.ndarray) -> bool:
-        """Select the draft with the largest expected gain if nothing has been verified for long; return whether."""
+        """Select the draft with the largest expected gain if none has been verified for long. Return whether it was."""
         best = int(gains.argmax())
         if gains[best] < MIN_PROBE_GAIN:
             return False

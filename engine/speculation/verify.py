@@ -1,10 +1,10 @@
-"""Verification: what a step's logits make of its drafts.
+"""Verifies the drafts of a step against the target's logits.
 
 In exact mode the target's token at each position is sampled with noise keyed by seed and position, and the longest path
-of draft tokens that equal it is kept. So outputs are those of decoding without drafts. In rejection mode, drafts that a
-drafter sampled are verified by `engine.speculation.rejection`. A draft of deterministic candidates is verified in the
-same way in both modes: to sample the target's token and keep the candidate that equals it accepts candidate x with
-probability p(x), as rejection does where q is one-hot.
+of draft tokens that equal the target's is kept, so outputs are those of decoding without drafts. In rejection mode,
+sampled drafts are verified by `engine.speculation.rejection`. Deterministic candidates are verified in the same way in
+both modes: sampling the target's token and keeping the candidate that equals it accepts candidate x with probability
+p(x), which is what rejection does where q is one-hot.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from engine.drafters.base import DETERMINISTIC
 from engine.executor.batch import Batch
 from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
 from engine.sampling.processors import Rows, process_logits
 from engine.sampling.sampler import RowSettings, probabilities, row_settings, sample
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan
-from engine.speculation.rejection import DETERMINISTIC, SampledDraft, Verdict, verify_by_rejection
+from engine.speculation.rejection import SampledDraft, Verdict, verify_by_rejection
 from ssd.types import ROOT
 
 
 def verify_drafts(plan: StepPlan, batch: Batch, logits: Tensor) -> list[SequenceResult]:
-    """Return what the step yields for each entry: accepted draft tokens and the target's own token after them.
+    """Return the result of each entry: accepted draft tokens and the bonus token after them.
 
     logits: float32 [rows, V], of `batch.logit_rows`. Outputs are not cut where they end.
     """
@@ -49,7 +50,7 @@ def verify_drafts(plan: StepPlan, batch: Batch, logits: Tensor) -> list[Sequence
 
 
 def uses_rejection(entry: SequencePlan) -> bool:
-    """Whether the draft has tokens to verify by rejection: sampled ones, of a request in that mode."""
+    """Whether the draft is verified by rejection: it has sampled tokens and its request is in that mode."""
     request = entry.sequence.request
     if entry.q_rows is None or request.recorded is not None or not request.sampling.uses_rejection:
         return False
@@ -83,11 +84,11 @@ def accepted_path(draft: np.ndarray, parents: np.ndarray, target: np.ndarray) ->
 
 
 class Part(NamedTuple):
-    """Rows of the entries that are verified alike."""
+    """Rows of the entries that are verified in the same mode."""
 
     entries: list[SequencePlan]
     logits: Tensor
-    """float32 [m, V]: processed, row by row of the entries."""
+    """float32 [m, V]: processed; the entries' rows in order."""
     settings: RowSettings
     bounds: np.ndarray
     """int64 [entries + 1], into those rows."""
@@ -129,7 +130,7 @@ def _verify_exactly(entry: SequencePlan, tokens: np.ndarray) -> SequenceResult:
 
 
 def _replay(entry: SequencePlan, tokens: np.ndarray) -> None:
-    """Put recorded tokens in place of the target's, up to the end of the record."""
+    """Replace the target's tokens with recorded ones, up to the end of the record."""
     if entry.sequence.request.recorded is None:
         return
     rest = entry.sequence.recorded_rest

@@ -14,7 +14,7 @@ from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.resume import Resume
 from drafter_service.ingest.sinks import OfflineSink
-from drafter_service.transport.messages import default_namespace
+from drafter_service.server.requests import default_namespace
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus

@@ -15,13 +15,12 @@ import pytest
 from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.admin import Admin
-from drafter_service.server.learning import TEXTS_PER_TURN, Learned, Learning
+from drafter_service.server.admin import TEXTS_PER_TURN, Admin, Learned, learn
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces
-from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
+from drafter_service.server.requests import default_namespace
+from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import default_namespace
 from drafter_service.transport.wire import WireError, pack
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
@@ -263,11 +262,12 @@ class Still(Corpus):
 
 @asynccontextmanager
 async def learning(max_waiting=100):
-    """A `Learning`, and a namespace."""
-    namespace = Namespace("some", ModelIdentity(), DRAFTING, Still(DRAFTING.capacity, DRAFTING.match_depth))
+    """A namespace in which `max_waiting` tokens may wait."""
+    corpus = Still(DRAFTING.capacity, DRAFTING.match_depth)
+    namespace = Namespace("some", ModelIdentity(), DRAFTING, corpus, max_waiting=max_waiting)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            yield Learning(max_waiting), namespace
+            yield namespace
     finally:
         namespace.close()
         namespace.corpus.close()
@@ -282,9 +282,9 @@ async def waits(task):
 
 @run
 async def test_a_caller_with_much_text_waits_for_the_index():
-    async with learning() as (learner, namespace):
+    async with learning() as namespace:
         many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
-        task = asyncio.create_task(learner.learn(namespace, many))
+        task = asyncio.create_task(learn(namespace, many))
         for turn in range(1, 4):
             assert await waits(task) == (turn < 3)
             assert namespace.corpus.waiting == TEXTS_PER_TURN
@@ -294,8 +294,8 @@ async def test_a_caller_with_much_text_waits_for_the_index():
 
 @run
 async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
-    async with learning() as (learner, namespace):
-        task = asyncio.create_task(learner.learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN))))
+    async with learning() as namespace:
+        task = asyncio.create_task(learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN))))
         assert await waits(task)
         namespace.close()
         with pytest.raises(ClosedError, match="namespace 'some' was dropped"):
@@ -304,7 +304,7 @@ async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
 
 @run
 async def test_other_tasks_run_while_many_texts_are_learned():
-    async with learning(max_waiting=1 << 30) as (learner, namespace):
+    async with learning(max_waiting=1 << 30) as namespace:
         turns = 0
 
         async def count():
@@ -314,16 +314,16 @@ async def test_other_tasks_run_while_many_texts_are_learned():
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        await learner.learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)))
+        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)))
         counting.cancel()
         assert turns >= 20
 
 
 @run
 async def test_an_invalid_text_has_no_effect():
-    async with learning() as (learner, namespace):
+    async with learning() as namespace:
         with pytest.raises(WireError):
-            await learner.learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)))
+            await learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)))
         assert namespace.corpus.appended == 0
 
 
@@ -351,9 +351,7 @@ def callers_file(folder, namespaces="a"):
 
 
 def admin_of(namespaces, access):
-    limits = Limits()
-    learner = Learning(limits.waiting_tokens)
-    return Admin(namespaces, access, learner, lambda *_: None, may_show_passages=False)
+    return Admin(namespaces, access, lambda *_: None, may_show_passages=False)
 
 
 async def refused(method, request, token):
@@ -451,8 +449,8 @@ async def test_everything_is_forgotten_though_the_clock_was_ahead():
 @run
 async def test_a_failed_merge_is_repeated(monkeypatch):
     """Otherwise callers would wait for their text for ever."""
-    async with learning() as (learner, namespace):
-        await learner.learn(namespace, texts(counted(100)))
+    async with learning() as namespace:
+        await learn(namespace, texts(counted(100)))
         with monkeypatch.context() as patch:
             patch.setattr(namespace.corpus._index, "take", lambda _: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):

@@ -10,7 +10,7 @@ import pytest
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
 from drafter_service.server import namespaces as module
-from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, Stream
+from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces, max_bytes
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits, ServiceConfig, Snapshots
@@ -358,7 +358,7 @@ async def test_a_dropped_namespace_is_deleted_from_memory_and_disk(tmp_path):
         namespace.publish = published.append
         await namespaces.save(namespace)
         stream = asyncio.create_task(asyncio.Event().wait())
-        namespace.streams.add(Stream(stream))
+        namespace.streams.add(StreamHandle(stream))
         assert await namespaces.drop("a")
         assert [type(event) for event in published] == [Dropped]
         await asyncio.wait([stream])
@@ -415,8 +415,23 @@ async def test_names_that_were_refused_cost_no_memory():
         for number in range(100):
             with pytest.raises(NamespaceError):
                 await learned(namespaces, f"name-{number}")
-        assert len(namespaces._loading._locks) == 0
+        assert len(namespaces._loading) == 0
         assert namespaces._reserved == {}
+
+
+def test_kernels_are_not_loaded_in_the_event_loop(monkeypatch):
+    """Compiling them takes seconds."""
+    loaded = []
+    monkeypatch.setattr(module, "drafter_class", lambda policy: loaded.append((policy, threading.current_thread())))
+
+    async def test():
+        async with opened() as namespaces, namespaces.use("a", UNKNOWN_MODEL, "classic"):
+            pass
+
+    asyncio.run(test())
+    [(_, start), (policy, thread)] = loaded
+    assert (policy, start) == ("classic", threading.main_thread())
+    assert thread is not start
 
 
 class Clock:

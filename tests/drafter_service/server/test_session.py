@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespace import Namespace
+from drafter_service.server.requests import MAX_FIELDS
 from drafter_service.server.session import LONG_PROMPT, Session
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import MAX_FIELDS
 from drafter_service.transport.wire import pack, read_drafts
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
+from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import batch, drafted, finish, lost, start
 from tests.strategies import array
 
@@ -124,18 +125,6 @@ def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
     assert session._sizes == {}
     namespace.corpus.refresh()
     assert drafted(ask(session, starts=[start(1, [1, 2])], batch=batch({1: ()}, limit=2))) == [3, 4]
-
-
-@given(st.binary(max_size=60))
-def test_any_bytes_are_answered(shared, data):
-    try:
-        request = pb.DraftRequest.FromString(data)
-    except DecodeError:
-        return
-    session = Session(shared, Limits())
-    response = session.answer(request, may_learn=True)
-    assert response.HasField("drafts") or response.error.code == INVALID_ARGUMENT
-    session.close()
 
 
 @given(st.data())
@@ -288,16 +277,6 @@ def test_clients_counters_are_summed(namespace):
     tell(again, timeouts=4, dropped=5, reconnects=2)
     tell(again, timeouts=6, dropped=5, reconnects=2)
     assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (16, 5, 1)
-
-
-def run(test):
-    """A test that is a coroutine with a session."""
-
-    def runs(session):
-        asyncio.run(test(session))
-
-    runs.__name__, runs.__doc__ = test.__name__, test.__doc__
-    return runs
 
 
 async def indexed(session):

@@ -14,11 +14,11 @@ from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespaces import Namespaces
+from drafter_service.server.requests import default_namespace
 from drafter_service.server.session import LONG_PROMPT
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import default_namespace
 from drafter_service.transport.wire import outcomes_message
 from ssd.config import DrafterConfig
 from ssd.types import Outcomes

@@ -1,12 +1,16 @@
-"""Faulty drafters lose their drafts, and are reported once."""
+"""Faults of a drafter cost its drafts and are reported once."""
 
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from engine.drafters.base import Drafts, TargetOutputs
-from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts
+from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_table
+from engine.drafters.outcomes import OutcomeTable
 from ssd.types import DraftBatch
 
 VOCAB = 10
@@ -50,20 +54,87 @@ def test_drafts_that_cannot_be_verified(fault):
         check_drafts(Drafts(batch), [2, 1], VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "message"),
-    [
-        ((2, VOCAB), [0, 2, -1], "beyond the 2 of q"),
-        ((2, VOCAB), [0, -2, -1], "beyond the 2 of q"),
-        ((2, VOCAB - 1), [0, 1, -1], "not of the vocabulary's 10"),
-        ((2, VOCAB), [0, 1], "not a row of int32, one per token"),
-        (None, [0, -1, -1], "beyond the 0 of q"),
-    ],
-)
-def test_distributions_that_do_not_fit(shape, rows, message):
-    q = None if shape is None else np.zeros(shape)
+UNIFORM = torch.full((2, VOCAB), 1 / VOCAB)
+DISTRIBUTIONS = {
+    "a row that does not exist": (UNIFORM, [0, 2, -1], "beyond the 2 of q"),
+    "a negative row": (UNIFORM, [0, -2, -1], "beyond the 2 of q"),
+    "no q": (None, [0, -1, -1], "beyond the 0 of q"),
+    "another vocabulary": (UNIFORM[:, 1:], [0, 1, -1], "not of the vocabulary's 10"),
+    "too few rows": (UNIFORM, [0, 1], "not a row of int32, one per token"),
+    "numpy": (UNIFORM.numpy(), [0, 1, -1], "not a dense float32 tensor"),
+    "float64": (UNIFORM.double(), [0, 1, -1], "not a dense float32 tensor"),
+    "sparse": (UNIFORM.to_sparse(), [0, 1, -1], "not a dense float32 tensor"),
+    "without data": (UNIFORM.to("meta"), [0, 1, -1], "not a dense float32 tensor"),
+    "a gradient": (UNIFORM.clone().requires_grad_(), [0, 1, -1], "inference_mode"),
+    "not a number": (UNIFORM * float("nan"), [0, 1, -1], "not a probability distribution"),
+    "negative": (UNIFORM - torch.eye(VOCAB)[:2] + torch.eye(VOCAB)[2:4], [0, 1, -1], "not a probability distribution"),
+    "not normalised": (2 * UNIFORM, [0, 1, -1], "not a probability distribution"),
+}
+
+
+def test_sampled_drafts_pass():
+    check_drafts(Drafts(batch_of(), UNIFORM, np.array([0, 1, -1], np.int32)), [2, 1], VOCAB)
+
+
+@pytest.mark.parametrize("fault", DISTRIBUTIONS)
+def test_distributions_that_cannot_be_used(fault):
+    q, rows, message = DISTRIBUTIONS[fault]
     with pytest.raises(DraftsError, match=message):
         check_drafts(Drafts(batch_of(), q, np.array(rows, np.int32)), [2, 1], VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "message"),
+    [
+        ((1, 2, 3), [0, 1, 0], "different rows"),
+        ((1, 2, 1), [0, 0, 0], "the same token"),
+        ((1, 2, 1), [0, -1, 0], "the same token"),
+        ((1, 2, 3), [0, 0, 0], None),
+        ((1, 2, 1), [-1, 0, 0], None),
+    ],
+)
+def test_sampled_siblings_are_different_tokens_of_one_distribution(tokens, rows, message):
+    siblings = batch_of(tokens=(*tokens, 1), parents=(-1, -1, -1, -1), lengths=(3, 1), accept_prob=(1, 1, 1, 1))
+    drafts = Drafts(siblings, UNIFORM, np.array([*rows, 1], np.int32))
+    if message is None:
+        check_drafts(drafts, [3, 1], VOCAB)
+    else:
+        with pytest.raises(DraftsError, match=message):
+            check_drafts(drafts, [3, 1], VOCAB)
+
+
+def table_of(**changes):
+    """Return drafts of 2 tokens for the first of two sequences, with one used outcome of two."""
+    table = OutcomeTable.empty(2, 2, 3)
+    table.accepted[0, 0], table.lengths[0, 0], table.tokens[0, 0] = 1, 2, (4, 5, VOCAB)
+    return replace(table, **changes)
+
+
+def test_a_sound_table_passes():
+    check_table(table_of(), [2, 0], VOCAB)
+    check_table(OutcomeTable.empty(0, 1, 0), [], VOCAB)
+
+
+TABLES = {
+    "not a table": (lambda: [1], "returned list"),
+    "lists": (lambda: table_of(lengths=[[2]]), "lengths is not an array of int32"),
+    "no sources": (lambda: table_of(source=None), "source is not an array of uint8"),
+    "signed tokens": (lambda: table_of(tokens=np.zeros((2, 2, 3), np.int64)), "tokens is not an array of uint32"),
+    "one sequence too few": (lambda: table_of(accepted=np.zeros((1, 2), np.int32)), "accepted has the shape"),
+    "different outcomes": (lambda: table_of(bonus=np.zeros((2, 3), np.uint32)), "bonus has the shape"),
+    "different widths": (lambda: table_of(source=np.zeros((2, 2, 2), np.uint8)), "room for 3 tokens"),
+    "negative lengths": (lambda: table_of(lengths=np.full((2, 2), -1, np.int32)), "negative length"),
+    "too long": (lambda: table_of(lengths=np.full((2, 2), 3, np.int32)), "longer than can be verified"),
+    "not a probability": (lambda: table_of(accept_prob=np.full((2, 2, 3), np.nan, np.float32)), "not a probability"),
+    "out-of-vocabulary token": (lambda: table_of(tokens=np.full((2, 2, 3), VOCAB, np.uint32)), "out of vocabulary"),
+}
+
+
+@pytest.mark.parametrize("fault", TABLES)
+def test_tables_that_cannot_be_used(fault):
+    make, message = TABLES[fault]
+    with pytest.raises(DraftsError, match=message):
+        check_table(make(), [2, 0], VOCAB)
 
 
 class Faulty:
@@ -77,7 +148,7 @@ class Faulty:
 
 
 class Plan:
-    producing = ("one", "two")
+    producing = (SimpleNamespace(draft_room=1), SimpleNamespace(draft_room=1))
 
 
 def test_exceptions_are_contained_and_reported_once(caplog):

@@ -1,6 +1,7 @@
 """Drafters from another package: named on the command line, and contained if they are faulty."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -10,13 +11,21 @@ from engine.drafters.none import NoDrafter
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import build_engine
 from ssd.config import DrafterConfig
+from ssd.errors import UserError
 from tests.engine.test_core import outputs, requests
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6)
 SOURCE = '''
 import numpy as np
+import torch
 from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.outcomes import OutcomeTable
 from ssd.types import DraftBatch, offsets_of
+
+NEEDS = {
+    "top_k": TargetOutputs(top_k=10**6), "hidden_layers": TargetOutputs(hidden_layers=(99,)),
+    "kv_layers": TargetOutputs(kv_layers=-1), "needs": None,
+}
 
 class Repeater:
     """Drafts the last token twice, or as its option `fault` says."""
@@ -25,6 +34,14 @@ class Repeater:
     def __init__(self, config, target):
         self.fault, self.vocab_size = config.options.get("fault"), target.vocab_size
         self.asked = 0
+        if self.fault == "constructor":
+            raise RuntimeError("no weights")
+        if self.fault in NEEDS:
+            self.needs = NEEDS[self.fault]
+
+    def bind(self, forward):
+        if self.fault == "bind":
+            raise RuntimeError("no memory")
 
     def start(self, sequence): pass
     def observe(self, result): pass
@@ -47,7 +64,34 @@ class Repeater:
             parents += 1
         count = len(tokens)
         batch = DraftBatch(tokens, parents, np.ones(count, np.float32), np.zeros(count, np.uint8), offsets_of(sizes))
+        if self.fault in ("numpy q", "gradient"):
+            q = torch.full((1, self.vocab_size), 1 / self.vocab_size, requires_grad=self.fault == "gradient")
+            return Drafts(batch, q.numpy() if self.fault == "numpy q" else q, np.zeros(count, np.int32))
         return Drafts(batch)
+
+class Ahead(Repeater):
+    """Drafts for one outcome of the step in flight as well."""
+
+    def propose_after(self, plan):
+        self.asked += 1
+        table = OutcomeTable.empty(len(plan.producing), 1, 2)
+        for row, entry in enumerate(plan.producing):
+            if entry.in_flight_draft is None or len(entry.in_flight_draft) == 0:
+                continue
+            table.accepted[row] = 1
+            table.bonus[row] = table.tokens[row] = entry.in_flight_draft[0]
+            table.lengths[row] = min(2, entry.draft_room)
+        if self.fault == "table raises":
+            raise RuntimeError("no idea")
+        if self.fault == "no table":
+            return None
+        if self.fault == "negative lengths":
+            table.lengths[:] = -1
+            table.accepted[:] = 0
+        if self.fault == "bad tokens":
+            table.accepted[:], table.lengths[:] = 0, [[min(1, entry.draft_room)] for entry in plan.producing]
+            table.tokens[:] = self.vocab_size
+        return table
 '''
 NAME = "repeating_drafter:Repeater"
 
@@ -60,9 +104,9 @@ def package(tmp_path, monkeypatch):
     sys.modules.pop("repeating_drafter", None)
 
 
-def drafter_of(model, **options):
+def drafter_of(model, name=NAME, **options):
     target = TargetInfo.from_model(model, CONFIG)
-    return build_drafter(NAME, configure(NAME, DrafterConfig(), options), target)
+    return build_drafter(name, configure(name, DrafterConfig(), options), target)
 
 
 @pytest.mark.usefixtures("package")
@@ -76,10 +120,10 @@ def test_a_third_party_drafter_drafts(model):
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("fault", ["raises", "out of vocabulary", "cycle", "too many"])
+@pytest.mark.parametrize("fault", ["raises", "out of vocabulary", "cycle", "too many", "numpy q", "gradient"])
 def test_a_faulty_drafter_costs_its_drafts_and_is_reported_once(model, fault, caplog):
     drafter = drafter_of(model, fault=fault)
-    engine = build_engine(model, CONFIG, drafter)
+    engine = build_engine(model, replace(CONFIG, verification="rejection"), drafter)
     completions = engine.generate(requests(6))
     assert [each.tokens.tolist() for each in completions] == outputs(
         build_engine(model, CONFIG, NoDrafter()), requests(6)
@@ -88,3 +132,40 @@ def test_a_faulty_drafter_costs_its_drafts_and_is_reported_once(model, fault, ca
     assert drafter.asked > 1
     assert [record.name for record in caplog.records] == ["engine.drafters.guard"]
     caplog.clear()
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("fault", [None, "table raises", "no table", "negative lengths", "bad tokens"])
+def test_faulty_drafts_for_outcomes_are_dropped_and_reported_once(model, fault, caplog):
+    drafter = drafter_of(model, "repeating_drafter:Ahead", **({} if fault is None else {"fault": fault}))
+    engine = build_engine(model, replace(CONFIG, in_flight=1), drafter)
+    assert outputs(engine, requests(6)) == outputs(build_engine(model, CONFIG, NoDrafter()), requests(6))
+    assert drafter.asked > 1
+    assert [record.name for record in caplog.records] == ([] if fault is None else ["engine.drafters.guard"])
+    caplog.clear()
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("constructor", "--drafter repeating_drafter:Repeater: RuntimeError: no weights"),
+        ("bind", "Repeater cannot be used: RuntimeError: no memory"),
+        ("top_k", "top_k must be 0 to"),
+        ("hidden_layers", "hidden_layers must be ascending numbers"),
+        ("kv_layers", "kv_layers must not be negative"),
+        ("needs", "AttributeError"),
+    ],
+)
+def test_a_drafter_that_cannot_start_is_an_error_of_one_line(model, fault, message, caplog):
+    with pytest.raises(UserError, match=message) as problem:
+        build_engine(model, CONFIG, drafter_of(model, fault=fault))
+    assert "\n" not in str(problem.value)
+    caplog.clear()
+
+
+@pytest.mark.usefixtures("package")
+def test_a_module_in_the_current_folder_is_found(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    assert drafter_of(model).asked == 0

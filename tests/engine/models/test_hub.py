@@ -7,7 +7,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 from drafter_service.client.identity import model_identity
-from drafter_service.transport.messages import default_namespace
+from drafter_service.server.requests import default_namespace
 from engine.models.hub import FILES, find_model
 from engine.models.loader import load_model
 from ssd.errors import UserError

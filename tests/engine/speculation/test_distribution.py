@@ -163,7 +163,7 @@ def budget_sees_tokens(monkeypatch):
 
 
 def residual_is_p(monkeypatch):
-    monkeypatch.setattr(rejection, "_after_refusals", lambda walks, residual, p, q: p[[walk.p_row for walk in walks]])
+    monkeypatch.setattr(rejection, "_residuals", lambda walks, residual, p, q: p[[walk.p_row for walk in walks]])
 
 
 def one_number_for_all_trials(monkeypatch):

@@ -136,9 +136,9 @@ def tables(kind):
     elif kind == "truncated":  # proposes tokens that the target never samples
         target = distributions(rng, prefixes, zeros=0.4)
         drafter = distributions(rng, prefixes)
-    elif kind == "second":  # a refused first candidate leaves a choice to the second
+    elif kind == "second":  # a rejected first candidate leaves a choice to the second
         target[:], drafter = [0.1, 0.45, 0.35, 0.1], np.tile([0.4, 0.4, 0.1, 0.1], (len(target), 1))
-    elif kind == "third":  # the first two candidates are nearly always refused
+    elif kind == "third":  # the first two candidates are nearly always rejected
         target[:], drafter = [0.02, 0.02, 0.5, 0.46], np.tile([0.45, 0.4, 0.14, 0.01], (len(target), 1))
     drafter /= drafter.sum(-1, keepdims=True)
     return torch.from_numpy(target), torch.from_numpy(drafter)
@@ -186,20 +186,20 @@ def planted(old, new):
     return module
 
 
-ACCEPTS = "self._chances[node] * self._q[node] * self.q_scale < target"
+ACCEPTS = "self._thresholds[node] * self._q[node] * self.q_scale < target"
 FAULTS = {
-    "accepts with p": (ACCEPTS, "self._chances[node] < target"),
-    "accepts with q / p": (ACCEPTS, "self._chances[node] * target < self._q[node] * self.q_scale"),
+    "accepts with p": (ACCEPTS, "self._thresholds[node] < target"),
+    "accepts with q / p": (ACCEPTS, "self._thresholds[node] * target < self._q[node] * self.q_scale"),
     "residual from p": ("(target - drafter).clamp(min=0)", "target.clone()"),
     "residual from |p - q|": ("(target - drafter).clamp(min=0)", "(target - drafter).abs()"),
     "residual not normalised": ("rest / torch.where(total > 0, total, 1)", "rest"),
-    "residual of the first refusal": ("torch.where(is_first[:, None], target, residual)", "target"),
-    "p stays for the next candidate": ("self.residual if self.refusals else self._p[node]", "self._p[node]"),
+    "residual of the first rejection": ("torch.where(is_first[:, None], target, residual)", "target"),
+    "p stays for the next candidate": ("self.residual if self.rejections else self._p[node]", "self._p[node]"),
     "q stays for the next candidate": ("(1 / left if left > 0 else 0.0)", "1.0"),
-    "own token from p": ("[walk.refusals > 0 for", "[False for"),
+    "own token from p": ("[walk.rejections > 0 for", "[False for"),
     "own token from the row before": ("+ 1 + (self.path[-1] if self.path else ROOT)", "+ len(self.path[1:])"),
     "probability from another row of q": ("q[q_rows.clamp(min=0), tokens]", "q[(q_rows - 1).clamp(min=0), tokens]"),
-    "residual with another row of q": ("max(0, int(walk.draft.q_rows[walk.refused]))", "0"),
+    "residual with another row of q": ("max(0, int(walk.draft.q_rows[walk.rejected]))", "0"),
     "one number for all siblings": ("ranks.append(children[parent])", "ranks.append(0)"),
     "one number for all depths": ("draft.position + np.array(depths", "draft.position + 0 * np.array(depths"),
     "the drafter's noise": ("stream_seeds(seeds, Stream.ACCEPT)", "stream_seeds(seeds, Stream.DRAFT)"),

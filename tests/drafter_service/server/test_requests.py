@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.messages import (
+from drafter_service.server.requests import (
     default_namespace,
     has_few_fields,
     read_finish,
@@ -16,6 +15,7 @@ from drafter_service.transport.messages import (
     read_start,
     read_texts,
 )
+from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, pack
 from tests.drafter_service.raw import finish, start, texts
 from tests.strategies import array

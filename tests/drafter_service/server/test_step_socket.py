@@ -4,6 +4,7 @@ import asyncio
 import socket
 import stat
 import struct
+import tempfile
 from pathlib import Path
 
 import grpc
@@ -11,12 +12,10 @@ import pytest
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
-from drafter_service.client.grpc_stream import GrpcStream
-from drafter_service.client.socket_stream import SocketStream
+from drafter_service.server.step_socket import StepSocket
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.frames import HEADER, MAGIC, Frames, framed
-from drafter_service.transport.step_socket import StepSocket
 from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
 from ssd.errors import UserError
 from tests.certificates import Authority
@@ -53,18 +52,25 @@ def end_after(address, data, *, half_closed=False):
         return end_of(connection)
 
 
+@pytest.fixture(scope="module")
+def address():
+    """The address of a server that no test stops."""
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder, served("--listen", f"unix:{folder}/drafter.sock"):
+        yield f"unix:{folder}/drafter.sock"
+
+
 LATE = "the authorization did not arrive in time"
 HANDSHAKE = framed(pb.DraftRequest(hello=hello("default")).SerializeToString())
 
 
-def test_connections_that_begin_otherwise_are_refused(server, socket_address):
-    assert end_after(socket_address, b"GET / HTTP/1.1\r\n\r\n")[0] is grpc.StatusCode.UNIMPLEMENTED
-    code, reason = end_after(socket_address, MAGIC + HEADER.pack(1 << 20))
+def test_connections_that_begin_otherwise_are_refused(address):
+    assert end_after(address, b"GET / HTTP/1.1\r\n\r\n")[0] is grpc.StatusCode.UNIMPLEMENTED
+    code, reason = end_after(address, MAGIC + HEADER.pack(1 << 20))
     assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
-    assert end_after(socket_address, MAGIC[:5], half_closed=True)[0] is grpc.StatusCode.CANCELLED
-    assert end_after(socket_address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
+    assert end_after(address, MAGIC[:5], half_closed=True)[0] is grpc.StatusCode.CANCELLED
+    assert end_after(address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
     # Without access control no token is needed, but this is an invalid one.
-    code, reason = end_after(socket_address, MAGIC + framed(b"Basic xyz") + HANDSHAKE)
+    code, reason = end_after(address, MAGIC + framed(b"Basic xyz") + HANDSHAKE)
     assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization of the form: Bearer TOKEN")
 
 
@@ -87,29 +93,25 @@ async def ends_of_silent_connections(address, number):
 
 
 def test_silent_connections_are_few_and_time_out(socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.transport.step_socket.AUTHORIZATION_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("drafter_service.server.step_socket.AUTHORIZATION_TIMEOUT_S", 0.01)
     # All but two are refused at once; these two time out.
-    assert (
-        asyncio.run(ends_of_silent_connections(socket_address, 2)) == ["the authorization did not arrive in time"] * 2
-    )
-    monkeypatch.setattr("drafter_service.transport.step_socket.AUTHORIZATION_TIMEOUT_S", 1.0)
+    assert asyncio.run(ends_of_silent_connections(socket_address, 2)) == [LATE] * 2
+    monkeypatch.setattr("drafter_service.server.step_socket.AUTHORIZATION_TIMEOUT_S", 1.0)
     ends = asyncio.run(ends_of_silent_connections(socket_address, 20))
     assert ends == [LATE] * 2 + ["the service has its 2 streams already"] * 18
 
 
-def test_frames_that_are_too_long_end_the_stream(server, socket_address):
+def test_frames_that_are_too_long_end_the_stream(address):
     for length in (MAX_MESSAGE_BYTES + 1, 0xFFFF_FFFF):
-        code, reason = end_after(socket_address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", length))
+        code, reason = end_after(address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", length))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert "at most 67108864 are possible" in reason
 
 
-def test_an_incomplete_frame_ends_the_stream(server, socket_address):
-    code, _ = end_after(
-        socket_address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", 100) + b"x", half_closed=True
-    )
+def test_an_incomplete_frame_ends_the_stream(address):
+    code, _ = end_after(address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", 100) + b"x", half_closed=True)
     assert code is grpc.StatusCode.OK
-    with connected(socket_address, over_steps=True) as caller:
+    with connected(address, over_steps=True) as caller:
         assert caller.stream("default").welcome.namespace == "default"
 
 
@@ -156,18 +158,10 @@ def test_with_tls_there_is_no_step_socket(tmp_path, socket_address):
             assert client.lost is None
 
 
-def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, server, socket_address):
+def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, address):
     ours = Authority(tmp_path, "ours")
     with pytest.raises(UserError):
-        DrafterClient(socket_address, access=ClientAccess(ca=ours.certificate))
-
-
-def test_a_client_uses_the_step_socket_if_there_is_one(server, socket_address):
-    with DrafterClient(socket_address) as client:
-        assert isinstance(client._stream, SocketStream)
-    steps_of(socket_address).unlink()
-    with DrafterClient(socket_address) as client:
-        assert isinstance(client._stream, GrpcStream)
+        DrafterClient(address, access=ClientAccess(ca=ours.certificate))
 
 
 class Echo:
@@ -179,9 +173,9 @@ class Echo:
 
 
 def test_few_large_frames_are_received_at_a_time(socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.transport.step_socket.MAX_LARGE_FRAMES", 2)
-    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_BYTES", 1000)
-    monkeypatch.setattr("drafter_service.transport.step_socket.TRIMMED_BYTES", 1000)
+    monkeypatch.setattr("drafter_service.server.step_socket.MAX_LARGE_FRAMES", 2)
+    monkeypatch.setattr("drafter_service.server.step_socket.LARGE_BYTES", 1000)
+    monkeypatch.setattr("drafter_service.server.step_socket.TRIMMED_BYTES", 1000)
 
     async def test():
         listening = StepSocket(Echo(), max_connections=10)
@@ -213,9 +207,9 @@ def test_few_large_frames_are_received_at_a_time(socket_address, monkeypatch):
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
-def test_an_incomplete_large_frame_times_out(server, socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("drafter_service.transport.step_socket.LARGE_BYTES", 10)
+def test_an_incomplete_large_frame_times_out(monkeypatch):
+    monkeypatch.setattr("drafter_service.server.step_socket.LARGE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("drafter_service.server.step_socket.LARGE_BYTES", 10)
 
     async def test():
         reader = asyncio.StreamReader()
