@@ -1,6 +1,6 @@
-"""Drafters in the replay benchmark: one interface, whose calls can be timed.
+"""Drafters of the replay benchmark behind one interface whose calls can be timed.
 
-Here are the project's own drafters; `peers.py` has the others.
+This module has the project's own drafters, `peers.py` the others.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+import ssd
 from benchmarks.traces import Request, Trace
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
-from ssd.drafter import make_drafter
 from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 
-LEAST_CAPACITY = 1 << 16
+MIN_CAPACITY = 1 << 16
 """Least capacity of a corpus; small traces would need less than is used in practice."""
 
 
@@ -119,7 +118,7 @@ class Embedded:
     def __init__(self, drafter: Drafter, k: int, *, has_probs: bool = False) -> None:
         self._drafter = drafter
         self._k = k
-        self._has_odds = has_probs
+        self._has_probs = has_probs
 
     def start(self, sequence: Running) -> None:
         """Begin a request."""
@@ -141,7 +140,7 @@ class Embedded:
         began = time.perf_counter()
         batch = self._drafter.draft(progress)
         seconds = time.perf_counter() - began
-        return drafts_of(batch, self._has_odds), seconds
+        return drafts_of(batch, self._has_probs), seconds
 
     def bytes_per_token(self) -> float | None:
         """Return None."""
@@ -153,10 +152,12 @@ class Remembering(Embedded):
 
     def __init__(self, trace: Trace, config: dict[str, Any], *, sessions: bool) -> None:
         """config: settings of the drafter except for its capacity. sessions: whether it gets session ids."""
-        a_request_more = DrafterConfig.learned_prompt_tokens + 1
-        capacity = max(LEAST_CAPACITY, trace.output_tokens + len(trace.requests) * a_request_more)
+        from ssd.drafter import make_drafter
+
+        learned = DrafterConfig.learned_prompt_tokens + 1
+        capacity = max(MIN_CAPACITY, trace.output_tokens + len(trace.requests) * learned)
         settings = DrafterConfig(capacity=capacity, **config)
-        self._corpus = Corpus.from_config(settings)
+        self._corpus = ssd.Corpus.from_config(settings)
         self._own = make_drafter(settings, corpus=self._corpus)
         self._sessions = sessions
         super().__init__(self._own, settings.max_draft, has_probs=True)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.index [--tokens 16M] [--contexts 3000]
 
-The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each asked for once; a
-draft is timed as a caller sees it, what was committed since the last one included. Times are of this machine: compare
-within one run.
+The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each used once. The
+time of a draft is that of the call, which also commits the tokens since the last draft. Times depend on the machine:
+compare them only within one run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+import ssd
+from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.settings.quantity import Quantity
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
-from ssd.corpus.search import longest_match
-from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 48
@@ -38,23 +36,7 @@ PATH = DrafterConfig(draft_shape="path")
 TREE = DrafterConfig(draft_shape="tree", max_draft=16, cost=0.005)
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of the process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory since `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def forget_peak() -> None:
-    """Reset the peak of the resident memory."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def settle(corpus: Corpus) -> None:
+def settle(corpus: ssd.Corpus) -> None:
     """Finish all index updates, so that they do not affect the next measurement."""
     while corpus.is_merging:
         corpus.refresh()
@@ -69,7 +51,7 @@ def percentiles(seconds: list[float], name: str) -> dict[str, float]:
 class Replayed:
     """A batch of requests whose drafts are verified against their known outputs."""
 
-    def __init__(self, drafter: SuffixDrafter, requests: list[np.ndarray], limit: int) -> None:
+    def __init__(self, drafter: ssd.SuffixDrafter, requests: list[np.ndarray], limit: int) -> None:
         self._drafter, self._requests, self._limit = drafter, requests, limit
         self._ids = np.arange(len(requests), dtype=np.uint64)
         self._done = [PROMPT] * len(requests)
@@ -89,7 +71,7 @@ class Replayed:
             self._verify(index, drafts)
         return seconds
 
-    def note(self) -> float:
+    def commit(self) -> float:
         """Commit tokens without drafting; return the drafter's seconds."""
         progress = self._progress(0)
         began = time.perf_counter()
@@ -100,8 +82,8 @@ class Replayed:
         return seconds
 
     @property
-    def goes_on(self) -> bool:
-        """Return whether every request has enough output left."""
+    def has_output(self) -> bool:
+        """Return whether every request has enough output left for a step."""
         return max(self._done) < REQUEST_TOKENS - self._limit - 1
 
     def stop(self) -> None:
@@ -138,13 +120,13 @@ class Replayed:
         self.committed += accepted + 1
 
 
-def time_drafts(corpus: Corpus, config: DrafterConfig, requests: list[np.ndarray], contexts: int) -> list[float]:
+def time_drafts(corpus: ssd.Corpus, config: DrafterConfig, requests: list[np.ndarray], contexts: int) -> list[float]:
     """Return the seconds of each draft for one sequence."""
     seconds: list[float] = []
-    drafter = SuffixDrafter(replace(config, capacity=corpus.capacity), corpus=corpus)
+    drafter = ssd.SuffixDrafter(replace(config, capacity=corpus.capacity), corpus=corpus)
     for request in requests:
         replayed = Replayed(drafter, [request], config.max_draft)
-        while replayed.goes_on:
+        while replayed.has_output:
             seconds.append(replayed.step())
         replayed.stop()
         if len(seconds) >= contexts:
@@ -152,14 +134,14 @@ def time_drafts(corpus: Corpus, config: DrafterConfig, requests: list[np.ndarray
     return seconds
 
 
-def time_batches(corpus: Corpus, requests: list[np.ndarray], rounds: int) -> list[float]:
+def time_batches(corpus: ssd.Corpus, requests: list[np.ndarray], rounds: int) -> list[float]:
     """Return the seconds of each draft for BATCH sequences of BATCH_NODES nodes each."""
     config = DrafterConfig(capacity=corpus.capacity, draft_shape="tree", max_draft=BATCH_NODES, cost=0.005)
-    drafter = SuffixDrafter(config, corpus=corpus)
+    drafter = ssd.SuffixDrafter(config, corpus=corpus)
     seconds: list[float] = []
     for first in range(0, len(requests) - BATCH, BATCH):
         replayed = Replayed(drafter, requests[first : first + BATCH], BATCH_NODES)
-        while replayed.goes_on:
+        while replayed.has_output:
             seconds.append(replayed.step())
         replayed.stop()
         if len(seconds) >= rounds:
@@ -167,9 +149,11 @@ def time_batches(corpus: Corpus, requests: list[np.ndarray], rounds: int) -> lis
     return seconds
 
 
-def time_searches(corpus: Corpus, requests: list[np.ndarray]) -> list[float]:
+def time_searches(corpus: ssd.Corpus, requests: list[np.ndarray]) -> list[float]:
     """Return the seconds of each longest-match search, with a context of each request."""
     rng = np.random.default_rng(3)
+    from ssd.corpus.search import longest_match
+
     seconds, depth = [], DrafterConfig.match_depth
     for request, end in zip(requests, rng.integers(32, REQUEST_TOKENS, len(requests)).tolist(), strict=True):
         context = request[:end]
@@ -179,21 +163,21 @@ def time_searches(corpus: Corpus, requests: list[np.ndarray]) -> list[float]:
     return seconds
 
 
-def time_feedback(corpus: Corpus, requests: list[np.ndarray]) -> float:
+def time_feedback(corpus: ssd.Corpus, requests: list[np.ndarray]) -> float:
     """Return the microseconds per output token for committing, learning and counting."""
-    drafter = SuffixDrafter(replace(TREE, capacity=corpus.capacity), corpus=corpus)
+    drafter = ssd.SuffixDrafter(replace(TREE, capacity=corpus.capacity), corpus=corpus)
     seconds, tokens = 0.0, 0
     for request in requests:
         replayed = Replayed(drafter, [request], TREE.max_draft)
-        while replayed.goes_on:
+        while replayed.has_output:
             replayed.step()
-            seconds += replayed.note()
+            seconds += replayed.commit()
         tokens += replayed.committed
         replayed.stop()
     return seconds / tokens * 1e6
 
 
-def time_merges(corpus: Corpus, writer: Writer) -> dict[str, float]:
+def time_merges(corpus: ssd.Corpus, writer: Writer) -> dict[str, float]:
     """Return the milliseconds until new tokens can be drafted."""
     merge_ms = {}
     for name, tokens in (("1k", 1_000), ("4k", 4_096), ("64k", 65_536), ("1M", 1 << 20)):
@@ -212,7 +196,7 @@ def time_merges(corpus: Corpus, writer: Writer) -> dict[str, float]:
 class Feed(threading.Thread):
     """Appends requests at a constant rate and records the delay until each is in a view."""
 
-    def __init__(self, corpus: Corpus, requests: list[np.ndarray]) -> None:
+    def __init__(self, corpus: ssd.Corpus, requests: list[np.ndarray]) -> None:
         super().__init__(daemon=True)
         self._corpus, self._requests = corpus, requests
         self.waited_s: list[float] = []
@@ -228,18 +212,19 @@ class Feed(threading.Thread):
             waiting.append((appended, time.perf_counter()))
             corpus.append(request)
             while (left := begin + (index + 1) * interval - time.perf_counter()) > 0:
-                waiting = self._note(waiting)
+                waiting = self._record_indexed(waiting)
                 time.sleep(min(left, 0.0005))
         while waiting:
-            waiting = self._note(waiting)
+            waiting = self._record_indexed(waiting)
 
-    def _note(self, waiting: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        shown, now = self._corpus.indexed, time.perf_counter()
-        self.waited_s += [now - since for until, since in waiting if until <= shown]
-        return [entry for entry in waiting if entry[0] > shown]
+    def _record_indexed(self, waiting: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """Record the delays of requests that are in the newest view; return the others."""
+        indexed, now = self._corpus.indexed, time.perf_counter()
+        self.waited_s += [now - since for until, since in waiting if until <= indexed]
+        return [entry for entry in waiting if entry[0] > indexed]
 
 
-def time_feed(corpus: Corpus, writer: Writer, contexts: list[np.ndarray]) -> dict[str, float]:
+def time_feed(corpus: ssd.Corpus, writer: Writer, contexts: list[np.ndarray]) -> dict[str, float]:
     """Measure the delay of new text under continuous appending, and draft times during it."""
     corpus.maintain(DrafterConfig.refresh_interval_s)
     feed = Feed(corpus, writer.take(int(FEED_TOKENS_PER_S * FEED_S)))
@@ -264,7 +249,7 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     requests = writer.take(tokens)
     gc.collect()
     before = resident_bytes()
-    corpus = Corpus.from_config(DrafterConfig(capacity=tokens))
+    corpus = ssd.Corpus.from_config(DrafterConfig(capacity=tokens))
     say("building the index")
     for request in requests:
         corpus.append(request)

@@ -1,10 +1,10 @@
-"""Measure the share of accepted tokens that is kept when drafts are made while a step is in flight.
+"""Share of accepted tokens that is kept when drafts are made while a step is in flight.
 
     python -m benchmarks.late_drafts shared/traces/*.npz
 
-Replays recorded outputs without a model, one request at a time. `waiting`: a draft is made when the results of the
-previous step are known. `path`: it is made one step earlier, as a longer path, for one outcome of the step in flight.
-`tree of n`: the branches of a draft tree are drafts for up to n outcomes. The engine does the same as `path`.
+Replays recorded outputs without a model, one request at a time. `waiting`: each draft is made when the results of the
+previous step are known. `path`: it is made one step earlier, as a longer path, which fits one outcome of the step in
+flight. `tree of n`: the branches of a draft tree give drafts for up to n outcomes. The engine works as `path`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+import ssd
 from benchmarks.traces import Request, load_trace
 from ssd.config import MAX_DRAFT, DrafterConfig
-from ssd.drafter import SuffixDrafter
-from ssd.types import ROOT, DraftBatch, Progress, offsets_of
+from ssd.types import ROOT, DraftBatch, Progress
 
 DRAFT = 16
 """Largest number of draft tokens of a step."""
 COST = 0.02
-"""Cost of a draft token, as a fraction of a step."""
+"""Price of a draft token."""
 TREE_COST = COST / 4
-"""Cost of a tree's token, which several outcomes share."""
+"""Price for trees: their nodes are shared by several outcomes."""
 
 Outcome = tuple[int, int]
 """Number of accepted draft tokens, bonus token."""
@@ -50,7 +51,7 @@ MODES = (
 )
 
 
-class Tally:
+class Counts:
     """Steps, produced tokens and draft tokens."""
 
     def __init__(self) -> None:
@@ -86,11 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps({"results": rows}))
 
 
-def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Tally:
-    """Replay requests one after the other until `tokens` tokens are produced."""
+def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Counts:
+    """Replay requests one after the other until that many tokens are produced."""
     cost = TREE_COST if mode.shape == "tree" else COST
-    drafter = SuffixDrafter(DrafterConfig(capacity=1_000_000, max_draft=MAX_DRAFT, draft_shape=mode.shape))
-    tally = Tally()
+    drafter = ssd.SuffixDrafter(DrafterConfig(capacity=1_000_000, max_draft=MAX_DRAFT, draft_shape=mode.shape))
+    tally = Counts()
     for number, request in enumerate(requests):
         if tally.tokens >= tokens:
             break
@@ -99,8 +100,10 @@ def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Tally:
     return tally
 
 
-def replay_one(drafter: SuffixDrafter, number: int, request: Request, mode: Mode, cost: float, tally: Tally) -> None:
-    """Replay one request; `draft` is verified by the step in flight, and the drafter has got `sent` output tokens."""
+def replay_one(
+    drafter: ssd.SuffixDrafter, number: int, request: Request, mode: Mode, cost: float, tally: Counts
+) -> None:
+    """Replay one request: `draft` is that of the step in flight, `sent` the number of tokens sent to the drafter."""
     output, done, sent, verified = request.output.tolist(), 0, 0, 0
     drafter.start(number, request.prompt)
     draft: list[int] = []
@@ -108,11 +111,12 @@ def replay_one(drafter: SuffixDrafter, number: int, request: Request, mode: Mode
     offered: list[int] = []
     while done < len(output):
         new, sent = output[sent:done], done
-        batch = drafter.draft(progress_of(number, new, verified, limit, cost))
+        progress = Progress.of_one(number, np.array(new, np.uint32), verified=verified, max_draft=limit)
+        batch = drafter.draft(replace(progress, cost=cost))
         if mode.outcomes == 0:
             draft = batch.tokens.tolist()
         table = outcomes_of(batch, draft, mode.outcomes) if mode.outcomes else {}
-        accepted = shared_length(draft, output[done:-1])
+        accepted = shared(draft, output[done:-1])
         bonus = output[done + accepted]
         tally.steps, tally.tokens, tally.drafted = (
             tally.steps + 1,
@@ -121,23 +125,11 @@ def replay_one(drafter: SuffixDrafter, number: int, request: Request, mode: Mode
         )
         done += accepted + 1
         offered = batch.tokens.tolist()
-        agreed = shared_length(offered, output[sent:done])
-        # Committed tokens verify a path up to its first wrong token.
-        verified = min(len(offered), done - sent, agreed + 1) if mode.shape == "path" else len(offered)
+        correct = shared(offered, output[sent:done])
+        # A path is verified up to its first wrong token.
+        verified = min(len(offered), done - sent, correct + 1) if mode.shape == "path" else len(offered)
         draft = table.get((accepted, bonus), [])
     drafter.finish(number, np.array(output[sent:], np.uint32), verified=verified)
-
-
-def progress_of(number: int, new: list[int], verified: int, limit: int, cost: float) -> Progress:
-    """Return the progress of a single sequence."""
-    return Progress(
-        sequence_ids=np.array([number], np.uint64),
-        tokens=np.array(new, np.uint32),
-        offsets=offsets_of(np.array([len(new)])),
-        verified=np.array([verified], np.uint32),
-        max_draft=np.array([limit], np.uint32),
-        cost=cost,
-    )
 
 
 def outcomes_of(batch: DraftBatch, draft: list[int], count: int) -> dict[Outcome, list[int]]:
@@ -171,7 +163,7 @@ def outcomes_of(batch: DraftBatch, draft: list[int], count: int) -> dict[Outcome
     return table
 
 
-def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
+def shared(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the number of leading tokens that two texts share."""
     size = min(len(left), len(right))
     return next((place for place in range(size) if left[place] != right[place]), size)

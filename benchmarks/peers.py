@@ -6,21 +6,24 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from benchmarks.contestants import Draft, Entry, Running
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PEERS = {"arctic": "arctic_inference", "pld": "transformers"}
 """The package of each drafter."""
 
 ARCTIC_DEPTH = 64
-"""Bounds a match and its draft together. 64 is the package's default, 24 that of vLLM; 64 is better at copying."""
+"""Most tokens of a match and its draft together. 64 is the package's default and better at copying; vLLM's is 24."""
 ARCTIC_GRID = {"k": (16, 32), "shape": ("path", "tree"), "factor": (1.0, 4.0), "least_prob": (0.1, 0.05, 0.01)}
 
 PLD_LONGEST = 2
-"""Tokens looked for first; the default of transformers."""
+"""Context tokens that are searched for first; the default of transformers."""
 NO_LENGTH_LIMIT = 1 << 62
 
 
@@ -50,7 +53,7 @@ class Arctic:
         self._cache.start_request(sequence.index, sequence.request.prompt.view(np.int32))
 
     def commit(self, sequence: Running) -> None:
-        """Add to the request's tree and to the one that all share."""
+        """Add tokens to the request's tree and to the shared one."""
         self._cache.add_active_response(sequence.index, sequence.last.view(np.int32))
         self._remembered += len(sequence.last)
 
@@ -87,10 +90,12 @@ class PromptLookup:
         self._generator = PromptLookupCandidateGenerator(
             num_output_tokens=k, max_matching_ngram_size=PLD_LONGEST, max_length=NO_LENGTH_LIMIT
         )
-        self._tokens: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, Tensor] = {}
 
     def start(self, sequence: Running) -> None:
         """Keep prompt and output; drafts see only what is committed."""
+        import torch
+
         self._tokens[sequence.index] = torch.from_numpy(sequence.request.tokens.astype(np.int64))[None]
 
     def commit(self, sequence: Running) -> None:

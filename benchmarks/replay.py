@@ -4,7 +4,7 @@
 
 The recorded output stands in for the target's greedy choice. A step drafts for one sequence, keeps the longest path
 of the draft that the output agrees with, and adds the target's own next token. Draft tokens beyond the output's end
-count as drafted. What is reported:
+count as drafted. Reported figures:
 
     S                tokens per step / (1 + cost * drafted per step)
     ece, ece_all     expected calibration error of path probabilities, after the first tenth of the output; of all
@@ -138,9 +138,12 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"most tokens in a draft, at most {MAX_DRAFT} (32); arctic has a grid of its own",
     )
     add(
-        "--shape", type=list_of(shape), default=["path", "tree"], help="of ssd's drafts: path, tree or path,tree (both)"
+        "--shape",
+        type=list_of(shape),
+        default=["path", "tree"],
+        help="of ssd's drafts: path, tree or path,tree (both)",
     )
-    add("--cost", type=list_of(share), default=[0.02], help="of one more token, as a share of a step's cost (0.02)")
+    add("--cost", type=list_of(share), default=[0.02], help="cost of one more token as a fraction of a step (0.02)")
     add("--inflight", type=list_of(positive), default=[1], help="requests that run at once (1)")
     add(
         "--refresh",
@@ -148,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="live, or index ssd's and classic's corpus after every N finished requests (live)",
     )
     add("--max-output-tokens", type=positive, metavar="N", help="stop after N output tokens of each trace")
-    add("--json", type=Path, metavar="FILE", help="where to write the last line, too")
+    add("--json", type=Path, metavar="FILE", help="file for a copy of the last line")
     return parser
 
 
@@ -164,7 +167,7 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def positive(text: str) -> int:
     """Parse a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
@@ -181,7 +184,7 @@ def share(text: str) -> float:
         cost = float(text)
         check_cost(cost)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0, up to 1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, up to 1") from None
     return cost
 
 

@@ -75,7 +75,7 @@ def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
 
 
 def row_of(trace: str, entry: Entry, cost: float, inflight: int, tally: Tally) -> Row:
-    """One line of the results."""
+    """Return one line of the results."""
     return {
         "trace": trace,
         "drafter": entry.drafter,

@@ -17,11 +17,11 @@ import time
 
 import numpy as np
 
+import ssd
 from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.shared_log import SharedLog
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
 from tests.redis import running_redis
 
 NAMESPACE = "benchmark"
@@ -49,7 +49,7 @@ def publish(url: str, tokens: int, started: float) -> None:
             for number in range(first, min(first + PUBLISHED_AT_ONCE // REQUEST_TOKENS, tokens // REQUEST_TOKENS)):
                 log.publish(Finished(f"request-{number}", texts[number % len(texts)], started))
             await log.flush()
-        assert log.counters.dropped == 0
+        assert log.counters.dropped_tokens == 0
         await log.close()
         await shared.close()
 
@@ -59,7 +59,7 @@ def publish(url: str, tokens: int, started: float) -> None:
 class Consumer:
     """Counts tokens of events, and learns them if there is a corpus."""
 
-    def __init__(self, expected: int, corpus: Corpus | None) -> None:
+    def __init__(self, expected: int, corpus: ssd.Corpus | None) -> None:
         self._corpus, self._left, self._appended = corpus, expected, 0
         self.is_finished = asyncio.Event()
         self.began = 0.0
@@ -83,7 +83,7 @@ class Consumer:
             await asyncio.sleep(0.002)
 
 
-async def tokens_per_s(url: str, tokens: int, corpus: Corpus | None) -> float:
+async def tokens_per_s(url: str, tokens: int, corpus: ssd.Corpus | None) -> float:
     """Return tokens per second, from the first entry until all are read and draftable."""
     shared = SharedLog(url)
     log = shared.open(NAMESPACE)
@@ -103,7 +103,7 @@ async def tokens_per_s(url: str, tokens: int, corpus: Corpus | None) -> float:
     return expected / seconds
 
 
-def measure(tokens: int, corpus: Corpus | None) -> float:
+def measure(tokens: int, corpus: ssd.Corpus | None) -> float:
     """Return tokens per second with a new Redis."""
     with running_redis() as server:
         return asyncio.run(tokens_per_s(server.url, tokens, corpus))
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=16_000_000)
     options = parser.parse_args()
     use_core(1)
-    corpus = Corpus.from_config(DrafterConfig(capacity=options.capacity))
+    corpus = ssd.Corpus.from_config(DrafterConfig(capacity=options.capacity))
     # Compile before the measurements.
     corpus.append(np.arange(100, dtype=np.uint32))
     corpus.refresh()

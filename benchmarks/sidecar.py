@@ -25,6 +25,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+import ssd
 from benchmarks.simulated import SimulatedEngine
 from benchmarks.text import Writer
 from drafter_service.client import DrafterClient
@@ -32,8 +33,6 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.wire import MESSAGE_SIZES, pack
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
-from ssd.drafter import SuffixDrafter
 from ssd.types import offsets_of
 
 CORPUS_SEED, ENGINE_SEED, FEED_SEED = 1, 2, 3
@@ -125,7 +124,7 @@ def microseconds(seconds: list[float], percentile: float) -> float:
 
 def measure_round_trips(folder: Path, corpus_tokens: int) -> dict[str, Any]:
     """Compare steps over a Unix socket with the same steps of an embedded drafter, in alternating blocks."""
-    corpus = Corpus(corpus_tokens, DrafterConfig().match_depth)
+    corpus = ssd.Corpus(corpus_tokens)
     for text in Writer(CORPUS_SEED).take(corpus_tokens):
         corpus.append(text)
     corpus.refresh()
@@ -139,7 +138,7 @@ def measure_round_trips(folder: Path, corpus_tokens: int) -> dict[str, Any]:
         for batch in (1, BATCH):
             client = client_of(address, deadline_s=LONG_DEADLINE_S)
             engines = {
-                "embedded": engine_on(SuffixDrafter(config, corpus=corpus), batch),
+                "embedded": engine_on(ssd.SuffixDrafter(config, corpus=corpus), batch),
                 "remote": engine_on(client, batch),
             }
             times: dict[str, list[list[float]]] = {name: [] for name in engines}

@@ -26,7 +26,7 @@ class SimulatedEngine:
         self._limits = np.full(batch, max_draft, np.uint32)
         self._ids = np.arange(batch, dtype=np.uint64)
         self._texts = [next(self._requests) for _ in range(batch)]
-        # As if they had started one after another.
+        # Requests begin at different places, as if they had started one after another.
         first = np.random.default_rng(seed).integers(PROMPT, REQUEST_TOKENS - max_draft - 1, batch)
         self._done = first.tolist()
         self._committed = [0] * batch
@@ -82,9 +82,9 @@ class SimulatedEngine:
         self.steps += self._batch
 
     def _replace_ended(self) -> None:
-        """Replace finished requests by new ones, whose prompts take a step of their own first.
+        """Replace finished requests by new ones, whose prompts run in a step of their own.
 
-        So the drafter has dealt with what began and ended when the next step is timed, as it has beside a real model.
+        So the drafter has handled started and finished requests before the next step is timed, as with a real model.
         """
         new = []
         for index in range(self._batch):

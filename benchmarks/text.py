@@ -1,7 +1,7 @@
 """Reproducible text of any size for measuring an index, with matches of all lengths.
 
-A request is a row of phrases, popular ones often, rare ones seldom (Zipf's law), of 3 to 24 tokens; one token in twelve
-is another one than the phrase says. So the text repeats itself as real traffic does: often, and never for long.
+A request is a sequence of phrases of 3 to 24 tokens whose frequencies follow Zipf's law; one token in twelve is
+replaced. So repeats are frequent and short, as in real traffic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Writer:
 
     def __init__(self, seed: int) -> None:
         world = np.random.default_rng(0)
-        # Words repeat like phrases.
+        # The frequencies of tokens follow Zipf's law too.
         self._words = np.minimum(world.zipf(1.3, PHRASES * LONGEST_PHRASE), VOCABULARY).astype(np.uint32) - 1
         self._words = world.permutation(VOCABULARY).astype(np.uint32)[self._words].reshape(PHRASES, LONGEST_PHRASE)
         self._lengths = world.integers(SHORTEST_PHRASE, LONGEST_PHRASE + 1, PHRASES)

@@ -81,7 +81,7 @@ def _arrays(path: Path) -> list[np.ndarray]:
         arrays = [file[name] for name in names]
     for name, array in zip(names, arrays, strict=True):
         if array.dtype.kind not in "iu" or array.ndim != 1 or (name != "session" and (array < 0).any()):
-            raise ValueError(f"{name} is no row of whole numbers from 0 on")
+            raise ValueError(f"{name} is not a row of whole numbers from 0 on")
     return arrays
 
 

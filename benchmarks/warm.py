@@ -26,7 +26,6 @@ from drafter_service.ingest.files import list_files
 from drafter_service.ingest.pipeline import load
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.resume import Resume
-from drafter_service.ingest.sinks import OfflineSink
 from drafter_service.ingest.vocabulary import Vocabulary
 
 MODEL = Path(__file__).parents[1] / "engine" / "models" / "assets" / "stdlib-7m"
@@ -81,6 +80,8 @@ def write_log(path: Path, records: Iterator[dict[str, object]], size: int) -> No
 
 def time_load(path: Path, vocabulary: Vocabulary | None) -> float:
     """Return tokens per second of a whole load into a new snapshot."""
+    from drafter_service.ingest.sinks import OfflineSink
+
     with tempfile.TemporaryDirectory() as folder:
         sink = OfflineSink(Path(folder) / "corpus.ssd", CAPACITY)
         reading = Reading(vocabulary, whole_prompts=True)

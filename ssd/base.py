@@ -1,4 +1,4 @@
-"""What all drafters over a corpus share: running sequences, sessions between turns, and forgetting.
+"""Base class of drafters over a corpus: running sequences, sessions between turns, and forgetting.
 
 A subclass decides what to draft: `SuffixDrafter` and `ClassicDrafter`.
 """
@@ -19,7 +19,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
-from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
+from ssd.sequences.tables import NODES, OWNER, Sequences
 from ssd.stats import Stats
 from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress, offsets_of
 
@@ -258,8 +258,8 @@ class CorpusDrafter(ABC):
         self._check_is_new(sequence_id)
         opening.index()
         running = opening.running
-        shown = opening.text[running.first_learned :] if running.learn and self.PUBLISHES else None
-        running.row = self._sequences.add(opening.local, self.corpus.start_running(shown))
+        prefix = opening.text[running.first_learned :] if running.learn and self.PUBLISHES else None
+        running.row = self._sequences.add(opening.local, self.corpus.start_running(prefix))
         self._running[sequence_id] = running
 
     def forget_own(self, request_id: str) -> None:
@@ -281,21 +281,16 @@ class CorpusDrafter(ABC):
         self._idle.drop(lambda idle: idle.since < time)
 
     def offered(self) -> dict[int, int]:
-        """Number of tokens in the last draft of each running sequence, by sequence id."""
+        """Return the number of tokens in the last draft of each running sequence, by sequence id."""
         nodes = self._sequences.state[:, NODES]
         return {sequence_id: max(0, int(nodes[running.row]) - 1) for sequence_id, running in self._running.items()}
 
     def offered_to(self, sequence_ids: list[int]) -> np.ndarray:
-        """Number of tokens in the last draft of each sequence, int64 [n]; -1 for one that is not running."""
+        """Return the number of tokens in the last draft of each sequence, int64 [n]; -1 for one that is not running."""
         running, nodes = self._running, self._sequences.state[:, NODES]
         rows = [running[sequence_id].row if sequence_id in running else -1 for sequence_id in sequence_ids]
         at = np.array(rows, np.int64)
         return np.where(at < 0, -1, np.maximum(0, nodes[at] - 1))
-
-    def sizes(self) -> dict[int, int]:
-        """Number of tokens of each running sequence, prompt included, by sequence id."""
-        sizes = self._sequences.state[:, SIZE]
-        return {sequence_id: int(sizes[running.row]) for sequence_id, running in self._running.items()}
 
     @property
     def running(self) -> int:
@@ -319,20 +314,19 @@ class CorpusDrafter(ABC):
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
 
     def _owner_of(self, running: Running) -> int:
-        """The sequence's number in the live tier."""
+        """Return a sequence's number in the live tier."""
         return int(self._sequences.state[running.row, OWNER])
 
     def _publish(self, rows: np.ndarray, progress: Progress) -> None:
         """Add the committed tokens to the live tier while other sequences run that could draft them."""
-        watches = self.corpus.has_several_running
-        if watches != self._is_publishing:
-            self._is_publishing = watches
+        if self._is_publishing != self.corpus.has_several_running:
+            self._is_publishing = not self._is_publishing
             self._switch_publishing(rows, progress)
-        if watches:
+        if self._is_publishing:
             self.corpus.extend_running(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
 
     def _switch_publishing(self, rows: np.ndarray, progress: Progress) -> None:
-        """Publish what was withheld while no other sequence ran, or note how much is published when that ends."""
+        """Publish the tokens committed since publishing stopped, or record how many were published when it stops."""
         committed = dict(zip(rows.tolist(), np.diff(progress.offsets.astype(np.int64)).tolist(), strict=True))
         depth = self.config.match_depth
         for running in self._running.values():
@@ -344,7 +338,7 @@ class CorpusDrafter(ABC):
             if len(missed) > depth:
                 self.corpus.skip_running(self._owner_of(running), tokens[-depth:])
             else:
-                # As few as the tokens that would be repeated behind a gap.
+                # A gap would be followed by a prefix of up to `depth` tokens, which is no shorter.
                 owner = np.array([self._owner_of(running)], np.int64)
                 self.corpus.extend_running(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
 

@@ -14,14 +14,13 @@ import numpy as np
 from numba import types
 
 from ssd.base import CorpusDrafter
-from ssd.config import check_cost
-from ssd.corpus.ring import SEPARATOR, check_tokens
+from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.suffix_array import common_length, key_is_less, place_of
 from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS
 from ssd.kernels.jit import Int, LongRows, Longs, TokensOut, inline, kernel, peek
 from ssd.kernels.match import TIER_SIZE, TIER_SUFFIXES, TIER_TEXT
-from ssd.sequences.tables import NODES, SIZE, TEXT
-from ssd.types import DraftBatch, Path, Progress, check_verified
+from ssd.sequences.tables import SIZE, TEXT
+from ssd.types import DraftBatch, Path, Progress
 
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 """Odd constant of the hash of a continuation (2**64 divided by the golden ratio)."""
@@ -39,7 +38,7 @@ class ClassicDrafter(CorpusDrafter):
     PUBLISHES = False
 
     def _step(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
-        self._check(rows, progress)
+        progress.check(self.offered())
         offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
         steps = [1] * len(limits) if progress.steps is None else progress.steps.tolist()
         paths = []
@@ -48,15 +47,6 @@ class ClassicDrafter(CorpusDrafter):
             self._commit(row, committed, verified, max(1, steps[index]))
             paths.append(self._draft_path(row, min(limits[index], self.config.max_draft)))
         return DraftBatch.from_paths(paths)
-
-    def _check(self, rows: np.ndarray, progress: Progress) -> None:
-        check_tokens(progress.tokens)
-        if progress.cost is not None:
-            check_cost(progress.cost)
-        offered = self._sequences.state[rows, NODES].tolist()
-        each = zip(progress.sequence_ids.tolist(), progress.verified.tolist(), offered, strict=True)
-        for sequence_id, verified, nodes in each:
-            check_verified(sequence_id, verified, {sequence_id: max(0, nodes - 1)})
 
     def _commit(self, row: int, tokens: np.ndarray, verified: int, steps: int) -> None:
         if len(tokens):
@@ -67,7 +57,7 @@ class ClassicDrafter(CorpusDrafter):
         self._sequences.extend(row, tokens)
 
     def _draft_path(self, row: int, limit: int) -> Path:
-        """Draft at most `limit` tokens for the sequence of a row, and note them as its last draft."""
+        """Draft at most `limit` tokens for the sequence of a row, and record them as its last draft."""
         state, config, view = self._sequences.state[row], self.config, self.corpus.view
         draft = np.empty(limit, np.uint32)
         size, length, votes, counted = most_frequent_continuation(
@@ -80,7 +70,7 @@ class ClassicDrafter(CorpusDrafter):
             draft,
         )
         draft = draft[:size]
-        self._sequences.note_draft(row, draft)
+        self._sequences.record_draft(row, draft)
         accept_prob = np.ones(size, np.float32)
         accept_prob[:1] = votes / max(1, counted)
         return Path(draft, accept_prob, match_length=length)

@@ -34,9 +34,9 @@ class DrafterConfig:
     learned_prompt_tokens: int = 32
     """Last tokens of a prompt that are remembered with its output; whole prompts cost 1 % on recorded traffic."""
     idle_sessions: int = 256
-    """Sessions between two turns whose index is kept for the next one."""
+    """Most sessions whose index is kept between two turns."""
     idle_tokens: int = 4_000_000
-    """Tokens of all those sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
+    """Most tokens of these sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
     refresh_interval_s: float = 0.005
     """Seconds between two updates of the index with finished requests; the rebuild interval of `classic`."""
     classic_context: int = 10

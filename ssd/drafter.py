@@ -14,7 +14,7 @@ from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
 from ssd.outcomes import propose_after
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Outcomes, Progress
+from ssd.types import DraftBatch, Outcomes, Progress, check_verified
 
 ONE_EACH = np.empty(0, np.uint32)
 """Passed for `Progress.steps` where each sequence took one step."""
@@ -90,7 +90,7 @@ class SuffixDrafter(CorpusDrafter):
             if outcome == BAD_TOKEN:
                 check_tokens(progress.tokens)
             if outcome == BAD_OUTCOME:
-                self._refuse_verified(progress, number)
+                check_verified(int(progress.sequence_ids[number]), int(progress.verified[number]), self.offered())
             assert outcome == LACKS_ROOM
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
@@ -106,13 +106,6 @@ class SuffixDrafter(CorpusDrafter):
             config.match_depth,
             config.max_draft,
             self._is_tree,
-        )
-
-    def _refuse_verified(self, progress: Progress, index: int) -> None:
-        sequence_id = int(progress.sequence_ids[index])
-        raise ValueError(
-            f"sequence {sequence_id} was offered {self.offered()[sequence_id]} tokens; "
-            f"it cannot have verified {progress.verified[index]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Drafts after possible outcomes of verification, found without a change to any state that later drafts depend on.
+"""Draft after possible outcomes of verification without changing any state that later drafts depend on.
 
 A step of the kernel commits tokens to a sequence and then drafts. Here the rows that it changes are saved before the
 step and restored after it. The last draft is hidden meanwhile, so nothing is learned from tokens that may never be
@@ -17,7 +17,7 @@ from ssd.stats import Stats
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 Step = Callable[[np.ndarray, Progress], DraftBatch]
-"""Commits and drafts, for the rows of a batch."""
+"""Function that commits tokens and drafts, for the rows of a batch."""
 
 
 def propose_after(outcomes: Outcomes, rows: np.ndarray, sequences: Sequences, stats: Stats, step: Step) -> DraftBatch:
@@ -64,7 +64,7 @@ def _committed_tokens(outcomes: Outcomes, rows: np.ndarray, sequences: Sequences
             if accepted > offered or np.any(path[:, PARENT] != np.arange(accepted)):
                 raise ValueError(
                     f"sequence {outcomes.sequence_ids[index]} was offered {offered} tokens; the first {accepted} of "
-                    "them are no path"
+                    "them are not a path"
                 )
             committed.append(np.append(path[:, TOKEN].astype(np.uint32), outcomes.bonus[outcome]))
     return committed

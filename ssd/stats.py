@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -112,21 +111,6 @@ class Stats:
     def accepted(self) -> int:
         """Draft tokens that the target accepted."""
         return int(self.counters.by_source[:, ACCEPTED].sum())
-
-    def calibration_error(self) -> float:
-        """Return the expected calibration error of path probabilities, over all verified tokens."""
-        table = self.counters.calibration
-        return float(np.abs(table[:, PREDICTED] - table[:, OBSERVED]).sum() / max(1.0, table[:, COUNT].sum()))
-
-    def summary(self) -> Mapping[str, float]:
-        """Return hit rate, drafted and accepted tokens, acceptance rate and tokens per step."""
-        return {
-            "hit_rate": self.hits / max(1, self.steps),
-            "drafted": self.verified,
-            "accepted": self.accepted,
-            "acceptance": self.accepted / max(1, self.verified),
-            "tokens_per_step": self.committed / max(1, self.steps),
-        }
 
     @property
     def nbytes(self) -> int:

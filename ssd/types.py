@@ -28,7 +28,7 @@ class Source(IntEnum):
     """Where a draft token was found."""
 
     CORPUS = 0
-    """In another request."""
+    """In another request, finished or running."""
     LOCAL = 1
     """In the running request's own prompt and output."""
 
@@ -84,10 +84,10 @@ class Progress:
         if len(bounds) != sequences + 1:
             raise ValueError(f"offsets has {len(bounds)} elements, not {sequences + 1}: one more than sequences")
         if bounds[0] != 0 or bounds[-1] != len(self.tokens) or sorted(bounds) != bounds:
-            raise ValueError(f"offsets must rise from 0 to the number of tokens, {len(self.tokens)}")
+            raise ValueError(f"offsets must not decrease, from 0 to the number of tokens, {len(self.tokens)}")
         for array in counts:
             if len(array) != sequences:
-                raise ValueError(f"{self._name_of(array)} has {len(array)} elements, not {sequences}: one a sequence")
+                raise ValueError(f"{self._name_of(array)} has {len(array)} elements, not {sequences}: one per sequence")
 
     def check(self, offered: Mapping[int, int]) -> None:
         """Raise ValueError as `check_arrays`, for a sequence that is not running, appears twice or verified more tokens
@@ -122,7 +122,7 @@ class DraftBatch:
     source: np.ndarray
     """uint8 [T]: the `Source` of each token."""
     offsets: np.ndarray
-    """uint32 [B + 1]: sequence i is offered `tokens[offsets[i]:offsets[i + 1]]`."""
+    """uint32 [B + 1]: the draft of sequence i is `tokens[offsets[i]:offsets[i + 1]]`."""
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -135,10 +135,6 @@ class DraftBatch:
     def parents_of(self, index: int) -> np.ndarray:
         """Return the parents of one sequence's draft tokens, int32 [n]."""
         return self.parents[self.offsets[index] : self.offsets[index + 1]]
-
-    def sources_of(self, index: int) -> np.ndarray:
-        """Return the sources of one sequence's draft tokens, uint8 [n]."""
-        return self.source[self.offsets[index] : self.offsets[index + 1]]
 
     @classmethod
     def empty(cls, sequences: int) -> DraftBatch:
@@ -193,7 +189,7 @@ class Path:
     """float32 [n]: probability that each token is accepted, given the one before it."""
     source: Source = Source.CORPUS
     match_length: int = 0
-    """Number of the context's last tokens that were found."""
+    """Number of context tokens before the draft that matched."""
 
 
 NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))
@@ -208,11 +204,11 @@ class Outcomes:
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i has the outcomes `offsets[i]` up to `offsets[i + 1]`."""
     accepted: np.ndarray
-    """uint32 [K]: how many tokens of the sequence's last draft are accepted; these must be a path."""
+    """uint32 [K]: number of accepted tokens of the sequence's last draft, its first ones; these must be a path."""
     bonus: np.ndarray
     """uint32 [K]: the target's own token after them."""
     max_draft: np.ndarray
-    """uint32 [B]: how many draft tokens the caller can use for each outcome of a sequence."""
+    """uint32 [B]: most draft tokens that the caller can use for each outcome of a sequence."""
     cost: float | None = None
     """As in `Progress`."""
 
@@ -236,10 +232,9 @@ class Drafter(Protocol):
         ...
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
-        """End a sequence. `tokens`, uint32 [n]: what was committed since its last draft.
+        """End a sequence. tokens: uint32 [n], committed since its last draft. verified: as in `Progress`.
 
-        verified: as in `Progress`. Other sequences may be offered what this one produced if `learn` is set. Raises
-        ValueError as `draft` does.
+        learn: whether the output may be drafted for other sequences. Raises ValueError as `draft` does.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Texts and orders as kernels take them, by their addresses, and back."""
+"""Conversion of texts to addresses, as kernels take them, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.strategies import array
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens between separators. Alive as long as this object is."""
+    """Tokens between separators, in memory that this object owns."""
 
     tokens: Sequence[int]
     buffer: np.ndarray = field(init=False)
@@ -26,12 +26,12 @@ class Text:
 
     @property
     def address(self) -> int:
-        """Of the first token."""
+        """Address of the first token."""
         return int(self.buffer.ctypes.data) + 4 * PAD
 
 
 def uint32_at(address: int, size: int) -> np.ndarray:
-    """A copy of `size` uint32 at an address."""
+    """Return a copy of `size` uint32 at an address."""
     if size == 0:
         return np.empty(0, np.uint32)
     pointer = ctypes.cast(int(address), ctypes.POINTER(ctypes.c_uint32))

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ssd", "drafter_service", "engine")
-MOST_ENTRIES = 12
+MAX_ENTRIES = 12
 """Files and folders at the top of a package, without `__init__.py` and `py.typed`."""
 
 ALLOWED = {
@@ -71,7 +71,7 @@ assert "torch" not in sys.modules, "torch was imported"
 
 
 def imported_modules(path):
-    """Names of the modules that a file imports, at its top or inside functions."""
+    """Yield the names of the modules that a file imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -87,7 +87,7 @@ def source_files(package):
 
 
 def import_graph():
-    """For each module of the packages, the modules of the packages that it imports."""
+    """Return the modules of the packages that each module of the packages imports."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for package in PACKAGES
@@ -135,7 +135,7 @@ def test_imports_form_no_cycle():
 def test_the_top_of_a_package_has_few_entries(package):
     hidden = {"__init__.py", "__pycache__", "py.typed"}
     entries = {path.name for path in (ROOT / package).iterdir()} - hidden
-    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+    assert len(entries) <= MAX_ENTRIES, sorted(entries)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

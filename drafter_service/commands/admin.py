@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from drafter_service.commands.connection import Link, connection_options
+from drafter_service.commands.link import Link, connection_options
 
 HEALTH_TIMEOUT_S = 3.0
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))

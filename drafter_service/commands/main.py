@@ -9,7 +9,7 @@ import click
 from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
 from drafter_service.commands.report import report, top
 from drafter_service.commands.serve import serve
-from drafter_service.commands.tokens import token
+from drafter_service.commands.token import token
 from drafter_service.commands.warm import warm
 from ssd.errors import UserError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from drafter_service.commands.connection import Link, connection_options
+from drafter_service.commands.link import Link, connection_options
 from ssd.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from drafter_service.commands.connection import DEFAULT_ADDRESS
+from drafter_service.commands.link import DEFAULT_ADDRESS
 from drafter_service.settings.quantity import Quantity
 from ssd.config import MAX_DRAFT
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from drafter_service.commands.connection import Link, connection_options
+from drafter_service.commands.link import Link, connection_options
 from drafter_service.settings.quantity import Quantity
 from ssd.errors import UserError
 
@@ -150,7 +150,7 @@ def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Su
     with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("reading", total=total or None, speed="")
 
-        def watch(state: pipeline.Progress) -> None:
+        def watch(state: pipeline.LoadProgress) -> None:
             seconds = progress.tasks[task].elapsed or 1e-9
             speed = f"{state.tokens / seconds:,.0f} tokens/s"
             stage = "sorting and saving" if total and state.bytes_read >= total else "reading"

@@ -74,7 +74,7 @@ class Documents:
         return len(self.tokens) + len(self)
 
 
-class Learned(NamedTuple):
+class Totals(NamedTuple):
     """Totals of the documents of a load."""
 
     documents: int
@@ -95,7 +95,7 @@ class Sink(Protocol):
     def commit(self) -> None:
         """Wait until all accepted documents are stored: a load that is interrupted later continues after them."""
 
-    def finish(self) -> Learned:
+    def finish(self) -> Totals:
         """Commit for the last time."""
 
 

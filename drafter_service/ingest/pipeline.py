@@ -12,7 +12,7 @@ from queue import Empty, Queue
 from typing import NamedTuple, TypeVar
 
 from drafter_service.ingest.batches import Batch, read_batches
-from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Learned, Sink
+from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Sink, Totals
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading, encode
 from drafter_service.ingest.resume import Resume
@@ -34,8 +34,8 @@ MAX_UNREADABLE = 1000
 """Texts without a tokenizer before the load fails, if there is no document."""
 
 
-class Progress(NamedTuple):
-    """Progress of a load."""
+class LoadProgress(NamedTuple):
+    """LoadProgress of a load."""
 
     bytes_read: int
     documents: int
@@ -45,7 +45,7 @@ class Progress(NamedTuple):
 class Summary(NamedTuple):
     """Result of a load."""
 
-    learned: Learned
+    learned: Totals
     kinds: Counter[str]
     """Number of files by format."""
     faults: Faults
@@ -53,7 +53,7 @@ class Summary(NamedTuple):
 
 
 def load(
-    files: Sequence[File], reading: Reading, sink: Sink, resume: Resume, watch: Callable[[Progress], None]
+    files: Sequence[File], reading: Reading, sink: Sink, resume: Resume, watch: Callable[[LoadProgress], None]
 ) -> Summary:
     """Learn all files. `watch` is called after each batch. Raises UserError; committed documents stay learned."""
     began = time.perf_counter()
@@ -74,7 +74,7 @@ def load(
             uncommitted += batch_documents.room
             if documents == 0:
                 _check_readable(reading, MAX_UNREADABLE)
-            watch(Progress(batch.bytes_read, documents, tokens))
+            watch(LoadProgress(batch.bytes_read, documents, tokens))
     if documents == 0:
         _check_readable(reading, 1)
     learned = sink.finish()

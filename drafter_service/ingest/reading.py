@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from drafter_service.ingest.chats import Chat, Reply
 from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Item, Part, RecordError
 from drafter_service.ingest.files import File
-from drafter_service.ingest.messages import Chat, Reply
 from drafter_service.ingest.records import Found, find_outputs
 from drafter_service.ingest.vocabulary import Vocabulary
 from ssd.config import DrafterConfig

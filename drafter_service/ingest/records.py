@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
+from drafter_service.ingest.chats import Chat, Reply, chat_of, reply_of
 from drafter_service.ingest.documents import Part, RecordError
-from drafter_service.ingest.messages import Chat, Reply, chat_of, reply_of
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
 
 Record = dict[str, Any]

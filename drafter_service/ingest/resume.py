@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from drafter_service.atomic import write_atomically
 from drafter_service.ingest.documents import Position
 from drafter_service.ingest.files import File
 from ssd.errors import UserError
 
 
-class Done(BaseModel):
+class FileProgress(BaseModel):
     """Progress in one file."""
 
     size: int
@@ -23,13 +22,13 @@ class Done(BaseModel):
     is_done: bool = False
 
 
-class State(BaseModel):
+class ResumeFile(BaseModel):
     """Contents of the progress file."""
 
     format: int = 1
     into: str
     """Destination of the load."""
-    files: dict[str, Done] = {}
+    files: dict[str, FileProgress] = {}
 
 
 class Resume:
@@ -38,11 +37,11 @@ class Resume:
     def __init__(self, path: Path | None, into: str) -> None:
         """`into`: the destination of the load. Raises UserError for a file of another load."""
         self._path = path
-        self._state = State(into=into)
+        self._state = ResumeFile(into=into)
         if path is None or not path.exists():
             return
         try:
-            state = State.model_validate_json(path.read_bytes())
+            state = ResumeFile.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
             raise UserError(f"--resume: {path} is not a progress file; remove it to start again") from None
         if state.into != into or state.format != self._state.format:
@@ -68,7 +67,7 @@ class Resume:
 
     def note(self, file: File, position: Position, is_done: bool) -> None:
         """Note that a file was learned up to a position."""
-        self._state.files[file.name] = Done(
+        self._state.files[file.name] = FileProgress(
             size=file.size, version=file.version, offset=position.offset, item=position.item, is_done=is_done
         )
 
@@ -77,15 +76,6 @@ class Resume:
         if self._path is None:
             return
         try:
-            descriptor, part = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-            try:
-                with os.fdopen(descriptor, "w") as file:
-                    file.write(self._state.model_dump_json())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, self._path)
-            except BaseException:
-                Path(part).unlink(missing_ok=True)
-                raise
+            write_atomically(self._path, self._state.model_dump_json())
         except OSError as problem:
             raise UserError(f"--resume: {self._path} cannot be written: {problem.strerror}") from None

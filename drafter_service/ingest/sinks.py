@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from drafter_service.auth.connector import Connector
-from drafter_service.ingest.documents import Documents, Learned
+from drafter_service.ingest.documents import Documents, Totals
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
@@ -46,7 +46,7 @@ class RemoteSink:
         self._sent = self._answered = 0
         self._problem: str | None = None
         self._changed = threading.Condition()
-        self._total = Learned(0, 0, 0)
+        self._total = Totals(0, 0, 0)
         stream = DrafterServiceStub(self._channel).Warm(iter(self._requests.get, None), metadata=connector.metadata())
         self._reader = threading.Thread(target=self._read, args=(stream,), name="ssd-warm", daemon=True)
         self._reader.start()
@@ -70,7 +70,7 @@ class RemoteSink:
             self._changed.wait_for(lambda: self._sent == self._answered or self._problem)
         self._check()
 
-    def finish(self) -> Learned:
+    def finish(self) -> Totals:
         """Commit for the last time and close the connection."""
         self.commit()
         self._requests.put(None)
@@ -93,7 +93,7 @@ class RemoteSink:
             for response in stream:
                 with self._changed:
                     self._answered += 1
-                    self._total = Learned(response.texts, response.tokens, response.duplicates)
+                    self._total = Totals(response.texts, response.tokens, response.duplicates)
                     self._changed.notify_all()
         except grpc.RpcError as error:
             with self._changed:
@@ -168,10 +168,10 @@ class OfflineSink:
         self._known = set(corpus.request_times())
         snapshot.save(corpus, self._path, self._stats)
 
-    def finish(self) -> Learned:
+    def finish(self) -> Totals:
         """Commit for the last time."""
         self.commit()
-        return Learned(self._documents, self._tokens, self._duplicates)
+        return Totals(self._documents, self._tokens, self._duplicates)
 
     def _take_new(self, documents: Documents) -> _New:
         indexes, names = [], []

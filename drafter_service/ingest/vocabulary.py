@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drafter_service.client.chat_template import RefusedMessagesError, load_chat_template
+from drafter_service.ingest.chats import Chat, Message, plain_text
 from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.messages import Chat, Message, plain_text
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Vocabulary:
         self._tokenizer = load_tokenizer(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.chat = ChatTemplate(folder)
+        self.chat = ChatFormatter(folder)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, uint32 [N], without special tokens around it."""
@@ -76,7 +76,7 @@ def _groups(texts: list[str]) -> Iterator[list[str]]:
         yield group
 
 
-class ChatTemplate:
+class ChatFormatter:
     """The chat template of a model folder. Without one, messages are concatenated."""
 
     def __init__(self, folder: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from ssd.stats import Stats
+
+if TYPE_CHECKING:
+    # Clients import this module, and need no pydantic.
+    from drafter_service.observability.report.schema import ClientTotals, CorpusReport, PassageReport, SharedLogReport
 
 MAX_SAMPLES = 512
 BOUNDS_S = tuple(1e-5 * 2 ** (step / 2) for step in range(41))
@@ -101,49 +103,6 @@ class ModelIdentity:
     """Token ids are below this; 0 if it is not known."""
 
 
-@dataclass
-class ClientTotals:
-    """Sums of the counters of all clients that ever connected."""
-
-    timeouts: int = 0
-    dropped: int = 0
-    resyncs: int = 0
-    reconnects: int = 0
-
-
-@dataclass(frozen=True)
-class CorpusFacts:
-    """Contents of a corpus, and its counters."""
-
-    capacity: int
-    tokens: int
-    """Remembered now, including separators."""
-    requests: int
-    """Remembered now; pieces of very long requests count separately."""
-    appended_tokens: int
-    """Total over the lifetime, including tokens forgotten or overwritten since."""
-    waiting_tokens: int
-    """Learned, but not draftable yet."""
-    merges: int
-    """Times that finished requests became draftable."""
-    base_merges: int
-    full_builds: int
-    forgotten: int
-    """Requests, or pieces of long ones."""
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A piece of remembered text that drafts came from."""
-
-    accepted: int
-    """Draft tokens from it that were accepted."""
-    age_tokens: int
-    """Number of tokens remembered after it."""
-    tokens: np.ndarray
-    """uint32 [n]."""
-
-
 @dataclass(frozen=True)
 class NamespaceFacts:
     """Facts about one namespace. Statistics are references to those of the running service, not copies."""
@@ -152,7 +111,9 @@ class NamespaceFacts:
     model: ModelIdentity
     stats: Stats
     history: History
-    corpus: CorpusFacts
+    corpus: CorpusReport
+    """Without the fields that depend on rates."""
+    clients: ClientTotals
     memory_bytes: int
     streams: int
     """Connected now."""
@@ -162,31 +123,10 @@ class NamespaceFacts:
     """Time to answer one message, which asks for the drafts of a whole batch."""
     merge_latency: Latency = field(default_factory=Latency)
     """Time of the refreshes that merged something."""
-    clients: ClientTotals = field(default_factory=ClientTotals)
     duplicates: int = 0
     """Texts that were sent again after they had been learned."""
-    passages: tuple[Passage, ...] | None = None
+    passages: list[PassageReport] | None = None
     """Most productive first; None unless the caller asked for them."""
-
-
-@dataclass(frozen=True)
-class LogFacts:
-    """The shared log as this replica sees it."""
-
-    published_tokens: int = 0
-    consumed_tokens: int = 0
-    duplicates: int = 0
-    dropped_tokens: int = 0
-    """Not written because too many tokens were waiting."""
-    malformed: int = 0
-    """Entries that were skipped."""
-    gaps: int = 0
-    """Times that entries may have been missed: trimmed before they were read, or lost with Redis."""
-    errors: int = 0
-    is_connected: bool = False
-    lag_entries: int = 0
-    """An estimate."""
-    lag_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -204,5 +144,5 @@ class ServiceFacts:
     """Requests and streams that were refused."""
     failed_saves: int = 0
     """Snapshots that could not be saved."""
-    log: LogFacts | None = None
+    log: SharedLogReport | None = None
     """None without a shared log."""

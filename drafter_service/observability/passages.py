@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from drafter_service.observability.facts import Passage
+from drafter_service.observability.report.schema import PassageReport
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.search import longest_match
 
@@ -40,15 +40,19 @@ class Passages:
             if _is_remembered(np.frombuffer(piece, np.uint32), corpus)
         }
 
-    def most_productive(self, corpus: Corpus) -> tuple[Passage, ...]:
+    def most_productive(self, corpus: Corpus) -> list[PassageReport]:
         """Return the pieces that were accepted most, among those that the corpus still contains."""
         self.purge(corpus)
         best = sorted(self._accepted.items(), key=lambda item: -item[1])[:MAX_SHOWN]
         pieces = [(np.frombuffer(piece, np.uint32), count) for piece, count in best]
-        return tuple(
-            Passage(accepted=count, age_tokens=longest_match(corpus.view, tokens, corpus.depth).age, tokens=tokens)
+        return [
+            PassageReport(
+                accepted=count,
+                age_tokens=longest_match(corpus.view, tokens, corpus.depth).age,
+                tokens=tokens.tolist(),
+            )
             for tokens, count in pieces
-        )
+        ]
 
 
 def _is_remembered(tokens: np.ndarray, corpus: Corpus) -> bool:

@@ -67,7 +67,7 @@ Event = Finished | Forgotten | ForgottenBefore | Dropped
 KINDS = {Finished: FINISHED, Forgotten: FORGOTTEN, ForgottenBefore: FORGOTTEN_BEFORE, Dropped: DROPPED}
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """A decoded entry."""
 
     writer: bytes
@@ -94,7 +94,7 @@ def encode(events: Sequence[Event], writer: bytes) -> dict[bytes, bytes]:
     }
 
 
-def decode(fields: Mapping[bytes, bytes]) -> Entry:
+def decode(fields: Mapping[bytes, bytes]) -> LogEntry:
     """Return the entry of fields; its tokens are views of them. Raises WireError for invalid fields."""
     if _field(fields, "version") != VERSION:
         raise WireError("the entry has another version")
@@ -114,7 +114,7 @@ def decode(fields: Mapping[bytes, bytes]) -> Entry:
     ):
         events.append(_event(kind, names[first_name:name_end], tokens[first:end], time))
         first, first_name = end, name_end
-    return Entry(_field(fields, "writer"), events)
+    return LogEntry(_field(fields, "writer"), events)
 
 
 def _event(kind: int, name: bytes, tokens: np.ndarray, time: float) -> Event:

@@ -1,7 +1,7 @@
 """Reading: events that other replicas published, each once and in order, no faster than they are learned.
 
 Entries are read twice if the answer to a writer was lost, and a replica that was disconnected may publish a request
-after another one has forgotten it. `Recent` filters both.
+after another one has forgotten it. `RecentNames` filters both.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from drafter_service.replication.events import Dropped, Event, Finished, Forgotten, ForgottenBefore, decode
-from drafter_service.replication.stream import (
+from drafter_service.replication.redis_stream import (
     OLDEST,
     Extent,
     Lag,
     LogCounters,
+    LogPosition,
     LogUnavailable,
-    Position,
+    RedisStream,
     Retry,
-    Stream,
 )
 from drafter_service.transport.wire import WireError
 from ssd.corpus.requests import NO_NAME, hash_of
@@ -41,7 +41,14 @@ class Reader:
     """Reads the log of one namespace, starting after a position."""
 
     def __init__(
-        self, stream: Stream, recent: Recent, counters: LogCounters, logger: Any, *, own: bytes, after: Position
+        self,
+        stream: RedisStream,
+        recent: RecentNames,
+        counters: LogCounters,
+        logger: Any,
+        *,
+        own: bytes,
+        after: LogPosition,
     ) -> None:
         """`own`: name of this replica, whose entries are skipped."""
         self._stream, self._recent, self._counters = stream, recent, counters
@@ -49,7 +56,7 @@ class Reader:
         self._retry = Retry(self._logger, counters)
         self._own = own
         self.position = after
-        """Position of the last entry whose events were taken. A reader that starts here misses nothing."""
+        """LogPosition of the last entry whose events were taken. A reader that starts here misses nothing."""
         self._lag, self._measured = Lag(0, 0.0), time.monotonic()
         self._is_current = False
 
@@ -108,9 +115,7 @@ class Reader:
             await asyncio.sleep(0)
             return
         await take(new)
-        finished = [event for event in new if isinstance(event, Finished)]
-        self._counters.consumed_requests += len(finished)
-        self._counters.consumed_tokens += sum(len(event.tokens) for event in finished)
+        self._counters.consumed_tokens += sum(len(event.tokens) for event in new if isinstance(event, Finished))
 
     def _note_lag(self) -> None:
         if self._is_current:
@@ -134,7 +139,7 @@ class Reader:
         self._logger.warning(event)
 
 
-def _lag(extent: Extent, position: Position) -> Lag:
+def _lag(extent: Extent, position: LogPosition) -> Lag:
     first = max(extent.first.ms, position.ms)
     behind_ms, extent_ms = extent.last.ms - first, extent.last.ms - extent.first.ms
     if position >= extent.last:
@@ -143,7 +148,7 @@ def _lag(extent: Extent, position: Position) -> Lag:
     return Lag(entries, behind_ms / 1000)
 
 
-class Recent:
+class RecentNames:
     """Hashes of the names that were learned and forgotten last."""
 
     def __init__(self, counters: LogCounters, known: Iterable[int] = ()) -> None:
@@ -174,7 +179,6 @@ class Recent:
 
     def _is_new_request(self, name: int, time: float) -> bool:
         if time < self._before or time <= self._forgotten.get(name, -math.inf):
-            self._counters.outdated += 1
             return False
         if name in self._learned:
             self._learned.move_to_end(name)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import structlog
 
-from drafter_service.observability.facts import LogFacts
+from drafter_service.observability.report.schema import SharedLogReport
 from drafter_service.replication.events import Event, Finished, Forgotten
 from drafter_service.replication.reader import Reader
+from drafter_service.replication.redis_stream import OLDEST, LogPosition
 from drafter_service.replication.shared_log import NamespaceLog, SharedLog
-from drafter_service.replication.stream import OLDEST, Position
 from drafter_service.server.namespace import Namespace
-from drafter_service.settings.tree import Log
+from drafter_service.settings.tree import LogConfig
 
 logger = structlog.get_logger(__name__)
 
@@ -24,11 +23,11 @@ BYTES_PER_TOKEN = 4
 class Replication:
     """Publishes what this replica learns, and learns what others publish. Only the event loop uses it."""
 
-    def __init__(self, config: Log) -> None:
+    def __init__(self, config: LogConfig) -> None:
         """Raises UserError for an unusable URL."""
         self._replicas: dict[str, Replica] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._past = LogFacts(is_connected=True)
+        self._past = SharedLogReport(is_connected=True)
         """Totals of namespaces that have left memory."""
         self._log: SharedLog | None = None
         if config.url is not None:
@@ -54,12 +53,14 @@ class Replication:
         """Stop replicating a namespace that leaves memory."""
         replica = self._replicas.pop(namespace.name, None)
         if replica is not None:
-            self._past = _sum(self._past, replace(replica.facts(), is_connected=True, lag_entries=0, lag_s=0.0))
+            self._past = _sum(
+                self._past, replica.facts().model_copy(update={"is_connected": True, "lag_entries": 0, "lag_s": 0.0})
+            )
             task = asyncio.get_running_loop().create_task(replica.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def facts(self) -> LogFacts | None:
+    def facts(self) -> SharedLogReport | None:
         """Return the state of the log; None without one."""
         if self._log is None:
             return None
@@ -86,17 +87,11 @@ class Replica:
         await asyncio.wait([self._reading])
         await self._log.close()
 
-    def facts(self) -> LogFacts:
+    def facts(self) -> SharedLogReport:
         """Return the state of this namespace's log."""
-        counters, lag = self._log.counters, self._reader.lag
-        return LogFacts(
-            published_tokens=counters.published_tokens,
-            consumed_tokens=counters.consumed_tokens,
-            duplicates=counters.duplicates,
-            dropped_tokens=self._log.dropped_tokens,
-            malformed=counters.malformed,
-            gaps=counters.gaps,
-            errors=counters.errors,
+        lag = self._reader.lag
+        return SharedLogReport(
+            **vars(self._log.counters),
             is_connected=self._log.is_connected and self._reader.is_connected,
             lag_entries=lag.entries,
             lag_s=lag.seconds,
@@ -118,15 +113,15 @@ class Replica:
             logger.error("reading the shared log failed", namespace=self._namespace.name, exc_info=reading.exception())
 
 
-def _position(namespace: Namespace) -> Position:
+def _position(namespace: Namespace) -> LogPosition:
     """Reading position of a namespace's snapshot; the oldest entry without a snapshot."""
     try:
-        return Position.parse(namespace.restored_position) if namespace.restored_position else OLDEST
+        return LogPosition.parse(namespace.restored_position) if namespace.restored_position else OLDEST
     except ValueError:
         return OLDEST
 
 
-def _sum(first: LogFacts, second: LogFacts) -> LogFacts:
+def _sum(first: SharedLogReport, second: SharedLogReport) -> SharedLogReport:
     totals = {name: getattr(first, name) + getattr(second, name) for name in vars(first)}
     is_connected = first.is_connected and second.is_connected
-    return replace(LogFacts(**totals), is_connected=is_connected, lag_s=max(first.lag_s, second.lag_s))
+    return SharedLogReport(**totals | {"is_connected": is_connected, "lag_s": max(first.lag_s, second.lag_s)})

@@ -16,8 +16,8 @@ from typing import Any
 import structlog
 
 from drafter_service.replication.events import Event, Finished
-from drafter_service.replication.reader import Reader, Recent
-from drafter_service.replication.stream import OLDEST, LogCounters, Position, Stream, connect
+from drafter_service.replication.reader import Reader, RecentNames
+from drafter_service.replication.redis_stream import OLDEST, LogCounters, LogPosition, RedisStream, connect
 from drafter_service.replication.writer import Outbox, Writer
 
 MAX_BYTES = 256 << 20
@@ -51,7 +51,7 @@ class SharedLog:
 
     def open(self, namespace: str) -> NamespaceLog:
         """Open the log of one namespace. Close it before closing this object."""
-        stream = Stream(self._client, self._prefix, namespace)
+        stream = RedisStream(self._client, self._prefix, namespace)
         return NamespaceLog(
             stream,
             Outbox(self._outbox_tokens),
@@ -68,7 +68,7 @@ class SharedLog:
 class NamespaceLog:
     """Writer and reader of one namespace's log."""
 
-    def __init__(self, stream: Stream, outbox: Outbox, logger: Any, *, name: bytes, max_bytes: int) -> None:
+    def __init__(self, stream: RedisStream, outbox: Outbox, logger: Any, *, name: bytes, max_bytes: int) -> None:
         self.counters = LogCounters()
         self._stream, self._outbox, self._logger, self._name = stream, outbox, logger, name
         self._writer = Writer(stream, outbox, self.counters, logger, name=name, max_bytes=max_bytes)
@@ -79,17 +79,12 @@ class NamespaceLog:
         """Whether the last write succeeded."""
         return self._writer.is_connected
 
-    @property
-    def dropped_tokens(self) -> int:
-        """Tokens that were never published because too many were waiting."""
-        return self._outbox.dropped_tokens
-
     def publish(self, event: Event) -> None:
         """Queue an event for the other replicas; its tokens are copied. Neither waits nor fails."""
         if isinstance(event, Finished) and not len(event.tokens):
             return
         overflowed = self._outbox.is_overflowing
-        self.counters.dropped += self._outbox.put(event)
+        self.counters.dropped_tokens += self._outbox.put(event)
         if self._outbox.is_overflowing and not overflowed:
             self._logger.warning("shared_log_drops_requests")
 
@@ -97,14 +92,14 @@ class NamespaceLog:
         """Wait without a limit until Redis has everything published so far."""
         await self._outbox.flush()
 
-    def reader(self, after: Position = OLDEST, known: Iterable[int] = ()) -> Reader:
+    def reader(self, after: LogPosition = OLDEST, known: Iterable[int] = ()) -> Reader:
         """Return a reader of what other replicas publish, starting with the entry after a position.
 
         known: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last. A snapshot contains
         all entries up to its position, and may contain later ones.
         """
         return Reader(
-            self._stream, Recent(self.counters, known), self.counters, self._logger, own=self._name, after=after
+            self._stream, RecentNames(self.counters, known), self.counters, self._logger, own=self._name, after=after
         )
 
     async def close(self) -> None:

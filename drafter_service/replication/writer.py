@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter_service.replication.events import Dropped, Event, Finished, ForgottenBefore, encode
-from drafter_service.replication.stream import Addition, LogCounters, LogUnavailable, Retry, Stream
+from drafter_service.replication.redis_stream import Addition, LogCounters, LogUnavailable, RedisStream, Retry
 
 ENTRY_TOKENS = 1 << 14
 """An entry is complete when it has at least this number of tokens; larger ones would block a reader for longer."""
@@ -48,11 +48,9 @@ class Outbox:
         self._settled = asyncio.Event()
         self.is_overflowing = False
         """Whether requests were dropped since the outbox was last empty."""
-        self.dropped_tokens = 0
-        """Tokens of all requests that were ever dropped."""
 
     def put(self, event: Event) -> int:
-        """Add an event; its tokens are copied. Return the number of finished requests dropped to make room."""
+        """Add an event; its tokens are copied. Return the number of tokens of requests dropped to make room."""
         waiting = _Waiting(self._next, event)
         self._next += 1
         if not isinstance(event, Finished):
@@ -61,8 +59,7 @@ class Outbox:
             return 0
         if _weight(event) > self._max_tokens:
             self.is_overflowing = True
-            self.dropped_tokens += len(event.tokens)
-            return 1
+            return len(event.tokens)
         self._finished.append(waiting._replace(event=Finished(event.request, np.array(event.tokens), event.time)))
         self._tokens += _weight(event)
         self._filled.set()
@@ -102,8 +99,7 @@ class Outbox:
     def _make_room(self) -> int:
         dropped = 0
         while self._tokens > self._max_tokens:
-            self.dropped_tokens += len(self._pop_finished().tokens)
-            dropped += 1
+            dropped += len(self._pop_finished().tokens)
         self.is_overflowing |= dropped > 0
         return dropped
 
@@ -138,7 +134,7 @@ class Writer:
     """Publishes the events of an outbox."""
 
     def __init__(
-        self, stream: Stream, outbox: Outbox, counters: LogCounters, logger: Any, *, name: bytes, max_bytes: int
+        self, stream: RedisStream, outbox: Outbox, counters: LogCounters, logger: Any, *, name: bytes, max_bytes: int
     ) -> None:
         """`name`: identifies this replica in its entries. `max_bytes`: maximum size of the log."""
         self._stream, self._outbox, self._counters = stream, outbox, counters
@@ -161,7 +157,9 @@ class Writer:
             entries = self._outbox.take()
             additions = [_addition(events, self._name) for events in entries]
             await self._add(additions)
-            self._count(entries)
+            self._counters.published_tokens += sum(
+                len(event.tokens) for events in entries for event in events if isinstance(event, Finished)
+            )
             self._outbox.settle()
             self._bytes_since_trim += sum(len(column) for addition in additions for column in addition.fields.values())
             if self._bytes_since_trim >= self._max_bytes // TRIM_FRACTION:
@@ -176,11 +174,6 @@ class Writer:
             else:
                 self._retry.succeeded()
                 return
-
-    def _count(self, entries: list[list[Event]]) -> None:
-        finished = [event for events in entries for event in events if isinstance(event, Finished)]
-        self._counters.published_requests += len(finished)
-        self._counters.published_tokens += sum(len(event.tokens) for event in finished)
 
     async def _trim(self) -> None:
         self._bytes_since_trim = 0

@@ -74,7 +74,7 @@ class AccessConfig:
 
 
 @dataclass(frozen=True)
-class Snapshots:
+class SnapshotsConfig:
     """Persistence of namespaces."""
 
     folder: Path | None = None
@@ -84,7 +84,7 @@ class Snapshots:
 
 
 @dataclass(frozen=True)
-class Namespaces:
+class NamespacesConfig:
     """Isolated corpora."""
 
     memory_limit: Positive = 4_000_000_000
@@ -100,7 +100,7 @@ class Namespaces:
 
 
 @dataclass(frozen=True)
-class Log:
+class LogConfig:
     """The log of finished requests that replicas share."""
 
     url: str | None = None
@@ -114,7 +114,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Reports:
+class ReportsConfig:
     """Metrics, reports, logs and traces."""
 
     metrics: str | None = None
@@ -136,12 +136,12 @@ class ServiceConfig:
     listen: str = "unix:/tmp/ssd-drafter.sock"
     """unix:/path/to/socket or host:port; port 0 selects a free one."""
     drafting: DrafterConfig = field(default_factory=DrafterConfig)
-    namespaces: Namespaces = field(default_factory=Namespaces)
+    namespaces: NamespacesConfig = field(default_factory=NamespacesConfig)
     limits: Limits = field(default_factory=Limits)
     access: AccessConfig = field(default_factory=AccessConfig)
-    snapshots: Snapshots = field(default_factory=Snapshots)
-    log: Log = field(default_factory=Log)
-    reports: Reports = field(default_factory=Reports)
+    snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    reports: ReportsConfig = field(default_factory=ReportsConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict one another."""

@@ -35,7 +35,8 @@ class Corpus:
         """Make an empty corpus.
 
         capacity: tokens remembered; the newest overwrite the oldest. depth: most context tokens that are matched.
-        clock: returns the time in seconds, by which requests are dated. Raises ValueError for an impossible capacity.
+        clock: function that returns the time in seconds, recorded for each request. Raises ValueError for a capacity
+        outside 4,096 to 4,294,967,039.
         """
         self.capacity, self.depth = capacity, depth
         self.clock = clock
@@ -46,9 +47,9 @@ class Corpus:
         self._live_changes: deque[Callable[[LiveTier], None]] = deque()
         self._running = 0
         self._appended = self._indexed = self._read = 0
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
         self.learned = LearnedTables()
-        self._working = threading.Lock()
+        self._refresh_lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._maintainer: threading.Thread | None = None
@@ -111,7 +112,7 @@ class Corpus:
         """
         check_tokens(tokens)
         if len(tokens):
-            with self._counting:
+            with self._count_lock:
                 self._appended += len(tokens)
             self._put(Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time))
 
@@ -137,7 +138,7 @@ class Corpus:
         prefix: uint32 [n], the tokens before its output; None: its output is not offered to other requests.
         """
         owner = next(self._owners)
-        with self._counting:
+        with self._count_lock:
             self._running += 1
         if prefix is not None:
             own_prefix = prefix.copy()
@@ -161,20 +162,20 @@ class Corpus:
 
     def end_running(self, owner: int) -> None:
         """Unregister a running request."""
-        with self._counting:
+        with self._count_lock:
             self._running -= 1
         self.hide_running(owner)
 
     def refresh(self) -> None:
         """Apply all queued changes now: index what was appended, and forget what is to be forgotten."""
-        with self._working:
+        with self._refresh_lock:
             if not (self._live_changes or self._inbox or self._waiting or self._index.is_merging):
                 return
             began = time.perf_counter()
             self._apply_live_changes()
             # An attribute, since the count must survive a merge that fails.
             self._read += self._read_inbox()
-            self._index.take(self._waiting)
+            self._index.add(self._waiting)
             self._indexed, self._read = self._indexed + self._read, 0
             self._index.live.merge()
             self._index.step()
@@ -182,12 +183,12 @@ class Corpus:
 
     def state(self) -> State:
         """Return the index's finished requests. Nothing in it is overwritten while the state is held."""
-        with self._working:
+        with self._refresh_lock:
             return self._index.state()
 
     def restore(self, text: np.ndarray, positions: np.ndarray, covered: int, rows: np.ndarray) -> None:
         """Fill an empty corpus with the contents of another; see `Index.restore`."""
-        with self._working:
+        with self._refresh_lock:
             self._index.restore(text, positions, covered, rows)
 
     def maintain(self, interval_s: float) -> None:

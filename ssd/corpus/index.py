@@ -26,13 +26,14 @@ from ssd.kernels.match import TIER_TEXT
 
 GAP_PART = 16
 """The ring is larger than the capacity by 1 / 16, for text appended since the oldest was last removed."""
-LEAST_GAP = 1 << 16
+MIN_GAP = 1 << 16
+"""Least number of these additional slots."""
 LIVE_BLOCKS = 4096
 FULL_BUILD_PART = 4
 """New text of more than 1 / 4 of the corpus is sorted together with it: at 16 M tokens the sort takes 3.5 s, a merge of
 each million 0.5 s."""
-PATIENCE_S = 0.005
-"""Seconds that new text waits for readers of removed text, which keep its memory for longer while there is room."""
+READERS_WAIT_S = 0.005
+"""Longest wait of a refresh for readers of removed text. If they take longer, the text is removed later."""
 RESTORED_AT_ONCE = 1 << 20
 
 END = np.array([SEPARATOR], np.uint32)
@@ -45,14 +46,17 @@ class MergeTimes:
     merges: int = 0
     """Updates that added finished requests to the index."""
     base_merges: int = 0
+    """Merges into the base tier."""
     full_builds: int = 0
+    """Sorts of the whole corpus."""
     forgotten: int = 0
     """Requests that were forgotten, or pieces of long ones."""
     last_s: float = 0.0
+    """Duration of the last refresh that changed something, in seconds."""
     longest_s: float = 0.0
-    """Duration of the longest refresh that changed something, in seconds."""
+    """Duration of the longest one."""
     on_refresh: Callable[[float], object] = lambda _: None
-    """Called with the duration of each such refresh, in seconds."""
+    """Function that is called with the duration of each one."""
 
     def add(self, seconds: float) -> None:
         """Add the duration of a refresh."""
@@ -72,7 +76,7 @@ class State:
     head: int
     """The text is at positions `oldest` to `head` - 1."""
     rows: np.ndarray
-    """A copy of the rows of the `RequestLog`; the first may begin before `oldest`."""
+    """Rows of the `RequestLog`, a copy; the first may begin before `oldest`."""
 
 
 class Index:
@@ -82,7 +86,7 @@ class Index:
         """Make an empty index. depth: most tokens that are matched. Raises ValueError for an impossible capacity."""
         check_capacity(capacity)
         self.capacity, self.depth = capacity, depth
-        self.gap = max(capacity // GAP_PART, LEAST_GAP)
+        self.gap = max(capacity // GAP_PART, MIN_GAP)
         self.ring = Ring(capacity + self.gap)
         self.log = RequestLog()
         self.live = LiveTier(LIVE_BLOCKS, depth)
@@ -115,27 +119,27 @@ class Index:
         rows = self.log.rows.copy()
         return State(self._base.newest, self.ring, self._oldest, self._covered, self.ring.head, rows)
 
-    def take(self, waiting: deque[Text]) -> None:
-        """Add all waiting texts to the index."""
+    def add(self, waiting: deque[Text]) -> None:
+        """Add all waiting texts to the index, and remove them from the queue."""
         size = sum(len(text.tokens) + 1 for text in waiting)
         if size > max(self.gap // 4, len(self.ring) // FULL_BUILD_PART):
             self._build(waiting)
             # The waiting texts were many small arrays, whose memory the allocator would keep.
             trim_heap()
         while waiting:
-            self._take_some(waiting)
+            self._add_some(waiting)
 
     def step(self) -> None:
         """Do a slice of the merge in progress, and publish a view of all changes since the last step."""
         if self._merge is not None and self._merge.step():
             self._adopt()
         self.view = self._make_view()
-        if self._is_removing and self._base.wait_until_unread(PATIENCE_S):
+        if self._is_removing and self._base.wait_until_unread(READERS_WAIT_S):
             self._remove_old()
 
     def forget(self, forgets: Sequence[Forget]) -> None:
         """Remove requests from all tiers, and their text from the ring. Waits until nobody reads it."""
-        spans = self.log.take(forgets, self.ring.head)
+        spans = self.log.remove(forgets, self.ring.head)
         if len(spans) == 0:
             return
         # The oldest request may be partly overwritten.
@@ -178,7 +182,7 @@ class Index:
             self._write_known(text[first : first + part])
         self.view = self._make_view()
 
-    def _take_some(self, waiting: deque[Text]) -> None:
+    def _add_some(self, waiting: deque[Text]) -> None:
         """Write texts into the ring and merge their positions into the recent tier."""
         most = self.gap // 4
         texts, size = [], 0
@@ -194,7 +198,7 @@ class Index:
         first = self.ring.head
         for text in texts:
             self._write(text)
-        self._add(first)
+        self._index_from(first)
         self.times.merges += 1
 
     def _write_known(self, tokens: np.ndarray) -> None:
@@ -202,7 +206,7 @@ class Index:
         self._reserve(len(tokens))
         first = self.ring.head
         self.ring.write(tokens)
-        self._add(first)
+        self._index_from(first)
 
     def _write(self, text: Text) -> None:
         self.log.add(self.ring.head, text.name, text.time)
@@ -217,8 +221,8 @@ class Index:
                 self._start_merge(self._due())
             self._finish_merge()
 
-    def _add(self, first: int) -> None:
-        """Index the text from `first` on."""
+    def _index_from(self, first: int) -> None:
+        """Index the text from position `first` on."""
         add_sorted(self._recent, self.ring, first, self.depth)
         self.view = self._make_view()
         if not self.is_merging and len(self._recent.newest) >= self.gap // 4:
@@ -247,7 +251,7 @@ class Index:
         self.times.full_builds += 1
 
     def _due(self, more: int = 0) -> int:
-        """Return the oldest position that is remembered after `more` further tokens."""
+        """Return the oldest position that is remembered once `more` further tokens are written."""
         return max(self._oldest, self.ring.head + more - self.capacity)
 
     def _readable_from(self, oldest: int) -> int:

@@ -14,15 +14,15 @@ from ssd.corpus.memory import Buffer
 from ssd.corpus.ring import PAD, SEPARATOR
 from ssd.corpus.suffix_array import find_places, merge_some, sort_positions
 from ssd.corpus.tier import Tier
-from ssd.kernels.evidence import OWNER_BITS
+from ssd.kernels.evidence import BLOCK_BITS
 
-BLOCK = 1 << OWNER_BITS
+BLOCK = 1 << BLOCK_BITS
 NO_OWNER = -1
 
 
 @dataclass
-class Growing:
-    """A running request's blocks."""
+class RunningOutput:
+    """The blocks of a running request."""
 
     prefix: np.ndarray
     """uint32: the tokens before its next block, used when no block has room."""
@@ -32,7 +32,7 @@ class Growing:
 
 
 class LiveTier:
-    """Text and suffix array of the outputs of running requests. Only the maintainer calls it."""
+    """Text and suffix array of the outputs of running requests. Only the maintainer thread uses it."""
 
     def __init__(self, blocks: int, depth: int) -> None:
         self._depth = depth
@@ -43,41 +43,41 @@ class LiveTier:
         self._free = list(range(blocks - 1, 0, -1))
         self._freed: list[int] = []
         self._removed: list[int] = []
-        self._growing: dict[int, Growing] = {}
+        self._running: dict[int, RunningOutput] = {}
         self._new: list[np.ndarray] = []
         self.tier = Tier(blocks * BLOCK)
         self.address = self._text.address
 
     def start(self, owner: int, prefix: np.ndarray) -> None:
         """Begin a request; prefix: uint32 [n], the last tokens before its output."""
-        self._growing[owner] = Growing(prefix[-self._depth :])
+        self._running[owner] = RunningOutput(prefix[-self._depth :])
 
     def skip(self, owner: int, prefix: np.ndarray) -> None:
         """Leave a gap in a request's output; prefix: uint32 [n], the last tokens of the gap."""
-        growing = self._growing.get(owner)
-        if growing is None:
+        output = self._running.get(owner)
+        if output is None:
             return
-        growing.prefix = prefix[-self._depth :]
-        room = -growing.end % BLOCK
-        if room > 1 + len(growing.prefix):
-            self._write_prefix(growing)
+        output.prefix = prefix[-self._depth :]
+        room = -output.end % BLOCK
+        if room > 1 + len(output.prefix):
+            self._write_prefix(output)
         else:
-            growing.end = 0
+            output.end = 0
 
     def extend(self, owner: int, tokens: np.ndarray) -> None:
         """Append a request's output, uint32 [n]; tokens are left out while all blocks are in use."""
-        growing = self._growing.get(owner)
-        while growing is not None and len(tokens):
-            if growing.end % BLOCK == 0 and not self._open_block(owner, growing):
-                growing.prefix = np.concatenate((growing.prefix, tokens))[-self._depth :]
+        output = self._running.get(owner)
+        while output is not None and len(tokens):
+            if output.end % BLOCK == 0 and not self._open_block(owner, output):
+                output.prefix = np.concatenate((output.prefix, tokens))[-self._depth :]
                 return
-            part = tokens[: BLOCK - growing.end % BLOCK]
-            self._text.array[growing.end : growing.end + len(part)] = part
-            first = growing.end if self._text.array[growing.end - 1] != SEPARATOR else growing.end + 1
-            self._new.append(np.arange(first, growing.end + len(part), dtype=np.uint32))
-            growing.end += len(part)
-            if growing.end % BLOCK == 0:
-                growing.prefix = self._text.array[growing.end - self._depth : growing.end].copy()
+            part = tokens[: BLOCK - output.end % BLOCK]
+            self._text.array[output.end : output.end + len(part)] = part
+            first = output.end if self._text.array[output.end - 1] != SEPARATOR else output.end + 1
+            self._new.append(np.arange(first, output.end + len(part), dtype=np.uint32))
+            output.end += len(part)
+            if output.end % BLOCK == 0:
+                output.prefix = self._text.array[output.end - self._depth : output.end].copy()
             tokens = tokens[len(part) :]
 
     def extend_all(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
@@ -88,9 +88,9 @@ class LiveTier:
 
     def finish(self, owner: int) -> None:
         """End a request; the next merge removes its text."""
-        growing = self._growing.pop(owner, None)
-        if growing is not None:
-            self._freed += growing.blocks
+        output = self._running.pop(owner, None)
+        if output is not None:
+            self._freed += output.blocks
 
     def merge(self) -> bool:
         """Update the suffix array; return whether it changed."""
@@ -104,9 +104,9 @@ class LiveTier:
         kept = self.tier.newest.positions
         if self._removed:
             self.owners[self._removed] = NO_OWNER
-            kept = kept[self.owners[kept >> OWNER_BITS] != NO_OWNER]
+            kept = kept[self.owners[kept >> BLOCK_BITS] != NO_OWNER]
         added = np.concatenate([*self._new, np.empty(0, np.uint32)]).astype(np.uint32)
-        added = added[self.owners[added >> OWNER_BITS] != NO_OWNER]
+        added = added[self.owners[added >> BLOCK_BITS] != NO_OWNER]
         self._new = []
         sort_positions(self.address, added.ctypes.data, len(added), self._depth)
         places = np.empty(len(added), np.int64)
@@ -135,7 +135,7 @@ class LiveTier:
         """Memory in bytes."""
         return 4 * BLOCK * (len(self.owners) - 1 - len(self._free)) + 2 * self.tier.nbytes + self.owners.nbytes
 
-    def _open_block(self, owner: int, growing: Growing) -> bool:
+    def _open_block(self, owner: int, output: RunningOutput) -> bool:
         if not self._free:
             return False
         block = self._free.pop()
@@ -143,16 +143,16 @@ class LiveTier:
         # A reader that continues past the end of this block must find a separator.
         self._text.array[start : start + BLOCK + 1] = SEPARATOR
         self.owners[block] = owner
-        growing.blocks.append(block)
-        growing.end = start
-        self._write_prefix(growing)
+        output.blocks.append(block)
+        output.end = start
+        self._write_prefix(output)
         return True
 
-    def _write_prefix(self, growing: Growing) -> None:
-        """Leave a separator where a request's text continues, and repeat the tokens before it."""
-        first = growing.end + 1
-        growing.end = first + len(growing.prefix)
-        self._text.array[first : growing.end] = growing.prefix
+    def _write_prefix(self, output: RunningOutput) -> None:
+        """Skip a slot, which stays a separator, and repeat the tokens before the request's next output after it."""
+        first = output.end + 1
+        output.end = first + len(output.prefix)
+        self._text.array[first : output.end] = output.prefix
 
     def _free_removed(self) -> None:
         """Free the blocks that the newest suffix array no longer contains."""

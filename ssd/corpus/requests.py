@@ -1,6 +1,6 @@
 """The log of requests in the ring: position, request id and time of each, by which requests are forgotten.
 
-Request ids are kept as 64-bit hashes, so that a request costs 24 bytes. This module does not know the index.
+Request ids are stored as 64-bit hashes, so that a request costs 24 bytes. This module does not depend on the index.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 NO_NAME = 0
 
 ROW = np.dtype([("first", np.int64), ("name", np.int64), ("time", np.float64)])
-"""A request: its first position, the hash of its id, and when it was appended, in seconds. It ends where the next one
-begins."""
+"""Row of a request: its first position, the hash of its id, and when it was appended, in seconds. It ends where the
+next one begins."""
 
-LEAST_ROOM = 1024
+MIN_ROOM = 1024
 
 
 def hash_of(request_id: str | None) -> int:
@@ -63,7 +63,7 @@ class RequestLog:
     """The requests in the ring, oldest first. Grows by doubling; one thread at a time may use it."""
 
     def __init__(self) -> None:
-        self._table = np.empty(LEAST_ROOM, ROW)
+        self._table = np.empty(MIN_ROOM, ROW)
         self._start, self._end = 0, 0
 
     def __len__(self) -> int:
@@ -77,13 +77,15 @@ class RequestLog:
     def add(self, first: int, name: int, time: float) -> None:
         """Add a request that was written from position `first` on, after all others."""
         if self._end == len(self._table):
-            self._keep(self.rows)
+            self.replace(self.rows)
         self._table[self._end] = (first, name, time)
         self._end += 1
 
     def replace(self, rows: np.ndarray) -> None:
-        """Replace all rows."""
-        self._keep(rows)
+        """Replace all rows by copies of `rows`."""
+        table = np.empty(max(MIN_ROOM, 2 * len(rows)), ROW)
+        table[: len(rows)] = rows
+        self._table, self._start, self._end = table, 0, len(rows)
 
     def drop_before(self, position: int) -> None:
         """Drop requests whose text ends at `position` or before."""
@@ -91,28 +93,23 @@ class RequestLog:
         begun = bisect_right(self._table["first"], position, self._start, self._end)
         self._start = max(self._start, begun - 1)
 
-    def take(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
+    def remove(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
         """Remove the requests that are to be forgotten.
 
         head: end of the newest request. Returns the first and last + 1 position of each removed one, int64 [N, 2].
         """
         rows = self.rows
-        taken = np.zeros(len(rows), np.bool_)
+        removed = np.zeros(len(rows), np.bool_)
         for forget in forgets:
-            taken |= forget.among(rows)
+            removed |= forget.among(rows)
         ends = np.append(rows["first"], head)[1:]
-        spans = np.stack((rows["first"], ends), axis=1)[taken]
-        # The request before a removed one then seems to include the separators in its place.
+        spans = np.stack((rows["first"], ends), axis=1)[removed]
+        # The span of the request before a removed one then includes the separators that replace it.
         if len(spans):
-            self._keep(rows[~taken])
+            self.replace(rows[~removed])
         return spans
 
     @property
     def nbytes(self) -> int:
         """Memory in bytes."""
         return self._table.nbytes
-
-    def _keep(self, rows: np.ndarray) -> None:
-        table = np.empty(max(LEAST_ROOM, 2 * len(rows)), ROW)
-        table[: len(rows)] = rows
-        self._table, self._start, self._end = table, 0, len(rows)

@@ -83,16 +83,12 @@ class Ring:
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, uint32 [N], N at most `free`."""
-        self.fill(self.head, tokens)
-        self.head += len(tokens)
-
-    def fill(self, position: int, tokens: np.ndarray) -> None:
-        """Write tokens from `position` on."""
-        before, behind = self.slots_of(position, position + len(tokens))
+        before, behind = self.slots_of(self.head, self.head + len(tokens))
         size = before.stop - before.start
         self.slots[before] = tokens[:size]
         self.slots[behind] = tokens[size:]
         self._repeat_ends(before)
+        self.head += len(tokens)
 
     def erase(self, position: int, end: int) -> None:
         """Overwrite positions `position` to `end` - 1 with separators. There must be no readers."""

@@ -2,7 +2,7 @@
 
 The file has a header of one block, then the sections, each in blocks of its own, all little-endian. The header has the
 magic, the version, the file's size, an entry for each section, and in its last four bytes the CRC-32 of the bytes
-before them; an entry has the CRC-32 of its section's blocks. This module does not know what the arrays mean.
+before them; an entry has the CRC-32 of its section's blocks. This module does not interpret the arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENTRY = struct.Struct("<24s8sQQI4x")
 """Name, dtype, where it begins, bytes, CRC-32."""
 _CRC = struct.Struct("<I")
 _DTYPES = ("<u4", "<i8", "<f4", "<f8")
-MOST_SECTIONS = (BLOCK - _START.size - _CRC.size) // _ENTRY.size
+MAX_SECTIONS = (BLOCK - _START.size - _CRC.size) // _ENTRY.size
 
 
 class SnapshotError(UserError):
@@ -65,7 +65,7 @@ def write_sections(path: Path, sections: Iterable[Section]) -> int:
     """
     try:
         _remove_leftovers(path)
-        size = _put_in_place(path, sections)
+        size = _write_and_rename(path, sections)
         _sync_folder(path.parent)
         return size
     except OSError as error:
@@ -88,7 +88,7 @@ def read_sections(path: Path) -> dict[str, np.ndarray]:
     return {entry.name.decode(): _section(path, data, entry) for entry in _entries(path, data)}
 
 
-def _put_in_place(path: Path, sections: Iterable[Section]) -> int:
+def _write_and_rename(path: Path, sections: Iterable[Section]) -> int:
     written, file = _new_part(path)
     try:
         with file:
@@ -118,7 +118,7 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
 def _write(file: BinaryIO, sections: Iterable[Section]) -> int:
     file.write(bytes(BLOCK))
     entries = [_write_section(file, section) for section in sections]
-    assert len(entries) <= MOST_SECTIONS, "the header is full"
+    assert len(entries) <= MAX_SECTIONS, "the header is full"
     size = file.tell()
     header = _START.pack(MAGIC, VERSION, len(entries), size) + b"".join(_ENTRY.pack(*entry) for entry in entries)
     header = header.ljust(BLOCK - _CRC.size, b"\0")
@@ -173,7 +173,7 @@ def _entries(path: Path, data: np.ndarray) -> list[_Entry]:
         raise _damaged(path, "its header is damaged")
     if size != len(data):
         raise _damaged(path, f"is cut off: {len(data):,} bytes of {size:,}" if len(data) < size else "is too long")
-    if count > MOST_SECTIONS:
+    if count > MAX_SECTIONS:
         raise _damaged(path, "its header is damaged")
     entries = [_ENTRY.unpack_from(header, _START.size + index * _ENTRY.size) for index in range(count)]
     return [_Entry(name.rstrip(b"\0"), dtype.rstrip(b"\0"), *rest) for name, dtype, *rest in entries]

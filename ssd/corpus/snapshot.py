@@ -27,16 +27,16 @@ from ssd.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 1 << 20
+CHUNK = 1 << 20
 """Numbers that are copied at a time, a few megabytes."""
 
 DEPTH, SIZE, COVERED, TABLES_LAYOUT, CAPACITY = range(5)
 """Entries of the section "facts", int64: most context tokens matched, tokens of text, how many of them the suffix array
 covers, `tables_layout`, and the capacity of the corpus, which older files lack."""
 
-MOST_LOGIT = 7.0
-MOST_WEIGHT = 1e3
-"""Larger values are never learned; kernels use them without checks."""
+MAX_LOGIT = 7.0
+MAX_WEIGHT = 1e3
+"""Larger values are never learned. Tables from files are checked, since kernels do not check them."""
 
 
 class Loaded(NamedTuple):
@@ -109,7 +109,11 @@ def load(
 
 
 def tables_layout() -> int:
-    """Return a checksum of the sizes and buckets that define the meaning of cells and weights."""
+    """Return a checksum of the sizes and buckets that define the meaning of cells and weights.
+
+    It includes the names of the constants of `ssd.kernels.probabilities`: after a renaming, the tables of existing
+    snapshots would not be loaded.
+    """
     named = sorted(vars(ssd.kernels.probabilities).items())
     sizes = [(name, value) for name, value in named if name.isupper() and isinstance(value, int)]
     buckets = b"".join(value.tobytes() for name, value in named if name.isupper() and isinstance(value, np.ndarray))
@@ -133,21 +137,21 @@ def _sections(state: State, corpus: Corpus, stats: Stats | None) -> Generator[Se
 
 
 def _text(state: State) -> Iterator[np.ndarray]:
-    for first in range(state.oldest, state.head, AT_ONCE):
-        yield state.ring.read(first, min(first + AT_ONCE, state.head))
+    for first in range(state.oldest, state.head, CHUNK):
+        yield state.ring.read(first, min(first + CHUNK, state.head))
 
 
 def _positions(state: State) -> Iterator[np.ndarray]:
-    """The suffix array of the base tier, counted from the oldest position."""
+    """Yield the suffix array of the base tier, counted from the oldest position."""
     slots, oldest = state.ring.capacity, state.oldest % state.ring.capacity
-    for first in range(0, len(state.base), AT_ONCE):
-        part = state.base.positions[first : first + AT_ONCE].astype(np.int64) - oldest
+    for first in range(0, len(state.base), CHUNK):
+        part = state.base.positions[first : first + CHUNK].astype(np.int64) - oldest
         part[part < 0] += slots
         yield part
 
 
 def _rows(state: State) -> np.ndarray:
-    """The requests whose text is saved, counted from the oldest position."""
+    """Return the requests whose text is saved, counted from the oldest position."""
     rows = state.rows
     begun = int(np.searchsorted(rows["first"], state.oldest, side="right"))
     rows = rows[max(0, begun - 1) :]
@@ -165,9 +169,9 @@ class _UnsoundError(Exception):
     """The contents of a section are impossible."""
 
 
-def _require(is_so: bool | np.bool_, what: str) -> None:
-    if not is_so:
-        raise _UnsoundError(what)
+def _require(condition: bool | np.bool_, otherwise: str) -> None:
+    if not condition:
+        raise _UnsoundError(otherwise)
 
 
 def _checked_facts(sections: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -184,8 +188,8 @@ def _check_text(sections: Mapping[str, np.ndarray], facts: np.ndarray) -> None:
     _require(len(text) == facts[SIZE], "the text has another length")
     _require(len(text) == 0 or text[-1] == SEPARATOR, "the text ends within a request")
     _require(len(order) <= covered, "the suffix array has too many positions")
-    for first in range(0, len(order), AT_ONCE):
-        part = order[first : first + AT_ONCE]
+    for first in range(0, len(order), CHUNK):
+        part = order[first : first + CHUNK]
         _require(part.min() >= 1 and part.max() < covered, "a position is outside the text")
 
 
@@ -212,8 +216,8 @@ def _checked_tables(sections: Mapping[str, np.ndarray], layout: int) -> list[np.
     cells, logits, weights, pace = (sections[name].reshape(own.shape) for name, own in fresh.items())
     chances, seen = cells.T
     _require(((chances >= 0) & (chances <= 1)).all(), "probabilities outside 0 to 1")
-    _require((np.abs(logits) <= MOST_LOGIT).all() and (seen >= 0).all(), "logits out of range")
-    _require(np.isfinite(seen).all() and (np.abs(weights) <= MOST_WEIGHT).all(), "weights out of range")
+    _require((np.abs(logits) <= MAX_LOGIT).all() and (seen >= 0).all(), "logits out of range")
+    _require(np.isfinite(seen).all() and (np.abs(weights) <= MAX_WEIGHT).all(), "weights out of range")
     _require(np.isfinite(pace).all() and (pace > 0).all(), "impossible running means")
     return [cells, logits, weights, pace]
 

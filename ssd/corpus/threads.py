@@ -9,8 +9,8 @@ import numpy as np
 
 from ssd.corpus.suffix_array import sort_positions, split
 
-MOST_THREADS = 4
-LEAST_POSITIONS = 1 << 20
+MAX_THREADS = 4
+MIN_POSITIONS = 1 << 20
 """Least positions per thread: a tenth of a second of sorting."""
 
 
@@ -29,15 +29,15 @@ class _Sort(Thread):
             self._problem = problem
 
     def check(self) -> None:
-        """Raise the exception that sorting raised, if any."""
+        """Raise the exception that ended the sorting, if any."""
         if self._problem is not None:
             raise self._problem
 
 
 def sort_in_threads(text: int, suffixes: int, size: int, depth: int, threads: int | None = None) -> None:
-    """Call `sort_positions` in `threads` threads; None: one per processor, at most `MOST_THREADS`."""
+    """Call `sort_positions` in `threads` threads; None: one per processor, at most `MAX_THREADS`."""
     if threads is None:
-        threads = min(MOST_THREADS, _processors(), size // LEAST_POSITIONS)
+        threads = min(MAX_THREADS, _processors(), size // MIN_POSITIONS)
     *others, own = _parts(text, suffixes, size, max(1, threads))
     beside = []
     try:

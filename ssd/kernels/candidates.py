@@ -74,7 +74,7 @@ def _kind_of(counted, kinds, token):  # type: ignore[no-untyped-def]
 
 @inline
 def _read_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-def]
-    """Note the tokens that the pointers predict at `depth`; return the number of different ones."""
+    """Record the tokens that the pointers predict at `depth`; return the number of different ones."""
     kinds = 0
     for source in OWN_FIRST:
         counted.predicted[source] = SEPARATOR
@@ -87,8 +87,8 @@ def _read_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-d
 
 
 @inline
-def _read_on(counted, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
-    """Read the token that follows each sample in `mask`, and note the newest sample."""
+def _read_next_tokens(counted, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
+    """Read the token that follows each sample in `mask`, and record the newest sample."""
     youngest, newest = OLDEST, SEPARATOR
     while mask != 0:
         index = lowest_bit(mask)
@@ -111,7 +111,7 @@ def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # t
         mask &= (np.uint32(1) << np.uint32(sampled)) - np.uint32(1)
     alive, ended = count_bits(mask), 0
     counted.alive[row] = alive
-    _read_on(counted, row, evidence, piece, level, mask, ahead)
+    _read_next_tokens(counted, row, evidence, piece, level, mask, ahead)
     while mask != 0:
         token = counted.following[lowest_bit(mask)]
         alike = mask & equal_words(counted.following.ctypes.data, token)

@@ -128,7 +128,7 @@ def fetch_cells(counted, kinds, before, logits):  # type: ignore[no-untyped-def]
 
 @inline
 def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped-def]
-    """Note the cells of a candidate's matches and pointers, and where it was found."""
+    """Record the cells of a candidate's matches and pointers, and where it was found."""
     token = counted.tokens[kind]
     candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
     for source in range(SOURCES):

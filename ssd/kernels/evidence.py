@@ -14,12 +14,12 @@ GROWTH = 2
 """A shorter match becomes a level if it has at least this many times the occurrences of the longer one."""
 ROUNDS = 6
 """Most match lengths that are tried to find `LEVELS` levels; 12 gained nothing."""
-OWNER_BITS = 8
+BLOCK_BITS = 8
 """log2 of the number of slots in a block of the live tier."""
 NO_LIVE_TIER = -1
 
 
-class Source(NamedTuple):
+class SearchedText(NamedTuple):
     """A searched text: the shared corpus, or a sequence's own text."""
 
     tiers: np.ndarray
@@ -81,7 +81,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
             index += 1
             position = np.int64(peek(source.tiers[tier, TIER_SUFFIXES], first + at))
             if tier == source.live:
-                if source.owners[position >> OWNER_BITS] == source.owner:
+                if source.owners[position >> BLOCK_BITS] == source.owner:
                     continue
                 ages[written] = -1
             else:

@@ -35,7 +35,7 @@ from ssd.sequences.tables import (
     TOKEN,
 )
 
-LEAST_SCORE = np.float32(0.25)
+MIN_SCORE = np.float32(0.25)
 """Least score of a considered token, as a fraction of the price."""
 SEARCHED_AGAIN = np.float32(2.0)
 """Least path probability of a node that is searched for again, in prices: others rarely have children that pay."""
@@ -189,7 +189,7 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         kinds = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
-        kinds = keep_best(counted, kinds, LEAST_SCORE * limits.price / growing.probs[node, PATH_PROB], most)
+        kinds = keep_best(counted, kinds, MIN_SCORE * limits.price / growing.probs[node, PATH_PROB], most)
         growing.nodes[node, CANDIDATES] = kinds
         total = estimate(
             growing.nodes[node], growing.candidates[node], growing.chances[node], at, peek(text, size + at - 1),

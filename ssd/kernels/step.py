@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 
 from ssd.corpus.ring import SEPARATOR
-from ssd.kernels.evidence import NO_LIVE_TIER, Source, gather_placed
+from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_placed
 from ssd.kernels.frame import (
     longs,
     open_counted,
@@ -224,8 +224,8 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
             continue
         growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.chances[row])
         point_to_own(own.tiers, sequence)
-        local = Source(own.tiers, own.spans, NO_LIVE_TIER, owners, 0, size, 0)
-        shared = Source(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
+        local = SearchedText(own.tiers, own.spans, NO_LIVE_TIER, owners, 0, size, 0)
+        shared = SearchedText(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
         place_spans(own.tiers, own.spans, text, size, depth)
         gather_placed(evidence, LOCAL, local, text, size)
         gather_placed(evidence, GLOBAL, shared, text, size)

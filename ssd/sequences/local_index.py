@@ -14,7 +14,7 @@ from ssd.corpus.suffix_array import place_of, sort_positions
 from ssd.kernels.jit import Int, inline, kernel, peek, poke
 
 FRESH_ROOM = 256
-LEAST_ROOM = 1024
+MIN_ROOM = 1024
 """Least room of an index, in tokens."""
 ROOM_KEPT = 3
 """Most room of an idle index as a multiple of its tokens; growth alone leaves twice, and room for a draft."""
@@ -61,7 +61,7 @@ class LocalIndex:
         self._text = np.full(1, SEPARATOR, np.uint32)
         self._sorted = np.empty(0, np.uint32)
         self._fresh = np.empty(FRESH_ROOM, np.uint32)
-        self.reserve(LEAST_ROOM)
+        self.reserve(MIN_ROOM)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -85,8 +85,8 @@ class LocalIndex:
 
     def shrink(self) -> None:
         """Release memory of a text that was much longer before."""
-        if self.room > ROOM_KEPT * max(self.size, LEAST_ROOM):
-            self._move(max(self.size, LEAST_ROOM))
+        if self.room > ROOM_KEPT * max(self.size, MIN_ROOM):
+            self._move(max(self.size, MIN_ROOM))
 
     def shared_with(self, prompt: np.ndarray) -> int:
         """Return the length of the common prefix of the text and a prompt, uint32 [P]."""

@@ -40,7 +40,7 @@ CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
 KEPT, KEPT_FOR_PATH = 8, 4
 """Most candidates of a node whose probabilities are estimated, in a tree and in a path."""
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 SPARE_TOKENS = 512
 
 
@@ -53,7 +53,7 @@ class Sequences:
         self._free: list[int] = []
         self.state = np.zeros((0, STATE_COLUMNS), np.int64)
         self._tables: tuple[np.ndarray, ...] = ()
-        self._grow(LEAST_ROWS)
+        self._grow(MIN_ROWS)
 
     @property
     def tables(self) -> tuple[np.ndarray, ...]:
@@ -86,8 +86,8 @@ class Sequences:
         self._point_to(row, local)
         self.state[row, NODES] = 0
 
-    def note_draft(self, row: int, tokens: np.ndarray) -> None:
-        """Note a sequence's last draft, a path without candidates; tokens: uint32 [n], at most `max_draft`."""
+    def record_draft(self, row: int, tokens: np.ndarray) -> None:
+        """Record a sequence's last draft, a path without candidates; tokens: uint32 [n], at most `max_draft`."""
         self.tables[1][row, 1 : 1 + len(tokens), TOKEN] = tokens.view(np.int32)
         self.state[row, NODES] = len(tokens) + 1
 

@@ -348,7 +348,7 @@ def test_reported_figures_are_kept_however_a_part_ends(monkeypatch, program, sta
 
 
 def test_the_kv_cache_is_limited_by_free_memory():
-    from benchmarks.engine import engine_config
+    from benchmarks.engine_contest import engine_config
     from benchmarks.requests import Item
     from engine.scheduling.request import Request, SamplingParams
 

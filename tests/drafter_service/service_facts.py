@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from drafter_service.observability.facts import (
-    ClientTotals,
-    CorpusFacts,
     History,
     Latency,
-    LogFacts,
     ModelIdentity,
     NamespaceFacts,
     ServiceFacts,
 )
+from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
 from ssd.stats import Stats
 
 
@@ -37,16 +35,16 @@ def namespace_facts(name="main", stats=None, **changes):
     parts = {
         "model": ModelIdentity("llama"),
         "history": History(),
-        "corpus": CorpusFacts(
-            capacity=1000,
+        "corpus": CorpusReport(
+            capacity_tokens=1000,
             tokens=900,
             requests=80,
-            appended_tokens=70_000,
+            learned_tokens=70_000,
             waiting_tokens=60,
             merges=50,
             base_merges=40,
             full_builds=30,
-            forgotten=20,
+            forgotten_requests=20,
         ),
         "memory_bytes": 12_345,
         "streams": 3,
@@ -66,7 +64,7 @@ def service_facts(*namespaces, **changes):
         "now": 1060.0,
         "memory_bytes": 2_000_000,
         "refused": 9,
-        "log": LogFacts(
+        "log": SharedLogReport(
             published_tokens=11,
             consumed_tokens=12,
             duplicates=13,

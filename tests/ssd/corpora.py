@@ -46,7 +46,7 @@ def holds(corpus: Corpus, run: np.ndarray) -> bool:
 def assert_whole(corpus: Corpus) -> None:
     """Check that each usable position is in exactly one suffix array, and that all of them are sorted.
 
-    The first positions of all may be missing: what stood before them may be gone.
+    The oldest positions may be missing, since the text before them may be overwritten.
     """
     state, (tiers, _, ring) = corpus.state(), corpus.view.arrays
     slots, oldest, head = state.ring.capacity, int(ring[1]), int(ring[2])

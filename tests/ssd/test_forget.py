@@ -1,3 +1,5 @@
+"""Forgetting requests by id and by age: in the corpus, in running requests and in idle sessions."""
+
 import threading
 
 import numpy as np
@@ -13,7 +15,7 @@ SECRET = np.arange(1000, 1060, dtype=np.uint32)
 
 
 class Clock:
-    """Time that stands still until it is moved."""
+    """A clock that a test sets."""
 
     def __init__(self):
         self.now = 1_000_000.0
@@ -23,7 +25,7 @@ class Clock:
 
 
 def draft_after(corpus, context):
-    """What a drafter that was not there before drafts behind a context."""
+    """Return the draft of a new drafter for a context."""
     drafter = SuffixDrafter(CONFIG, corpus=corpus)
     drafter.start(1, context)
     tokens = drafter.draft(progress_of({1: []}, 16)).tokens
@@ -38,17 +40,17 @@ def assert_forgotten(corpus, run=SECRET):
 
 
 @pytest.mark.parametrize("before", [0, 5, 300, 1500])
-@pytest.mark.parametrize("behind", [0, 5, 300, 400, 2000])
-def test_a_request_is_forgotten_in_every_tier(before, behind):
+@pytest.mark.parametrize("after", [0, 5, 300, 400, 2000])
+def test_a_request_is_forgotten_in_every_tier(before, after):
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, some_requests(before))
     fill(corpus, [SECRET], "mine")
     assert draft_after(corpus, SECRET[:20])
-    fill(corpus, some_requests(behind), "others")
+    fill(corpus, some_requests(after), "others")
     corpus.forget("mine")
     corpus.refresh()
     assert_forgotten(corpus)
-    assert corpus.times.forgotten == (0 if behind == 2000 else 1)
+    assert corpus.times.forgotten == (0 if after == 2000 else 1)
     fill(corpus, some_requests(2000))
     assert_whole(corpus)
 
@@ -121,10 +123,10 @@ def test_forgetting_nothing_changes_nothing():
     assert corpus.times.forgotten == 0
 
 
-def test_text_stays_until_nobody_reads_it():
+def test_text_is_erased_once_nobody_reads_it():
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, [SECRET, *some_requests(20)], "mine")
-    parked, done = corpus.view, threading.Event()
+    held, done = corpus.view, threading.Event()
     corpus.forget("mine")
 
     def refresh():
@@ -134,12 +136,12 @@ def test_text_stays_until_nobody_reads_it():
     thread = threading.Thread(target=refresh, daemon=True)
     thread.start()
     assert not done.wait(0.3)
-    ring = parked.arrays[2]
+    ring = held.arrays[2]
     assert ring[1] == 0
-    # Whoever comes now sees nothing of it, although it still lies there.
-    assert corpus.view is not parked
+    # New views do not contain it, although it is still in the ring.
+    assert corpus.view is not held
     assert not draft_after(corpus, SECRET[:20])
-    del parked
+    del held
     assert done.wait(30)
     assert_forgotten(corpus)
 
@@ -171,7 +173,7 @@ def test_idle_sessions_with_a_turn_of_that_id_are_dropped():
     assert drafter.memory_bytes() == held
     drafter.forget("first")
     assert drafter.memory_bytes() < held
-    # A turn that runs meanwhile ends as ever, but its index is not kept.
+    # A turn that runs meanwhile finishes, but its index is not kept.
     drafter.start(3, SECRET[:10], session_id="chat", request_id="fourth")
     running = drafter.memory_bytes()
     drafter.forget("fourth")
@@ -180,16 +182,16 @@ def test_idle_sessions_with_a_turn_of_that_id_are_dropped():
     drafter.close()
 
 
-def two_that_run(drafter):
-    """One that another drafts from, while both run."""
+def start_two(drafter):
+    """Start sequence 1, and sequence 2 which drafts from its output."""
     drafter.start(1, SECRET[:5], request_id="mine")
     drafter.start(2, SECRET[:5] + np.uint32(500))
     drafter.draft(progress_of({1: SECRET[5:30]}, 0))
     drafter.corpus.refresh()
-    assert drafts_of_it(drafter, SECRET[5:12]) == SECRET[12:20].tolist()
+    assert draft_of_second(drafter, SECRET[5:12]) == SECRET[12:20].tolist()
 
 
-def drafts_of_it(drafter, tokens):
+def draft_of_second(drafter, tokens):
     return drafter.draft(progress_of({2: tokens}, 8, cost=1e-6)).tokens.tolist()
 
 
@@ -197,27 +199,27 @@ def drafts_of_it(drafter, tokens):
 def test_a_running_request_is_forgotten_too(from_another):
     corpus = Corpus(100_000, DEPTH)
     drafter, another = (SuffixDrafter(CONFIG, corpus=corpus) for _ in range(2))
-    two_that_run(drafter)
+    start_two(drafter)
     if from_another:
         another.forget("mine")
         drafter.forget_own("mine")
     else:
         drafter.forget("mine")
     corpus.refresh()
-    assert drafts_of_it(drafter, SECRET[12:19]) == []
-    # It runs on, and drafts from itself.
+    assert draft_of_second(drafter, SECRET[12:19]) == []
+    # It continues, and drafts from its own text.
     drafter.draft(progress_of({1: SECRET[30:40]}, 0))
     own = drafter.draft(progress_of({1: SECRET[5:12]}, 8, cost=1e-6)).tokens
     assert own.tolist() == SECRET[12:20].tolist()
     corpus.refresh()
-    assert drafts_of_it(drafter, SECRET[19:35]) == []
+    assert draft_of_second(drafter, SECRET[19:35]) == []
     drafter.finish(1, SECRET[40:])
-    # The other one had the same text before it.
+    # Sequence 2 had committed the same text.
     drafter.finish(2, np.empty(0, np.uint32), learn=False)
     corpus.refresh()
     assert corpus.tokens == 0
     assert_forgotten(corpus)
-    # What is said under the name from now on is another matter.
+    # Later requests of that id are remembered.
     drafter.start(1, SECRET[:5], request_id="mine")
     drafter.finish(1, SECRET[5:])
     corpus.refresh()
@@ -226,10 +228,10 @@ def test_a_running_request_is_forgotten_too(from_another):
 
 def test_other_running_requests_are_not_forgotten():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    two_that_run(drafter)
+    start_two(drafter)
     drafter.forget("theirs")
     drafter.corpus.refresh()
-    assert drafts_of_it(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
+    assert draft_of_second(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
     drafter.finish(1, SECRET[30:])
     drafter.corpus.refresh()
     assert draft_after(drafter.corpus, SECRET[:20])
@@ -243,7 +245,7 @@ def test_a_request_is_forgotten_while_its_prompt_is_indexed():
     drafter.start(2, SECRET[:5] + np.uint32(500))
     drafter.draft(progress_of({1: SECRET[20:40]}, 0))
     drafter.corpus.refresh()
-    assert drafts_of_it(drafter, SECRET[25:32]) == []
+    assert draft_of_second(drafter, SECRET[25:32]) == []
     drafter.finish(1, SECRET[40:])
     drafter.corpus.refresh()
     assert drafter.corpus.tokens == 0
@@ -255,34 +257,34 @@ def test_forgetting_an_ended_request_does_not_affect_a_new_one():
     ended = drafter.open(SECRET[:5], request_id="earlier")
     drafter.begin(3, ended)
     drafter.finish(3, SECRET[5:7], learn=False)
-    two_that_run(drafter)
+    start_two(drafter)
     drafter.forget_own("earlier")
     drafter.corpus.refresh()
     assert ended.running.request_id == "earlier"
-    assert drafts_of_it(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
+    assert draft_of_second(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
 
 
 @pytest.mark.parametrize("learned_prompt_tokens", [0, 32, 1 << 20])
 def test_a_turn_is_remembered_only_under_its_own_id(learned_prompt_tokens):
     config = DrafterConfig(capacity=100_000, match_depth=DEPTH, learned_prompt_tokens=learned_prompt_tokens)
     drafter = SuffixDrafter(config, corpus=Corpus(100_000, DEPTH))
-    asked, said = np.arange(5000, 5020, dtype=np.uint32), SECRET[:30]
-    drafter.start(1, asked, session_id="chat", request_id="first")
-    drafter.draft(progress_of({1: said[:10]}, 0))
-    drafter.finish(1, said[10:])
-    asked_next, said_next = asked + np.uint32(100), said + np.uint32(200)
-    drafter.start(2, np.concatenate([asked, said, asked_next]), session_id="chat", request_id="second")
-    drafter.finish(2, said_next)
+    prompt, output = np.arange(5000, 5020, dtype=np.uint32), SECRET[:30]
+    drafter.start(1, prompt, session_id="chat", request_id="first")
+    drafter.draft(progress_of({1: output[:10]}, 0))
+    drafter.finish(1, output[10:])
+    next_prompt, next_output = prompt + np.uint32(100), output + np.uint32(200)
+    drafter.start(2, np.concatenate([prompt, output, next_prompt]), session_id="chat", request_id="second")
+    drafter.finish(2, next_output)
     drafter.corpus.refresh()
-    assert draft_after(drafter.corpus, said[:10])
+    assert draft_after(drafter.corpus, output[:10])
     drafter.forget("first")
     drafter.corpus.refresh()
-    assert_forgotten(drafter.corpus, said)
-    assert_forgotten(drafter.corpus, asked)
-    # The second turn is there, with as much of its own prompt as is to be remembered.
+    assert_forgotten(drafter.corpus, output)
+    assert_forgotten(drafter.corpus, prompt)
+    # The second turn is remembered with the configured part of its own prompt.
     assert drafter.corpus.requests == 1
-    assert holds(drafter.corpus, said_next)
-    assert holds(drafter.corpus, np.concatenate([asked_next, said_next])) == (learned_prompt_tokens > 0)
+    assert holds(drafter.corpus, next_output)
+    assert holds(drafter.corpus, np.concatenate([next_prompt, next_output])) == (learned_prompt_tokens > 0)
 
 
 def test_a_committed_prefix_is_remembered():

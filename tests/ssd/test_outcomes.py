@@ -1,4 +1,4 @@
-"""Drafts after possible outcomes are those that a commit would give, and leave no trace."""
+"""`propose_after` gives the drafts that a commit would give, and changes no later draft."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def new_drafter(shape="path"):
 
 
 def outcomes_of(wanted, limit=8, cost=None):
-    """`wanted`: pairs of accepted tokens and bonus token by sequence id."""
+    """Return outcomes from pairs of (accepted tokens, bonus token) by sequence id."""
     pairs = [pair for each in wanted.values() for pair in each]
     return Outcomes(
         sequence_ids=np.array(list(wanted), np.uint64),
@@ -29,7 +29,7 @@ def outcomes_of(wanted, limit=8, cost=None):
 
 
 def play(drafter, texts, steps, on_step=lambda _drafts: None):
-    """Let a drafter run some texts; returns its last drafts and what was committed of each text."""
+    """Replay texts with a drafter; return its last drafts and the number of committed tokens of each text."""
     done = dict.fromkeys(texts, 10)
     for number, text in texts.items():
         drafter.start(number, text[:10])
@@ -50,7 +50,7 @@ def texts_of(seed, length=160):
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_drafts_are_those_that_a_commit_would_give(shape, seed):
+def test_drafts_equal_those_after_a_commit(shape, seed):
     texts = texts_of(seed)
     with new_drafter(shape) as drafter:
         drafts, _ = play(drafter, texts, steps=40)
@@ -79,7 +79,7 @@ def test_the_drafts_are_those_that_a_commit_would_give(shape, seed):
         assert len(table.tokens) > 10
 
 
-def test_nothing_later_depends_on_it():
+def test_later_drafts_and_counters_do_not_change():
     texts = texts_of(7, length=800)
     with new_drafter() as drafter, new_drafter() as reference:
 
@@ -100,7 +100,7 @@ def test_impossible_outcomes_are_refused():
     with new_drafter() as drafter:
         drafter.start(1, array([5, 6, 5]))
         assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 5]
-        with pytest.raises(ValueError, match="was offered 2 tokens; the first 3 of them are no path"):
+        with pytest.raises(ValueError, match="was offered 2 tokens; the first 3 of them are not a path"):
             drafter.propose_after(outcomes_of({1: [(3, 1)]}))
         with pytest.raises(ValueError, match="sequence 2 was not started"):
             drafter.propose_after(outcomes_of({2: [(0, 1)]}))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.observability.facts import BOUNDS_S, Latency, LogFacts, NamespaceFacts, ServiceFacts
+from drafter_service.observability.facts import BOUNDS_S, Latency, NamespaceFacts
 from ssd.stats import ACCEPTED, COUNT, OBSERVED, POSITIONS, PREDICTED, PROB_BINS, VERIFIED
 from ssd.types import Source
 
@@ -68,30 +69,21 @@ class Histogram:
         return np.append(np.add.reduceat(np.array(latency.counts, np.float64), _BUCKET_STARTS), latency.total_s)
 
 
-@dataclass(frozen=True)
-class Gauge:
-    """A number that rises and falls. Gauges of several namespaces can be summed."""
+class Number(NamedTuple):
+    """A gauge, or a counter if the name ends with `_total`."""
 
     name: str
     help: str
-    read: Callable[[NamespaceFacts], float]
-    labels: tuple[str, ...] = LABELS
+    read: Callable[[Any], float]
+    """Reads it from the facts of a namespace, of the service, or of the shared log."""
 
 
-class ServiceMetric(NamedTuple):
-    """A number of the service: a counter if the name ends with `_total`, else a gauge."""
-
-    name: str
-    help: str
-    read: Callable[[ServiceFacts], float]
+def _counter(name: str, path: str, text: str, labels: tuple[str, ...] = LABELS) -> Counter:
+    return Counter(name, text, attrgetter(path), labels=labels)
 
 
-class LogMetric(NamedTuple):
-    """A number of the shared log, exported only if there is one."""
-
-    name: str
-    help: str
-    read: Callable[[LogFacts], float]
+def _number(name: str, path: str, text: str) -> Number:
+    return Number(name, text, attrgetter(path))
 
 
 def _ranges(table: str, column: int, starts: tuple[int, ...]) -> Read:
@@ -117,23 +109,20 @@ def _by_path_prob(name: str, text: str, column: int) -> Counter:
 
 
 COUNTERS: tuple[Counter | Histogram, ...] = (
-    Counter(
+    _counter(
         "vllm:spec_decode_num_drafts_total",
+        "stats.hits",
         "Drafts that were verified, one per sequence and step.",
-        lambda facts: facts.stats.hits,
-        labels=VLLM_LABELS,
+        VLLM_LABELS,
     ),
-    Counter(
-        "vllm:spec_decode_num_draft_tokens_total",
-        "Draft tokens that were verified.",
-        lambda facts: facts.stats.verified,
-        labels=VLLM_LABELS,
+    _counter(
+        "vllm:spec_decode_num_draft_tokens_total", "stats.verified", "Draft tokens that were verified.", VLLM_LABELS
     ),
-    Counter(
+    _counter(
         "vllm:spec_decode_num_accepted_tokens_total",
+        "stats.accepted",
         "Draft tokens that were accepted, without bonus tokens.",
-        lambda facts: facts.stats.accepted,
-        labels=VLLM_LABELS,
+        VLLM_LABELS,
     ),
     Counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
@@ -144,12 +133,12 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
         is_cut=True,
         labels=VLLM_LABELS,
     ),
-    Counter("ssd_drafter_steps_total", "Sequence steps, with or without a draft.", lambda facts: facts.stats.steps),
-    Counter("ssd_drafter_hits_total", "Sequence steps in which a draft was verified.", lambda facts: facts.stats.hits),
-    Counter(
+    _counter("ssd_drafter_steps_total", "stats.steps", "Sequence steps, with or without a draft."),
+    _counter("ssd_drafter_hits_total", "stats.hits", "Sequence steps in which a draft was verified."),
+    _counter(
         "ssd_drafter_committed_tokens_total",
+        "stats.committed",
         "Tokens that the targets produced: accepted draft tokens and bonus tokens.",
-        lambda facts: facts.stats.committed,
     ),
     _by_source("ssd_drafter_verified_tokens_total", "Draft tokens that were verified, by source.", VERIFIED),
     _by_source("ssd_drafter_accepted_tokens_total", "Draft tokens that were accepted, by source.", ACCEPTED),
@@ -185,54 +174,42 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
         "Draft tokens that were accepted, by path probability.",
         OBSERVED,
     ),
-    Counter(
+    _counter(
         "ssd_drafter_appended_tokens_total",
+        "corpus.learned_tokens",
         "Tokens learned, including those forgotten or overwritten since.",
-        lambda facts: facts.corpus.appended_tokens,
     ),
-    Counter(
+    _counter(
         "ssd_drafter_forgotten_requests_total",
+        "corpus.forgotten_requests",
         "Requests forgotten on demand; pieces of long requests count separately.",
-        lambda facts: facts.corpus.forgotten,
     ),
-    Counter(
-        "ssd_drafter_duplicate_texts_total",
-        "Texts that were sent again after they had been learned.",
-        lambda facts: facts.duplicates,
+    _counter(
+        "ssd_drafter_duplicate_texts_total", "duplicates", "Texts that were sent again after they had been learned."
     ),
-    Counter(
-        "ssd_drafter_merges_total", "Times that finished requests became draftable.", lambda facts: facts.corpus.merges
-    ),
-    Counter(
+    _counter("ssd_drafter_merges_total", "corpus.merges", "Times that finished requests became draftable."),
+    _counter(
         "ssd_drafter_base_merges_total",
+        "corpus.base_merges",
         "Merges into the base tier, the largest part of the suffix array.",
-        lambda facts: facts.corpus.base_merges,
     ),
-    Counter(
-        "ssd_drafter_full_builds_total",
-        "Times that the whole suffix array was sorted.",
-        lambda facts: facts.corpus.full_builds,
-    ),
-    Counter(
+    _counter("ssd_drafter_full_builds_total", "corpus.full_builds", "Times that the whole suffix array was sorted."),
+    _counter(
         "ssd_drafter_client_timeouts_total",
+        "clients.timeouts",
         "Engine steps that ran without drafts because the answer came too late.",
-        lambda facts: facts.clients.timeouts,
     ),
-    Counter(
+    _counter(
         "ssd_drafter_client_dropped_answers_total",
+        "clients.dropped",
         "Answers that clients dropped because they came too late.",
-        lambda facts: facts.clients.dropped,
     ),
-    Counter(
+    _counter(
         "ssd_drafter_client_resyncs_total",
+        "clients.resyncs",
         "Sequences that clients sent again because the service did not have them.",
-        lambda facts: facts.clients.resyncs,
     ),
-    Counter(
-        "ssd_drafter_client_reconnects_total",
-        "Connections that clients re-established.",
-        lambda facts: facts.clients.reconnects,
-    ),
+    _counter("ssd_drafter_client_reconnects_total", "clients.reconnects", "Connections that clients re-established."),
     Histogram(
         "ssd_drafter_draft_latency_seconds",
         "Seconds that the service takes to answer one message, which asks for the drafts of a whole batch.",
@@ -245,26 +222,18 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
     ),
 )
 
-GAUGES: tuple[Gauge, ...] = (
-    Gauge(
-        "ssd_drafter_corpus_tokens", "Tokens remembered now, including separators.", lambda facts: facts.corpus.tokens
-    ),
-    Gauge(
-        "ssd_drafter_corpus_capacity_tokens",
-        "Maximum number of tokens remembered.",
-        lambda facts: facts.corpus.capacity,
-    ),
-    Gauge(
+GAUGES = (
+    _number("ssd_drafter_corpus_tokens", "corpus.tokens", "Tokens remembered now, including separators."),
+    _number("ssd_drafter_corpus_capacity_tokens", "corpus.capacity_tokens", "Maximum number of tokens remembered."),
+    _number(
         "ssd_drafter_corpus_requests",
+        "corpus.requests",
         "Requests remembered now; pieces of long requests count separately.",
-        lambda facts: facts.corpus.requests,
     ),
-    Gauge(
-        "ssd_drafter_waiting_tokens", "Tokens learned but not draftable yet.", lambda facts: facts.corpus.waiting_tokens
-    ),
-    Gauge("ssd_drafter_memory_bytes", "Memory of the namespace in bytes.", lambda facts: facts.memory_bytes),
-    Gauge("ssd_drafter_streams", "Engine streams connected now.", lambda facts: facts.streams),
-    Gauge("ssd_drafter_sequences", "Sequences running now.", lambda facts: facts.sequences),
+    _number("ssd_drafter_waiting_tokens", "corpus.waiting_tokens", "Tokens learned but not draftable yet."),
+    _number("ssd_drafter_memory_bytes", "memory_bytes", "Memory of the namespace in bytes."),
+    _number("ssd_drafter_streams", "streams", "Engine streams connected now."),
+    _number("ssd_drafter_sequences", "sequences", "Sequences running now."),
 )
 
 INFO = "ssd_drafter"
@@ -272,60 +241,32 @@ INFO = "ssd_drafter"
 INFO_HELP = "Always 1; the label is the version of the service."
 
 SERVICE_METRICS = (
-    ServiceMetric("ssd_drafter_namespaces", "Namespaces in memory now.", lambda facts: len(facts.namespaces)),
-    ServiceMetric(
-        "ssd_drafter_resident_memory_bytes",
-        "Resident memory of the whole process in bytes.",
-        lambda facts: facts.memory_bytes,
-    ),
-    ServiceMetric(
-        "ssd_drafter_start_time_seconds",
-        "Start time of the service, in seconds since 1970.",
-        lambda facts: facts.started_at,
-    ),
-    ServiceMetric("ssd_drafter_refused_total", "Requests and streams that were refused.", lambda facts: facts.refused),
-    ServiceMetric(
-        "ssd_drafter_failed_saves_total", "Snapshots that could not be saved.", lambda facts: facts.failed_saves
-    ),
+    Number("ssd_drafter_namespaces", "Namespaces in memory now.", lambda facts: len(facts.namespaces)),
+    _number("ssd_drafter_resident_memory_bytes", "memory_bytes", "Resident memory of the whole process in bytes."),
+    _number("ssd_drafter_start_time_seconds", "started_at", "Start time of the service, in seconds since 1970."),
+    _number("ssd_drafter_refused_total", "refused", "Requests and streams that were refused."),
+    _number("ssd_drafter_failed_saves_total", "failed_saves", "Snapshots that could not be saved."),
 )
 
 LOG_METRICS = (
-    LogMetric(
-        "ssd_drafter_log_connected",
-        "1 while the shared log can be reached, else 0.",
-        lambda log: bool(log.is_connected),
+    _number("ssd_drafter_log_connected", "is_connected", "1 while the shared log can be reached, else 0."),
+    _number("ssd_drafter_log_lag_entries", "lag_entries", "Entries of the log not read yet."),
+    _number("ssd_drafter_log_lag_seconds", "lag_s", "Seconds by which this replica is behind the log."),
+    _number("ssd_drafter_log_published_tokens_total", "published_tokens", "Tokens that this replica wrote to the log."),
+    _number(
+        "ssd_drafter_log_consumed_tokens_total", "consumed_tokens", "Tokens of other replicas learned from the log."
     ),
-    LogMetric("ssd_drafter_log_lag_entries", "Entries of the log not read yet.", lambda log: log.lag_entries),
-    LogMetric("ssd_drafter_log_lag_seconds", "Seconds by which this replica is behind the log.", lambda log: log.lag_s),
-    LogMetric(
-        "ssd_drafter_log_published_tokens_total",
-        "Tokens that this replica wrote to the log.",
-        lambda log: log.published_tokens,
-    ),
-    LogMetric(
-        "ssd_drafter_log_consumed_tokens_total",
-        "Tokens of other replicas learned from the log.",
-        lambda log: log.consumed_tokens,
-    ),
-    LogMetric(
-        "ssd_drafter_log_duplicates_total",
-        "Texts in the log that had already been learned.",
-        lambda log: log.duplicates,
-    ),
-    LogMetric(
+    _number("ssd_drafter_log_duplicates_total", "duplicates", "Texts in the log that had already been learned."),
+    _number(
         "ssd_drafter_log_dropped_tokens_total",
+        "dropped_tokens",
         "Tokens never written to the log because too many were waiting.",
-        lambda log: log.dropped_tokens,
     ),
-    LogMetric(
-        "ssd_drafter_log_malformed_entries_total",
-        "Invalid entries of the log, which were skipped.",
-        lambda log: log.malformed,
-    ),
-    LogMetric(
+    _number("ssd_drafter_log_malformed_entries_total", "malformed", "Invalid entries of the log, which were skipped."),
+    _number(
         "ssd_drafter_log_gaps_total",
+        "gaps",
         "Times that entries may have been missed: trimmed before they were read, or lost with Redis.",
-        lambda log: log.gaps,
     ),
-    LogMetric("ssd_drafter_log_errors_total", "Failed calls to the log.", lambda log: log.errors),
+    _number("ssd_drafter_log_errors_total", "errors", "Failed calls to the log."),
 )

@@ -25,6 +25,7 @@ from drafter_service.observability.metrics.catalogue import (
     GAUGES,
     INFO,
     INFO_HELP,
+    LABELS,
     LOG_METRICS,
     SERVICE_METRICS,
     Counter,
@@ -51,7 +52,7 @@ class DrafterCollector(Collector):
     def __init__(self, facts: Callable[[], ServiceFacts], max_namespaces: int) -> None:
         """`facts` is called in the thread that collects."""
         self._facts = facts
-        self._rows = Rows(max_namespaces)
+        self._rows = NamespaceRows(max_namespaces)
         self._updating = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -73,9 +74,9 @@ class DrafterCollector(Collector):
             else:
                 yield _counter_family(counter, columns, rows)
         for column, gauge in enumerate(GAUGES):
-            family = GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels)
+            family = GaugeMetricFamily(gauge.name, gauge.help, labels=LABELS)
             for row in rows:
-                family.add_metric(_label_values(row, gauge.labels), row.gauges[column])
+                family.add_metric(_label_values(row, LABELS), row.gauges[column])
             yield family
 
 
@@ -94,7 +95,7 @@ class Row:
     """float64 [len(GAUGES)]."""
 
 
-class Rows:
+class NamespaceRows:
     """The rows, from one scrape to the next.
 
     A namespace keeps its own row while it is in memory. Sums never decrease although namespaces come and go and their

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from drafter_service.observability.facts import (
     BOUNDS_S,
-    CorpusFacts,
     Latency,
-    LogFacts,
     ModelIdentity,
     NamespaceFacts,
-    Passage,
     Sample,
     ServiceFacts,
 )
@@ -29,18 +25,15 @@ from drafter_service.observability.report.figures import (
 )
 from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
-    Clients,
     CorpusReport,
+    CounterTables,
     DurationBin,
     LatencyReport,
     ModelReport,
     NamespaceReport,
-    PassageReport,
     Recent,
     Report,
     ServiceReport,
-    SharedLog,
-    Tables,
 )
 from ssd.corpus.snapshot import load
 
@@ -65,7 +58,7 @@ def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -
             uptime_s=max(0.0, finite(facts.now - facts.started_at)),
             memory_bytes=facts.memory_bytes,
             refused=facts.refused,
-            log=None if facts.log is None else _log(facts.log),
+            log=facts.log,
         ),
         total=sum_drafting(namespace.drafting for namespace in namespaces),
         namespaces=namespaces,
@@ -93,11 +86,6 @@ def snapshot_report(path: Path, name: str | None = None) -> Report:
     )
 
 
-def _log(log: LogFacts) -> SharedLog:
-    # Clocks of replicas differ, so an entry may seem to come from the future.
-    return SharedLog(**{**asdict(log), "lag_s": max(0.0, finite(log.lag_s))})
-
-
 def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
     """Return the report of one namespace; `now` in seconds since 1970."""
     known = tables(facts.stats.counters)
@@ -108,20 +96,20 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         model=_model(facts.model),
         recent=lately,
         over_time=periods(samples),
-        corpus=_corpus(facts.corpus, lately),
+        corpus=_with_rates(facts.corpus, lately),
         draft_latency=_latency(facts.draft_latency),
         merge_latency=_latency(facts.merge_latency),
-        clients=Clients(**asdict(facts.clients)),
+        clients=facts.clients.model_copy(),
         memory_bytes=facts.memory_bytes,
         streams=facts.streams,
         sequences=facts.sequences,
         duplicates=facts.duplicates,
-        passages=None if facts.passages is None else [_passage(passage) for passage in facts.passages],
+        passages=facts.passages,
         **dict(known),
     )
 
 
-def _sample(facts: NamespaceFacts, known: Tables, now: float) -> Sample:
+def _sample(facts: NamespaceFacts, known: CounterTables, now: float) -> Sample:
     drafting = known.drafting
     return Sample(
         time=now,
@@ -131,7 +119,7 @@ def _sample(facts: NamespaceFacts, known: Tables, now: float) -> Sample:
         drafted=drafting.drafted,
         accepted=drafting.accepted,
         corpus_tokens=facts.corpus.tokens,
-        appended_tokens=facts.corpus.appended_tokens,
+        appended_tokens=facts.corpus.learned_tokens or 0,
         memory_bytes=facts.memory_bytes,
         timeouts=facts.clients.timeouts,
     )
@@ -146,22 +134,15 @@ def _model(model: ModelIdentity) -> ModelReport:
     )
 
 
-def _corpus(facts: CorpusFacts, lately: Recent | None) -> CorpusReport:
+def _with_rates(corpus: CorpusReport, lately: Recent | None) -> CorpusReport:
+    capacity, learned = corpus.capacity_tokens or 0, corpus.learned_tokens or 0
     tokens_per_s = 0.0 if lately is None else lately.learned_tokens_per_s
-    return CorpusReport(
-        tokens=facts.tokens,
-        requests=facts.requests,
-        capacity_tokens=facts.capacity,
-        occupancy=share(facts.tokens, facts.capacity),
-        learned_tokens=facts.appended_tokens,
-        turnovers=ratio(facts.appended_tokens, facts.capacity),
-        turnover_s=ratio(facts.capacity, tokens_per_s),
-        waiting_tokens=max(0, facts.waiting_tokens),
-        forgotten_requests=facts.forgotten,
-        merges=facts.merges,
-        base_merges=facts.base_merges,
-        full_builds=facts.full_builds,
-    )
+    derived = {
+        "occupancy": share(corpus.tokens, capacity),
+        "turnovers": ratio(learned, capacity),
+        "turnover_s": ratio(capacity, tokens_per_s),
+    }
+    return corpus.model_copy(update=derived)
 
 
 def _latency(latency: Latency) -> LatencyReport:
@@ -182,7 +163,3 @@ def _latency(latency: Latency) -> LatencyReport:
         longest_s=latency.longest_s,
         bins=bins[used[0] : used[-1] + 1],
     )
-
-
-def _passage(passage: Passage) -> PassageReport:
-    return PassageReport(accepted=passage.accepted, age_tokens=passage.age_tokens, tokens=passage.tokens.tolist())

@@ -1,4 +1,4 @@
-"""Tables and ratios of a report, computed from counters and from samples over time.
+"""CounterTables and ratios of a report, computed from counters and from samples over time.
 
 A ratio is always a finite number, or None where its denominator is zero.
 """
@@ -17,6 +17,7 @@ from drafter_service.observability.report.schema import (
     Age,
     AgeTally,
     Calibration,
+    CounterTables,
     Drafting,
     Estimate,
     LengthTally,
@@ -25,7 +26,6 @@ from drafter_service.observability.report.schema import (
     PositionTally,
     Recent,
     SourceTally,
-    Tables,
 )
 from ssd.stats import ACCEPTED, AGES, COUNT, HITS, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Counters
 from ssd.types import Source
@@ -94,12 +94,12 @@ def sum_drafting(parts: Iterable[Drafting]) -> Drafting:
 # --- Counters to tables
 
 
-def tables(counters: Counters) -> Tables:
+def tables(counters: Counters) -> CounterTables:
     """Return the tables of counters. Values that only a damaged file may hold (negative, not finite) count as 0."""
     counters = Counters(*(np.maximum(np.nan_to_num(array, posinf=0.0), 0) for array in counters))
     steps, committed, hits = counters.steps.tolist()
     drafted, accepted = (sum(column) for column in counters.by_source.T.tolist())
-    return Tables(
+    return CounterTables(
         drafting=drafting_of(steps, committed, hits, drafted, accepted),
         by_position=_by_position(counters),
         by_match_length=_by_match_length(counters),

@@ -141,7 +141,7 @@ def _middle(period: Period) -> float:
     return (period.begins_at + period.ends_at) / 2
 
 
-# --- Tables as bars
+# --- CounterTables as bars
 
 
 class Bar(NamedTuple):

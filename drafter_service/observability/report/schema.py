@@ -202,13 +202,17 @@ class LatencyReport(_Part):
     bins: list[DurationBin] = Field(description="Ascending, without empty bins at both ends.")
 
 
-class Clients(_Part):
+class ClientTotals(BaseModel):
     """Counters of the engines' clients, summed over all that ever connected."""
 
-    timeouts: Count = Field(description="Engine steps that ran without drafts because the answer came too late.")
-    dropped: Count = Field(description="Answers that came too late and were dropped.")
-    resyncs: Count = Field(description="Sequences that were sent again because the service did not have them.")
-    reconnects: Count = Field(description="Connections that were re-established.")
+    timeouts: Count = Field(
+        default=0, description="Engine steps that ran without drafts because the answer came too late."
+    )
+    dropped: Count = Field(default=0, description="Answers that came too late and were dropped.")
+    resyncs: Count = Field(
+        default=0, description="Sequences that were sent again because the service did not have them."
+    )
+    reconnects: Count = Field(default=0, description="Connections that were re-established.")
 
 
 class PassageReport(_Part):
@@ -229,7 +233,7 @@ class ModelReport(_Part):
     vocabulary_size: Count | None = Field(description="Token ids are below this. Null: not known.")
 
 
-class Tables(_Part):
+class CounterTables(_Part):
     """The counters of a namespace as tables."""
 
     drafting: Drafting = Field(description="Totals since the counters began; snapshots preserve them over restarts.")
@@ -240,7 +244,7 @@ class Tables(_Part):
     calibration: Calibration = Field(description="Accuracy of path probabilities as predictions of acceptance.")
 
 
-class NamespaceReport(Tables):
+class NamespaceReport(CounterTables):
     """An isolated corpus and the drafting from it. The report of a snapshot has fewer fields than that of a service."""
 
     name: str = Field(description="The namespace; for a snapshot, the name of the file.")
@@ -256,7 +260,7 @@ class NamespaceReport(Tables):
     merge_latency: LatencyReport | None = Field(
         default=None, description="Time of the maintainer's refreshes that merged something."
     )
-    clients: Clients | None = Field(default=None, description="Counters of the engines' clients.")
+    clients: ClientTotals | None = Field(default=None, description="Counters of the engines' clients.")
     memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
     streams: Count | None = Field(default=None, description="Engines connected now.")
     sequences: Count | None = Field(default=None, description="Sequences running now.")
@@ -269,21 +273,25 @@ class NamespaceReport(Tables):
     )
 
 
-class SharedLog(_Part):
+class SharedLogReport(_Part):
     """The log of finished requests that replicas share, as this replica sees it."""
 
-    is_connected: bool = Field(description="Whether it can be reached now.")
-    published_tokens: Count = Field(description="Tokens that this replica wrote to it.")
-    consumed_tokens: Count = Field(description="Tokens that this replica learned from it.")
-    duplicates: Count = Field(description="Requests read from it that were already known.")
-    dropped_tokens: Count = Field(description="Tokens never written because the log was too slow or unreachable.")
+    is_connected: bool = Field(default=False, description="Whether it can be reached now.")
+    published_tokens: Count = Field(default=0, description="Tokens that this replica wrote to it.")
+    consumed_tokens: Count = Field(default=0, description="Tokens that this replica learned from it.")
+    duplicates: Count = Field(default=0, description="Requests read from it that were already known.")
+    dropped_tokens: Count = Field(
+        default=0, description="Tokens never written because the log was too slow or unreachable."
+    )
     malformed: Count = Field(default=0, description="Invalid entries, which were skipped.")
     gaps: Count = Field(
         default=0, description="Times that entries may have been missed: trimmed before they were read, or lost."
     )
-    errors: Count = Field(description="Failed calls.")
-    lag_entries: Count = Field(description="Entries not read yet.")
-    lag_s: Amount = Field(description="Age of the newest entry that was read, relative to the newest one, in seconds.")
+    errors: Count = Field(default=0, description="Failed calls.")
+    lag_entries: Count = Field(default=0, description="Entries not read yet.")
+    lag_s: Amount = Field(
+        default=0.0, description="Age of the newest entry that was read, relative to the newest one, in seconds."
+    )
 
 
 class ServiceReport(_Part):
@@ -294,7 +302,7 @@ class ServiceReport(_Part):
     uptime_s: Amount = Field(description="Seconds.")
     memory_bytes: Count = Field(description="Resident memory of the whole process, in bytes.")
     refused: Count = Field(description="Requests and streams that were refused.")
-    log: SharedLog | None = Field(description="Null: the service has no shared log.")
+    log: SharedLogReport | None = Field(description="Null: the service has no shared log.")
 
 
 class Report(_Part):

@@ -14,7 +14,7 @@ from rich.text import Text
 from drafter_service.observability.report import units
 from drafter_service.observability.report.figures import share
 from drafter_service.observability.report.schema import (
-    Clients,
+    ClientTotals,
     CorpusReport,
     Drafting,
     LatencyReport,
@@ -238,7 +238,7 @@ def _latencies(draft: LatencyReport, merge: LatencyReport) -> Table:
     return table
 
 
-def _engines(namespace: NamespaceReport, clients: Clients) -> Table:
+def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Table:
     return _list(
         "engines",
         [
@@ -279,7 +279,7 @@ def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     return grid
 
 
-# --- Tables of a report in few rows
+# --- CounterTables of a report in few rows
 
 
 def positions(namespace: NamespaceReport) -> list[Row]:

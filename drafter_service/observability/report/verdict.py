@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from drafter_service.observability.report import units
-from drafter_service.observability.report.schema import Drafting, NamespaceReport, Report, ServiceReport, SharedLog
+from drafter_service.observability.report.schema import (
+    Drafting,
+    NamespaceReport,
+    Report,
+    ServiceReport,
+    SharedLogReport,
+)
 
 MIN_GAIN = 0.01
 """A smaller share of saved steps is not noticeable."""
@@ -87,7 +93,7 @@ def service_facts(service: ServiceReport) -> list[str]:
     return [*facts, f"{units.count(service.refused)} refused"] if service.refused else facts
 
 
-def log_facts(log: SharedLog | None) -> list[str]:
+def log_facts(log: SharedLogReport | None) -> list[str]:
     """Return one line about the shared log; nothing without one."""
     if log is None:
         return []

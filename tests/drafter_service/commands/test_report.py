@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from drafter_service.commands.connection import Link
+from drafter_service.commands.link import Link
 from drafter_service.commands.report import fetch_report, report, top
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.schema import Report
@@ -141,7 +141,7 @@ def test_report_of_a_snapshot(tmp_path):
         (["--snapshot", "y", "--passages"], "remove --passages"),
         (["--snapshot", "y", "--namespace", "z"], "remove --passages and --namespace"),
         (["--server", "unix:/x", "--tokenizer", "y"], "add --passages"),
-        (["--server", "nonsense"], "is no address"),
+        (["--server", "nonsense"], "is not an address"),
     ],
 )
 def test_contradictory_options_are_refused(arguments, reason):

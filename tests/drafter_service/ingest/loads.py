@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from drafter_service.ingest.batches import read_batches
-from drafter_service.ingest.documents import Learned
+from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading, encode
 from drafter_service.ingest.resume import Resume
@@ -89,4 +89,4 @@ class Collected:
 
     def finish(self):
         self.commit()
-        return Learned(len(self.pairs), sum(len(tokens) for _, tokens in self.pairs), 0)
+        return Totals(len(self.pairs), sum(len(tokens) for _, tokens in self.pairs), 0)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_service.ingest.chats import Chat, Reply
 from drafter_service.ingest.documents import Faults, Item, RecordError
 from drafter_service.ingest.files import File
-from drafter_service.ingest.messages import Chat, Reply
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import BAD_IDS, KNOWN, NO_FIELD, NO_OUTPUT, NOT_A_RECORD, find_outputs
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from drafter_service.ingest.chats import Chat
 from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.messages import Chat
-from drafter_service.ingest.vocabulary import REFUSED, ChatTemplate, Vocabulary
+from drafter_service.ingest.vocabulary import REFUSED, ChatFormatter, Vocabulary
 from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import MODEL, TEMPLATE, model_folder
 
@@ -68,7 +68,7 @@ def test_templates_agree_with_transformers(tmp_path, template):
         ._compile_jinja_template(template)
         .render(messages=[USER, CALL, USER], tools=TOOLS, add_generation_prompt=True, bos_token="<s>")
     )
-    chat = ChatTemplate(model_folder(tmp_path / "m", template))
+    chat = ChatFormatter(model_folder(tmp_path / "m", template))
     assert chat.prompt_text(Chat([USER, CALL, USER], TOOLS)) == rendered
     assert chat.note is None
 
@@ -77,20 +77,20 @@ def test_templates_are_found_in_all_usual_places(tmp_path):
     folder = model_folder(
         tmp_path / "m", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "A"}]
     )
-    assert ChatTemplate(folder).prompt_text(Chat([USER])) == "A"
+    assert ChatFormatter(folder).prompt_text(Chat([USER])) == "A"
     (folder / "chat_template.jinja").write_text("B")
-    assert ChatTemplate(folder).prompt_text(Chat([USER])) == "B"
+    assert ChatFormatter(folder).prompt_text(Chat([USER])) == "B"
 
 
 def test_tool_calls_are_rendered_by_the_template(tmp_path):
-    chat = ChatTemplate(model_folder(tmp_path / "m"))
+    chat = ChatFormatter(model_folder(tmp_path / "m"))
     assert chat.reply_text(Chat([USER]), CALL) == '{"name": "look", "arguments": {"at": "<it>"}}<|end|>'
     assert chat.reply_text(None, CALL) == '{"at":"<it>"}'
 
 
 @pytest.mark.parametrize("template", [None, "{% nonsense %}", "{{"])
 def test_without_a_usable_template_messages_are_concatenated(tmp_path, template):
-    chat = ChatTemplate(model_folder(tmp_path / "m", template))
+    chat = ChatFormatter(model_folder(tmp_path / "m", template))
     assert not chat.was_missing
     assert chat.prompt_text(Chat([USER, {"role": "assistant", "content": "So."}])) == "Why <b>?\nSo.\n"
     assert chat.reply_text(Chat([USER]), CALL) == '{"at":"<it>"}'
@@ -99,9 +99,9 @@ def test_without_a_usable_template_messages_are_concatenated(tmp_path, template)
 
 
 def test_templates_cannot_leave_their_sandbox(tmp_path):
-    chat = ChatTemplate(model_folder(tmp_path / "m", "{{ ''.__class__.__mro__[1].__subclasses__() }}"))
+    chat = ChatFormatter(model_folder(tmp_path / "m", "{{ ''.__class__.__mro__[1].__subclasses__() }}"))
     with pytest.raises(RecordError, match=REFUSED):
         chat.prompt_text(Chat([USER]))
-    chat = ChatTemplate(model_folder(tmp_path / "n", "{{ messages.append(1) }}"))
+    chat = ChatFormatter(model_folder(tmp_path / "n", "{{ messages.append(1) }}"))
     with pytest.raises(RecordError, match=REFUSED):
         chat.prompt_text(Chat([USER]))

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import drafter_service.observability.metrics.endpoint as endpoint_module
 from drafter_service.observability.facts import BOUNDS_S
 from drafter_service.observability.metrics.catalogue import BUCKETS, COUNTERS
-from drafter_service.observability.metrics.collector import DrafterCollector, Rows
+from drafter_service.observability.metrics.collector import DrafterCollector, NamespaceRows
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
@@ -211,7 +211,7 @@ MOMENTS = st.lists(
 
 @given(MOMENTS)
 def test_sums_never_decrease_and_count_everything_once(moments):
-    rows, totals, summed, own = Rows(2), {}, 0, set()
+    rows, totals, summed, own = NamespaceRows(2), {}, 0, set()
     for moment in moments:
         before = dict(totals)
         for name, (grown, is_new) in moment.items():

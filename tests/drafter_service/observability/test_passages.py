@@ -30,7 +30,7 @@ def test_most_accepted_passage_comes_first_with_its_age(texts, corpus):
             found.note(texts[number][10:50], corpus)
     first, second, third = found.most_productive(corpus)
     assert [first.accepted, second.accepted, third.accepted] == [200, 80, 40]
-    assert first.tokens.tolist() == texts[7][10 : 10 + MAX_LENGTH].tolist()
+    assert first.tokens == texts[7][10 : 10 + MAX_LENGTH].tolist()
     # After it come the rest of its text and 12 others, each with a separator.
     assert first.age_tokens == 100 - 42 + 1 + 12 * 101
 
@@ -39,7 +39,7 @@ def test_short_pieces_and_unknown_text_are_not_counted(texts, corpus):
     found = Passages()
     found.note(texts[0][: MIN_LENGTH - 1], corpus)
     found.note(np.arange(5000, 5040, dtype=np.uint32), corpus)
-    assert found.most_productive(corpus) == ()
+    assert found.most_productive(corpus) == []
     found.note(texts[0][:MIN_LENGTH], corpus)
     assert len(found.most_productive(corpus)) == 1
 
@@ -50,7 +50,7 @@ def test_forgotten_text_is_not_shown(texts, corpus):
         found.note(texts[number][10:50], corpus)
     corpus.forget("request-3")
     corpus.refresh()
-    assert [passage.tokens.tolist() for passage in found.most_productive(corpus)] == [texts[7][10:42].tolist()]
+    assert [passage.tokens for passage in found.most_productive(corpus)] == [texts[7][10:42].tolist()]
     assert len(found._accepted) == 1
 
 
@@ -63,4 +63,4 @@ def test_memory_is_bounded_and_frequent_passages_remain(texts, corpus, monkeypat
         for first in range(1, 50):
             found.note(text[first : first + 12], corpus)
             assert len(found._accepted) <= 16 < MAX_COUNTED
-    assert found.most_productive(corpus)[0].tokens.tolist() == texts[0][:32].tolist()
+    assert found.most_productive(corpus)[0].tokens == texts[0][:32].tolist()

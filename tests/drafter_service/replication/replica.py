@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from drafter_service.replication.events import Event, Finished
+from drafter_service.replication.redis_stream import OLDEST
 from drafter_service.replication.shared_log import SharedLog
-from drafter_service.replication.stream import OLDEST
 
 TIMEOUT_S = 30.0
 

@@ -67,7 +67,7 @@ def test_entries_end_when_they_have_enough_tokens():
 def test_request_larger_than_the_outbox_is_dropped_alone():
     outbox = Outbox(1000)
     outbox.put(request(1))
-    assert outbox.put(request(2, 1000)) == 1
+    assert outbox.put(request(2, 1000)) == 1000
     assert outbox.is_overflowing
     assert [[event.request for event in entry] for entry in take_all(outbox)] == [["1"]]
     assert not outbox.is_overflowing

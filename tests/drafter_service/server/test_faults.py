@@ -20,7 +20,7 @@ from hypothesis import settings
 
 from drafter_service.observability.facts import History, Sample
 from drafter_service.server.housekeeping import Housekeeping
-from drafter_service.settings.tree import Reports, ServiceConfig, Snapshots
+from drafter_service.settings.tree import ReportsConfig, ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.snapshot import load
 from tests.certificates import Authority
@@ -195,7 +195,7 @@ async def test_housekeeping_continues_when_the_clock_jumps(monkeypatch):
         save_changed=lambda: counted_call("saves"),
         unload_idle=lambda idle_s: counted_call("unloads"),
     )
-    config = ServiceConfig(reports=Reports(sample_s=0.001), snapshots=Snapshots(interval_s=0.001))
+    config = ServiceConfig(reports=ReportsConfig(sample_s=0.001), snapshots=SnapshotsConfig(interval_s=0.001))
     housekeeping = Housekeeping(namespaces, config)
     housekeeping.start()
     async with asyncio.timeout(TIMEOUT_S):
@@ -220,7 +220,7 @@ async def test_housekeeping_survives_exceptions_and_finishes_work_in_progress():
         """Nothing is idle."""
 
     namespaces = SimpleNamespace(loaded={}, save_changed=save_changed, unload_idle=unload_idle)
-    housekeeping = Housekeeping(namespaces, ServiceConfig(snapshots=Snapshots(interval_s=0.001)))
+    housekeeping = Housekeeping(namespaces, ServiceConfig(snapshots=SnapshotsConfig(interval_s=0.001)))
     housekeeping.start()
     async with asyncio.timeout(TIMEOUT_S):
         await began.wait()

@@ -13,8 +13,7 @@ from drafter_service.server import namespaces as module
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces, max_bytes
 from drafter_service.server.session import Session
-from drafter_service.settings.tree import Limits, ServiceConfig, Snapshots
-from drafter_service.settings.tree import Namespaces as NamespaceSettings
+from drafter_service.settings.tree import Limits, NamespacesConfig, ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
@@ -34,8 +33,8 @@ def config_of(folder=None, *, fit=10, **changes):
     limit = fit * max_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
-        namespaces=NamespaceSettings(memory_limit=limit, **changes),
-        snapshots=Snapshots(folder=folder),
+        namespaces=NamespacesConfig(memory_limit=limit, **changes),
+        snapshots=SnapshotsConfig(folder=folder),
     )
 
 
@@ -118,7 +117,7 @@ async def test_without_permission_to_make_namespaces_only_known_ones_are_used(tm
     async with opened(tmp_path) as namespaces:
         await namespaces.save(await learned(namespaces, "on-disk", [1, 2, 3, 4]))
     async with opened(tmp_path, create=False, capacities={"configured": 6000}) as namespaces:
-        with pytest.raises(NamespaceError, match="there is no namespace 'new', and clients may not make any"):
+        with pytest.raises(NamespaceError, match="there is no namespace 'new', and clients may not create any"):
             await learned(namespaces, "new")
         assert draft_of(await learned(namespaces, "on-disk"), [1, 2, 3], 1) == [4]
         assert (await learned(namespaces, "configured")).corpus.capacity == 6000
@@ -214,7 +213,7 @@ def test_memory_limit_below_one_namespace_is_refused():
     with pytest.raises(
         UserError, match=r"namespaces.memory_limit: 12,537,500 bytes are too few .* which needs 25,075,000"
     ):
-        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespaceSettings(memory_limit=12_537_500)))
+        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespacesConfig(memory_limit=12_537_500)))
 
 
 def blocked_writes(monkeypatch):
@@ -404,7 +403,7 @@ async def test_a_namespace_whose_files_stay_is_reported(tmp_path):
             raise PermissionError(13, "Permission denied")
 
         namespaces.store.delete = stays
-        with pytest.raises(SnapshotError, match=r"files of namespace 'a' stay on disk: .*Permission denied"):
+        with pytest.raises(SnapshotError, match=r"files of namespace 'a' cannot be deleted: .*Permission denied"):
             await namespaces.drop("a")
         assert namespaces.loaded == {}
 
@@ -549,6 +548,6 @@ def test_a_namespace_that_is_used_is_not_idle(namespace):
 
 
 def test_policies_of_namespaces_differ_from_the_default():
-    settings = NamespaceSettings(policies={"team-a": "classic"})
+    settings = NamespacesConfig(policies={"team-a": "classic"})
     namespaces = Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=settings))
     assert [namespaces.drafting(name).policy for name in ("team-a", "other")] == ["classic", "suffix"]

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from drafter_service.observability.facts import ClientTotals, ModelIdentity, Sample
+from drafter_service.observability.facts import ModelIdentity, Sample
+from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.store import DESCRIPTION, NAME, Description, Store
 from ssd.errors import UserError
 

@@ -1,6 +1,6 @@
-"""What is remembered, what is not any more, and that those who read see neither half a merge nor overwritten text.
+"""The corpus: what is remembered, and that readers never see a partial merge or overwritten text.
 
-Corpora here are tiny, and their merges go in tiny slices, so that a few requests go round the ring many times.
+Corpora are tiny here and merged in tiny slices, so that a few requests wrap around the ring many times.
 """
 
 import threading
@@ -27,11 +27,11 @@ CONFIG = DrafterConfig(match_depth=DEPTH, max_draft=8, cost=0.001)
 
 @pytest.fixture(autouse=True, scope="module")
 def tiny_parts():
-    """Little room and tiny slices."""
+    """Use small sizes and tiny slices."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (ring, index):
             patch.setattr(module, "MIN_CAPACITY", 2 * PAD, raising=False)
-        patch.setattr(index, "LEAST_GAP", 128)
+        patch.setattr(index, "MIN_GAP", 128)
         patch.setattr(merge, "PLACES_AT_ONCE", 7)
         patch.setattr(merge, "COPIED_AT_ONCE", 50)
         yield
@@ -42,14 +42,14 @@ def new_corpus(capacity=CAPACITY):
 
 
 def settle(corpus):
-    """Refresh until all is merged."""
+    """Refresh until everything is merged."""
     corpus.refresh()
     while corpus.is_merging:
         corpus.refresh()
 
 
-class Shown:
-    """What a view shows of finished requests, all copied."""
+class Contents:
+    """Text and suffix arrays of finished requests in a view, copied."""
 
     def __init__(self, view):
         tiers, _, of_ring = view.arrays
@@ -59,25 +59,25 @@ class Shown:
         self.text = [self.memory[PAD + position % self.slots] for position in range(self.oldest, self.head)]
 
 
-def assert_is_whole(shown, appended, capacity=CAPACITY):
+def assert_is_whole(contents, appended, capacity=CAPACITY):
     """Check that the suffix arrays contain exactly the positions of the newest text, each once and sorted."""
     everything = naive.concatenated(appended)
-    assert min(capacity, len(everything)) <= len(shown.text) <= shown.slots
-    assert shown.text == everything[len(everything) - len(shown.text) :]
-    # The key of the first positions would reach back into what is overwritten.
-    readable = DEPTH if shown.oldest > 0 else 0
-    expected = [position for position in naive.usable_positions(shown.text) if position >= readable]
-    positions = [(slot - shown.oldest) % shown.slots for order in shown.orders for slot in order]
+    assert min(capacity, len(everything)) <= len(contents.text) <= contents.slots
+    assert contents.text == everything[len(everything) - len(contents.text) :]
+    # Keys of the first positions reach back into overwritten text.
+    readable = DEPTH if contents.oldest > 0 else 0
+    expected = [position for position in naive.usable_positions(contents.text) if position >= readable]
+    positions = [(slot - contents.oldest) % contents.slots for order in contents.orders for slot in order]
     assert sorted(positions) == expected
-    for order in shown.orders:
-        # As a kernel reads them: around the ring, pads included.
-        keys = [naive.key(shown.memory, PAD + slot, DEPTH) for slot in order]
+    for order in contents.orders:
+        # As kernels read them: around the ring, padding included.
+        keys = [naive.key(contents.memory, PAD + slot, DEPTH) for slot in order]
         assert keys == sorted(keys)
-        assert keys == [naive.key(shown.text, (slot - shown.oldest) % shown.slots, DEPTH) for slot in order]
+        assert keys == [naive.key(contents.text, (slot - contents.oldest) % contents.slots, DEPTH) for slot in order]
 
 
 def histories():
-    """Requests that come between refreshes, over one alphabet."""
+    """Generate lists of the requests that are appended between refreshes, over one alphabet."""
     return ALPHABETS.flatmap(
         lambda alphabet: st.lists(
             st.lists(st.lists(st.sampled_from(alphabet), max_size=28), max_size=6), min_size=1, max_size=30
@@ -94,9 +94,9 @@ def test_every_view_contains_all_of_the_newest_text(history, capacity):
             corpus.append(array(request))
         corpus.refresh()
         appended += requests
-        assert_is_whole(Shown(corpus.view), appended, capacity)
+        assert_is_whole(Contents(corpus.view), appended, capacity)
     settle(corpus)
-    assert_is_whole(Shown(corpus.view), appended, capacity)
+    assert_is_whole(Contents(corpus.view), appended, capacity)
 
 
 @pytest.mark.parametrize("most", [1, 5, 30])
@@ -109,9 +109,9 @@ def test_views_are_consistent_while_the_ring_wraps_many_times(most):
             corpus.refresh()
             assert corpus.indexed == len(naive.concatenated(appended))
         if step % 15 == 1:
-            assert_is_whole(Shown(corpus.view), appended)
+            assert_is_whole(Contents(corpus.view), appended)
     settle(corpus)
-    assert_is_whole(Shown(corpus.view), appended)
+    assert_is_whole(Contents(corpus.view), appended)
     assert corpus.indexed > 2 * (CAPACITY + 128)
     assert corpus.times.base_merges > 10
 
@@ -122,7 +122,7 @@ def draft_after(corpus, context, limit=8):
         return drafter.draft(progress_of({1: []}, limit)).tokens.tolist()
 
 
-def test_a_request_is_drafted_from_its_refresh_until_it_is_too_old():
+def test_a_request_is_drafted_from_the_next_refresh_until_it_is_overwritten():
     corpus = new_corpus()
     size = 20
     requests = [list(range(100 * number, 100 * number + size)) for number in range(1, 200)]
@@ -133,12 +133,12 @@ def test_a_request_is_drafted_from_its_refresh_until_it_is_too_old():
         assert draft_after(corpus, request[:3]) == request[3:11]
         if number % 10 == 0:
             newest = requests[max(0, number + 1 - CAPACITY // (size + 1)) : number + 1]
-            # The oldest may begin with tokens whose keys cannot be read any more.
+            # The oldest may begin with tokens whose keys are overwritten.
             assert all(draft_after(corpus, request[-4:-1]) == request[-1:] for request in newest[1:])
             settle(corpus)
-            room = (Shown(corpus.view).slots) // (size + 1) + 1
+            room = (Contents(corpus.view).slots) // (size + 1) + 1
             assert not any(draft_after(corpus, request[:3]) for request in requests[: max(0, number + 1 - room)])
-    assert corpus.tokens <= Shown(corpus.view).slots
+    assert corpus.tokens <= Contents(corpus.view).slots
 
 
 def test_a_request_that_is_merged_in_pieces_is_matched_across_the_cuts():
@@ -166,7 +166,7 @@ def test_append_copies_its_tokens():
 
 
 def test_a_finished_output_is_copied():
-    """The session's next turn goes on in the same memory."""
+    """The session's next turn is written to the same memory."""
     with SuffixDrafter(CONFIG, corpus=new_corpus()) as drafter:
         drafter.start(1, array([1, 2]), session_id="chat")
         drafter.finish(1, array([3, 4]))
@@ -175,7 +175,7 @@ def test_a_finished_output_is_copied():
         assert draft_after(drafter.corpus, [1, 2]) == [3, 4]
 
 
-def test_an_empty_request_leaves_no_trace():
+def test_an_empty_request_is_not_stored():
     corpus = new_corpus()
     corpus.append(array([]))
     corpus.refresh()
@@ -222,8 +222,8 @@ def repeat_until(stopped, problems, work):
 
 
 def test_drafts_during_maintenance_contain_only_known_transitions():
-    """Each token follows the one before it as it does everywhere. Had text been overwritten, it hardly would."""
-    # Pointers, which may disagree with the token before, need longer matches than these.
+    """In all text each token is one of the successors of the one before; in overwritten text it would hardly be."""
+    # With matches of at most 5 tokens no pointer is set. Pointers predict tokens even after a mismatch.
     config = DrafterConfig(capacity=CAPACITY, match_depth=5, max_draft=32, cost=1e-4, draft_shape="tree")
     corpus, rng, other_rng = Corpus(CAPACITY, config.match_depth), np.random.default_rng(0), np.random.default_rng(1)
 
@@ -286,7 +286,7 @@ def test_the_maintainer_can_be_started_again():
     assert draft_after(corpus, [1, 2]) == [3]
 
 
-def test_the_maintainer_outlives_a_merge_that_fails(monkeypatch, caplog):
+def test_the_maintainer_continues_after_a_failed_merge(monkeypatch, caplog):
     corpus = new_corpus()
     failed, shown = threading.Event(), threading.Event()
     refresh, fails = corpus.refresh, iter([True])

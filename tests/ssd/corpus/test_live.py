@@ -1,4 +1,4 @@
-"""The live tier: the output of running requests, which others draft."""
+"""The live tier: the output of running requests, which is drafted for others."""
 
 import threading
 from collections import Counter
@@ -27,7 +27,7 @@ def evidence_in(tier):
 
 
 def evidence_of(prefix, produced, hidden=()):
-    """The same of what a request produced behind its prefix, but for what nobody was told."""
+    """Return the expected counts for the output of a request after its prefix; hidden: indices that were skipped."""
     text = [naive.SEPARATOR, *prefix, *produced]
     return Counter(
         (tuple(naive.key(text, position, DEPTH)), text[position])
@@ -37,7 +37,7 @@ def evidence_of(prefix, produced, hidden=()):
 
 
 def histories():
-    """What happens to requests, in order: they start behind a prefix, produce, told or not, end; and merges."""
+    """Generate events (event, owner, tokens): requests start with a prefix, extend, skip and finish; merges."""
 
     def over(alphabet):
         runs = lambda size: st.lists(st.sampled_from(alphabet), max_size=size)  # noqa: E731
@@ -60,7 +60,7 @@ def histories():
 
 
 def crowded_histories():
-    """The same of two requests that begin with what they first produce, over text in which all tokens differ."""
+    """Generate events of two requests, in which all tokens differ."""
     events = st.tuples(st.sampled_from(["extend", "extend", "skip", "finish", "merge", "merge"]), st.integers(0, 1))
 
     def with_tokens(drawn):
@@ -78,8 +78,8 @@ def crowded_histories():
     return st.lists(events, min_size=20, max_size=60).map(lambda drawn: list(with_tokens(drawn)))
 
 
-def lived(history, blocks):
-    """Live through a history; yields the tier and what runs, by owner (prefix, produced, untold), after each merge."""
+def apply(history, blocks):
+    """Apply events; yield the tier and the running requests, {owner: (prefix, produced, skipped)}, after each merge."""
     tier, running, number_of, numbers = LiveTier(blocks, DEPTH), {}, {}, iter(range(1000))
     for event, owner, tokens in [*history, ("merge", None, None)]:
         if event == "start" and owner not in running:
@@ -90,8 +90,8 @@ def lived(history, blocks):
             running[owner][1].extend(tokens)
             tier.extend(number_of[owner], array(tokens))
         elif event == "skip" and owner in running:
-            prefix, produced, untold = running[owner]
-            untold.update(range(len(produced), len(produced) + len(tokens)))
+            prefix, produced, skipped = running[owner]
+            skipped.update(range(len(produced), len(produced) + len(tokens)))
             produced.extend(tokens)
             tier.skip(number_of[owner], array([*prefix, *produced]))
         elif event == "finish" and owner in running:
@@ -105,14 +105,14 @@ def lived(history, blocks):
 @given(histories())
 @examples(80)
 def test_the_tier_contains_exactly_the_running_output(history):
-    for tier, running in lived(history, blocks=200):
+    for tier, running in apply(history, blocks=200):
         assert evidence_in(tier) == sum((evidence_of(*own) for own in running.values()), Counter())
 
 
 @given(crowded_histories(), st.integers(2, 3))
 @examples(100)
 def test_output_without_room_is_left_out(history, blocks):
-    for tier, running in lived(history, blocks):
+    for tier, running in apply(history, blocks):
         assert evidence_in(tier) <= sum((evidence_of(*own) for own in running.values()), Counter())
 
 
@@ -124,15 +124,15 @@ def test_a_request_without_room_continues_after_a_gap():
     tier.extend(2, array([7, 8]))  # no block is free
     tier.finish(1)
     tier.merge()
-    tier.extend(2, array([9]))  # nor is one yet: the order before this one has it
-    # Nothing is new; yet the block must become free.
+    tier.extend(2, array([9]))  # still none: the previous suffix array refers to it
+    # Nothing is new, but the block must become free.
     tier.merge()
     tier.extend(2, array([10]))
     tier.merge()
     assert evidence_in(tier) == evidence_of([5, 6, 7, 8, 9], [10])
 
 
-def test_a_block_is_free_again_only_once_it_is_unread():
+def test_a_block_is_reused_only_when_nobody_reads_it():
     tier = LiveTier(blocks=2, depth=DEPTH)
     tier.start(1, array([1]))
     tier.extend(1, array([2]))
@@ -157,21 +157,21 @@ def test_a_gap_near_the_end_of_a_block_stays_inside_it(room):
     for owner in (1, 2):
         tier.start(owner, array([]))
     produced = list(range(1, BLOCK - room))
-    # The block of the first lies behind that of the second.
+    # The block of request 1 follows that of request 2.
     tier.extend(2, array(produced))
     tier.extend(1, array([5000, 5001, 5002]))
-    missed = list(range(2000, 2000 + 3 * DEPTH))
-    tier.skip(2, array([*produced, *missed]))
+    gap = list(range(2000, 2000 + 3 * DEPTH))
+    tier.skip(2, array([*produced, *gap]))
     tier.extend(2, array([3000, 3001]))
     tier.merge()
-    untold = range(len(produced), len(produced) + len(missed))
-    own = evidence_of([], [*produced, *missed, 3000, 3001], untold)
+    skipped = range(len(produced), len(produced) + len(gap))
+    own = evidence_of([], [*produced, *gap, 3000, 3001], skipped)
     assert evidence_in(tier) == own + evidence_of([], [5000, 5001, 5002])
 
 
 @pytest.mark.parametrize("missed", [1, DEPTH, 3 * DEPTH])
 def test_gaps_take_no_more_room_than_the_output(missed):
-    """Other requests start and end, so that output is sometimes published and sometimes not."""
+    """Publishing starts and stops, since another request starts and finishes in every round."""
     with drafter_of(match_depth=DEPTH) as drafter:
         drafter.start(1, array([3]))
         live = drafter.corpus._index.live
@@ -183,7 +183,7 @@ def test_gaps_take_no_more_room_than_the_output(missed):
             draft(drafter, 1, np.arange(10_000, 10_000 + missed), limit=0)
             drafter.corpus.refresh()
         produced = rounds * (1 + missed)
-        # A block more than that, and the prefix of each block.
+        # One more block, and the prefix of each block.
         assert live.nbytes - held <= 4 * 1.2 * produced + 8 * produced + 4 * BLOCK
 
 
@@ -269,7 +269,7 @@ def test_the_output_of_a_cancelled_request_is_removed():
 
 
 def wakes_maintainer(corpus, change):
-    """Check that each change wakes the maintainer."""
+    """Return whether a change wakes the maintainer."""
     read, refresh = threading.Event(), corpus.refresh
     corpus.refresh()
     corpus._wake.clear()
@@ -324,7 +324,7 @@ def test_closing_a_drafter_ends_its_requests():
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.sampled_from(["path", "tree"]))
 @examples(40)
-def test_a_request_is_no_evidence_for_itself_in_the_live_tier(output, shape):
+def test_a_request_does_not_use_its_own_text_in_the_live_tier(output, shape):
     def drafts(is_refreshed):
         with drafter_of([[0, 1, 2, 0, 0]], draft_shape=shape) as drafter:
             drafter.start(1, array([2, 1, 0]))

@@ -1,3 +1,5 @@
+"""The log of requests: spans, removal by id and by age, and its size."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,31 +22,31 @@ def test_request_ids_are_hashed():
     assert -(1 << 63) <= hash_of("ä\ud800") < 1 << 63
 
 
-def test_requests_without_a_name_are_not_forgotten_by_one():
+def test_requests_without_an_id_are_not_forgotten_by_id():
     assert not Forget(name=NO_NAME).covers(NO_NAME, 0.0)
-    assert len(log_of((0, NO_NAME, 0.0)).take([Forget(name=NO_NAME)], 10)) == 0
+    assert len(log_of((0, NO_NAME, 0.0)).remove([Forget(name=NO_NAME)], 10)) == 0
 
 
 def test_a_request_ends_where_the_next_begins():
     log = log_of((0, 1, 0.0), (5, 2, 1.0), (9, 1, 2.0))
-    assert log.take([Forget(name=1)], 20).tolist() == [[0, 5], [9, 20]]
+    assert log.remove([Forget(name=1)], 20).tolist() == [[0, 5], [9, 20]]
     assert log.rows["first"].tolist() == [5]
 
 
 def test_old_requests_are_removed_by_their_time():
     log = log_of((0, 1, 10.0), (5, 2, 11.0), (9, 3, 12.0))
-    assert log.take([Forget(before=11.0)], 20).tolist() == [[0, 5]]
-    assert log.take([Forget(before=11.0)], 20).tolist() == []
+    assert log.remove([Forget(before=11.0)], 20).tolist() == [[0, 5]]
+    assert log.remove([Forget(before=11.0)], 20).tolist() == []
 
 
-def test_requests_whose_text_is_gone_are_dropped():
+def test_requests_before_a_position_are_dropped():
     log = log_of((0, 1, 0.0), (5, 2, 0.0), (9, 3, 0.0))
     log.drop_before(4)
     assert len(log) == 3
     log.drop_before(5)
     assert log.rows["first"].tolist() == [5, 9]
     log.drop_before(100)
-    assert log.rows["first"].tolist() == [9]  # nobody knows here where the newest one ends
+    assert log.rows["first"].tolist() == [9]  # the log does not know where the newest one ends
 
 
 @pytest.mark.parametrize("kept", [1, 700])
@@ -62,14 +64,14 @@ def test_a_log_stays_small_when_it_drops_as_it_grows(kept):
 )
 def test_removal_agrees_with_a_list(requests, name, before):
     log, first, spans, kept = RequestLog(), 0, [], []
-    for size, of, time in requests:
-        log.add(first, of, float(time))
-        if of == name or time < before:
+    for size, request_name, time in requests:
+        log.add(first, request_name, float(time))
+        if request_name == name or time < before:
             spans.append([first, first + size])
         else:
             kept.append(first)
         first += size
-    taken = log.take([Forget(name=name), Forget(before=float(before))], first)
-    assert taken.tolist() == spans
+    removed = log.remove([Forget(name=name), Forget(before=float(before))], first)
+    assert removed.tolist() == spans
     assert log.rows["first"].tolist() == kept
-    assert taken.dtype == np.int64
+    assert removed.dtype == np.int64

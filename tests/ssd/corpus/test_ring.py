@@ -1,3 +1,5 @@
+"""The ring buffer: its slots, the slots repeated at its ends, and which tokens it takes."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,20 +15,20 @@ CAPACITY = 300
 
 @pytest.fixture(autouse=True, scope="module")
 def small_rings():
-    """Rings of a few hundred slots, so that few tokens go round."""
+    """Allow rings of a few hundred slots, so that a few tokens wrap around."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring_module, "MIN_CAPACITY", 2 * PAD)
         yield
 
 
 def with_pads(ring):
-    """All that a kernel may read: PAD slots before slot 0, the slots, and PAD slots behind."""
+    """Return all that a kernel may read: PAD slots before slot 0, the slots, and PAD slots after them."""
     return uint32_at(ring.address - 4 * PAD, PAD + ring.capacity + PAD).tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)), max_size=12))
 @examples(100)
-def test_each_end_repeats_the_other_whatever_was_written(steps):
+def test_each_end_repeats_the_other_after_any_writes(steps):
     ring = Ring(CAPACITY)
     written = []
     for size, forgotten in steps:
@@ -43,7 +45,7 @@ def test_each_end_repeats_the_other_whatever_was_written(steps):
             slots[position % CAPACITY] = token
         everything = with_pads(ring)
         shown = everything[PAD:-PAD]
-        # Slots that were not written yet hold nothing that anybody reads, except for the last ones.
+        # Of the slots that were not written yet only the last ones are read.
         assert shown[: len(written)] == slots[: len(written)]
         assert shown[-PAD:] == slots[-PAD:]
         assert everything[:PAD] == shown[-PAD:]
@@ -53,16 +55,16 @@ def test_each_end_repeats_the_other_whatever_was_written(steps):
 
 @given(st.integers(0, 3 * CAPACITY), st.integers(0, CAPACITY))
 @examples(100)
-def test_changes_in_place_reach_the_padding(position, size):
+def test_erased_positions_are_separators_in_the_padding_too(position, size):
     ring = Ring(CAPACITY)
     for _ in range(4):
         ring.write(np.full(CAPACITY - 1, 5, np.uint32))
         ring.oldest = ring.head
-    ring.fill(position, np.full(size, 9, np.uint32))
+    ring.erase(position, position + size)
     changed = {(position + index) % CAPACITY for index in range(size)}
     everything = with_pads(ring)
     shown = everything[PAD:-PAD]
-    assert [token == 9 for token in shown] == [slot in changed for slot in range(CAPACITY)]
+    assert [token == SEPARATOR for token in shown] == [slot in changed for slot in range(CAPACITY)]
     assert everything[:PAD] == shown[-PAD:]
     assert everything[-PAD:] == shown[:PAD]
 
@@ -78,7 +80,7 @@ def test_reading_returns_a_copy():
     ring = Ring(CAPACITY)
     ring.write(array([1, 2]))
     before = ring.read(0, 2)
-    ring.fill(0, array([3, 4]))
+    ring.erase(0, 2)
     assert before.tolist() == [1, 2]
 
 

@@ -1,8 +1,9 @@
+"""Snapshots: what they restore, what is refused, and how files are replaced."""
+
 import os
 import struct
 import tempfile
 import threading
-import zlib
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import sections
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
-from ssd.corpus.sections import BLOCK, SnapshotError, read_sections
-from ssd.corpus.snapshot import load, save
+from ssd.corpus.sections import BLOCK, Section, SnapshotError, read_sections, write_sections
+from ssd.corpus.snapshot import load, save, tables_layout
 from ssd.errors import UserError
+from ssd.stats import Stats
 from tests.replay import replay_one
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
 
@@ -41,7 +43,7 @@ def drafts(corpus, requests):
 
 
 def assert_same_drafts(one, other, requests):
-    # Drafting teaches the odds, so both must begin with the same.
+    # Drafting trains the learned tables, so both must start with equal ones.
     found = drafts(one, requests)
     assert found == drafts(other, requests)
     assert sum(len(draft[0]) for draft in found) > 100
@@ -49,7 +51,7 @@ def assert_same_drafts(one, other, requests):
 
 @pytest.mark.parametrize("count", [300, 2500])
 def test_a_loaded_corpus_drafts_the_same(path, count):
-    """Few tokens, so that very many places match: the very same order is used. With 2500 the ring has gone round."""
+    """Many positions match, so drafts are equal only if suffix arrays are. With 2500 requests the ring has wrapped."""
     requests = some_requests(count)
     corpus = Corpus(CAPACITY, DEPTH)
     for first in range(0, count, 700):
@@ -111,7 +113,7 @@ def test_a_loaded_corpus_can_be_extended(path):
     assert np.array_equal(text_of(load(path, CAPACITY, DEPTH).corpus), text_of(loaded))
 
 
-def test_names_and_times_are_kept(path):
+def test_request_ids_and_times_are_restored(path):
     now = 1000.0
     corpus = Corpus(CAPACITY, DEPTH, lambda: now)
     fill(corpus, some_requests(300), "old")
@@ -131,7 +133,7 @@ def test_names_and_times_are_kept(path):
 
 @pytest.mark.parametrize("capacity", [4096, 30_000, 90_000])
 @pytest.mark.parametrize("more", [0, 250])
-def test_a_smaller_corpus_takes_the_newest(path, capacity, more):
+def test_the_newest_text_is_loaded_into_a_smaller_corpus(path, capacity, more):
     corpus = built(some_requests(1500, ids=1_000_000), 200_000)
     fill(corpus, some_requests(more, seed=1))
     save(corpus, path)
@@ -146,7 +148,7 @@ def test_a_smaller_corpus_takes_the_newest(path, capacity, more):
     assert_whole(loaded)
 
 
-def test_a_larger_corpus_takes_all(path):
+def test_everything_is_loaded_into_a_larger_corpus(path):
     corpus = built(some_requests(900))
     save(corpus, path)
     loaded = load(path, 1_000_000, DEPTH).corpus
@@ -203,7 +205,7 @@ def test_a_flipped_bit_is_refused(path):
     assert load(path, CAPACITY, DEPTH).corpus.tokens == 2020
 
 
-def test_other_and_missing_files_are_refused(path):
+def test_missing_files_and_files_of_other_formats_are_refused(path):
     refuse(path)
     for content in (b"", b"{}\n", b"SSDSNAP\n", b"\0" * 100_000, os.urandom(20_000)):
         path.write_bytes(content)
@@ -214,59 +216,99 @@ def test_other_and_missing_files_are_refused(path):
     assert issubclass(SnapshotError, UserError)
 
 
-def forged(path, name, change):
-    """A snapshot with a changed section and right checksums."""
-    data = bytearray(path.read_bytes())
-    count = struct.unpack_from("<I", data, 12)[0]
-    for at in range(24, 24 + 56 * count, 56):
-        entry_name, dtype, begin, size, _ = struct.unpack_from("<24s8sQQI", data, at)
-        if entry_name.rstrip(b"\0").decode() != name:
-            continue
-        array = np.frombuffer(data, dtype.rstrip(b"\0").decode(), size // int(dtype[2:3]), begin).copy()
-        change(array)
-        data[begin : begin + size] = array.tobytes()
-        struct.pack_into("<I", data, at + 48 - 8, zlib.crc32(data[begin : begin + size + -size % BLOCK]))
-    struct.pack_into("<I", data, BLOCK - 4, zlib.crc32(data[: BLOCK - 4]))
-    path.write_bytes(data)
-
-
-def put(at, value):
-    def change(array):
-        array[at] = value
-
-    return change
+def rewrite(path, **changed):
+    """Write a snapshot again with some sections changed; a section that is None is left out."""
+    arrays = {name: np.array(array) for name, array in read_sections(path).items()} | changed
+    write_sections(
+        path, [Section(name, array.dtype.str, [array]) for name, array in arrays.items() if array is not None]
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "at", "value"),
     [
-        ("facts", put(1, 20201)),
-        ("facts", put(2, 20201)),
-        ("facts", put(2, -1)),
-        ("facts", put(2, 500)),
-        ("order", put(7, 20200)),
-        ("order", put(7, 0)),
-        ("order", put(-1, 0xFFFF_FFFF)),
-        ("text", put(-1, 5)),
-        ("requests.first", put(3, 0)),
-        ("requests.first", put(-1, 20200)),
-        ("requests.first", put(0, -1)),
-        ("requests.time", put(0, np.nan)),
-        ("odds.cells", put(0, np.nan)),
-        ("odds.cells", put(1, 8.0)),
-        ("odds.cells", put(2, np.inf)),
-        ("odds.weights", put(0, np.nan)),
-        ("odds.pace", put(1, 0.0)),
+        ("facts", 1, 20201),
+        ("facts", 2, 20201),
+        ("facts", 2, -1),
+        ("facts", 2, 500),
+        ("order", 7, 20200),
+        ("order", 7, 0),
+        ("order", -1, 0xFFFF_FFFF),
+        ("text", -1, 5),
+        ("requests.first", 3, 0),
+        ("requests.first", -1, 20200),
+        ("requests.first", 0, -1),
+        ("requests.time", 0, np.nan),
+        ("odds.cells", 0, np.nan),
+        ("odds.cells", 2, 8.0),
+        ("odds.cells", 1, np.inf),
+        ("odds.cells", 1, -1.0),
+        ("odds.logits", 0, 100.0),
+        ("odds.weights", 0, np.nan),
+        ("odds.pace", 1, 0.0),
     ],
 )
-def test_impossible_contents_are_refused(path, name, change):
+def test_impossible_contents_are_refused(path, name, at, value):
     save(built(some_requests(200)), path)
     load(path, CAPACITY, DEPTH)
-    forged(path, name, change)
-    refuse(path)
+    section = read_sections(path)[name].copy()
+    section[at] = value
+    rewrite(path, **{name: section})
+    with pytest.raises(SnapshotError, match="was not written by a drafter"):
+        load(path, CAPACITY, DEPTH)
 
 
-def test_another_version_is_named(path):
+def test_the_layout_of_saved_tables_is_unchanged():
+    """Another checksum makes the learned tables of all existing snapshots useless; so do renamed constants."""
+    assert tables_layout() == 583273117
+
+
+def test_a_snapshot_without_a_capacity_takes_the_default(path):
+    """The first version did not save the capacity."""
+    corpus = built(some_requests(200))
+    corpus.learned.cells[:, 0] = 0.25
+    save(corpus, path)
+    rewrite(path, facts=read_sections(path)["facts"][:4])
+    loaded = load(path)
+    assert loaded.notes == []
+    assert loaded.corpus.capacity == DrafterConfig.capacity
+    assert loaded.corpus.learned.cells[0, 0] == 0.25
+    assert np.array_equal(text_of(loaded.corpus), text_of(corpus))
+
+
+def test_text_and_counters_are_loaded_without_tables_of_another_layout(path):
+    """Tables of another version may have other sizes, and there may be other ones."""
+    corpus, stats = built(some_requests(200)), Stats()
+    stats.record_path(committed=3, verified=2, accepted=1)
+    save(corpus, path, stats)
+    facts = read_sections(path)["facts"].copy()
+    facts[3] += 1
+    other = np.full(7, np.nan, np.float32)
+    rewrite(path, facts=facts, **{"odds.cells": other, "odds.logits": None, "odds.biases": other})
+    loaded = load(path, CAPACITY, DEPTH)
+    assert len(loaded.notes) == 1
+    assert "learning starts again" in loaded.notes[0]
+    assert (loaded.stats.steps, loaded.stats.accepted) == (1, 1)
+    assert_whole(loaded.corpus)
+    fresh = Corpus(CAPACITY, DEPTH).learned
+    assert all(np.array_equal(*pair) for pair in zip(loaded.corpus.learned.arrays, fresh.arrays, strict=True))
+    assert_same_drafts(corpus, loaded.corpus, some_requests(200)[-50:])
+
+
+@pytest.mark.parametrize(
+    "saved", [None, np.zeros(3, np.int64), np.zeros(80, np.float64)], ids=["none", "size", "dtype"]
+)
+def test_counters_of_another_version_start_again(path, saved):
+    corpus, stats = built(some_requests(20)), Stats()
+    stats.record_path(committed=3, verified=2, accepted=1)
+    save(corpus, path, stats)
+    rewrite(path, **{"stats.by_age": saved})
+    loaded = load(path, CAPACITY, DEPTH)
+    assert "counting starts again" in loaded.notes[0]
+    assert loaded.stats.steps == 0
+
+
+def test_the_error_names_another_format_version(path):
     save(built(some_requests(20)), path)
     data = bytearray(path.read_bytes())
     struct.pack_into("<I", data, 8, 2)
@@ -275,7 +317,7 @@ def test_another_version_is_named(path):
         load(path, CAPACITY, DEPTH)
 
 
-def test_the_old_file_is_unchanged_until_the_new_one_replaces_it(path, monkeypatch):
+def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch):
     corpus = built(some_requests(20))
     save(corpus, path)
     whole = path.read_bytes()
@@ -288,7 +330,7 @@ def test_the_old_file_is_unchanged_until_the_new_one_replaces_it(path, monkeypat
         patch.setattr(os, "replace", fail)
         with pytest.raises(SnapshotError, match="No space left on device") as kept:
             save(corpus, path)
-    # Whoever keeps the error does not keep the state: forgetting would wait for that.
+    # A kept error does not hold the state, for which forgetting would wait.
     corpus.forget_older_than(-1)
     corpus.refresh()
     assert "corpus.snapshot" in str(kept.value)
@@ -308,7 +350,7 @@ def test_unfinished_files_of_killed_processes_are_removed(path):
 
 @pytest.mark.parametrize("when", [(tempfile, "mkstemp"), (os, "replace")], ids=["begun", "written"])
 def test_a_file_that_another_process_writes_is_not_removed(path, monkeypatch, when):
-    """Another save of the same file looks for leftovers just when a part is not locked yet, or need be no more."""
+    """Another save of the same file looks for leftovers just before a part is locked, or just before it is renamed."""
     step, looked = getattr(*when), []
 
     def look_around(*given, **named):
@@ -350,7 +392,7 @@ def test_the_error_names_a_missing_folder(path):
         save(built([]), path.parent / "nowhere" / "corpus.snapshot")
 
 
-def test_saving_goes_on_beside_appending_and_drafting(path):
+def test_snapshots_can_be_saved_during_appending_and_drafting(path):
     corpus = Corpus(30_000, DEPTH)
     corpus.maintain(0.0005)
     stop, saved = threading.Event(), []

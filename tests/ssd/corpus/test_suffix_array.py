@@ -1,3 +1,5 @@
+"""Suffix arrays: sorting, splitting for threads, searching and merging, compared with slow references."""
+
 import threading
 
 import numpy as np
@@ -123,7 +125,7 @@ def test_places_are_found_in_slices_of_any_size(written, more, depth, first, sli
 
 
 def merged_by_kernel(order, added, places, oldest, alive, slots, budgets):
-    """Merge with the budgets of `budgets`, over and over; what else a buffer holds stays as it was."""
+    """Merge in slices of the sizes in `budgets`, repeatedly; check that nothing else is written to the buffer."""
     guard = 0xDEAD_BEEF
     order_array, added_array = array(order), array(added)
     expected_size = len(naive.merged(order, added, places, oldest, alive, slots))
@@ -140,7 +142,7 @@ def merged_by_kernel(order, added, places, oldest, alive, slots, budgets):
         assert (done, copied) > before
         assert (done - before[0]) + (copied - before[1]) <= budgets[step % len(budgets)] + 1
     assert size == expected_size
-    # One position that is left out may stand behind the end; it is in nobody's way.
+    # One position that is left out may be written after the end.
     assert set(into[size + 1 :].tolist()) <= {guard}
     return into[:size].tolist()
 
@@ -167,7 +169,7 @@ def test_positions_across_the_end_of_the_ring_are_kept():
 def test_usable_positions_follow_a_token(slots, data):
     first = data.draw(st.integers(0, len(slots) - 1))
     size = data.draw(st.integers(0, len(slots)))
-    # As in a ring, what stands before slot 0 is in the last slot.
+    # As in a ring, the last slot is repeated before slot 0.
     buffer = array([slots[-1], *slots])
     positions = np.zeros(size, np.uint32)
     count = usable_positions(buffer.ctypes.data + 4, first, size, len(slots), positions.ctypes.data)

@@ -14,12 +14,12 @@ from tests.strategies import ALPHABETS, array, examples
 
 MAX_DRAFT = 12
 CLEARLY = 2.0
-"""What has so many times the path odds of the price pays clearly."""
+"""A node pays clearly if its path probability is at least this many times the price."""
 COSTS = st.sampled_from([0.001, 0.005, 0.02, 0.1, 0.3])
 
 
 def worlds(max_requests=6):
-    """Requests, the prompts of two running ones and what these have produced, over one alphabet."""
+    """Generate requests, the prompts of two running ones and the output of the second, over one alphabet."""
 
     def over(alphabet):
         runs = lambda size: st.lists(st.sampled_from(alphabet), max_size=size)  # noqa: E731
@@ -29,7 +29,7 @@ def worlds(max_requests=6):
 
 
 def drafter_in(world, **settings):
-    """A drafter for which 1 runs, and 2 has produced something that is in the live tier."""
+    """Return a drafter with two running sequences; the output of sequence 2 is in the live tier."""
     requests, prompt, other_prompt, produced = world
     drafter = drafter_of(requests, max_draft=MAX_DRAFT, **settings)
     drafter.start(1, array(prompt))
@@ -43,12 +43,12 @@ def shapes():
     return st.sampled_from(["path", "tree"])
 
 
-def path_odds_of(drafts):
-    """The odds of each node's whole path."""
-    odds = []
-    for parent, own in zip(drafts.parents.tolist(), drafts.accept_prob.tolist(), strict=True):
-        odds.append(own * (odds[parent] if parent != ROOT else 1.0))
-    return odds
+def path_probs_of(drafts):
+    """Return the path probability of each node."""
+    path_probs = []
+    for parent, prob in zip(drafts.parents.tolist(), drafts.accept_prob.tolist(), strict=True):
+        path_probs.append(prob * (path_probs[parent] if parent != ROOT else 1.0))
+    return path_probs
 
 
 def assert_is_a_tree(drafts):
@@ -57,7 +57,7 @@ def assert_is_a_tree(drafts):
     for node, parent in enumerate(drafts.parents.tolist()):
         assert ROOT <= parent < node
     for parent in {*drafts.parents.tolist()}:
-        # Of the tokens that may follow, one does.
+        # At most one of the siblings is accepted.
         assert drafts.accept_prob[drafts.parents == parent].sum() <= 1 + 1e-4
     assert ((drafts.accept_prob > 0) & (drafts.accept_prob <= 1)).all()
     assert naive.SEPARATOR not in drafts.tokens.tolist()
@@ -73,11 +73,11 @@ def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
         assert_is_a_tree(drafts)
         if shape == "path":
             assert drafts.parents.tolist() == list(range(ROOT, len(drafts.tokens) - 1))
-        tokens_a_step, cost_of_a_step = drafter.corpus.learned.pace
-        odds = path_odds_of(drafts)
-        assert all(own >= cost * tokens_a_step / cost_of_a_step * (1 - 1e-4) for own in odds)
-        # The most promising first.
-        assert all(later <= earlier * (1 + 1e-4) for earlier, later in itertools.pairwise(odds))
+        tokens_per_step, cost_of_step = drafter.corpus.learned.pace
+        path_probs = path_probs_of(drafts)
+        assert all(prob >= cost * tokens_per_step / cost_of_step * (1 - 1e-4) for prob in path_probs)
+        # In descending order.
+        assert all(later <= earlier * (1 + 1e-4) for earlier, later in itertools.pairwise(path_probs))
 
 
 def nodes_of(drafts):
@@ -97,12 +97,12 @@ def test_a_lower_limit_only_cuts_the_end_of_a_draft(world, shape, cost, limit):
 def test_nodes_that_clearly_pay_do_not_depend_on_the_price(world, shape):
     with drafter_in(world, draft_shape=shape) as drafter:
         cheap = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
-        tokens_a_step, cost_of_a_step = drafter.corpus.learned.pace
+        tokens_per_step, cost_of_step = drafter.corpus.learned.pace
         for cost in (0.01, 0.05, 0.3):
-            dear = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=cost))
-            # Nodes that hardly pay are not matched again, so what follows them may differ.
-            clear = sum(odds > CLEARLY * cost * tokens_a_step / cost_of_a_step for odds in path_odds_of(cheap))
-            assert nodes_of(dear)[:clear] == nodes_of(cheap)[:clear]
+            expensive = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=cost))
+            # Nodes near the price are not searched for again, so their children may differ.
+            clear = sum(prob > CLEARLY * cost * tokens_per_step / cost_of_step for prob in path_probs_of(cheap))
+            assert nodes_of(expensive)[:clear] == nodes_of(cheap)[:clear]
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
@@ -122,15 +122,15 @@ def test_drafts_shrink_as_tokens_cost_more(shape):
 
 @given(worlds(), shapes())
 @examples(80)
-def test_every_token_follows_its_parent_somewhere(world, shape):
+def test_every_token_follows_its_parent_in_some_text(world, shape):
     requests, prompt, other_prompt, produced = world
-    # Pointers, which say what comes even after a mismatch, need longer matches than these.
+    # With matches of at most 5 tokens no pointer is set. Pointers predict tokens even after a mismatch.
     with drafter_in(world, draft_shape=shape, match_depth=5) as drafter:
         drafts = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
         paths = []
         for token, parent in zip(drafts.tokens.tolist(), drafts.parents.tolist(), strict=True):
             before = paths[parent] if parent != ROOT else prompt
-            # What was drafted continues the request's own text.
+            # The path to a node is part of the request's own text.
             following = naive.transitions([*requests, [*other_prompt, *produced], before])
             assert token in following[before[-1]]
             paths.append([*before, token])
@@ -139,7 +139,7 @@ def test_every_token_follows_its_parent_somewhere(world, shape):
 @given(st.integers(0, 2**32), shapes())
 @examples(60)
 def test_no_draft_continues_in_another_request(seed, shape):
-    """Requests that have no token in common, and a prompt that copies a piece of one with an error in it."""
+    """Requests have no token in common; the prompt copies a part of one, followed by another token."""
     rng = np.random.default_rng(seed)
     requests = [100 * request + rng.integers(0, 100, 30) for request in range(1, 6)]
     first = int(rng.integers(0, 20))
@@ -203,10 +203,10 @@ def test_the_more_frequent_continuation_is_more_probable():
         assert drafts.accept_prob[0] > 2 * drafts.accept_prob[1]
 
 
-def test_a_copy_with_a_changed_word_is_found_again_by_the_pointer():
+def test_a_pointer_continues_a_copy_after_a_changed_token():
     text = np.random.default_rng(0).permutation(1000)[:60].astype(np.uint32)
     with drafter_of([text]) as drafter:
-        # The copy goes on behind the error as if it had been none, though nothing ends with this token.
+        # The copy is continued after the changed token, which occurs nowhere else.
         drafter.start(1, text[:30])
         assert len(drafter.draft(progress_of({1: []}, limit=4)).tokens) == 4
         drafts = drafter.draft(progress_of({1: [5000]}, limit=4, cost=0.001))
@@ -218,7 +218,7 @@ def test_a_copy_with_a_changed_word_is_found_again_by_the_pointer():
 def test_a_pointer_stops_at_the_end_of_its_request(shape, next_request):
     copied, other = list(range(100, 120)), [50, 60, 61, 62, 63, 64, 65]
     with drafter_of([other, copied, *next_request], draft_shape=shape) as drafter:
-        # The copy is left two tokens before its end, for what another request goes on with.
+        # Two tokens before the end of the copy, the text changes to that of another request.
         drafter.start(1, array(copied[:-2]))
         drafter.draft(progress_of({1: []}, limit=4))
         drafts = drafter.draft(progress_of({1: [50]}, limit=30, cost=1e-6))

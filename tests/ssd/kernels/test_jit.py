@@ -1,3 +1,5 @@
+"""Caching of compiled kernels, and the functions that are written in LLVM's language."""
+
 import os
 
 import numpy as np
@@ -8,7 +10,7 @@ from ssd.errors import UserError
 from ssd.kernels.jit import Int, Longs, Tokens, _kept, bit_length, count_bits, drop_stale_kernels, equal_words, kernel
 
 
-def test_cached_kernels_go_when_any_module_of_the_package_changes(tmp_path):
+def test_cached_kernels_are_removed_when_any_module_of_the_package_changes(tmp_path):
     cache = tmp_path / "__pycache__"
     module, index = tmp_path / "helper.py", cache / "kernel.nbi"
     module.write_text("x = 1\n")
@@ -27,7 +29,7 @@ def test_cached_kernels_go_when_any_module_of_the_package_changes(tmp_path):
     assert is_dropped()
 
 
-def test_where_kernels_can_be_kept_nowhere_the_error_says_what_to_do():
+def test_the_error_without_a_cache_folder_says_what_to_do():
     def refuse(_):
         raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
 
@@ -41,8 +43,8 @@ def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path):
 
 
 @kernel(Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
-def ask(numbers, words, index):
-    """The bits of a number; of the 32 words, which equal one of them, and how many."""
+def bits_and_equal_words(numbers, words, index):
+    """Return the bit length of a number, the mask of the 32 words that equal one of them, and their number."""
     same = equal_words(words.ctypes.data, words[index])
     return bit_length(numbers[index]), np.int64(same), count_bits(same)
 
@@ -54,4 +56,4 @@ def test_bits_are_counted_and_words_compared():
     for index in range(32):
         alike = [place for place in range(32) if words[place] == words[index]]
         expected = (int(numbers[index]).bit_length(), sum(1 << place for place in alike), len(alike))
-        assert ask(numbers, words, index) == expected
+        assert bits_and_equal_words(numbers, words, index) == expected

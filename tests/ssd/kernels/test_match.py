@@ -1,4 +1,4 @@
-"""Matches in tiers, and their samples."""
+"""Matches in tiers, and samples of them, compared with slow references."""
 
 import numba
 import numpy as np
@@ -6,26 +6,26 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd.kernels.evidence import GROWTH, OWNER_BITS, ROUNDS, Source, gather, new_evidence
+from ssd.kernels.evidence import BLOCK_BITS, GROWTH, ROUNDS, SearchedText, gather, new_evidence
 from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
 from ssd.kernels.probabilities import LEVELS, SAMPLES
 from tests import naive
 from tests.addresses import Text
 from tests.strategies import ALPHABETS, LARGEST, array, corpus_and_context, examples
 
-BLOCK = 1 << OWNER_BITS
+BLOCK = 1 << BLOCK_BITS
 US, OTHERS = 7, 8
 
 
 @numba.njit(error_model="numpy")
 def write_evidence(evidence, tiers, live, owners, newest, slots, context, end, depth):
-    """Write all that is found for what stands before `end` of a context, for the owner US."""
+    """Gather the evidence for the tokens before `end` of a context, for the owner US."""
     spans = np.empty((len(tiers), SPAN_COLUMNS), np.int64)
-    gather(evidence, 0, Source(tiers, spans, live, owners, US, newest, slots), context, end, depth)
+    gather(evidence, 0, SearchedText(tiers, spans, live, owners, US, newest, slots), context, end, depth)
 
 
 class Tiers:
-    """Texts with some of their positions in order; the last may be the live one, block after block."""
+    """Texts with suffix arrays over some of their positions; the last one may be the live tier."""
 
     def __init__(self, tiers, depth, owners=None):
         self.texts = [Text(text) for text, _ in tiers]
@@ -38,14 +38,14 @@ class Tiers:
 
     @property
     def table(self):
-        """As kernels take them."""
+        """int64 [tiers, 3], the argument of kernels."""
         rows = [
             (text.address, order.ctypes.data, len(order)) for text, order in zip(self.texts, self.orders, strict=True)
         ]
         return np.array(rows, np.int64).reshape(-1, 3)
 
     def gather(self, context, newest=0, slots=0):
-        """Levels, each (length, total, [(tier, position, age)])."""
+        """Return the levels of evidence, each (length, total, [(tier, position, age)])."""
         text, evidence = Text(context), new_evidence(1)
         write_evidence(
             evidence, self.table, self.live, self.owners, newest, slots, text.address, len(context), self.depth
@@ -68,17 +68,17 @@ class Tiers:
             position = (int(address) - text.address) // 4
             if 0 <= position < len(text.tokens):
                 return tier, position
-        pytest.fail(f"the address {address} lies in no text")
+        pytest.fail(f"the address {address} is outside all texts")
 
 
 def split(text, owner_of, tiers):
-    """The usable positions of a text, each in one of so many tiers over it."""
+    """Divide the usable positions of a text among tiers over it."""
     usable = naive.usable_positions(text)
     return [(text, [position for position in usable if owner_of[position] % tiers == tier]) for tier in range(tiers)]
 
 
 def assert_found(found, expected):
-    """What was found are the expected levels: their lengths and numbers, and occurrences of them, none twice."""
+    """Check the levels' lengths and totals, and that samples are different occurrences of their match."""
     assert [(length, total) for length, total, _ in found] == [(length, len(places)) for length, places in expected]
     for (_, total, samples), (_, places) in zip(found, expected, strict=True):
         sampled = {(tier, position) for tier, position, _ in samples}
@@ -90,7 +90,7 @@ def assert_found(found, expected):
 @example(([], [1, 2]), 32, 1, None)
 @example(([[1]], [1]), 32, 1, None)
 @example(([[1, 2, 3]], []), 32, 1, None)
-@example(([[1, 2], [3, 4]], [2, 3]), 32, 1, None)  # nothing may match from one request into the next
+@example(([[1, 2], [3, 4]], [2, 3]), 32, 1, None)  # no match crosses from one request into the next
 @example(([[7] * 20], [7] * 50), 32, 1, None)
 @example(([[1, 2]], [9, 8, 7, 6, 5, 4, 3, 1]), 32, 1, None)  # a context longer than the corpus
 @example(([[LARGEST, 0, LARGEST]], [LARGEST]), 32, 1, None)
@@ -106,7 +106,7 @@ def test_all_occurrences_of_the_longest_matches_are_found_in_any_tiers(corpus, d
 
 @numba.njit(error_model="numpy")
 def place_each_way(tiers, contexts, depth):
-    """The spans of all contexts, placed side by side and one by one."""
+    """Return the spans of all contexts, found in one batch and one by one."""
     together = np.full((len(contexts), len(tiers), SPAN_COLUMNS), -7, np.int64)
     apart = np.zeros((len(contexts), len(tiers), SPAN_COLUMNS), np.int64)
     place_all(tiers, together, contexts, depth)
@@ -132,7 +132,7 @@ def test_a_batched_search_agrees_with_single_searches(corpus, depth, tiers, rand
 
 
 def live_blocks():
-    """Blocks of the live tier, each with its owner, a finished request, and a context, over one alphabet."""
+    """Generate blocks of the live tier with owners, a finished request, and a context, over one alphabet."""
     return ALPHABETS.flatmap(
         lambda alphabet: st.tuples(
             st.lists(
@@ -210,9 +210,9 @@ def test_occurrences_are_counted_up_to_the_reach(size):
     assert (length, total, len(samples)) == (1, REACH, SAMPLES)
 
 
-def test_an_age_counts_the_tokens_since_around_the_ring():
+def test_an_age_is_the_number_of_later_tokens_around_the_ring():
     text = naive.concatenated([[5, 1], [5, 2], [5, 3]])
     tiers = Tiers([(text, naive.usable_positions(text))], 32)
-    # The newest token lies in slot 4: the slots behind it were written before slot 0.
+    # The newest token is in slot 4; the slots after it were written before slot 0.
     [(_, _, samples)] = tiers.gather([5], newest=4, slots=len(text))
     assert {position: age for _, position, age in samples} == {1: 3, 4: 0, 7: 6}

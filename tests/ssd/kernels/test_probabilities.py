@@ -1,7 +1,11 @@
-"""That odds become what happens. The checks are statistical; each is shown to fail where learning is broken."""
+"""Learned probabilities approach frequencies.
+
+The checks are statistical. Further tests show that they fail if learning is broken.
+"""
 
 import copy
 import math
+from functools import partial
 
 import numba
 import numpy as np
@@ -22,7 +26,7 @@ from ssd.kernels.probabilities import (
     learn_cell,
     logit,
 )
-from ssd.stats import COUNT
+from ssd.stats import COUNT, OBSERVED, PREDICTED
 from tests.replay import progress_of
 from tests.strategies import array
 
@@ -31,18 +35,18 @@ CAPACITY = 100_000
 
 
 @numba.njit(error_model="numpy")
-def taught(cells, logits, happened, cap):
-    """What a cell says of each of many events before it learns of it."""
-    said = np.empty(len(happened), np.float32)
+def predictions_while_learning(cells, logits, happened, cap):
+    """Return a cell's probability before each event, from which it then learns."""
+    predicted = np.empty(len(happened), np.float32)
     for index in range(len(happened)):
-        said[index] = cells[0, CHANCE]
+        predicted[index] = cells[0, CHANCE]
         learn_cell(cells, logits, 0, happened[index], np.float32(cap))
-    return said
+    return predicted
 
 
 @numba.njit(error_model="numpy")
-def bounced(chance):
-    """To a logit and back."""
+def round_trip(chance):
+    """Convert a probability to a logit and back."""
     return chance_of(logit(chance))
 
 
@@ -52,8 +56,8 @@ class Cell:
     def __init__(self):
         self.cells, self.logits = np.full((1, 2), 0.5, np.float32), np.zeros(1, np.float32)
 
-    def teach(self, happened):
-        return taught(self.cells, self.logits, np.asarray(happened, np.float32), SEEN_CAP)
+    def learn(self, happened):
+        return predictions_while_learning(self.cells, self.logits, np.asarray(happened, np.float32), SEEN_CAP)
 
     @property
     def chance(self):
@@ -61,78 +65,78 @@ class Cell:
 
 
 @pytest.mark.parametrize("chance", [0.02, 0.3, 0.9])
-def test_a_cell_comes_to_the_chance_of_what_it_is_taught(chance):
+def test_a_cell_approaches_the_frequency_of_its_events(chance):
     cell = Cell()
-    said = cell.teach(np.random.default_rng(0).random(4000) < chance)
-    # A mean of the last SEEN_CAP events, or so: within three standard errors.
+    predicted = cell.learn(np.random.default_rng(0).random(4000) < chance)
+    # The cell averages over about SEEN_CAP events: allow three standard errors.
     error = 3 * math.sqrt(chance * (1 - chance) / SEEN_CAP)
     assert abs(cell.chance - chance) < error
-    assert abs(said[1000:].mean() - chance) < error
+    assert abs(predicted[1000:].mean() - chance) < error
     assert cell.cells[0, SEEN] == SEEN_CAP
     assert cell.logits[0] == pytest.approx(math.log(cell.chance / (1 - cell.chance)), abs=0.01)
 
 
-def test_a_cell_begins_by_believing_what_it_sees_and_ends_by_following_slowly():
+def test_the_first_events_change_a_cell_more_than_later_ones():
     cell = Cell()
-    first = cell.teach([1, 1, 1])
+    first = cell.learn([1, 1, 1])
     assert first[0] == pytest.approx(0.5)
     assert first[1] > 0.8
-    cell.teach([1] * 1000)
+    cell.learn([1] * 1000)
     assert cell.chance > 0.99
-    cell.teach([0])
+    cell.learn([0])
     assert cell.chance == pytest.approx(1 - 1 / SEEN_CAP, abs=0.01)
-    cell.teach([0] * (5 * int(SEEN_CAP)))
+    cell.learn([0] * (5 * int(SEEN_CAP)))
     assert cell.chance < 0.02
 
 
-def test_logits_are_bounded_and_go_back():
+def test_logits_are_bounded_and_convert_back():
     for chance in (0.001, 0.02, 0.5, 0.7, 0.999):
-        assert bounced(chance) == pytest.approx(chance, rel=0.02)
-    assert 0 < bounced(0.0) < 0.01
-    assert 0.99 < bounced(1.0) < 1
+        assert round_trip(chance) == pytest.approx(chance, rel=0.02)
+    assert 0 < round_trip(0.0) < 0.01
+    assert 0.99 < round_trip(1.0) < 1
 
 
-def test_all_odds_begin_as_chances_with_their_logits():
-    odds = LearnedTables()
-    cells, logits = odds.cells, odds.logits
+def test_initial_tables_are_probabilities_with_their_logits():
+    tables = LearnedTables()
+    cells, logits = tables.cells, tables.logits
     assert len(cells) == len(logits) == CELL_COUNT
     chances = cells[:, CHANCE].astype(float)
     assert (chances > 0).all()
     assert (chances < 1).all()
     assert np.allclose(logits, np.clip(np.log(chances / (1 - chances)), -6.9, 6.9), atol=0.01)
     assert (cells[:, SEEN] > 0).all()
-    assert np.isfinite(odds.weights).all()
-    assert (odds.pace > 0).all()
+    assert np.isfinite(tables.weights).all()
+    assert (tables.pace > 0).all()
 
 
-# Ways in which learning can be broken: what they make of the odds after a lesson, given what these were before it.
+# Ways in which learning can be broken: each changes the tables after a step, given the tables before it.
 
 
-def nothing_is_learned(odds, before):
-    for now, then in zip(odds.arrays, before.arrays, strict=True):
-        now[:] = then
+def nothing_is_learned(tables, before):
+    for table, old in zip(tables.arrays, before.arrays, strict=True):
+        table[:] = old
 
 
-def the_opposite_is_learned(odds, before):
-    chances, old = odds.cells[:, CHANCE], before.cells[:, CHANCE]
+def the_opposite_is_learned(tables, before):
+    chances, old = tables.cells[:, CHANCE], before.cells[:, CHANCE]
     moved = np.flatnonzero(chances != old)
     chances[moved] = np.clip(2 * old[moved] - chances[moved], 0.001, 0.999)
-    odds.logits[moved] = np.log(chances[moved] / (1 - chances[moved]))
-    odds.weights[:] = 2 * before.weights - odds.weights
+    tables.logits[moved] = np.log(chances[moved] / (1 - chances[moved]))
+    tables.weights[:] = 2 * before.weights - tables.weights
 
 
-def taught_with(drafter, lesson, bug):
-    """Give a lesson to the odds, and then break what was learned if there is a bug."""
+def learn_with(drafter, step, bug):
+    """Run a step from which the drafter learns, then apply the bug if there is one."""
     before = copy.deepcopy(drafter.corpus.learned) if bug else None
-    lesson()
+    step()
     if bug:
         bug(drafter.corpus.learned, before)
 
 
-def requests_of_which_some_are_repeated(steps, bug=None):
-    """Context k went on with the same token 8 times of 8; now the target produces it with CHANCES[k].
+def draft_overestimated_tokens(steps, bug=None):
+    """In the corpus the same token always follows context k; the target produces it with probability CHANCES[k].
 
-    Returns a row a step: context, odds, whether the token came; and the counters.
+    Returns a row per step: context, accept_prob, whether the target produced the token; and the counters.
     """
     rng = np.random.default_rng(0)
     corpus = Corpus(CAPACITY, 32)
@@ -144,60 +148,61 @@ def requests_of_which_some_are_repeated(steps, bug=None):
     with SuffixDrafter(DrafterConfig(capacity=CAPACITY, cost=1e-6), corpus=corpus) as drafter:
         for step in range(steps):
             context = int(rng.integers(len(CHANCES)))
-            came = bool(rng.random() < CHANCES[context])
+            is_accepted = bool(rng.random() < CHANCES[context])
             drafter.start(step, array([100 + context]))
             drafts = drafter.draft(progress_of({step: []}, limit=1))
             assert drafts.tokens.tolist() == [200 + context]
-            rows.append((context, drafts.accept_prob[0], came))
-            committed = array([200 + context if came else 300])
-            taught_with(
-                drafter,
-                lambda step=step, committed=committed, came=came: drafter.finish(
-                    step, committed, verified=1, learn=False
-                ),
-                bug,
-            )
+            rows.append((context, drafts.accept_prob[0], is_accepted))
+            committed = array([200 + context if is_accepted else 300])
+            finish = partial(drafter.finish, step, committed, verified=1, learn=False)
+            learn_with(drafter, finish, bug)
     return np.array(rows), drafter.stats
 
 
-def assert_odds_are_chances(rows):
-    """In the second half of the steps each context's odds are its chance, but for sampling and a slow start."""
+def assert_mean_is_chance(rows):
+    """Check the mean accept_prob of each context in the second half of the steps, within the sampling error."""
     late = rows[len(rows) // 2 :]
     for context, chance in enumerate(CHANCES):
-        odds = late[late[:, 0] == context, 1]
-        sampling = math.sqrt(chance * (1 - chance) / len(odds))
-        assert abs(odds.mean() - chance) < 0.02 + 3 * sampling
+        probs = late[late[:, 0] == context, 1]
+        sampling = math.sqrt(chance * (1 - chance) / len(probs))
+        assert abs(probs.mean() - chance) < 0.02 + 3 * sampling
 
 
-def calibration_error(odds, came):
-    """The expected calibration error in ten bins of odds."""
-    bins = np.minimum((odds * 10).astype(int), 9)
-    return sum(abs(odds[bins == at].sum() - came[bins == at].sum()) for at in range(10)) / len(odds)
+def calibration_error(probs, accepted):
+    """Return the expected calibration error in ten bins."""
+    bins = np.minimum((probs * 10).astype(int), 9)
+    return sum(abs(probs[bins == at].sum() - accepted[bins == at].sum()) for at in range(10)) / len(probs)
 
 
-def test_odds_come_to_the_chance_of_acceptance_whatever_the_corpus_promised():
-    rows, stats = requests_of_which_some_are_repeated(4000)
-    assert_odds_are_chances(rows)
+def counted_error(stats):
+    """Return the expected calibration error by a drafter's counters."""
+    table = stats.counters.calibration
+    return np.abs(table[:, PREDICTED] - table[:, OBSERVED]).sum() / table[:, COUNT].sum()
+
+
+def test_probabilities_approach_the_acceptance_rate():
+    rows, stats = draft_overestimated_tokens(4000)
+    assert_mean_is_chance(rows)
     late = rows[len(rows) // 2 :]
     assert calibration_error(late[:, 1], late[:, 2]) < 0.05
-    assert stats.calibration_error() < 0.06
+    assert counted_error(stats) < 0.06
     assert stats.counters.calibration[:, COUNT].sum() == len(rows)
 
 
 @pytest.mark.parametrize("bug", [nothing_is_learned, the_opposite_is_learned])
-def test_broken_learning_would_be_noticed(bug):
-    rows, stats = requests_of_which_some_are_repeated(600, bug)
+def test_broken_learning_is_detected(bug):
+    rows, stats = draft_overestimated_tokens(600, bug)
     with pytest.raises(AssertionError):
-        assert_odds_are_chances(rows)
+        assert_mean_is_chance(rows)
     late = rows[len(rows) // 2 :]
     assert calibration_error(late[:, 1], late[:, 2]) > 0.1
-    assert stats.calibration_error() > 0.1
+    assert counted_error(stats) > 0.1
 
 
-def a_request_that_chooses(steps, bug=None):
-    """One long request in which context k goes on with one token with CHANCES[k], else with another.
+def draft_two_siblings(steps, bug=None):
+    """In one long request one token follows context k with probability CHANCES[k], and another otherwise.
 
-    Both are drafted. Returns a row a step: context, odds of the one and the other, whether the one came.
+    Both are drafted. Returns a row per step: context, accept_prob of both, whether the target produced the first.
     """
     rng = np.random.default_rng(0)
     rows = []
@@ -208,32 +213,32 @@ def a_request_that_chooses(steps, bug=None):
             context = int(rng.integers(len(CHANCES)))
             drafts = drafter.draft(progress_of({1: [100 + context]}, limit=8))
             children = drafts.parents == -1
-            odds = dict(zip(drafts.tokens[children].tolist(), drafts.accept_prob[children].tolist(), strict=True))
-            came = bool(rng.random() < CHANCES[context])
-            rows.append((context, odds.get(200 + context, 0.0), odds.get(300 + context, 0.0), came))
-            outcome = [200 + context if came else 300 + context]
-            taught_with(drafter, lambda outcome=outcome: drafter.draft(progress_of({1: outcome}, limit=0)), bug)
+            probs = dict(zip(drafts.tokens[children].tolist(), drafts.accept_prob[children].tolist(), strict=True))
+            is_first = bool(rng.random() < CHANCES[context])
+            rows.append((context, probs.get(200 + context, 0.0), probs.get(300 + context, 0.0), is_first))
+            progress = progress_of({1: [200 + context if is_first else 300 + context]}, limit=0)
+            learn_with(drafter, partial(drafter.draft, progress), bug)
     return np.array(rows)
 
 
-def assert_both_odds_are_chances(rows):
+def assert_siblings_are_calibrated(rows):
     late = rows[len(rows) // 2 :]
     for context, chance in enumerate(CHANCES):
-        odds = late[late[:, 0] == context, 1:3]
-        sampling = math.sqrt(chance * (1 - chance) / len(odds))
-        assert abs(odds[:, 0].mean() - chance) < 0.03 + 3 * sampling
-        assert abs(odds[:, 1].mean() - (1 - chance)) < 0.03 + 3 * sampling
-    promised, came = np.concatenate((late[:, 1], late[:, 2])), np.concatenate((late[:, 3], 1 - late[:, 3]))
-    assert calibration_error(promised, came) < 0.05
+        probs = late[late[:, 0] == context, 1:3]
+        sampling = math.sqrt(chance * (1 - chance) / len(probs))
+        assert abs(probs[:, 0].mean() - chance) < 0.03 + 3 * sampling
+        assert abs(probs[:, 1].mean() - (1 - chance)) < 0.03 + 3 * sampling
+    predicted, accepted = np.concatenate((late[:, 1], late[:, 2])), np.concatenate((late[:, 3], 1 - late[:, 3]))
+    assert calibration_error(predicted, accepted) < 0.05
 
 
 def test_probabilities_of_siblings_match_their_frequencies():
-    assert_both_odds_are_chances(a_request_that_chooses(3000))
+    assert_siblings_are_calibrated(draft_two_siblings(3000))
 
 
 def test_wrong_probabilities_of_siblings_are_detected():
     with pytest.raises(AssertionError):
-        assert_both_odds_are_chances(a_request_that_chooses(400, the_opposite_is_learned))
+        assert_siblings_are_calibrated(draft_two_siblings(400, the_opposite_is_learned))
 
 
 def test_running_means_follow_tokens_and_cost_of_steps():

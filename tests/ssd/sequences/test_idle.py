@@ -1,4 +1,4 @@
-"""Sessions that are kept between two turns."""
+"""Indices of sessions that are kept between two turns."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def idle_of(size):
 
 
 def kept(sessions, *names):
-    """Which of them are there; they are gone afterwards."""
+    """Remove sessions; return the names of those that were kept."""
     return [name for name in names if sessions.pop(name)]
 
 

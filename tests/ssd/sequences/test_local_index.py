@@ -1,4 +1,4 @@
-"""The index of one request, for tokens at once, in steps, and over turns."""
+"""The index of one request: tokens added at once, in steps, and over the turns of a session."""
 
 import numpy as np
 import pytest
@@ -18,18 +18,18 @@ DEPTHS = st.sampled_from([1, 4, 32])
 
 
 def orders_of(index):
-    """The large order and the small one."""
+    """Return the positions in the large and in the small suffix array."""
     _, large, small = index.addresses
     return uint32_at(large, index.sorted_size).tolist(), uint32_at(small, index.fresh_size).tolist()
 
 
 def keys_of(index, text, depth):
-    """The keys of all its positions, sorted."""
+    """Return the keys of all positions, sorted."""
     return sorted(naive.key(text, position, depth) for order in orders_of(index) for position in order)
 
 
 def assert_indexes(index, text, depth):
-    """Its orders hold each position between two tokens once, each order sorted, and nothing else."""
+    """Check that its sorted suffix arrays contain each position between two tokens once, and nothing else."""
     assert index.tokens.tolist() == list(text)
     address, _, _ = index.addresses
     assert uint32_at(address - 4, 1 + len(text)).tolist() == [naive.SEPARATOR, *text]
@@ -60,7 +60,7 @@ def test_text_in_pieces_is_indexed_like_the_whole_text(pieces, depth):
 
 
 def turns():
-    """The text of a conversation, and prompts that go on from a part of it."""
+    """Generate the text of a conversation, and prompts that begin with a part of it."""
     return ALPHABETS.flatmap(
         lambda alphabet: st.tuples(
             st.lists(st.sampled_from(alphabet), max_size=60),
@@ -74,7 +74,7 @@ def turns():
 @given(turns(), DEPTHS)
 @example(([1, 2, 3], [(1.0, [])]), 32)  # the same prompt again
 @example(([1, 2, 3], [(0.0, [])]), 32)  # an empty one
-@example(([1, 2, 3, 4], [(0.5, [3, 9])]), 32)  # shares more than it seems
+@example(([1, 2, 3, 4], [(0.5, [3, 9])]), 32)  # shares one more token than the part says
 def test_a_turn_indexes_only_what_differs(drawn, depth):
     text, prompts = drawn
     index = new_index(text, depth)
@@ -153,6 +153,6 @@ def test_tokens_of_single_steps_are_indexed_like_a_prompt(seed, kinds, prompt_si
             at += size
             assert_indexes(index_in(drafter, 1), text[:at].tolist(), depth)
         drafter.finish(1, text[at:])
-        # The next turn goes on from there.
+        # The next turn begins with all of that.
         drafter.start(2, np.append(text, array([1, 2])), session_id="s")
         assert_indexes(index_in(drafter, 2), [*text.tolist(), 1, 2], depth)

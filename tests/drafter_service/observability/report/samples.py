@@ -10,17 +10,14 @@ import grpc
 import numpy as np
 
 from drafter_service.observability.facts import (
-    ClientTotals,
-    CorpusFacts,
     History,
     Latency,
-    LogFacts,
     ModelIdentity,
     NamespaceFacts,
-    Passage,
     Sample,
     ServiceFacts,
 )
+from drafter_service.observability.report.schema import ClientTotals, CorpusReport, PassageReport, SharedLogReport
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from ssd.stats import AGES, LENGTHS, PROB_BINS, Stats
@@ -37,11 +34,23 @@ def service(*namespaces, **changes):
         "now": NOW,
         "memory_bytes": 1_400_000_000,
         "refused": 3,
-        "log": LogFacts(
+        "log": SharedLogReport(
             published_tokens=4_200_000, consumed_tokens=21_000_000, duplicates=17, is_connected=True, lag_s=0.2
         ),
     }
     return ServiceFacts(**{**facts, **changes}, namespaces=namespaces)
+
+
+def corpus_of(capacity, tokens=0, requests=0, learned=0, **counts):
+    """Return facts of a corpus; other counts are 0 by default."""
+    others = ("waiting_tokens", "merges", "base_merges", "full_builds", "forgotten_requests")
+    return CorpusReport(
+        tokens=tokens,
+        requests=requests,
+        capacity_tokens=capacity,
+        learned_tokens=learned,
+        **{**dict.fromkeys(others, 0), **counts},
+    )
 
 
 def new_namespace(name="default", **changes):
@@ -51,7 +60,8 @@ def new_namespace(name="default", **changes):
         "model": ModelIdentity("llama-3-8b", "9f86d081884c7d65", "", 128_256),
         "stats": Stats(),
         "history": History(),
-        "corpus": CorpusFacts(16_000_000, 0, 0, 0, 0, 0, 0, 0, 0),
+        "corpus": corpus_of(16_000_000),
+        "clients": ClientTotals(),
         "memory_bytes": 3_000_000,
         "streams": 0,
         "sequences": 0,
@@ -68,16 +78,16 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
     facts = {
         "stats": stats,
         "history": history_of(stats, appended, capacity),
-        "corpus": CorpusFacts(
+        "corpus": corpus_of(
             capacity,
             min(appended, capacity),
             min(appended, capacity) // 700,
             appended,
-            812,
-            steps // 90,
-            steps // 4000,
-            2,
-            5,
+            waiting_tokens=812,
+            merges=steps // 90,
+            base_merges=steps // 4000,
+            full_builds=2,
+            forgotten_requests=5,
         ),
         "memory_bytes": 196_000_000,
         "streams": 4,
@@ -183,10 +193,10 @@ def latency_of(count, typical_s, spread_of_log):
 
 def passages():
     """Return two passages of token ids."""
-    return (
-        Passage(9_412, 120_000, np.arange(40, dtype=np.uint32)),
-        Passage(1_204, 7, np.array([5, 6, 7], np.uint32)),
-    )
+    return [
+        PassageReport(accepted=9_412, age_tokens=120_000, tokens=list(range(40))),
+        PassageReport(accepted=1_204, age_tokens=7, tokens=[5, 6, 7]),
+    ]
 
 
 class Reporter(drafter_pb2_grpc.DrafterServiceServicer):

@@ -7,9 +7,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from drafter_service.observability.facts import ClientTotals, LogFacts
 from drafter_service.observability.report import units
 from drafter_service.observability.report.build import build_report
+from drafter_service.observability.report.schema import ClientTotals, SharedLogReport
 from drafter_service.observability.report.terminal import print_report
 from tests.drafter_service.observability.report.samples import busy_namespace, new_namespace, passages, service
 
@@ -28,8 +28,16 @@ def services():
     yield "busy", service(busy_namespace(passages=passages()), busy_namespace("b", steps=3))
     yield "many", service(*(busy_namespace(f"team-{n}/a-model-with-a-long-name", steps=10**n) for n in range(12)))
     yield "huge", service(busy_namespace(EVIL, steps=10**17), memory_bytes=10**18)
-    log = LogFacts(
-        10**15, 10**15, 10**12, 10**12, errors=10**12, gaps=9, is_connected=True, lag_entries=10**12, lag_s=1e9
+    log = SharedLogReport(
+        published_tokens=10**15,
+        consumed_tokens=10**15,
+        duplicates=10**12,
+        dropped_tokens=10**12,
+        errors=10**12,
+        gaps=9,
+        is_connected=True,
+        lag_entries=10**12,
+        lag_s=1e9,
     )
     yield "lagging", service(busy_namespace(), log=log, version="9" * 90)
 
@@ -83,11 +91,11 @@ def test_remarks_name_what_needs_attention():
     busy = busy_namespace(clients=ClientTotals(timeouts=200_000))
     table = busy.stats.counters.calibration
     table[:, 2] = 0.5 * table[:, 2]
-    text = " ".join(printed(build_report(service(busy, log=LogFacts(is_connected=False)))).split())
+    text = " ".join(printed(build_report(service(busy, log=SharedLogReport(is_connected=False)))).split())
     assert "200k engine steps ran without drafts because the answer came too late" in text
     assert "The shared log cannot be reached" in text
     assert "Acceptance probabilities are off by" in text
-    missed = service(busy_namespace(), log=LogFacts(is_connected=True, gaps=1, dropped_tokens=5, lag_s=60))
+    missed = service(busy_namespace(), log=SharedLogReport(is_connected=True, gaps=1, dropped_tokens=5, lag_s=60))
     text = " ".join(printed(build_report(missed)).split())
     for remark in (
         "were trimmed before this replica read them",

@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from drafter_service.observability.facts import BOUNDS_S, CorpusFacts, Latency
+from drafter_service.observability.facts import BOUNDS_S, Latency
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.top import Monitor, print_once, rates_of, watch
 from ssd.errors import UserError
@@ -23,6 +23,7 @@ from tests.drafter_service.observability.report.samples import (
     NOW,
     Reporter,
     busy_namespace,
+    corpus_of,
     new_namespace,
     reporting,
     service,
@@ -39,7 +40,7 @@ def namespace(name, steps, committed, hits, drafted, accepted, learned, slow):
         latency.note(0.001)
     for _ in range(slow):
         latency.note(0.1)
-    corpus = CorpusFacts(10_000, 5000, 5, learned, 0, 0, 0, 0, 0)
+    corpus = corpus_of(10_000, 5000, 5, learned)
     return new_namespace(name, stats=stats, draft_latency=latency, corpus=corpus, streams=2, sequences=9)
 
 

@@ -18,11 +18,11 @@ UINT32_FIELDS = ("tokens", "offsets", "verified", "max_draft")
 @pytest.mark.parametrize(
     "committed", [{}, {1: []}, {1: [5]}, {1: [], 2: [5, 6], 3: [7]}, {number: [1] for number in range(64)}]
 )
-def test_arrays_that_fit_together_are_accepted(committed):
+def test_consistent_arrays_are_accepted(committed):
     progress_of(committed, limit=4).check_arrays()
 
 
-def test_arrays_may_be_read_only_and_parts_of_others():
+def test_read_only_slices_are_accepted():
     progress = progress_of({1: [5], 2: [6]}, limit=4)
     for name in UINT32_FIELDS:
         own = getattr(progress, name)
@@ -33,26 +33,26 @@ def test_arrays_may_be_read_only_and_parts_of_others():
 
 @pytest.mark.parametrize("field", UINT32_FIELDS)
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint64, np.float32, ">u4"])
-def test_another_dtype_is_refused_by_name(field, dtype):
+def test_the_error_names_the_field_of_another_dtype(field, dtype):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
     with pytest.raises(ValueError, match=rf"^{field} must be a contiguous row of uint32, not "):
         replace(progress, **{field: getattr(progress, field).astype(dtype)}).check_arrays()
 
 
 @pytest.mark.parametrize("counts", [np.zeros(4, np.uint32)[::2], np.zeros((2, 1), np.uint32)], ids=["gaps", "table"])
-def test_another_layout_is_refused_by_name(counts):
+def test_the_error_names_the_field_of_another_layout(counts):
     with pytest.raises(ValueError, match=r"^verified must be a contiguous row of uint32, not "):
         replace(progress_of({1: [5], 2: [6]}, limit=4), verified=counts).check_arrays()
 
 
 @given(st.integers(0, 4), st.lists(st.integers(0, 6), max_size=6), st.integers(0, 6))
-def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, offsets, tokens):
+def test_offsets_are_accepted_only_if_they_partition_the_tokens(sequences, offsets, tokens):
     counts = array([0] * sequences)
     ids = np.arange(sequences, dtype=np.uint64)
     progress = Progress(ids, array([1] * tokens), array(offsets), counts, counts)
     runs = [range(first, end) for first, end in pairwise(offsets)]
-    is_cut = offsets[:1] == [0] and list(chain(*runs)) == list(range(tokens))
-    if len(offsets) == sequences + 1 and is_cut and offsets == sorted(offsets):
+    is_partition = offsets[:1] == [0] and list(chain(*runs)) == list(range(tokens))
+    if len(offsets) == sequences + 1 and is_partition and offsets == sorted(offsets):
         progress.check_arrays()
     else:
         with pytest.raises(ValueError, match=r"^offsets "):
@@ -63,5 +63,5 @@ def test_offsets_are_accepted_only_if_they_cut_the_tokens_into_runs(sequences, o
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_counts_have_one_element_per_sequence(field, size):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
-    with pytest.raises(ValueError, match=rf"^{field} has {size} elements, not 2: one a sequence$"):
+    with pytest.raises(ValueError, match=rf"^{field} has {size} elements, not 2: one per sequence$"):
         replace(progress, **{field: array([0] * size)}).check_arrays()

@@ -35,7 +35,7 @@ class LogUnavailable(Exception):  # noqa: N818 - a temporary state rather than a
     """A call to Redis failed; the text is the type of the error."""
 
 
-class Position(NamedTuple):
+class LogPosition(NamedTuple):
     """The id of an entry. Entries are ordered by it."""
 
     ms: int
@@ -47,7 +47,7 @@ class Position(NamedTuple):
         return f"{self.ms}-{self.number}"
 
     @classmethod
-    def parse(cls, text: str) -> Position:
+    def parse(cls, text: str) -> LogPosition:
         """Parse the result of `str`. Raises ValueError for anything else."""
         if not re.fullmatch("[0-9]{1,20}-[0-9]{1,20}", text):
             raise ValueError(f"{text!r} is not a position in a log")
@@ -55,15 +55,15 @@ class Position(NamedTuple):
         return cls(int(ms), int(number))
 
 
-OLDEST = Position(0, 0)
+OLDEST = LogPosition(0, 0)
 """The position before all entries."""
 
 
 class Extent(NamedTuple):
     """Extent of a log."""
 
-    first: Position
-    last: Position
+    first: LogPosition
+    last: LogPosition
     """The newest entry ever added, even if it was trimmed; `OLDEST` if there was none."""
     entries: int
 
@@ -106,7 +106,7 @@ def connect(url: str) -> Redis:
     return client
 
 
-class Stream:
+class RedisStream:
     """The log of one namespace. Every method raises LogUnavailable if Redis fails."""
 
     def __init__(self, client: Redis, prefix: str, namespace: str) -> None:
@@ -127,7 +127,9 @@ class Stream:
                     oldest_kept = _oldest_kept(addition.trim_before, position)
                     await self._client.xtrim(self._key, minid=str(oldest_kept), approximate=False)
 
-    async def read(self, after: Position, most: int, *, wait: bool) -> list[tuple[Position, Mapping[bytes, bytes]]]:
+    async def read(
+        self, after: LogPosition, most: int, *, wait: bool
+    ) -> list[tuple[LogPosition, Mapping[bytes, bytes]]]:
         """Return the next entries, at most `most`. With `wait`, wait up to `BLOCK_S` if there are none."""
         block_ms = round(BLOCK_S * 1000) if wait else None
         async with _redis_call():
@@ -157,15 +159,15 @@ class Stream:
                 await self._client.xtrim(self._key, maxlen=kept, approximate=False)
 
 
-def _position(name: bytes | str) -> Position:
-    return Position.parse(name.decode() if isinstance(name, bytes) else name)
+def _position(name: bytes | str) -> LogPosition:
+    return LogPosition.parse(name.decode() if isinstance(name, bytes) else name)
 
 
-def _oldest_kept(trim_before: float, position: Position) -> Position:
+def _oldest_kept(trim_before: float, position: LogPosition) -> LogPosition:
     """The oldest entry to keep among those up to `position`, which itself is always kept."""
     if trim_before * 1000 > position.ms:
         return position
-    return Position(max(0, int(trim_before * 1000)), 0)
+    return LogPosition(max(0, int(trim_before * 1000)), 0)
 
 
 @asynccontextmanager
@@ -184,18 +186,14 @@ async def _redis_call() -> AsyncIterator[None]:
 class LogCounters:
     """Totals since the start of this replica. Only the event loop writes them."""
 
-    published_requests: int = 0
-    """Finished requests that were written to Redis."""
     published_tokens: int = 0
-    consumed_requests: int = 0
-    """Finished requests of other replicas that were learned."""
+    """Tokens that were written to Redis."""
     consumed_tokens: int = 0
+    """Tokens of other replicas that were learned."""
     duplicates: int = 0
     """Finished requests that had already been learned."""
-    outdated: int = 0
-    """Finished requests that were read after the event that forgets them."""
-    dropped: int = 0
-    """Finished requests that were never published because too many were waiting."""
+    dropped_tokens: int = 0
+    """Tokens that were never published because too many were waiting."""
     malformed: int = 0
     """Entries that were skipped."""
     gaps: int = 0

@@ -1,3 +1,5 @@
+"""The index: sorts of the whole corpus, merges, and views that are held while it changes."""
+
 import threading
 
 import numpy as np
@@ -8,15 +10,12 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
 
-GAP_PART = 1 << 14
-"""A quarter of the least gap: what is taken at once."""
-
 
 def flat(requests):
     return np.concatenate([np.append(request, SEPARATOR) for request in requests])
 
 
-def test_a_cold_start_is_one_build():
+def test_the_first_refresh_sorts_everything_at_once():
     corpus, requests = Corpus(200_000, DEPTH), some_requests(500)
     for request in requests:
         corpus.append(request)
@@ -27,7 +26,7 @@ def test_a_cold_start_is_one_build():
     corpus.close()
 
 
-def test_more_than_fits_keeps_the_newest():
+def test_the_newest_text_is_kept_when_not_all_fits():
     corpus, requests = Corpus(50_000, DEPTH), some_requests(1000)
     for request in requests:
         corpus.append(request)
@@ -37,7 +36,7 @@ def test_more_than_fits_keeps_the_newest():
 
 
 @pytest.mark.parametrize("waiting", [0, 3])
-def test_a_request_longer_than_the_corpus_leaves_its_end(waiting):
+def test_the_end_of_a_request_longer_than_the_corpus_is_kept(waiting):
     corpus = Corpus(20_000, DEPTH)
     fill(corpus, some_requests(50))
     long = some_requests(1, seed=1, size=70_000)[0]
@@ -94,15 +93,15 @@ def test_a_held_view_blocks_only_the_maintainer():
     corpus, rounds = Corpus(20_000, DEPTH), iter(range(1000))
     fill(corpus, some_requests(100))
     settle(corpus)
-    parked = corpus.view
-    orders = [order.positions.copy() for order in parked.suffix_arrays]
-    oldest, head = int(parked.arrays[2][1]), int(parked.arrays[2][2])
+    held = corpus.view
+    orders = [order.positions.copy() for order in held.suffix_arrays]
+    oldest, head = int(held.arrays[2][1]), int(held.arrays[2][2])
     ring = corpus.state().ring
     text = ring.read(oldest, head)
     blocked_at, done = [], threading.Event()
 
     def write():
-        # Enough to go round the whole ring, and swap every tier many times.
+        # Enough to wrap around the ring, and to swap every tier many times.
         for number in rounds:
             blocked_at.append(number)
             fill(corpus, some_requests(10, seed=1000 + number, size=1000))
@@ -113,16 +112,16 @@ def test_a_held_view_blocks_only_the_maintainer():
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     assert not done.wait(0.5)
-    # The writer has shown at least one view since, and waits; queries go on.
-    assert corpus.view is not parked
+    # The writer has published at least one view since, and waits; queries continue.
+    assert corpus.view is not held
     drafter = SuffixDrafter(DrafterConfig(capacity=20_000, match_depth=DEPTH), corpus=corpus)
     assert drafts_of(drafter, some_requests(3))
     drafter.close()
     assert not done.is_set()
     assert np.array_equal(ring.read(oldest, head), text)
-    for order, before in zip(parked.suffix_arrays, orders, strict=True):
+    for order, before in zip(held.suffix_arrays, orders, strict=True):
         assert np.array_equal(order.positions, before)
-    del parked, order
+    del held, order
     assert done.wait(60)
     writer.join()
     settle(corpus)
@@ -130,8 +129,8 @@ def test_a_held_view_blocks_only_the_maintainer():
     assert not np.array_equal(ring.read(oldest, head), text)
 
 
-def test_held_text_stays_while_newer_text_is_merged():
-    """Who saves a corpus holds its state only: what came since becomes draftable as long as there is room."""
+def test_held_text_is_unchanged_while_newer_text_is_merged():
+    """Saving holds a state: newer text becomes draftable meanwhile, as long as there is room."""
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, some_requests(1500))
     settle(corpus)

@@ -1,0 +1,39 @@
+"""Command lines of the benchmarks."""
+
+import subprocess
+import sys
+
+BENCHMARKS = (
+    "contention",
+    "engine",
+    "index",
+    "late_drafts",
+    "replay",
+    "shared_log",
+    "sidecar",
+    "soak",
+    "startup",
+    "warm",
+)
+
+SCRIPT = """
+import runpy, sys
+module, sys.argv[1:] = sys.argv[1], ["--help"]
+try:
+    runpy.run_module(module, run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+heavy = {"numba", "torch", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_is_printed_without_loading_kernels_or_pytorch():
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, f"benchmarks.{name}"], stdout=subprocess.PIPE, text=True)
+        for name in BENCHMARKS
+    ]
+    for name, process in zip(BENCHMARKS, processes, strict=True):
+        printed, _ = process.communicate(timeout=120)
+        assert (name, process.returncode) == (name, 0)
+        assert printed.startswith("usage: ")
