@@ -253,9 +253,11 @@ class FakeServer:
 
     async def _unless_cut(self, context: grpc.aio.ServicerContext | FrameContext, coming: Coroutine) -> object:
         waiting = [asyncio.create_task(coming), asyncio.create_task(self._cut.wait())]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
         if self._cut.is_set():
             await context.abort(self._cut_code, "the stream was cut")
         return waiting[0].result()

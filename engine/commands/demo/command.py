@@ -136,7 +136,7 @@ def demonstrate(options: DemoOptions) -> bool:
             with console.status("finding where each output ends (not timed)"):
                 requests = contest.requests(items)
             measurements = contest.run(items, requests, console)
-            late_steps = contest.client.timeouts
+            late_steps = contest.client.counters.timeouts
     summary = summarize(measurements)
     settings: dict[str, object] = {**asdict(options), "model": folder.name, "requests": count, "late_steps": late_steps}
     write_report(summary, measurements, {name: settings[name] for name in settings if name != "out"}, options.out)

@@ -166,7 +166,7 @@ def test_the_client_waits_once_for_a_hanging_service_and_uses_it_again_later(ser
         for token in (2, 3, 4, 5, 2, 3):
             assert len(client.draft(progress_of({1: [token]}, limit=1)).tokens) == 0
         assert time.monotonic() - began < 4 * 0.5
-        assert client.timeouts == 6
+        assert client.counters.timeouts == 6
     # No token that was committed meanwhile is missing.
     eventually(lambda: client.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [4, 5])
     assert client.lost is None
