@@ -16,9 +16,8 @@
 Several entries may have the same name, so that a token can be replaced while the old one is still valid. The file only
 contains hashes of tokens; they are safe because tokens are long and random, as `ssd-drafter token` makes them.
 
-A check depends only on the caller's own rights and the requested name, and precedes every lookup. So neither the text
-nor the duration of a refusal reveals anything about a namespace that the caller has no right to, not even whether it
-exists.
+A check depends only on the caller's rights and the requested name, and precedes every lookup. So neither the text nor
+the duration of a refusal reveals whether a namespace exists.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class AccessDeniedError(Exception):
 
 
 class UnauthenticatedError(AccessDeniedError):
-    """The caller is not known."""
+    """The caller is unknown."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
@@ -108,7 +107,7 @@ class Caller:
 
 
 EVERYBODY = Caller("everybody", ("*",), EVERY_RIGHT)
-"""The caller where there is no callers file: only the address itself is protected."""
+"""The caller without a callers file: only the address is protected."""
 
 
 # --- The callers file
@@ -146,7 +145,7 @@ class Callers:
         self._by_certificate = {entry.certificate: entry.caller for entry in entries if entry.certificate}
 
     def with_token(self, token_sha256: str) -> Caller | None:
-        """Return the caller whose token has this hash, in a time that does not depend on the result."""
+        """Return the caller whose token has this hash, in constant time."""
         found = None
         for known, caller in self._by_token:
             if hmac.compare_digest(known, token_sha256):

@@ -35,7 +35,7 @@ class Context(Protocol):
         """Return pairs of strings, or None."""
 
     def auth_context(self) -> Any:
-        """Return what TLS has verified about the peer."""
+        """Return the properties of the peer that TLS has verified."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         """End the call by raising an exception."""
@@ -44,7 +44,7 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Credentials:
-    """Credentials that a call presents."""
+    """Credentials of a call."""
 
     token_sha256: str | None
     certificate_names: tuple[str, ...]

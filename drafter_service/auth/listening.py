@@ -62,7 +62,7 @@ class _Pem(NamedTuple):
 
 
 class _Renewal:
-    """gRPC calls this for every connection."""
+    """Callback of gRPC for each new connection."""
 
     def __init__(self, files: Watched[_Pem], served: _Pem) -> None:
         self._files = files

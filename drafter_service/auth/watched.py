@@ -31,7 +31,7 @@ class Watched(Generic[T]):
         check_interval_s: float = CHECK_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the files. Raises the UserError that `read` raises for unusable files; later ones are logged."""
+        """Read the files. Raises the UserError of `read` for unusable files; later errors are logged."""
         self._paths = paths
         self._read = read
         self._check_interval_s = check_interval_s
@@ -43,7 +43,7 @@ class Watched(Generic[T]):
         self._next_check = clock() + check_interval_s
 
     def current(self) -> T:
-        """Return the value, the same object until a file changes. Unusable files leave it as it was."""
+        """Return the value, the same object until a file changes. Unusable files do not change it."""
         if self._clock() < self._next_check:
             return self._value
         with self._checking:
@@ -58,7 +58,7 @@ class Watched(Generic[T]):
         try:
             self._value = self._read()
         except (UserError, OSError) as problem:
-            LOG.error("%s; the previous contents stay in force", problem)
+            LOG.error("%s; the previous contents remain in force", problem)
         else:
             LOG.info("reloaded: %s", ", ".join(map(str, self._paths)))
 
@@ -83,11 +83,11 @@ def read_file(path: Path, what: str) -> bytes:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raise UserError unless these are a certificate and its key. gRPC itself would only fail every handshake."""
+    """Raise UserError unless these are a certificate and its key; gRPC would only fail every handshake."""
     read_file(certificate, "certificate")
     read_file(key, "key")
     try:
-        # With a password an encrypted key is an error instead of a prompt at the terminal.
+        # With a password, an encrypted key is an error instead of a prompt.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, OSError, ValueError) as problem:
         reason = getattr(problem, "reason", None) or problem

@@ -37,7 +37,7 @@ DEADLINE_S = 0.002
 """Longest wait for the drafts of one step."""
 
 PATIENCE_S = 30.0
-"""A service that leaves a request unanswered for this long has failed, though its connection may still be open."""
+"""Time after which an unanswered request means that the service has failed, even if its connection is open."""
 
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
@@ -72,14 +72,13 @@ class DrafterClient:
         required: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Connect to the service at `address`, and connect again whenever the connection is lost.
+        """Connect to the service at `address`, and reconnect after each loss.
 
-        deadline_s: longest wait for the drafts of a step. patience_s: a connection on which a request stays unanswered
-        for longer is closed and made again. model: what is served. namespace: which corpus remembers it; "" for one
-        that is named after the model. policy: how the namespace drafts, "suffix" or "classic", if this client is the
-        first to use it; "" for the service's default. access: TLS files and bearer token. required: raise UserError if
-        no service answers or it refuses; otherwise there are no drafts until one accepts. on_lost: called with the
-        reason, once for each loss.
+        deadline_s: longest wait for the drafts of a step. patience_s: time after which a connection with an unanswered
+        request is replaced. model: the served model. namespace: name of the corpus; "" for one named after the model.
+        policy: how the namespace drafts if this client creates it, "suffix" or "classic"; "" for the service's default.
+        access: TLS files and bearer token. required: raise UserError if no service answers, or it refuses; otherwise
+        there are no drafts until one accepts. on_lost: called with the reason, once for each loss of the connection.
         """
         self.address = Address.parse(address).text
         self._connector = Connector(Address.parse(address), access or ClientAccess())
@@ -92,16 +91,16 @@ class DrafterClient:
         self._is_required = required
         self._is_closing = False
         self._own_end: StreamEnd | None = None
-        """Why this client itself ended the stream."""
+        """The reason, if this client ended the stream."""
         self._lock = threading.Lock()
-        """Held by the thread that uses the protocol."""
+        """Guards the protocol."""
         self._stream: Stream | None = None
         self._is_waiting = False
         """Whether the engine's thread receives the responses."""
         self._proposed: tuple[np.ndarray, int] | None = None
         """The context of the last `propose`, uint32 [N], and the length of its draft."""
         self._decided = threading.Event()
-        """Set once the service serves this client, or finally does not."""
+        """Set once the service has accepted this client, or has finally refused it."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ssd-client", daemon=True)
         self._thread.start()
@@ -110,7 +109,7 @@ class DrafterClient:
 
     @property
     def lost(self) -> str | None:
-        """Why there is no connection; None while there is one."""
+        """Reason why there is no connection; None while connected."""
         return self._connection.lost
 
     @property
@@ -120,12 +119,12 @@ class DrafterClient:
 
     @property
     def timeouts(self) -> int:
-        """Number of steps that went without drafts because the service was late."""
+        """Number of steps without drafts because the service was late."""
         return self._protocol.counters.timeouts
 
     @property
     def transport(self) -> str:
-        """What the connection uses: "socket" for the step socket, "grpc", or "" while there is none."""
+        """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
         return self._protocol.counters.transport
 
     def start(
@@ -150,7 +149,7 @@ class DrafterClient:
             self._watch()
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Send what was committed and wait for drafts, at most until the deadline.
+        """Send committed tokens and wait for drafts, at most until the deadline.
 
         Raises ValueError as `Progress.check`.
         """
@@ -182,7 +181,7 @@ class DrafterClient:
     def propose_after(self, outcomes: Outcomes) -> DraftBatch:
         """Wait, at most until the deadline, for drafts after each of K possible outcomes of verifying the last drafts.
 
-        Nothing is committed. There is no draft for sequences whose last draft is not the service's last one. Raises
+        Changes nothing. There is no draft for sequences whose last draft is not the service's last one. Raises
         ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
         return self._await_drafts(lambda: self._protocol.propose_after(outcomes))
@@ -196,10 +195,10 @@ class DrafterClient:
             self._watch()
 
     def forget(self, request_id: str) -> None:
-        """Forget what was learned under a name; what still runs under it is not learned.
+        """Forget text learned under a name; running sequences of this name are not learned.
 
         Returns once no draft can contain it, which takes longer than a step. Raises UserError if the service cannot be
-        reached, or does not allow it ("admin" is the right that is needed).
+        reached, or the client lacks the right "admin".
         """
         self._check_process()
         with self._lock:
@@ -207,7 +206,7 @@ class DrafterClient:
             namespace, stream = self._protocol.namespace, self._stream
             self._is_waiting = True
         try:
-            # A sequence of this name may still be on its way to the service.
+            # Requests in flight may contain a sequence of this name.
             until = time.monotonic() + FORGET_TIMEOUT_S
             self._receive_until(lambda: not self._protocol.pending.has_pending, stream, until)
         finally:
@@ -226,7 +225,7 @@ class DrafterClient:
             raise UserError(reason) from None
 
     def close(self) -> None:
-        """Let the service process what was sent, then end the stream. May be called by `on_lost`.
+        """Let the service process all sent requests, then end the stream. `on_lost` may call this.
 
         In a fork of the process that connected, only the descriptors of the connection are closed.
         """
@@ -266,7 +265,7 @@ class DrafterClient:
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
-        """Raises UserError in a fork, whose messages would mix with its parent's."""
+        """Raise UserError in a fork, whose messages would mix with its parent's."""
         if self._is_fork:
             raise UserError(f"this client belongs to process {self._process}; make another one in each process")
 
@@ -287,10 +286,10 @@ class DrafterClient:
             self._is_waiting = True
             self._send()
             stream = self._stream
-        # The engine waits here, which lets the service run where the engine's threads use every core.
+        # Waiting here lets the service run where the engine's threads use every core.
         try:
             self._receive_until(lambda: self._protocol.is_settled(turn), stream, time.monotonic() + self._deadline_s)
-        finally:  # Also after an interrupt, no thread waits any more.
+        finally:  # An interrupt, too, ends the wait.
             with self._lock:
                 self._is_waiting = False
                 self._receive()
@@ -300,7 +299,7 @@ class DrafterClient:
         return drafts
 
     def _receive_until(self, condition: Callable[[], bool], stream: Stream | None, until: float) -> None:
-        """Process responses until a condition holds, the stream is closed, or a time has come."""
+        """Process responses until a condition holds, the stream is closed, or the time is `until`."""
         is_met = condition()
         while stream is not None and not is_met and stream.wait(until - time.monotonic()):
             with self._lock:
@@ -308,7 +307,7 @@ class DrafterClient:
                 is_met = condition()
 
     def _check_silence(self) -> None:
-        """End a stream whose service does not answer any more."""
+        """End the stream if its oldest request has been unanswered for too long."""
         silent_s = self._protocol.pending.oldest_wait_s
         if silent_s > self._patience_s:
             self._leave(StreamEnd(f"it has not answered for {silent_s:.0f} s"))
@@ -320,7 +319,7 @@ class DrafterClient:
             self._stream.send(requests)
 
     def _watch(self) -> None:
-        """Leave outstanding responses to the client's thread."""
+        """Let the client's thread receive outstanding responses."""
         if self._stream is not None and self._protocol.pending.has_pending:
             self._stream.watch()
 
@@ -347,7 +346,7 @@ class DrafterClient:
     # The client's thread.
 
     def _run(self) -> None:
-        """Connect, again and again."""
+        """Connect, and reconnect after each loss."""
         wait_s: float | None = 0.0
         while wait_s is not None and not self._stopping.wait(wait_s):
             problem = self._run_stream()
@@ -359,7 +358,7 @@ class DrafterClient:
                 self._report_loss(report)
 
     def _run_stream(self) -> Exception | None:
-        """Run one stream until its end; returns what ended it, None if the service ended it normally."""
+        """Run one stream until its end; return the exception that ended it, None if the service ended it normally."""
         try:
             stream = self._open()
             with self._lock:
@@ -374,18 +373,18 @@ class DrafterClient:
             with self._lock:
                 self._receive()
                 return stream.failure
-        except Exception as problem:  # Such as too few descriptors or threads: that may pass.
+        except Exception as problem:  # A lack of descriptors or threads may be temporary.
             return problem
 
     def _open(self) -> Stream:
-        """Open a stream. Raises UserError for files that cannot be used any more, and OSError without descriptors."""
+        """Open a stream. Raises UserError for files that have become unusable, and OSError without descriptors."""
         connection = self._connector.connect_steps(CONNECT_TIMEOUT_S)
         if connection is not None:
             return SocketStream(connection, self._connector.authorization())
         return GrpcStream(self._connector.open(CHANNEL_OPTIONS), self._connector.metadata())
 
     def _receive_unless_awaited(self) -> None:
-        """Process responses, unless the engine's thread waits for them."""
+        """Process responses, unless the engine's thread is waiting for them."""
         if self._is_waiting:
             return
         with self._lock:
@@ -397,7 +396,7 @@ class DrafterClient:
                 self._decided.set()
 
     def _end_stream(self, problem: Exception | None) -> tuple[float | None, str | None]:
-        """Record the end of a stream; returns as `ConnectionState.ended`."""
+        """Record the end of a stream; return the result of `ConnectionState.ended`."""
         self._protocol.counters.transport = ""
         if problem is not None and not isinstance(problem, EXPECTED_ENDS):
             logger.warning("the connection to the drafter failed", problem=type(problem).__name__)
@@ -410,7 +409,7 @@ class DrafterClient:
         return wait_s, None if self._is_required or self._is_closing else report
 
     def _report_loss(self, reason: str) -> None:
-        """Call `on_lost`, and log whatever it raises."""
+        """Call `on_lost`, and log its exceptions."""
         try:
             self._on_lost(reason)
         except Exception as problem:

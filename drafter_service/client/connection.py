@@ -1,4 +1,4 @@
-"""The state of a client's connection: why it ended, when to connect again, and what is reported."""
+"""State of a client's connection: the reason of its loss, when to reconnect, and what to report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssd.errors import UserError
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 
 GOOD_RESPONSES = 16
-"""A stream with this many responses was useful: the next failure is a new one, with a short wait and a new message."""
+"""A stream with this many responses was useful: the next failure is reported, and its first wait is short."""
 
 REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -23,7 +23,7 @@ REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Status codes before the handshake is done after which connecting again does not help."""
+"""Status codes of a handshake after which reconnecting does not help."""
 
 ABSENCES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes when nothing answers at an address."""
@@ -31,31 +31,31 @@ ABSENCES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 @dataclass(frozen=True)
 class StreamEnd:
-    """Why a stream ended."""
+    """The end of a stream and its reason."""
 
     reason: str
     code: grpc.StatusCode | None = None
     is_final: bool = False
-    """Whether the service does not serve this client."""
+    """Whether the service refuses this client, so that reconnecting is useless."""
     is_violation: bool = False
     """Whether one side violated the protocol."""
 
 
 class ConnectionState:
-    """Whether a client is connected, and what follows when it is not. Opens no connection itself."""
+    """Whether a client is connected, and when it reconnects. Opens no connections."""
 
     def __init__(self, rng: Random) -> None:
-        self.lost: str | None = "it was not connected to yet"
-        """Why there are no drafts now; None while there are."""
+        self.lost: str | None = "there was no connection yet"
+        """Reason why there are no drafts; None while connected."""
         self.last_end: StreamEnd | None = None
-        """Why the last stream ended."""
+        """End of the last stream."""
         self._rng = rng
         self._responses = 0
-        """On this stream."""
+        """Number of responses on this stream."""
         self._failures = 0
-        """Streams in a row that were not useful."""
+        """Number of consecutive streams that were not useful."""
         self._is_reported = False
-        """Whether the present loss was reported to the owner."""
+        """Whether the current loss was reported."""
 
     def response_received(self) -> None:
         """Record a valid response."""
@@ -66,10 +66,10 @@ class ConnectionState:
             self._is_reported = False
 
     def ended(self, end: StreamEnd) -> tuple[float | None, str | None]:
-        """Record the end of a stream. Returns the seconds to wait before the next, None for ever, and what to report.
+        """Record the end of a stream; return the seconds before the next one, and the reason to report.
 
-        The wait is a random part of an interval that doubles with each failure, so that the clients of a service that
-        comes back do not all connect at once. What to report is the reason of a new loss, or None.
+        None as seconds: do not reconnect. None as reason: this loss was reported before. The wait is a random part of
+        an interval that doubles with each failure, so that clients of a restarted service do not connect all at once.
         """
         self._responses = 0
         self.last_end = end
@@ -83,7 +83,7 @@ class ConnectionState:
         return self._rng.uniform(0, interval), report
 
     def end_of(self, problem: Exception | None) -> StreamEnd:
-        """Return what an exception says about the end of a stream; None: the service ended it normally."""
+        """Return the end of a stream with an exception; None: the service ended it normally."""
         if problem is None:
             return StreamEnd("it ended the stream")
         if isinstance(problem, RefusedError):
@@ -98,7 +98,7 @@ class ConnectionState:
             return StreamEnd(str(problem))
         if isinstance(problem, OSError):
             return StreamEnd(f"this process cannot connect: {problem.strerror or type(problem).__name__}")
-        # The text of an unexpected error may hold anything, tokens of users too.
+        # The text of an unexpected error may contain tokens of users.
         return StreamEnd(f"this client failed: {type(problem).__name__}")
 
     def failure(self, address: str) -> UserError:

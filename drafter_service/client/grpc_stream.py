@@ -1,4 +1,4 @@
-"""What the client needs of a Draft stream, and the stream over gRPC, which has threads of its own."""
+"""The interface of a Draft stream, and the stream over gRPC, which has its own threads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Stream(Protocol):
     """An open Draft stream.
 
     Two threads use it: the engine's, which sends requests and waits for drafts, and the client's, which runs `pump`
-    until the end. They take turns with everything but `wait` and `pump`.
+    until the end. Calls other than `wait` and `pump` are made with a lock held.
     """
 
     @property
     def failure(self) -> Exception | None:
-        """Why it ended, None if normally. Known when `pump` has returned and all responses were received."""
+        """Reason of the end, None if normal. Valid after `pump` has returned and all responses were received."""
 
     def send(self, requests: Sequence[OutgoingRequest]) -> None:
         """Queue requests for sending; never waits."""
@@ -32,13 +32,13 @@ class Stream(Protocol):
         """Send the end of the stream after all queued requests."""
 
     def receive(self) -> list[pb.DraftResponse]:
-        """Return the responses that have come; never waits."""
+        """Return the responses that have arrived; never waits."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there may be a response to receive, or the stream is closed; returns False after the timeout."""
+        """Wait until there may be a response, or the stream is closed; return False after the timeout."""
 
     def watch(self) -> None:
-        """Make `pump` report responses: some are outstanding, and no other thread waits for them."""
+        """Make `pump` report outstanding responses, for which no other thread waits."""
 
     def pump(self, on_arrival: Callable[[], None]) -> None:
         """Run the stream until its end. Calls `on_arrival` when there may be responses to receive."""
@@ -47,10 +47,10 @@ class Stream(Protocol):
         """End the stream at once."""
 
     def close(self) -> None:
-        """Release everything, and end the waits of other threads."""
+        """Release all resources, and end the waits of other threads."""
 
     def abandon(self) -> None:
-        """Release what can be released without harm to the parent process, whose stream this is."""
+        """In a fork, release what can be released without harm to the parent process's stream."""
 
 
 class GrpcStream:
@@ -63,7 +63,7 @@ class GrpcStream:
         self._requests: SimpleQueue[OutgoingRequest | None] = SimpleQueue()
         self._responses: SimpleQueue[pb.DraftResponse] = SimpleQueue()
         self._arrivals: SimpleQueue[None] = SimpleQueue()
-        """One element for each response and one for the end, to wait for."""
+        """One element for each response and one for the end, for `wait`."""
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         self._call = stub.Draft(self._messages(), metadata=metadata)
 
@@ -116,7 +116,7 @@ class GrpcStream:
         self._arrivals.put(None)
 
     def abandon(self) -> None:
-        """Do nothing: none of gRPC's calls is safe in a fork, so its descriptors stay open."""
+        """Do nothing: gRPC's calls are not safe in a fork, so its descriptors remain open."""
 
     def _messages(self) -> Iterator[pb.DraftRequest]:
         for request in iter(self._requests.get, None):

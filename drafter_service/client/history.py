@@ -1,14 +1,14 @@
-"""The tokens that running sequences have committed, kept so that a sequence can be registered again."""
+"""The committed tokens of running sequences, kept to register them again."""
 
 from __future__ import annotations
 
 import numpy as np
 
 TAIL = 4096
-"""Newest tokens of each sequence that are kept in one table, so that a whole batch is appended at once."""
+"""Width of the table with the newest tokens of each sequence, to which a whole batch is appended at once."""
 
 FOLD_EVERY = 64
-"""Appended batches that are collected before they are written to the table; writing 64 takes little longer than one."""
+"""Number of batches that are written to the table together; writing 64 takes little longer than one."""
 
 
 class TokenHistory:
@@ -17,12 +17,12 @@ class TokenHistory:
     def __init__(self) -> None:
         self._sizes = np.zeros(0, np.int64)
         self._older: list[list[np.ndarray]] = []
-        """All tokens of a row before those in the table."""
+        """Tokens of each row that precede those in the table."""
         self._tails = np.empty((0, TAIL), np.uint32)
         """The newest tokens of each row."""
         self._tail_sizes = np.zeros(0, np.int64)
         self._unfolded: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        """Batches that are not in the table yet: rows, tokens and offsets."""
+        """Batches not written to the table yet: rows, tokens and offsets."""
 
     def grow(self, rows: int) -> None:
         """Increase the number of rows to `rows`."""
@@ -43,22 +43,22 @@ class TokenHistory:
         self._unfolded.append((rows, tokens.copy(), offsets.astype(np.int64)))
 
     def fold_if_due(self) -> None:
-        """Write collected batches to the table if there are many. To be called outside of waits for drafts."""
+        """Write collected batches to the table if there are many. Call it outside of waits for drafts."""
         if len(self._unfolded) >= FOLD_EVERY:
             self._fold()
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Number of tokens of each row, int64 [B]."""
+        """Return the number of tokens of each row, int64 [B]."""
         self._fold()
         return self._sizes[rows]
 
     def tokens(self, row: int) -> np.ndarray:
-        """A copy of all tokens of a row, uint32."""
+        """Return a copy of all tokens of a row, uint32."""
         self._fold()
         return np.concatenate((*self._older[row], self._tails[row, : self._tail_sizes[row]]))
 
     def last(self, rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """The last `offsets[i + 1] - offsets[i]` tokens of each row, concatenated, uint32. Arguments are int64."""
+        """Return the last `offsets[i + 1] - offsets[i]` tokens of each row, concatenated, uint32. Arguments: int64."""
         self._fold()
         counts = offsets[1:] - offsets[:-1]
         tail_sizes = self._tail_sizes[rows]

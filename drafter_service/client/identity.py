@@ -36,7 +36,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _name(folder: Path) -> str:
-    """In the hub's cache a folder is named after a revision, and is in models--owner--name/snapshots."""
+    """Return the name of a model folder; the hub's cache names folders models--OWNER--NAME/snapshots/REVISION."""
     snapshots = folder.parent
     if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
         return snapshots.parent.name.removeprefix("models--").replace("--", "/")

@@ -1,4 +1,4 @@
-"""Messages of the client: requests until their bytes are made, and checked responses."""
+"""Messages of the client: requests before serialization, and validated responses."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:  # It imports numba.
 U1, U4, I4, F4 = (DTYPES[name] for name in ("u1", "u4", "i4", "f4"))
 
 ONE_AS_BITS = np.float32(1.0).view(np.uint32)
-"""As integers, floats from 0 to 1 are at most this; negative ones, greater ones and NaN are more."""
+"""Bits of 1.0: as unsigned integers, floats from 0 to 1 are at most this; negative, greater and NaN are above."""
 
 TOKEN_LIMIT = np.uint32(0xFFFF_FFFF)
-"""The first id that no token can have."""
+"""The smallest invalid token id."""
 
 
 class RefusedError(Exception):
-    """The service does not serve this client; the text is its reason."""
+    """The service refuses this client; the text is its reason."""
 
 
 class Registered(NamedTuple):
-    """A sequence to register. Its arrays do not change any more."""
+    """A sequence to register. Its arrays are final."""
 
     wire_id: int
     info: SequenceInfo
@@ -40,11 +40,11 @@ class Registered(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a sequence, with the tokens that the service was not sent."""
+    """The end of a sequence, with its unsent tokens."""
 
     wire_id: int
     tokens: np.ndarray
-    """uint32 [n]; they do not change any more."""
+    """uint32 [n], final."""
     learn: bool
     verified: int
     steps: int
@@ -52,7 +52,7 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutgoingRequest:
-    """A request without its token texts, and these texts. The thread that writes the bytes copies them in."""
+    """A request and its texts, which the thread that writes the bytes copies into it."""
 
     request: pb.DraftRequest = field(default_factory=pb.DraftRequest)
     starts: list[Registered] = field(default_factory=list)
@@ -67,7 +67,7 @@ class OutgoingRequest:
         return started + sum(finish.tokens.nbytes for finish in self.finishes)
 
     def message(self) -> pb.DraftRequest:
-        """Return the whole request. To be called once."""
+        """Return the complete request. May be called once."""
         for start in self.starts:
             self.request.starts.add(
                 sequence_id=start.wire_id,
@@ -93,30 +93,30 @@ class Counters:
     """Totals since the client was made."""
 
     timeouts: int = 0
-    """Steps without drafts because the service was late, or had been late and was not asked."""
+    """Steps without drafts because the service was late, or was not asked after it had been late."""
     dropped: int = 0
-    """Responses that came too late."""
+    """Responses that arrived after the deadline."""
     resyncs: int = 0
-    """Running sequences that the service lost, so that they had to be registered again."""
+    """Running sequences that were registered again because the service had lost them."""
     reconnects: int = 0
-    """Connections that were made again."""
+    """Connections after the first."""
     malformed: int = 0
     """Drafts that were too long, outside the vocabulary, or not well formed."""
     unlearned: int = 0
-    """Finished sequences that were discarded, though they were to be learned, because the queue was full."""
+    """Finished sequences that were discarded instead of learned, because the queue was full."""
 
     transport: str = ""
-    """What the connection uses now: "socket" for the step socket, "grpc", or "" while there is none."""
+    """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
 
     def message(self) -> pb.ClientCounters:
-        """Return what the service is sent of them."""
+        """Return the counters that are sent to the service."""
         return pb.ClientCounters(
             timeouts=self.timeouts, dropped=self.dropped, resyncs=self.resyncs, reconnects=self.reconnects
         )
 
 
 def hello_message(model: ModelIdentity | None, namespace: str, policy: str) -> pb.Hello:
-    """Return the first message of a stream: the client's version and what is served."""
+    """Return the first message of a stream: the client's version and the served model."""
     described = pb.Model()
     if model is not None:
         described = pb.Model(
@@ -135,10 +135,10 @@ def hello_message(model: ModelIdentity | None, namespace: str, policy: str) -> p
 
 
 def read_draft_response(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> tuple[DraftBatch, int]:
-    """Return the well-formed drafts, with at most `limits` tokens each, uint32 [B], and the number of the others.
+    """Return the well-formed drafts, with at most `limits` tokens each, uint32 [B], and the number of malformed ones.
 
-    Token ids must be below `vocabulary_size`, unless that is 0. Drafts that are not well formed are empty. Raises
-    WireError for arrays that do not fit together.
+    Token ids must be below `vocabulary_size`, unless that is 0. Malformed drafts become empty. Raises WireError for
+    inconsistent arrays.
     """
     paths = _read_valid_paths(message, limits, vocabulary_size)
     if paths is not None:
@@ -147,7 +147,7 @@ def read_draft_response(message: pb.Drafts, limits: np.ndarray, vocabulary_size:
 
 
 def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> DraftBatch | None:
-    """Return the drafts if all are well-formed paths, as nearly always; takes a third of the general check's time."""
+    """Return the drafts if all are well-formed paths, the usual case; takes a third of the general check's time."""
     try:
         tokens, accept_prob = np.frombuffer(message.tokens, U4), np.frombuffer(message.accept_prob, F4)
         parents, source = np.frombuffer(message.parents, I4), np.frombuffer(message.source, U1)
@@ -171,7 +171,7 @@ def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: i
 
 
 def _remove_malformed(drafts: DraftBatch, limits: np.ndarray, vocabulary_size: int) -> tuple[DraftBatch, int]:
-    """Make drafts empty that are not well formed; returns how many were."""
+    """Return the drafts with malformed ones emptied, and the number of these."""
     offsets = drafts.offsets.astype(np.int64)
     sizes = offsets[1:] - offsets[:-1]
     index = indices_of_runs(np.zeros(len(sizes), np.int64), offsets)

@@ -1,8 +1,8 @@
-"""The requests of a stream that have no response yet, and when the service may be asked for drafts again.
+"""The unanswered requests of a stream, and the backoff after late responses.
 
-Every request is answered, in order. A service that is late is sent nothing more until it has answered, so that it does
-not become slower. After several late responses in a row it is asked less often. Steps behind long texts do not count,
-since indexing these takes its time.
+Every request is answered, in order. After a late response nothing is sent until it has arrived, so that the service
+does not become slower. After several consecutive late responses, drafts are requested less often. Responses after long
+texts do not count as late, since indexing these takes time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 
 RESOURCE_EXHAUSTED = 8
-"""The gRPC status code of a service that has too much to do now."""
+"""The gRPC status code of an overloaded service."""
 
 MAX_BACKOFF_DOUBLINGS = 6
-"""A service that is always late costs one deadline in 64 steps."""
+"""With a service that is always late, one step in 64 waits for its deadline."""
 
 DELAYING_BYTES = 8 << 10
-"""A response behind a request with this much text to index may be late because of the text alone."""
+"""A response after requests with this much text may be late because the text has to be indexed."""
 
 
 class Phase(Enum):
@@ -45,29 +45,29 @@ class Pending(NamedTuple):
 
 
 class PendingRequests:
-    """Numbers requests and matches responses, over one stream after the other."""
+    """Numbers requests and matches responses, over consecutive streams."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns seconds."""
         self.phase = Phase.OFFLINE
         self.dropped = 0
-        """Draft responses that came after the caller had stopped waiting."""
+        """Number of draft responses that arrived after the deadline."""
         self._clock = clock
         self._step = 0
         self._pending: deque[Pending] = deque()
         self._outgoing: list[OutgoingRequest] = []
         self._awaited: int | None = None
-        """The request whose drafts the caller waits for."""
+        """Number of the request whose drafts the caller waits for."""
         self._drafts: pb.Drafts | None = None
-        """These drafts, once they have come."""
+        """Drafts of the awaited request, once they have arrived."""
         self._is_late = False
-        """Whether drafts are outstanding that the caller no longer waits for."""
+        """Whether drafts are outstanding after their deadline."""
         self._is_delayed = False
-        """Whether the awaited drafts come behind much text."""
+        """Whether the awaited response follows requests with much text."""
         self._misses = 0
-        """Number of late draft responses in a row."""
+        """Number of consecutive late draft responses."""
         self._backoff_steps = 0
-        """Steps to skip before the service is asked again."""
+        """Number of steps to skip before drafts are requested again."""
 
     @property
     def may_send(self) -> bool:
@@ -91,7 +91,7 @@ class PendingRequests:
         self.send(OutgoingRequest(pb.DraftRequest(hello=hello)))
 
     def close(self) -> None:
-        """End the stream; its pending requests will not be answered."""
+        """End the stream, and discard its pending requests."""
         self.phase = Phase.OFFLINE
         self._pending.clear()
         self._outgoing.clear()
@@ -100,7 +100,7 @@ class PendingRequests:
         self._misses = self._backoff_steps = 0
 
     def send(self, outgoing: OutgoingRequest) -> int:
-        """Number a request and queue it for sending; returns its number."""
+        """Number a request and queue it for sending; return its number."""
         self._step += 1
         outgoing.request.step = self._step
         wants_drafts = outgoing.request.WhichOneof("wanted") is not None
@@ -134,7 +134,7 @@ class PendingRequests:
             self.dropped += 1
 
     def may_ask(self) -> bool:
-        """Whether to ask for drafts in this step, to be called once a step."""
+        """Return whether to request drafts in this step. Call it once per step."""
         if not self.may_send:
             return False
         if self._backoff_steps:
@@ -143,13 +143,13 @@ class PendingRequests:
         return True
 
     def ask(self, request: pb.DraftRequest) -> int:
-        """Send a request whose drafts the caller will wait for; returns its number."""
+        """Send a request whose drafts the caller will wait for; return its number."""
         self._is_delayed = sum(pending.text_bytes for pending in self._pending) >= DELAYING_BYTES
         self._awaited = self.send(OutgoingRequest(request))
         return self._awaited
 
     def is_waiting(self, step: int) -> bool:
-        """Whether the drafts of a request are still to come."""
+        """Whether the drafts of a request are outstanding."""
         return self._awaited == step and self._drafts is None
 
     def is_cut(self, step: int) -> bool:
@@ -157,9 +157,9 @@ class PendingRequests:
         return self._awaited != step
 
     def take_drafts(self) -> pb.Drafts | None:
-        """Stop waiting for the awaited drafts; returns them if they have come."""
+        """Stop waiting for the awaited drafts; return them if they have arrived."""
         drafts = self._drafts
-        # Each further miss in a row doubles the number of steps that are skipped.
+        # Each further consecutive miss doubles the number of skipped steps.
         if drafts is not None:
             self._misses = 0
         elif not self._is_delayed:

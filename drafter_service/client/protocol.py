@@ -1,7 +1,7 @@
-"""The client's side of the protocol, without a connection and without a thread.
+"""The client's side of the protocol, without connections and threads.
 
-Calls of the engine and responses of the service go in; requests and drafts come out. The caller sends
-`pending.take_outgoing()` after every call, and lets one thread at a time in.
+Input: calls of the engine and responses of the service. Output: requests and drafts. The caller sends
+`pending.take_outgoing()` after every call. One thread at a time may use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssd.corpus.ring import check_tokens
 from ssd.types import DraftBatch, Outcomes, Progress, check_verified, offsets_of
 
 COUNTERS_EVERY = 64
-"""Batches between two messages with counters."""
+"""Number of batches between two messages with counters."""
 
 NO_IDS: frozenset[int] = frozenset()
 
@@ -39,29 +39,29 @@ ALL, NONE = slice(None), slice(0)
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One step of the engine, from its call to the drafts that it gets."""
+    """One request for drafts by the engine, from its call to its drafts."""
 
     rows: np.ndarray | None
-    """int64 [B]: the sequences that get a draft; None for drafts after possible outcomes, which nothing is based on."""
+    """int64 [B]: rows of the sequences; None for drafts after possible outcomes, which change no state."""
     limits: np.ndarray
-    """uint32 [B] or [K]: how many draft tokens the engine can use."""
+    """uint32 [B] or [K]: maximum number of draft tokens."""
     asked: Subset = field(default_factory=lambda: NONE)
-    """The sequences of the batch, or the outcomes, for which the service was asked."""
+    """The sequences of the batch, or the outcomes, that the request names."""
     step: int | None = None
-    """The number of that request; None if the service was not asked."""
+    """Number of the request; None if none was sent."""
 
 
 class Protocol:
-    """What the client knows of its sequences and of the service."""
+    """State of the client's sequences and of its stream."""
 
     def __init__(self, hello: pb.Hello, *, clock: Callable[[], float] = monotonic) -> None:
         self.pending = PendingRequests(clock)
         self.namespace = hello.namespace
-        """As the service named it last."""
+        """Namespace in the service's last welcome."""
         self._counters = Counters()
         self._hello = hello
         self._name = secrets.token_hex(16)
-        """Prefix of the names of requests that the engine gives none."""
+        """Prefix of generated request names."""
         self._has_connected = False
         self._started = 0
         self._batches = 0
@@ -86,17 +86,17 @@ class Protocol:
         check_tokens(prompt)
         for what, name in (("session_id", session_id), ("request_id", request_id)):
             if name is not None and len(name.encode()) > MAX_NAME_BYTES:
-                raise ValueError(f"{what} has {len(name.encode())} bytes; at most {MAX_NAME_BYTES} are possible")
+                raise ValueError(f"{what} has {len(name.encode())} bytes; the maximum is {MAX_NAME_BYTES}")
         self._started += 1
-        # Registered again, a sequence keeps its name, so that it is learned once.
+        # A sequence that is registered again keeps its name, so that it is learned once.
         name = request_id or f"{self._name}-{self._started}"
         info = SequenceInfo(np.array(prompt, np.uint32), session_id or "", name, learn)
         self._registration.start(self._running.add(sequence_id, info))
 
     def draft(self, progress: Progress) -> Turn:
-        """Record what was committed, and ask the service for drafts.
+        """Record committed tokens, and request drafts.
 
-        Call `settle` once `is_settled`, or when there is no more time. Raises ValueError as `Progress.check`.
+        Call `settle` once `is_settled`, or at the deadline. Raises ValueError as `Progress.check`.
         """
         rows = self._running.rows_of(progress)
         turn = Turn(rows, progress.max_draft)
@@ -110,11 +110,11 @@ class Protocol:
             self._ask(turn, asked, self._running.take_unsent(rows[asked], progress.max_draft[asked], progress.cost))
         elif not may_ask and len(rows):
             self._counters.timeouts += self.pending.phase is Phase.READY
-        self._registration.send_running()  # Behind the batch, so that the batch does not wait for it.
+        self._registration.send_running()  # After the batch, so that the batch does not wait for it.
         return turn
 
     def propose_after(self, outcomes: Outcomes) -> Turn:
-        """Ask for drafts after possible outcomes, of the sequences whose last draft is the service's last one.
+        """Request drafts after possible outcomes, for sequences whose last draft is the service's last one.
 
         Raises ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
@@ -140,11 +140,11 @@ class Protocol:
         return turn
 
     def is_settled(self, turn: Turn) -> bool:
-        """Whether the drafts have come, or cannot come any more."""
+        """Whether the drafts have arrived, or cannot arrive any more."""
         return turn.step is None or not self.pending.is_waiting(turn.step)
 
     def settle(self, turn: Turn) -> DraftBatch:
-        """End a turn and return its drafts, as far as they have come."""
+        """End a turn and return the drafts that have arrived."""
         drafts = self._take_drafts(turn)
         if drafts is None:
             drafts = DraftBatch.empty(len(turn.limits))
@@ -163,11 +163,11 @@ class Protocol:
         self._registration.finish(running.remove(sequence_id, learn))
 
     def forget(self, request_id: str) -> None:
-        """Let nothing be learned from sequences of this name that the service was not sent completely."""
+        """Prevent learning from sequences of this name that were not sent completely."""
         self._registration.forget(request_id)
 
     def close(self) -> None:
-        """Send the ends of all finished sequences, and the counters. Nothing of what still runs is learned."""
+        """Send the ends of all finished sequences, and the counters. Running sequences are not learned."""
         if self.pending.may_send:
             while self._registration.send_finished():
                 pass
@@ -176,7 +176,7 @@ class Protocol:
     # Events of the connection.
 
     def connected(self) -> None:
-        """Begin a stream. Nothing but the hello is sent until it is answered."""
+        """Begin a stream. Only the hello is sent until it is answered."""
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
         self.pending.open(hello)
@@ -184,8 +184,8 @@ class Protocol:
     def receive(self, response: pb.DraftResponse) -> None:
         """Process a response.
 
-        Raises RefusedError for a service that does not serve this client, and WireError for one that violates the
-        protocol; the stream is to be closed then.
+        Raises RefusedError if the service refuses this client, and WireError if it violates the protocol; the caller
+        then closes the stream.
         """
         is_handshake = self.pending.phase is not Phase.READY
         self.pending.receive(response)
@@ -198,13 +198,13 @@ class Protocol:
         self._registration.send_running()
 
     def disconnected(self) -> None:
-        """Record that the stream has ended, and with it all that the service has of this client's sequences."""
+        """Record that the stream has ended, so that the service has none of this client's sequences."""
         self.pending.close()
         self._counters.resyncs += self._registration.connection_lost()
 
     def _receive_welcome(self, welcome: pb.Welcome) -> None:
         if welcome.protocol != PROTOCOL:
-            raise RefusedError(f"it does not speak protocol {PROTOCOL}; upgrade it to the version of this client")
+            raise RefusedError(f"it does not use protocol {PROTOCOL}; upgrade it to the version of this client")
         self.namespace = welcome.namespace
         self._counters.reconnects += self._has_connected
         self._has_connected = True
@@ -218,7 +218,7 @@ class Protocol:
         turn.asked, turn.step = asked, self.pending.ask(request)
 
     def _take_drafts(self, turn: Turn) -> DraftBatch | None:
-        """Return the drafts of a turn; None if they have not come or cannot be read."""
+        """Return the drafts of a turn; None if they have not arrived or cannot be read."""
         if turn.step is None or self.pending.is_cut(turn.step):
             return None
         message = self.pending.take_drafts()

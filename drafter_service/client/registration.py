@@ -1,8 +1,8 @@
-"""Sends the service the sequences that it does not have, and the ends of finished ones.
+"""Registers sequences with the service, and sends the ends of finished ones.
 
-A new sequence is sent at once. Sequences that were lost, as after a restart of the service, are sent in parts, each
-when the part before it is answered, so that steps do not wait behind all of them. A service that has too many tokens
-drops sequences; sending those again would only drop others. So a sequence for which there is no room waits, without
+A new sequence is sent at once. Lost sequences, as after a restart of the service, are sent in parts, each when the
+previous part has been answered, so that no step waits for all of them. A service that has too many tokens drops
+sequences, and registering these again would drop others. So a sequence for which there is no room waits, without
 drafts, until others have ended.
 """
 
@@ -22,46 +22,46 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_MESSAGE_BYTES
 
 PART_BYTES = 32 << 10
-"""Text sent in one request: the service indexes this much in 2 ms, and a step behind it has to wait."""
+"""Text sent in one request: the service indexes it in 2 ms, for which the next step waits."""
 
 MAX_TEXT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
-"""A sequence with more text fits into no message; it has no drafts once the service has lost it."""
+"""Maximum text of a message. A longer sequence has no drafts once the service has lost it."""
 
 GROWTH = 16
-"""One part in 16 of the service's room is left for what the sequences will produce."""
+"""One part in 16 of the service's capacity is reserved for tokens that the sequences will produce."""
 
 QUEUE_BYTES = 8 << 20
-"""Most text of finished sequences that is kept for the service: half a minute of a busy engine's output."""
+"""Maximum text of queued finished sequences: half a minute of a busy engine's output."""
 
 
 class Registration:
-    """Decides which sequences are sent next."""
+    """Selects the sequences to send."""
 
     def __init__(self, running: RunningSequences, pending: PendingRequests) -> None:
         self.discarded = 0
-        """Finished sequences that were discarded, though they were to be learned."""
+        """Number of finished sequences that were discarded instead of learned."""
         self._running = running
         self._pending = pending
         self._wire_ids = count(1)
         self._max_tokens = math.inf
         self._max_sequences = math.inf
         self._awaited: int | None = None
-        """The request with the last part of running sequences, until it is answered."""
+        """Number of the unanswered request with the last part of running sequences."""
         self._finished: deque[Finished] = deque()
-        """Ends that were not sent."""
+        """Unsent ends."""
         self._unconfirmed: dict[int, list[Finished]] = {}
-        """Ends that were sent and not answered, by request."""
+        """Unanswered ends, by request."""
         self._finished_bytes = 0
-        """Text of both."""
+        """Text of `_finished` and `_unconfirmed`."""
 
     def begin(self, welcome: pb.Welcome) -> None:
-        """Begin a stream to a service that does not have any of the sequences."""
+        """Begin a stream, on which no sequence is registered yet."""
         self._max_tokens = welcome.max_tokens or math.inf
         self._max_sequences = welcome.max_sequences or math.inf
         self._awaited = None
 
     def start(self, row: int) -> None:
-        """Send a new sequence now if that is possible, otherwise later."""
+        """Send a new sequence now if possible, otherwise later."""
         if self._pending.may_send and len(rows := self._fitting(np.array([row]), math.inf)):
             self._send_running(rows)
         else:
@@ -74,16 +74,16 @@ class Registration:
         self._finished.append(finished)
         self._finished_bytes += finished.nbytes
         while self._finished_bytes > QUEUE_BYTES and self._unconfirmed:
-            # Most likely the service has these.
+            # The service has probably received these.
             self._release(self._unconfirmed.pop(next(iter(self._unconfirmed))))
         while self._finished_bytes > QUEUE_BYTES and len(self._finished) > 1:
             self._discard(self._finished.popleft())
         self.send_finished()
 
     def answered(self, step: int, lost: Collection[int]) -> int:
-        """Record that a request was answered; `lost`: wire ids of it that the service does not have.
+        """Record that a request was answered; `lost`: wire ids in it that the service does not have.
 
-        Returns how many running sequences were lost.
+        Return the number of running sequences that were lost.
         """
         if step == self._awaited:
             self._awaited = None
@@ -96,7 +96,7 @@ class Registration:
         return self._running.unregister(lost) if lost else 0
 
     def connection_lost(self) -> int:
-        """Record that the service does not have any sequence; returns how many running ones it had."""
+        """Record that the service has no sequence any more; return the number of running ones that it had."""
         again = [finished for part in self._unconfirmed.values() for finished in part]
         self._unconfirmed.clear()
         self._finished.extendleft(reversed(again))
@@ -108,7 +108,7 @@ class Registration:
         return self._running.unregister_all()
 
     def forget(self, request_id: str) -> None:
-        """Let nothing be learned from sequences of this name, running or finished."""
+        """Prevent learning from sequences of this name, running or finished."""
         self._running.withhold(request_id)
         for finished in [*self._finished, *chain.from_iterable(self._unconfirmed.values())]:
             if finished.info.request_id == request_id:
@@ -119,14 +119,14 @@ class Registration:
                 self._release([finished])
 
     def send_running(self) -> None:
-        """Send more of the running sequences that the service does not have, if it is time."""
+        """Send the next part of the unregistered running sequences, if the previous part was answered."""
         if self._running.has_unregistered and self._awaited is None and self._pending.may_send:
             rows = self._running.unregistered()
             if len(rows) and len(fitting := self._fitting(rows, PART_BYTES)):
                 self._awaited = self._send_running(fitting)
 
     def send_finished(self) -> bool:
-        """Send as many ends as one request takes; returns whether there were any."""
+        """Send as many ends as fit into one request; return whether there were any."""
         if not self._pending.may_send or not self._finished:
             return False
         self._discard_oversized()
@@ -153,7 +153,7 @@ class Registration:
         return self._pending.send(OutgoingRequest(starts=starts))
 
     def _fitting(self, rows: np.ndarray, part_bytes: float) -> list[int]:
-        """Return the first of `rows`, int64 [U], that there is room for: about `part_bytes` of text, at least one."""
+        """Return the first of `rows`, int64 [U], for which there is room: about `part_bytes` of text, at least one."""
         sizes = self._running.sizes(rows)
         room: float = MAX_TEXT_BYTES // 4
         free = math.inf
@@ -173,9 +173,9 @@ class Registration:
         return chosen
 
     def _next_finished(self) -> list[Finished]:
-        """Take the ends to send next: about `PART_BYTES` of text, at least one if there is room for one.
+        """Remove the ends to send next from the queue: about `PART_BYTES` of text, at least one if there is room.
 
-        A sequence that has to be registered for its end waits until there is room for it.
+        An unregistered sequence waits until there is room to register it.
         """
         room = self._max_tokens
         if not math.isinf(room):
@@ -197,13 +197,13 @@ class Registration:
         return part
 
     def _discard_oversized(self) -> None:
-        """Discard sequences that fit into no message or into no service: sending them would break every stream."""
+        """Discard sequences that exceed a message or the service's capacity: sending them would break the stream."""
         for finished in list(self._finished):
             fits = finished.is_registered or finished.size <= self._max_tokens
             if finished.unsent_bytes <= MAX_TEXT_BYTES and fits:
                 continue
             if finished.is_registered:
-                # Without its unsent tokens: the service has to drop it.
+                # It is sent without the unsent tokens, so that the service drops it.
                 self.discarded += finished.learn
                 self._finished_bytes -= 4 * (len(finished.committed) - finished.sent)
                 finished.learn, finished.committed = False, finished.committed[: finished.sent].copy()

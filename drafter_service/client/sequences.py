@@ -1,12 +1,12 @@
-"""The running sequences of a client: their tokens, and how much of each the service was sent.
+"""The running sequences of a client: their tokens, and which of these were sent to the service.
 
-A sequence is *registered* when the service was sent its prompt and the tokens that were committed until then. It is
-*current* when, in addition, no later token is unsent and the engine's last draft is the service's last draft; nearly
-always all sequences of a batch are, and what the engine reports is forwarded as it is.
+A sequence is *registered* once its prompt and the tokens committed until then were sent. It is *current* if, in
+addition, no token is unsent and the engine's last draft is the service's last draft. Usually all sequences of a batch
+are current, and their progress is forwarded unchanged.
 
 Several engine steps may pass before a sequence is current again, for example while the service is late. They are then
-sent together: `steps` is their number, and `verified` what the first of them verified of the service's last draft,
-since the later ones had no draft. Drafts from an earlier connection count as not verified.
+sent together: `steps` is their number, and `verified` is the number of tokens of the service's last draft that the
+first of them verified; the others had no draft. Drafts from an earlier connection count as not verified.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MIN_ROWS = 16
 
 # Lines of the table, int64.
 UNSENT, OFFERED, VERIFIED, STEPS, WIRE_ID, PROMPT, IS_REGISTERED, IS_COUNTED, IS_CURRENT = range(9)
-"""UNSENT: committed tokens that the service was not sent. OFFERED: tokens of the draft that the engine got last.
-VERIFIED, STEPS: to be sent with the unsent tokens. WIRE_ID: the service's id of the sequence, never used twice, so that
-nothing about an earlier sequence applies to it. PROMPT: tokens of the prompt. IS_COUNTED: whether the draft that the
-engine got last is the service's last one for the sequence."""
+"""UNSENT: committed tokens that were not sent. OFFERED: tokens of the draft that the engine received last.
+VERIFIED, STEPS: sent with the unsent tokens. WIRE_ID: id of the sequence at the service, never used twice, so that
+no response about an earlier sequence applies to it. PROMPT: tokens of the prompt. IS_COUNTED: whether the
+engine's last draft is the service's last draft for the sequence."""
 LINES = 9
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceInfo:
-    """What a sequence was started with; kept as long as it may have to be registered again."""
+    """Arguments of a sequence's start, kept to register it again."""
 
     prompt: np.ndarray
     """uint32 [P]."""
@@ -43,12 +43,12 @@ class SequenceInfo:
     request_id: str
     """The service learns the sequence under this name, once."""
     learn: bool
-    """Whether it may be learned, or drafted to others while it runs."""
+    """Whether it may be learned, or used for drafts of other sequences while it runs."""
 
 
 @dataclass(eq=False)
 class Finished:
-    """A sequence that has ended and whose end the service has not confirmed."""
+    """A finished sequence whose end was not confirmed by the service."""
 
     info: SequenceInfo
     committed: np.ndarray
@@ -56,7 +56,7 @@ class Finished:
     wire_id: int
     is_registered: bool
     sent: int
-    """How many tokens of `committed` the service was sent."""
+    """Number of tokens of `committed` that were sent."""
     learn: bool
     verified: int
     steps: int
@@ -73,21 +73,21 @@ class Finished:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of the tokens that the service must still be sent."""
+        """Bytes of the unsent tokens."""
         return 4 * (len(self.committed) - self.sent) if self.is_registered else self.nbytes
 
     def unregister(self) -> None:
-        """Record that the service does not have the sequence any more."""
+        """Record that the service has lost the sequence."""
         self.is_registered = False
         self.sent = self.verified = 0
 
 
 class RunningSequences:
-    """Assigns a row of several tables to each running sequence."""
+    """Assigns a row of the tables to each running sequence."""
 
     def __init__(self) -> None:
         self.row_of: dict[int, int] = {}
-        """By the engine's sequence id, in the order of the starts."""
+        """Rows by the engine's sequence id, in the order of the starts."""
         self.has_unregistered = False
         """Whether `unregistered` may be non-empty."""
         self._table = np.zeros((LINES, 0), np.int64)
@@ -95,11 +95,11 @@ class RunningSequences:
         self._infos: list[SequenceInfo | None] = []
         self._free: list[int] = []
         self._last_ids: bytes | None = None
-        """The ids of the last batch: most often the next batch has the same, and the same rows."""
+        """Ids of the last batch; the next batch usually has the same ids and rows."""
         self._last_rows = np.zeros(0, np.int64)
 
     def rows_of(self, progress: Progress) -> np.ndarray:
-        """Return the rows of a batch, int64 [B], not to be changed. Raises ValueError as `Progress.check`."""
+        """Return the rows of a batch, int64 [B], read-only. Raises ValueError as `Progress.check`."""
         ids_as_bytes = progress.sequence_ids.tobytes()
         if ids_as_bytes != self._last_ids:
             ids = progress.sequence_ids.tolist()
@@ -123,7 +123,7 @@ class RunningSequences:
             raise ValueError(f"sequence {missing.args[0]} was not started") from None
 
     def add(self, sequence_id: int, info: SequenceInfo) -> int:
-        """Add a sequence, not registered yet; returns its row."""
+        """Add an unregistered sequence; return its row."""
         self._last_ids = None
         if not self._free:
             self._grow(max(MIN_ROWS, 2 * len(self._infos)))
@@ -157,57 +157,57 @@ class RunningSequences:
         return finished
 
     def info(self, row: int) -> SequenceInfo:
-        """Return what the sequence in a row was started with."""
+        """Return the arguments of the start of the sequence in a row."""
         info = self._infos[row]
         assert info is not None, "the row is free"
         return info
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Number of tokens of each sequence, prompt included, int64 [B]."""
+        """Return the number of tokens of each sequence, prompt included, int64 [B]."""
         sizes: np.ndarray = self._table[PROMPT, rows] + self._history.sizes(rows)
         return sizes
 
     def unregistered(self) -> np.ndarray:
-        """Rows of sequences that the service does not have, int64 [U], in the order of their starts."""
+        """Return the rows of unregistered sequences, int64 [U], in the order of their starts."""
         rows = self._rows()
         unregistered: np.ndarray = rows[~self.are_registered(rows)]
         self.has_unregistered = len(unregistered) > 0
         return unregistered
 
     def load(self) -> tuple[int, int]:
-        """Number of registered sequences, and an upper bound of their tokens at the service."""
+        """Return the number of registered sequences, and an upper bound of their tokens at the service."""
         registered = self._registered_rows()
         return len(registered), int(self.sizes(registered).sum())
 
     def offered(self, rows: np.ndarray) -> np.ndarray:
-        """Number of tokens of the draft that the engine got last, int64 [B]."""
+        """Return the number of tokens of the draft that the engine received last, int64 [B]."""
         return self._table[OFFERED, rows]
 
     def are_registered(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the service has these sequences, bool [B]."""
+        """Return whether each sequence is registered, bool [B]."""
         registered: np.ndarray = self._table[IS_REGISTERED, rows] != 0
         return registered
 
     def are_current(self, rows: np.ndarray) -> bool:
-        """Whether what the engine reports now is all that the service lacks of these sequences."""
+        """Return whether all sequences are current."""
         return bool(0 < len(rows) == np.count_nonzero(self._table[IS_CURRENT, rows]))
 
     def is_current(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the service has all of each sequence, and made its last draft, bool [B]."""
+        """Return whether each sequence is current, bool [B]."""
         current: np.ndarray = self._table[IS_CURRENT, rows] != 0
         return current
 
     def wire_ids(self, rows: np.ndarray) -> np.ndarray:
-        """Ids of the sequences at the service, int64 [B]."""
+        """Return the ids of the sequences at the service, int64 [B]."""
         return self._table[WIRE_ID, rows]
 
     def forward(self, rows: np.ndarray, progress: Progress) -> Progress:
-        """Do what `commit` and `take_unsent` do, for sequences that are current."""
+        """Do the work of `commit` and `take_unsent` for sequences that are all current."""
         self._history.append(rows, progress.tokens, progress.offsets)
         return replace(progress, sequence_ids=self._table[WIRE_ID, rows])
 
     def commit(self, rows: np.ndarray, progress: Progress) -> None:
-        """Record what was committed and verified, to be sent later."""
+        """Record committed tokens and verified counts, to be sent later."""
         offsets = progress.offsets.astype(np.int64)
         counts = offsets[1:] - offsets[:-1]
         table = self._table[:, rows]
@@ -219,7 +219,7 @@ class RunningSequences:
         self._history.append(rows, progress.tokens, offsets)
 
     def take_unsent(self, rows: np.ndarray, max_draft: np.ndarray, cost: float | None) -> Progress:
-        """Return all that registered sequences have unsent, by wire id; from now on it counts as sent."""
+        """Return the unsent progress of registered sequences, by wire id, and record it as sent."""
         unsent, _, verified, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(unsent)
         tokens = self._history.last(rows, offsets.astype(np.int64))
@@ -230,42 +230,42 @@ class RunningSequences:
         return Progress(wire_ids, tokens, offsets, verified, max_draft, cost, steps)
 
     def register(self, row: int, wire_id: int) -> np.ndarray:
-        """Record that the service is sent a whole sequence; returns all its committed tokens, uint32."""
+        """Record that a whole sequence is sent; return all its committed tokens, uint32."""
         self._table[WIRE_ID, row] = wire_id
         for line in (UNSENT, VERIFIED, STEPS):
             self._table[line, row] = 0
         self._table[IS_REGISTERED, row] = 1
-        # A draft that the engine still holds is one of an earlier registration.
+        # A draft that the engine still has belongs to an earlier registration.
         self._table[[IS_COUNTED, IS_CURRENT], row] = self._table[OFFERED, row] == 0
         return self._history.tokens(row)
 
     def set_offered(self, rows: np.ndarray, sizes: np.ndarray) -> None:
-        """Record how many draft tokens the engine gets for each sequence, int64 [B]."""
+        """Record the number of draft tokens that the engine receives for each sequence, int64 [B]."""
         self._table[OFFERED, rows] = sizes
         self._history.fold_if_due()
 
     def unregister(self, wire_ids: Collection[int]) -> int:
-        """Record that the service does not have these sequences any more; returns how many of them are running."""
+        """Record that the service has lost these sequences; return the number of running ones among them."""
         registered = self._registered_rows()
         lost = registered[np.isin(self._table[WIRE_ID, registered], list(wire_ids))]
         self._unregister_rows(lost)
         return len(lost)
 
     def unregister_all(self) -> int:
-        """Record that the service does not have any sequence; returns how many it had."""
+        """Record that the service has no sequence any more; return the number that it had."""
         registered = self._registered_rows()
         self._unregister_rows(registered)
         return len(registered)
 
     def withhold(self, request_id: str) -> None:
-        """Let nothing be learned from running sequences of this name."""
+        """Prevent learning from running sequences of this name."""
         for row in self.row_of.values():
             info = self.info(row)
             if info.request_id == request_id:
                 self._infos[row] = SequenceInfo(info.prompt, info.session_id, info.request_id, learn=False)
 
     def _refuse(self, progress: Progress) -> NoReturn:
-        """Raise the ValueError that describes what is wrong with a batch."""
+        """Raise the ValueError for an invalid batch."""
         offered = dict(zip(self.row_of, self.offered(self._rows()).tolist(), strict=True))
         progress.check(offered)
         raise AssertionError("the batch is valid")

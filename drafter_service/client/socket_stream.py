@@ -1,7 +1,7 @@
 """The stream over the step socket. The thread that waits for drafts reads the socket itself.
 
 A small request is written by the thread that sends it, since waking another thread would take longer. Long requests,
-and requests behind them, are left to the thread that runs `pump`, which makes their bytes and writes a slice at a time.
+and requests queued after them, are serialized by the thread that runs `pump`, and written a slice at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from drafter_service.transport.wire import WireError
 
 READ_BYTES = 1 << 18
 SMALL_BYTES = 16 << 10
-"""Requests with at most this much text are small: it is copied in about 10 us."""
+"""Maximum text of a small request; copying it takes about 10 us."""
 SLICE_BYTES = 1 << 18
 NOTHING = memoryview(b"")
 HUNG_UP = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
@@ -68,11 +68,11 @@ class SocketStream:
         self._writer = SocketWriter(connection, MAGIC + framed(authorization.encode()), self._wake_pump)
         self._is_over = False
         self._is_watched = False
-        """Whether `pump` waits for responses, not only for the end."""
+        """Whether `pump` waits for responses as well as for the end."""
         self._closed = threading.Event()
 
     def send(self, requests: Sequence[OutgoingRequest]) -> None:
-        """Write small requests; leave long ones, and those behind them, to `pump`."""
+        """Write small requests; queue long ones, and those after them, for `pump`."""
         for request in requests:
             self._writer.send(request)
 
@@ -81,7 +81,7 @@ class SocketStream:
         self._writer.end()
 
     def receive(self) -> list[pb.DraftResponse]:
-        """Read all responses that have come."""
+        """Read all responses that have arrived."""
         responses: list[pb.DraftResponse] = []
         try:
             while not self._is_over:
@@ -143,7 +143,7 @@ class SocketStream:
     def close(self) -> None:
         """Close the socket."""
         self._is_over = True
-        self._closed.set()  # First: a waiting thread must not take the closed socket for a broken one.
+        self._closed.set()  # Before closing the socket, which waiting threads would consider broken.
         self.abandon()
 
     def abandon(self) -> None:
@@ -172,7 +172,7 @@ class SocketStream:
 
 
 class SocketWriter:
-    """Writes requests to a non-blocking connection, in order. One thread at a time calls `send` and `end`."""
+    """Writes requests to a non-blocking connection, in order. Only one thread at a time may call `send` and `end`."""
 
     def __init__(self, connection: socket.socket, first: bytes, wake: Callable[[], None]) -> None:
         """`first` is written before all requests. `wake` makes another thread call `write_some` while it `has_more`."""
@@ -180,10 +180,10 @@ class SocketWriter:
         self._wake = wake
         self._writing = threading.Lock()
         self._data = memoryview(first)
-        """The unwritten rest of the current frame."""
+        """Unwritten bytes of the current frame."""
         self._queue: deque[OutgoingRequest] = deque()
         self._is_ending = False
-        """Whether the connection is to be closed after the queue."""
+        """Whether to close this half of the connection after the queue."""
         self._is_over = False
 
     @property
@@ -192,7 +192,7 @@ class SocketWriter:
         return not self._is_over and bool(self._data or self._queue or self._is_ending)
 
     def send(self, request: OutgoingRequest) -> None:
-        """Write a small request if nothing is before it, else queue it; never waits."""
+        """Write a small request if the queue is empty, otherwise queue it; never waits."""
         if not (request.text_bytes <= SMALL_BYTES and self._write_now(request)):
             self._queue.append(request)
         if self.has_more:
@@ -204,14 +204,14 @@ class SocketWriter:
         self._wake()
 
     def write_some(self) -> None:
-        """Write as much as the connection takes, at most a slice."""
+        """Write as much as the connection accepts, at most a slice."""
         with self._writing:
             if not self._data and self._queue:
                 self._data = _frame_of(self._queue.popleft())
             self._write()
 
     def _write_now(self, request: OutgoingRequest) -> bool:
-        """Write a request, or as much as the connection takes, unless another is before it; returns whether it did."""
+        """Write a request, or as much as the connection accepts, if the queue is empty; return whether it was."""
         if not self._writing.acquire(blocking=False):
             return False
         try:
@@ -233,7 +233,7 @@ class SocketWriter:
                 self._socket.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             pass
-        except OSError:  # `pump` finds the reason: what the service sent before is still to be read.
+        except OSError:  # `pump` finds the reason after reading the remaining responses.
             self._is_over = True
             self._data = NOTHING
             self._queue.clear()

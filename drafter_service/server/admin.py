@@ -24,12 +24,12 @@ from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
 
 TEXTS_PER_TURN = 256
-"""Texts that are learned before other tasks of the event loop run."""
+"""Number of texts learned before other tasks of the event loop run."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """How much was learned."""
+    """Amount of text learned."""
 
     tokens: int = 0
     texts: int = 0
@@ -50,7 +50,7 @@ class Admin:
         *,
         may_show_passages: bool,
     ) -> None:
-        """`facts` returns those of the named namespaces, with their passages or without."""
+        """`facts` returns the facts of the named namespaces, with or without their passages."""
         self._namespaces = namespaces
         self._access = access
         self._facts = facts
@@ -87,12 +87,12 @@ class Admin:
                     yield _warm_response(total, namespace.corpus.waiting)
 
     async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
-        """Forget, wait until it is forgotten, and save the namespace again."""
+        """Forget text, wait until no draft can contain it, and save the namespace again."""
         async with _call(self._access, context) as authorized:
             authorized.require(Right.ADMIN, request.namespace)
             what = request.WhichOneof("what")
             if what is None:
-                raise WireError("what to forget is missing: give request_id, older_than_s or everything")
+                raise WireError("nothing to forget is given: use request_id, older_than_s or everything")
             if what == "older_than_s" and not 0 <= request.older_than_s < math.inf:
                 raise WireError(f"older_than_s is {request.older_than_s}; it is an age in seconds, 0 or more")
             self._check_exists(request.namespace)
@@ -107,7 +107,7 @@ class Admin:
                 store = self._namespaces.store
                 if store is not None:
                     await self._namespaces.save(namespace)
-                    # It may contain what is to be forgotten.
+                    # It may contain the text to forget.
                     store.remove_refused(namespace.name)
                 return pb.ForgetResponse(snapshot_saved=store is not None)
 
@@ -206,7 +206,7 @@ async def learn(namespace: Namespace, message: pb.Texts) -> Learned:
 
 @asynccontextmanager
 async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> AsyncIterator[AuthorizedCall]:
-    """Admit a call, and end it with the status of the exception that refuses it."""
+    """Identify the caller of a call, and end it with the status of an exception raised in the block."""
     async with access.authorize(context) as authorized:
         try:
             yield authorized

@@ -30,14 +30,14 @@ from ssd.drafter import make_drafter
 from ssd.stats import Stats
 
 MAX_NAMES = 1 << 17
-"""Names of learned requests that are kept so that none is learned twice; 16 MB at most."""
+"""Maximum number of remembered request names, so that no request is learned twice; 16 MB."""
 
 POLL_S = 0.005
 """Interval at which `wait_for_room` reads the number of waiting tokens."""
 
 
 class IdentityError(ValueError):
-    """A client serves another model than the namespace was made for, or wants another policy."""
+    """The client's model or policy differs from the namespace's."""
 
 
 class ClosedError(RuntimeError):
@@ -50,7 +50,7 @@ class StreamHandle:
 
     task: asyncio.Task[object]
     is_answering: bool = False
-    """Whether gRPC is sending a response: a stream that is cancelled then ends without a status, and hangs."""
+    """Whether gRPC is sending a response: a stream cancelled at that moment ends without a status, and hangs."""
     is_over: bool = False
 
     def end(self) -> None:
@@ -85,7 +85,7 @@ class Namespace:
         self.stats = stats or Stats()
         self.history = History()
         self.passages = passages
-        """None unless reports may contain them."""
+        """Texts that drafts were taken from; None unless reports may contain them."""
         self.clients = ClientTotals()
         self.draft_latency = Latency()
         self.merge_latency = Latency()
@@ -93,7 +93,7 @@ class Namespace:
         self.drafters: set[CorpusDrafter] = set()
         self.streams: set[StreamHandle] = set()
         self.holds = 0
-        """Number of calls that use it now."""
+        """Number of calls in progress that use the namespace."""
         self.is_closed = False
         """Whether it was unloaded."""
         self.last_used = time.monotonic()
@@ -130,7 +130,7 @@ class Namespace:
         self.last_used = time.monotonic()
 
     def new_drafter(self) -> CorpusDrafter:
-        """A drafter for one stream."""
+        """Return a drafter for one stream."""
         drafter = make_drafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
         self.drafters.add(drafter)
         return drafter
@@ -141,9 +141,9 @@ class Namespace:
         drafter.close()
 
     def learn(self, tokens: np.ndarray, request_id: str | None, *, logged_at: float | None = None) -> bool:
-        """Remember a finished text, uint32 [n], unless one of its name was learned before; returns whether it did.
+        """Learn a finished text, uint32 [n], unless its name was learned before; return whether it was new.
 
-        logged_at: when the text finished, for one that comes from the shared log.
+        logged_at: time at which a text from the shared log finished.
         """
         if request_id is not None:
             name = hash_of(request_id)
@@ -172,17 +172,17 @@ class Namespace:
         raise ClosedError(f"namespace {self.name!r} was dropped")
 
     async def refresh(self) -> None:
-        """Return once no draft can contain what was forgotten."""
+        """Return once no draft can contain forgotten text."""
         await asyncio.to_thread(self.corpus.refresh)
         if self.passages is not None:
             self.passages.purge(self.corpus)
 
     def learned_names(self) -> list[int]:
-        """Hashes of the names that were learned last, the newest at the end."""
+        """Return hashes of the names learned last, the newest at the end."""
         return list(self._learned)
 
     def forget(self, request_id: str, *, is_from_log: bool = False) -> None:
-        """Forget what was produced under a name, also by running sequences; effective after `refresh`."""
+        """Forget the text of a name, also that of running sequences; effective after `refresh`."""
         if not is_from_log:
             self.publish(Forgotten(request_id, time.time()))
         self._learned.pop(hash_of(request_id), None)
@@ -191,7 +191,7 @@ class Namespace:
             drafter.forget_own(request_id)
 
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> None:
-        """Forget what was learned before a time, in seconds since 1970, as `forget`."""
+        """Forget text learned before a time, in seconds since 1970, as `forget`."""
         if not is_from_log:
             self.publish(ForgottenBefore(min(moment, self.corpus.clock())))
         self._learned = {name: time for name, time in self._learned.items() if time >= moment}
@@ -243,7 +243,7 @@ class Namespace:
         )
 
     def facts(self, *, with_passages: bool = False) -> NamespaceFacts:
-        """Return what reports and metrics show."""
+        """Return the figures for reports and metrics."""
         show = self.passages if with_passages else None
         corpus, times = self.corpus, self.corpus.times
         return NamespaceFacts(
@@ -273,7 +273,7 @@ class Namespace:
         )
 
     def close(self) -> None:
-        """Drop all running sequences. The corpus must be closed afterwards, in a thread that may wait."""
+        """Drop all running sequences. The caller closes the corpus afterwards, in a thread that may block."""
         self.is_closed = True
         for drafter in list(self.drafters):
             self.release(drafter)

@@ -1,4 +1,4 @@
-"""All namespaces of a service: made or restored on first use, saved, unloaded when idle, within a memory limit."""
+"""All namespaces of a service: created or restored on first use, saved, unloaded when idle, within a memory limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ssd.errors import UserError
 logger = structlog.get_logger(__name__)
 
 BYTES_PER_TOKEN = 15
-"""Memory per token of capacity, at the peak of a merge."""
+"""Peak memory per token of capacity, during a merge."""
 MIN_BYTES = 25_000_000
 """Memory of a small namespace: learned probabilities, running text, buffers."""
 
@@ -37,7 +37,7 @@ Locks = WeakValueDictionary[str, asyncio.Lock]
 
 
 class NamespaceError(ValueError):
-    """The name is not valid for a namespace, or no namespace has it and none may be made."""
+    """The name is invalid, or no namespace has it and clients may not create any."""
 
 
 class MemoryLimitError(RuntimeError):
@@ -80,7 +80,7 @@ class Namespaces:
         self.failed_saves = 0
         self._reserved: dict[str, int] = {}
         self._loading, self._saving = Locks(), Locks()
-        """By name, while they are held or waited for."""
+        """Locks by name, kept while they are held or waited for."""
         self._saves: set[asyncio.Task[Saved]] = set()
 
     def names(self) -> list[str]:
@@ -89,10 +89,10 @@ class Namespaces:
 
     @asynccontextmanager
     async def use(self, name: str, model: ModelIdentity, policy: str = "") -> AsyncIterator[Namespace]:
-        """Make or restore a namespace if it is not loaded, and keep it loaded within the block.
+        """Create or restore a namespace if it is not loaded, and keep it loaded within the block.
 
         policy: how a new namespace drafts; "" for the service's default. Raises NamespaceError, MemoryLimitError, and
-        IdentityError for another model or policy than the namespace was made with.
+        IdentityError for a model or policy that differs from the namespace's.
         """
         if not NAME.fullmatch(name):
             raise NamespaceError(
@@ -116,7 +116,7 @@ class Namespaces:
     async def save(self, namespace: Namespace) -> Saved:
         """Write a namespace to its folder, even if the caller is cancelled meanwhile.
 
-        Raises SnapshotError, in which case the old files stay, and ClosedError.
+        Raises ClosedError, and SnapshotError, after which the old files are still there.
         """
         if self.store is None:
             raise SnapshotError("there is no snapshot folder; start the service with --snapshot-folder")
@@ -156,7 +156,7 @@ class Namespaces:
                     await self._save_and_unload(namespace)
 
     async def drop(self, name: str) -> bool:
-        """Delete a namespace; returns whether there was one. Raises SnapshotError if files of it stay."""
+        """Delete a namespace; return whether it existed. Raises SnapshotError if files could not be deleted."""
         async with _lock(self._loading, name), _lock(self._saving, name):
             namespace = self.loaded.get(name)
             if namespace is not None:
@@ -169,7 +169,7 @@ class Namespaces:
             try:
                 await asyncio.to_thread(self.store.delete, name)
             except OSError as problem:
-                raise SnapshotError(f"files of namespace {name!r} stay on disk: {problem}") from None
+                raise SnapshotError(f"files of namespace {name!r} cannot be deleted: {problem}") from None
             return True
 
     async def close(self) -> None:
@@ -191,7 +191,7 @@ class Namespaces:
     async def _load(self, name: str, model: ModelIdentity, policy: str) -> Namespace:
         is_known = name in self._config.namespaces.capacities or (self.store is not None and self.store.has(name))
         if not is_known and not self._config.namespaces.create:
-            raise NamespaceError(f"there is no namespace {name!r}, and clients may not make any")
+            raise NamespaceError(f"there is no namespace {name!r}, and clients may not create any")
         stored = self.store.describe(name) if self.store else None
         drafting = self.drafting(name, stored.policy if stored is not None else policy)
         await self._reserve(name, max_bytes(drafting.capacity))

@@ -1,4 +1,4 @@
-"""Checks of the other messages of a service: every field is checked, and errors name it."""
+"""Read and validate requests, other than batches and outcomes; errors name the field."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, read_offsets, unpack_tokens
 
 MAX_FIELDS = 1 << 16
-"""Most fields of a request, each starting or finishing sequence being one; and most sequences of a batch."""
+"""Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
 MIN_FIELD_BYTES = 2
 MAX_READABLE = 64
-"""Characters of a model's name in the name of its namespace."""
+"""Maximum number of characters of a model's name in the name of its namespace."""
 # Wire types of Protocol Buffers.
 VARINT, LENGTH_PREFIXED = 0, 2
 FIXED_BYTES = {1: 8, 5: 4}
@@ -25,7 +25,7 @@ FIXED_BYTES = {1: 8, 5: 4}
 
 @dataclass(frozen=True, eq=False)
 class StartedSequence:
-    """A checked start."""
+    """A validated start."""
 
     sequence_id: int
     prompt: np.ndarray
@@ -39,7 +39,7 @@ class StartedSequence:
 
 @dataclass(frozen=True, eq=False)
 class FinishedSequence:
-    """A checked finish."""
+    """A validated finish."""
 
     sequence_id: int
     tokens: np.ndarray
@@ -51,7 +51,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Checked texts."""
+    """Validated texts."""
 
     tokens: np.ndarray
     """uint32 [T]."""
@@ -68,7 +68,7 @@ class Texts:
 
 
 def has_few_fields(data: bytes, limit: int) -> bool:
-    """Return whether a message has at most `limit` fields, fields within fields not counted.
+    """Return whether a message has at most `limit` top-level fields, without parsing it.
 
     Parsing takes much more memory than the message has bytes. The result for a damaged message may be wrong.
     """
@@ -87,7 +87,7 @@ def has_few_fields(data: bytes, limit: int) -> bool:
 
 
 def read_start(message: pb.Start, index: int) -> StartedSequence:
-    """Raises WireError."""
+    """Return the start at an index of a request. Raises WireError."""
     field = f"starts[{index}]"
     return StartedSequence(
         message.sequence_id,
@@ -100,16 +100,16 @@ def read_start(message: pb.Start, index: int) -> StartedSequence:
 
 
 def read_finish(message: pb.Finish, index: int) -> FinishedSequence:
-    """Raises WireError."""
+    """Return the finish at an index of a request. Raises WireError."""
     field = f"finishes[{index}]"
     if message.steps > MAX_STEPS:
-        raise WireError(f"{field}.steps is {message.steps}; at most {MAX_STEPS} are possible")
+        raise WireError(f"{field}.steps is {message.steps}; the maximum is {MAX_STEPS}")
     tokens = unpack_tokens(message.tokens, f"{field}.tokens")
     return FinishedSequence(message.sequence_id, tokens, message.verified, max(1, message.steps), message.learn)
 
 
 def read_model(message: pb.Model) -> ModelIdentity:
-    """Raises WireError for names that are too long."""
+    """Return a model's identity. Raises WireError for names that are too long."""
     return ModelIdentity(
         _read_name(message.name, "model.name") or "",
         _read_name(message.tokenizer, "model.tokenizer") or "",
@@ -119,9 +119,9 @@ def read_model(message: pb.Model) -> ModelIdentity:
 
 
 def default_namespace(model: ModelIdentity) -> str:
-    """Return the name of the namespace of a model, its tokenizer and its adapter: readable, and different for each.
+    """Return the default namespace of a model: readable, and unique per model, tokenizer and adapter.
 
-    Without anything known about the model it is "default".
+    It is "default" for an empty identity.
     """
     if not (model.name or model.tokenizer or model.adapter):
         return "default"
@@ -131,7 +131,7 @@ def default_namespace(model: ModelIdentity) -> str:
 
 
 def read_texts(message: pb.Texts, vocabulary_size: int) -> Texts:
-    """Raises WireError for arrays that do not fit together, and for token ids that the vocabulary does not have."""
+    """Return texts. Raises WireError for inconsistent arrays, and for token ids outside the vocabulary."""
     tokens = unpack_tokens(message.tokens, "texts.tokens")
     data = message.offsets or bytes(4)
     texts = max(0, len(data) // 4 - 1)
@@ -145,14 +145,14 @@ def read_texts(message: pb.Texts, vocabulary_size: int) -> Texts:
 
 
 def _read_name(text: str, field: str) -> str | None:
-    """Return a name, None if it is empty. Raises WireError for one that is too long."""
+    """Return a name, None if it is empty. Raises WireError if it is too long."""
     if len(text) > MAX_NAME_BYTES:
-        raise WireError(f"{field} has {len(text)} characters; at most {MAX_NAME_BYTES} are possible")
+        raise WireError(f"{field} has {len(text)} characters; the maximum is {MAX_NAME_BYTES}")
     return text or None
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the variable-length integer at an index, and the index behind it."""
+    """Return the variable-length integer at an index, and the index after it."""
     value = shift = 0
     for byte in data[at : at + 10]:
         value |= (byte & 127) << shift

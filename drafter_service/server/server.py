@@ -45,9 +45,9 @@ logger = structlog.get_logger(__name__)
 PACKAGE = pb.DESCRIPTOR.package
 SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 FILES = 256
-"""Descriptors needed at a time, beside those of streams."""
+"""Descriptors needed at a time in addition to those of streams."""
 GRACE_S = 2.0
-"""How long the last responses may take when the server stops."""
+"""Time for the last responses when the server stops."""
 
 
 class DrafterServer:
@@ -57,7 +57,7 @@ class DrafterServer:
         """Raises UserError for an address or a file that cannot be used."""
         self._config = config
         self.address = Address.parse(config.listen)
-        """With the actual port, once it listens."""
+        """Address of the server; with the actual port once it listens."""
         self._started_at = time.time()
         self._replication = Replication(config.log)
         self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
@@ -77,7 +77,7 @@ class DrafterServer:
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
-        """Statistics of drafting in a line; set when the server stops."""
+        """Drafting statistics in one line; set when the server stops."""
 
     async def start(self) -> None:
         """Load the configured namespaces, then serve. Raises UserError if the address cannot be used."""
@@ -132,7 +132,7 @@ class DrafterServer:
         self.address = listen(server, self.address, access)
 
     async def stop(self) -> None:
-        """Report it to health checks, end every stream after the request in progress, save, and release everything."""
+        """Fail health checks, end every stream after the request in progress, save, and release all resources."""
         await self._health.enter_graceful_shutdown()
         self._streams.stop()
         if self._server is not None:
@@ -172,7 +172,7 @@ class DrafterServer:
             "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
             "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
         }
-        # gRPC passes requests as bytes: if it parsed them, it would report a malformed one as the service's fault.
+        # Requests are passed as bytes: gRPC would report one that it cannot parse as an internal error.
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(_parsing(method, request), response_serializer=_serialized)
             for name, (method, request) in unary.items()

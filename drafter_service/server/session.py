@@ -27,7 +27,7 @@ from ssd.stats import STEPS
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 LONG_PROMPT = 8192
-"""Tokens from which a prompt is indexed in another thread: this many take about 2 ms."""
+"""Minimum length of prompts that are indexed in another thread; this many tokens take about 2 ms."""
 
 NO_TOKENS = np.empty(0, np.uint32)
 
@@ -39,7 +39,7 @@ class Indexing:
     task: asyncio.Task[None]
     opening: Opening
     committed: list[np.ndarray] = field(default_factory=list)
-    """What it committed meanwhile."""
+    """Tokens committed meanwhile, one run for each step."""
 
 
 class Session:
@@ -52,21 +52,21 @@ class Session:
         self._drafter = namespace.new_drafter()
         self._indexing: dict[int, Indexing] = {}
         self._sizes: dict[int, int] = {}
-        """Tokens of each sequence, prompt included; the sequence that was inactive for longest is first."""
+        """Tokens of each sequence, prompt included, the least recently used sequence first."""
         self._tokens = 0
-        """Their sum."""
+        """Sum of `_sizes`."""
         self._reported: ClientTotals | None = None
-        """The totals that the client sent last."""
+        """Totals of the client's last message."""
 
     @property
     def max_draft(self) -> int:
-        """The most tokens of any draft."""
+        """Maximum number of tokens in a draft."""
         return self.namespace.config.max_draft
 
     def answer(self, request: pb.DraftRequest, *, may_learn: bool) -> pb.DraftResponse:
         """Return the response to a request; an error, and no effect, for an invalid one.
 
-        `may_learn`: whether the client has the right to have anything learned.
+        `may_learn`: whether the client has the right to learn.
         """
         self._may_learn = may_learn
         try:
@@ -79,7 +79,7 @@ class Session:
             return error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem))
 
     def close(self) -> None:
-        """Drop all sequences; nothing of them is learned."""
+        """Drop all sequences without learning from them."""
         for indexing in self._indexing.values():
             indexing.task.cancel()
         self.namespace.release(self._drafter)
@@ -119,7 +119,7 @@ class Session:
         )
 
     def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
-        """Check counts; those of unknown sequences do not matter."""
+        """Check counts, except those of unknown sequences."""
         if len({finish.sequence_id for finish in finishes}) < len(finishes):
             raise WireError("finishes contains a sequence twice")
         offered = self._drafter.offered_to([finish.sequence_id for finish in finishes])
@@ -132,16 +132,16 @@ class Session:
                 )
 
     def _check_starts(self, starts: list[StartedSequence], new: set[int]) -> None:
-        """Sequences must be new, and there must be room: a sequence that is being indexed cannot be dropped."""
+        """Check that sequences are new and that there is room. Sequences being indexed cannot be dropped."""
         if len(new) < len(starts) or not new.isdisjoint(self._sizes):
-            raise WireError("starts contains a sequence that is running already")
+            raise WireError("starts contains a sequence that is already running")
         tokens = sum(len(start.prompt) + len(start.committed) for start in starts)
         tokens += sum(self._sizes[sequence_id] for sequence_id in self._indexing)
         if tokens > self._limits.stream_tokens:
-            raise WireError(f"starts brings {tokens} tokens at once; a stream may have {self._limits.stream_tokens}")
+            raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
 
     def _check_batch(self, batch: Progress, new: set[int]) -> None:
-        """Check counts; those of unknown sequences do not matter."""
+        """Check counts, except those of unknown sequences."""
         offered = self._drafter.offered_to(batch.sequence_ids.tolist())
         wrong = (offered >= 0) & (batch.verified > offered)
         if new:
@@ -184,7 +184,7 @@ class Session:
         self._drafter.draft(Progress.of_one(sequence_id, committed, steps=len(indexing.committed)))
 
     def _finish(self, finish: FinishedSequence) -> bool:
-        """End a sequence; returns whether it was known."""
+        """End a sequence; return whether it existed."""
         if finish.sequence_id not in self._sizes:
             return False
         self._remove(finish.sequence_id)
@@ -199,7 +199,7 @@ class Session:
         return True
 
     def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool) -> None:
-        """End a sequence whose index is of no use any more."""
+        """End a sequence before its prompt is indexed."""
         running = indexing.opening.running
         committed = np.concatenate([*indexing.committed, finish.tokens])
         if len(committed):
@@ -219,7 +219,7 @@ class Session:
         return self._draft_some(batch, ids)
 
     def _update_sizes(self, ids: list[int], batch: Progress) -> bool:
-        """Record that sequences are active and have more tokens; returns whether all of them are known."""
+        """Add committed tokens and mark sequences as recently used; return whether all of them exist."""
         sizes, are_known = self._sizes, True
         bounds = batch.offsets.tolist()
         for index, sequence_id in enumerate(ids):
@@ -246,7 +246,7 @@ class Session:
         return self._drafter.draft(_part(batch, ready)).scatter(np.array(ready, np.int64), len(ids)), lost
 
     def _propose_after(self, outcomes: Outcomes) -> tuple[DraftBatch, list[int]]:
-        """Return drafts for possible outcomes, and the unknown sequences, without any effect. Raises WireError."""
+        """Return drafts for possible outcomes, and the unknown sequences. Changes nothing. Raises WireError."""
         ids = outcomes.sequence_ids.tolist()
         lost = [sequence_id for sequence_id in ids if sequence_id not in self._sizes]
         is_ready = np.array([each in self._sizes and each not in self._indexing for each in ids], bool)
@@ -270,7 +270,7 @@ class Session:
         self._tokens -= self._sizes.pop(sequence_id)
 
     def _make_room(self) -> None:
-        """Drop the sequences that were inactive for longest, until the others are within the limits."""
+        """Drop the least recently used sequences until the others are within the limits."""
         limits = self._limits
         if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
             return
@@ -287,16 +287,13 @@ class Session:
             passages.note(batch.tokens[first : min(end - 1, first + verified)], self.namespace.corpus)
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
-        """Add what grew since the client sent its totals last."""
+        """Add the increase since the client's last message."""
         totals = ClientTotals(**{name: getattr(counters, name) for name in vars(self.namespace.clients)})
         reported = self._reported
         if reported is None:
-            # A client that has connected again sent most of it before, on another stream.
-            reported = (
-                ClientTotals(**vars(totals) | {"reconnects": totals.reconnects - 1})
-                if totals.reconnects
-                else ClientTotals()
-            )
+            # A reconnected client has sent most of these totals before, on another stream.
+            reconnects = max(0, totals.reconnects - 1)
+            reported = totals.model_copy(update={"reconnects": reconnects}) if totals.reconnects else ClientTotals()
         for name, total in vars(totals).items():
             grown = max(0, total - getattr(reported, name))
             setattr(self.namespace.clients, name, getattr(self.namespace.clients, name) + grown)
@@ -304,7 +301,7 @@ class Session:
 
 
 def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
-    """Return the response to a request that has no effect."""
+    """Return an error as the response to a request."""
     return pb.DraftResponse(step=step, error=pb.Error(code=status.value[0], message=message))
 
 
@@ -312,7 +309,7 @@ def _check_count(sequence_ids: bytes, owner: str) -> None:
     """Raises WireError for a batch that is too large."""
     count = len(sequence_ids) // 8
     if count > MAX_FIELDS:
-        raise WireError(f"{owner}.sequence_ids has {count} elements; at most {MAX_FIELDS} are possible")
+        raise WireError(f"{owner}.sequence_ids has {count} elements; the maximum is {MAX_FIELDS}")
 
 
 def _packed_ids(ids: list[int]) -> bytes:

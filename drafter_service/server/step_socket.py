@@ -19,18 +19,19 @@ from drafter_service.transport.wire import WireError
 from ssd.corpus.memory import trim_heap
 
 AUTHORIZATION_TIMEOUT_S = 5.0
-"""How long a new connection may take to send its authorization."""
+"""Time within which a new connection must send its authorization."""
 BACKLOG = 128
-"""Also how often asyncio tries, and logs a failure, when the process can open no more files."""
+"""Length of the queue of connections; also the number of attempts, each logged, that asyncio makes without files."""
 LARGE_BYTES = 2 << 20
+"""Frames of at least this size are received a few at a time."""
 MAX_LARGE_FRAMES = 4
-"""Larger frames that are received at a time: each takes up to 64 MiB until it is complete."""
+"""Maximum number of large frames in transfer: each takes up to 64 MiB until it is complete."""
 LARGE_TIMEOUT_S = 30.0
-"""How long each of these may take."""
+"""Time within which a large frame must arrive."""
 TRIMMED_BYTES = 16 << 20
-"""After frames of this size their memory is returned to the system, which takes milliseconds."""
+"""Memory of frames of at least this size is returned to the system, which takes milliseconds."""
 MAX_AUTHORIZATION_BYTES = 8 << 10
-"""As much metadata as gRPC accepts."""
+"""Maximum size of the authorization: that of gRPC's metadata."""
 
 
 class StepSocket:
@@ -48,7 +49,7 @@ class StepSocket:
     def bind(self, address: Address, mode: int) -> None:
         """Listen at an address, with this file mode. Raises UserError for an address that cannot be used.
 
-        To be called before gRPC listens: a client that finds the gRPC socket without this one uses gRPC.
+        Call it before gRPC listens: a client that finds the gRPC socket without this one uses gRPC.
         """
         address.claim()
         self._listening = socket.socket(socket.AF_UNIX)
@@ -85,7 +86,7 @@ class StepSocket:
             writer.write(last_frame(ended.code.value[0], ended.reason))
             await writer.drain()
         except (OSError, asyncio.CancelledError):
-            pass  # The client is gone, or the service stops and waits no longer.
+            pass  # The client has disconnected, or the service stops.
         finally:
             self._connections.discard(task)
             writer.close()
@@ -141,7 +142,7 @@ class StreamEndedError(Exception):
 
 
 class SocketContext:
-    """What access control needs of a call; on a Unix socket that is a token or nothing."""
+    """The context of a stream for access control: a bearer token or nothing."""
 
     def __init__(self, authorization: str) -> None:
         self._metadata = (("authorization", authorization),) if authorization else ()
@@ -151,7 +152,7 @@ class SocketContext:
         return self._metadata
 
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
-        """Return nothing: there are no certificates here."""
+        """Return an empty mapping: there are no certificates here."""
         return {}
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:

@@ -27,16 +27,16 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
 
 
 class Description(BaseModel):
-    """What is stored of a namespace beside its corpus."""
+    """Data of a namespace that is stored beside its corpus."""
 
     name: str
     model: ModelIdentity
     policy: str = ""
-    """How it drafts; "" in files of earlier versions."""
+    """Drafting policy; "" in files of earlier versions."""
     clients: ClientTotals = ClientTotals()
     duplicates: int = 0
     log_position: str | None = None
-    """How far the shared log had been read before the corpus was saved."""
+    """Position in the shared log that had been read before the corpus was saved."""
     saved_at: float = 0.0
     """Seconds since 1970."""
     history: list[tuple[float, ...]] = []
@@ -103,18 +103,18 @@ class Store:
         (self.folder / name).mkdir(mode=0o700, exist_ok=True)
 
     def write_description(self, description: Description) -> None:
-        """Write a description. Raises OSError if that fails; the file from before stays then."""
+        """Replace the description atomically. Raises OSError, after which the old file is still there."""
         write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
 
     def move_refused(self, name: str) -> Path:
-        """Rename a corpus that cannot be used, so that it can be examined; returns its new path."""
+        """Rename an unusable corpus, so that it can be examined; return its new path."""
         return self.corpus_path(name).replace(self.folder / name / REFUSED)
 
     def remove_refused(self, name: str) -> None:
-        """Remove a corpus that was renamed, if there is one. Raises OSError if that fails."""
+        """Remove the renamed corpus, if there is one. Raises OSError."""
         (self.folder / name / REFUSED).unlink(missing_ok=True)
 
     def delete(self, name: str) -> None:
-        """Remove a namespace. Raises OSError if files of it stay."""
+        """Remove a namespace. Raises OSError if files cannot be removed."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)

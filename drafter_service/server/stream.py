@@ -30,11 +30,11 @@ REFUSALS = {
     MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.ABORTED,
 }
-"""The exceptions that end a stream or a call, and the status that it ends with."""
+"""gRPC status codes of the exceptions that end a stream or a call."""
 
 
 class ProtocolError(ValueError):
-    """The client speaks another protocol."""
+    """The client uses another version of the protocol."""
 
 
 class DraftStreams:
@@ -97,7 +97,7 @@ class DraftStreams:
         hello = request.hello
         if hello.protocol != PROTOCOL:
             raise ProtocolError(
-                f"the client speaks protocol {hello.protocol}, this service {PROTOCOL}; use the same version of both"
+                f"the client uses protocol {hello.protocol}, this service {PROTOCOL}; install the same version of both"
             )
         model = read_model(hello.model)
         name = hello.namespace or default_namespace(model)

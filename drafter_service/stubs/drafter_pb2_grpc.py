@@ -92,8 +92,8 @@ class DrafterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Observe(self, request, context):
-        """Learns from finished text that was not served through Draft. Answers when the text was accepted, which may take
-        a while when much is to be learned at once.
+        """Learns from finished text that was not served through Draft. Answers once the text is accepted; after much text at
+        once this waits for the index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,14 +101,14 @@ class DrafterServiceServicer(object):
 
     def Warm(self, request_iterator, context):
         """Learns from a stream of finished texts. One response per request, in order, with what was learned so far.
-        A client keeps few requests unanswered.
+        A client should have few unanswered requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Forgets: once answered, no draft and no later snapshot contains what was named. Snapshots are saved again.
+        """Forgets text: after the response no draft and no later snapshot contains it. Snapshots are saved again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""Addresses of a drafter service: a Unix socket or a TCP port, and whether it is free."""
+"""Addresses of a drafter service: Unix sockets and TCP ports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_TIMEOUT_S = 1.0
 STEPS = ".steps"
 """Suffix of the path of a service's step socket."""
 MAX_SOCKET_PATH_BYTES = 103 - len(STEPS)
-"""What every Unix allows, macOS the least, for both sockets."""
+"""Limit for both sockets; macOS has the lowest limit of all systems."""
 OWNER_ONLY = 0o600
 
 
@@ -29,16 +29,14 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises UserError for anything that is neither a Unix socket nor a host and port."""
+        """Return the address in a text. Raises UserError if it is neither a Unix socket nor host and port."""
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls("unix:" + str(Path(text.removeprefix("unix:").removeprefix("//")).absolute()))
         host, colon, port = text.rpartition(":")
         is_one_host = ":" not in host or (host.startswith("[") and host.endswith("]"))
         if colon and host and is_one_host and port.isascii() and port.isdecimal() and int(port) < 1 << 16:
             return cls(text)
-        raise UserError(
-            f"{text!r} is no address; give unix:/path/to/socket or host:port, such as 127.0.0.1:50051 or [::1]:50051"
-        )
+        raise UserError(f"{text!r} is not an address; give unix:/path/to/socket or host:port, such as 127.0.0.1:50051")
 
     @property
     def socket_path(self) -> Path | None:
@@ -52,7 +50,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it: a Unix socket, loopback, or the name `localhost`.
+        """Whether the address is reachable from this machine only: a Unix socket, loopback, or `localhost`.
 
         Other names count as remote, whatever they resolve to now.
         """
@@ -67,12 +65,12 @@ class Address:
             return False
 
     def at_port(self, port: int) -> Address:
-        """Return the address with the port that the system chose, if it was left open (port 0)."""
+        """Return the address with the port that the system chose for port 0."""
         host, _, chosen = self.text.rpartition(":")
         return Address(f"{host}:{port}") if self.socket_path is None and int(chosen) == 0 else self
 
     def claim(self) -> None:
-        """Check that no other server listens at a Unix socket, and remove the file that a dead server left.
+        """Check that no server listens at a Unix socket, and remove a stale socket file.
 
         gRPC itself would silently take the path over from a running server. Raises UserError.
         """
@@ -95,9 +93,9 @@ class Address:
 
     @contextmanager
     def permissions(self, mode: int) -> Iterator[None]:
-        """Give a Unix socket that is bound within the block this mode afterwards, and the owner's alone before.
+        """Give a Unix socket that is bound within the block this mode; only its owner can use it before.
 
-        This sets the umask of the whole process, so files that other threads make meanwhile are the owner's alone.
+        This sets the umask of the process, so only the owner can use files that other threads create meanwhile.
         """
         path = self.socket_path
         if path is None:

@@ -31,22 +31,22 @@ def last_frame(code: int, message: str) -> bytes:
 
 
 def read_header(header: bytes | bytearray, begin: int = 0) -> tuple[int, bool]:
-    """Return the number of bytes that follow, and whether the frame is the last. Raises WireError for one too long."""
+    """Return a frame's number of bytes, and whether it is the last. Raises WireError for a frame that is too long."""
     (length,) = HEADER.unpack_from(header, begin)
     size = length & ~LAST
     if size > MAX_MESSAGE_BYTES:
-        raise WireError(f"a frame of {size} bytes; at most {MAX_MESSAGE_BYTES} are possible")
+        raise WireError(f"a frame has {size} bytes; the maximum is {MAX_MESSAGE_BYTES}")
     return size, length >= LAST
 
 
 class Frames:
-    """Splits bytes into frames as they arrive."""
+    """Splits received bytes into frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
-        """Return the frames that are complete now, each with whether it is the last. Raises as `read_header`."""
+        """Add received bytes; return completed frames, each with whether it is the last. Raises as `read_header`."""
         self._data += data
         frames, begin = [], 0
         while len(self._data) >= begin + HEADER.size:

@@ -1,7 +1,4 @@
-"""Conversion between messages and arrays: packs, unpacks, and checks everything that comes over the wire.
-
-The only place that knows how an array is encoded. A message that passes the checks here is safe to use.
-"""
+"""Conversion between messages and arrays, with validation of received messages. Only this module encodes arrays."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ MAX_NAME_BYTES = 512
 """Longest name of a session, a request, or a part of a model's identity, as UTF-8."""
 
 MAX_STEPS = 1 << 20
-"""Most steps of the engine that a message may report for a sequence."""
+"""Maximum number of engine steps that a message may report for a sequence."""
 
 DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", "f8")}
 """Data types on the wire and in the shared log, by their numpy names."""
 
 
 class WireError(ValueError):
-    """A message is malformed; the text names the field and says what is wrong with it."""
+    """A message is malformed; the text names the field and the problem."""
 
 
 def pack(array: np.ndarray, dtype: str) -> bytes:
@@ -56,7 +53,7 @@ def unpack_tokens(data: bytes, field: str) -> np.ndarray:
     """Return token ids, uint32. Raises WireError for the reserved id."""
     tokens = unpack(data, "u4", field)
     if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
-        raise WireError(f"{field} holds the token id {int(tokens.max())}; the largest possible is {MAX_TOKEN_ID}")
+        raise WireError(f"{field} holds the token id {int(tokens.max())}; the maximum is {MAX_TOKEN_ID}")
     return tokens
 
 
@@ -75,7 +72,7 @@ def batch_message(progress: Progress) -> pb.Batch:
 
 
 def read_batch(message: pb.Batch) -> Progress:
-    """Return a step's progress. Raises WireError for arrays that do not fit together."""
+    """Return a step's progress. Raises WireError for inconsistent arrays."""
     sequence_ids = _read_ids(message.sequence_ids, "batch")
     sequences = len(sequence_ids)
     tokens = unpack_tokens(message.tokens, "batch.tokens")
@@ -103,7 +100,7 @@ def outcomes_message(outcomes: Outcomes) -> pb.Outcomes:
 
 
 def read_outcomes(message: pb.Outcomes) -> Outcomes:
-    """Return possible outcomes. Raises WireError for arrays that do not fit together."""
+    """Return possible outcomes. Raises WireError for inconsistent arrays."""
     sequence_ids = _read_ids(message.sequence_ids, "outcomes")
     bonus = unpack_tokens(message.bonus, "outcomes.bonus")
     return Outcomes(
@@ -128,7 +125,7 @@ def drafts_message(drafts: DraftBatch) -> pb.Drafts:
 
 
 def read_drafts(message: pb.Drafts, count: int) -> DraftBatch:
-    """Return `count` drafts. Raises WireError for arrays that do not fit together."""
+    """Return `count` drafts. Raises WireError for inconsistent arrays."""
     tokens = unpack_tokens(message.tokens, "drafts.tokens")
     return DraftBatch(
         tokens=tokens,
@@ -166,7 +163,7 @@ def _read_steps(data: bytes, sequences: int) -> np.ndarray | None:
         return None
     steps = _read_array(data, "u4", sequences, "batch.steps")
     if len(steps) and int(steps.max()) > MAX_STEPS:
-        raise WireError(f"batch.steps holds {int(steps.max())}; at most {MAX_STEPS} are possible")
+        raise WireError(f"batch.steps holds {int(steps.max())}; the maximum is {MAX_STEPS}")
     return steps
 
 

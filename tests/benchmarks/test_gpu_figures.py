@@ -356,7 +356,7 @@ def test_what_a_part_reported_counts_however_it_ends(monkeypatch, program, statu
 
 
 def test_a_kv_cache_is_as_large_as_wanted_but_no_larger_than_the_room_left():
-    from benchmarks.engine import engine_config
+    from benchmarks.engine_contest import engine_config
     from benchmarks.requests import Item
     from engine.scheduling.request import Request, SamplingParams
 

@@ -125,7 +125,7 @@ async def test_changed_callers_file_applies_within_a_second(callers, holding, ca
         service.clock.now += 1
         assert await service.call("a-1", access=new) == "a"
         assert "callers.toml" in caplog.text
-        assert "stay in force" in caplog.text
+        assert "remain in force" in caplog.text
 
 
 @run

@@ -40,7 +40,7 @@ def test_open_addresses_need_tls_and_callers(text):
 
 @pytest.mark.parametrize("text", ["::1:50051", "dns:///0.0.0.0:1", "ipv4:127.0.0.1:1", "[::1:1", "localhost:\u0661"])
 def test_ambiguous_addresses_are_refused(text):
-    with pytest.raises(UserError, match="is no address"):
+    with pytest.raises(UserError, match="is not an address"):
         Address.parse(text)
 
 

@@ -410,7 +410,7 @@ def test_the_transport_is_reported(fake, connect):
 BAD_FRAMES = {
     "no response": (framed(b"\xff" * 4), "a frame does not hold a DraftResponse"),
     "no end": (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame does not hold a Error"),
-    "too long": (struct.pack("<I", 0x7FFF_FFFF), "a frame of 2147483647 bytes; at most 67108864 are possible"),
+    "too long": (struct.pack("<I", 0x7FFF_FFFF), "a frame has 2147483647 bytes; the maximum is 67108864"),
 }
 
 

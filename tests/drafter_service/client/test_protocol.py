@@ -195,7 +195,7 @@ def test_verified_counts_of_an_earlier_registration_are_not_sent():
 def test_names_that_are_too_long_are_refused():
     wire = connected()
     for name in ("session_id", "request_id"):
-        with pytest.raises(ValueError, match=f"{name} has 514 bytes; at most 512 are possible"):
+        with pytest.raises(ValueError, match=f"{name} has 514 bytes; the maximum is 512"):
             start(wire.client, 1, [5], **{name: "ä" * 257})
     start(wire.client, 1, [5], session_id="ä" * 256)
 

@@ -143,7 +143,7 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         (["snapshot", "--namespace", "../x", "{admin}"], "refused: there is no namespace '../x'"),
         (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
         (["health", "--server", "unix:/nowhere.sock", "--wait", "0.01"], "no drafter answers at unix:/nowhere.sock"),
-        (["health", "--server", "nonsense"], "'nonsense' is no address"),
+        (["health", "--server", "nonsense"], "'nonsense' is not an address"),
         (
             ["health", "--server", "unix:/nowhere.sock"],
             "(No such file or directory); start one with: ssd-drafter serve",
@@ -188,8 +188,8 @@ def test_usage_errors_are_explained(run, arguments, error):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--listen", "nonsense"], "'nonsense' is no address"),
-        (["--listen", "host:99999"], "is no address"),
+        (["--listen", "nonsense"], "'nonsense' is not an address"),
+        (["--listen", "host:99999"], "is not an address"),
         (["--listen", "unix:/nowhere/at/all.sock"], "there is no directory /nowhere/at"),
         (["--listen", "unix:{file}"], "exists and is not a socket"),
         (["--listen", "unix:{new}" + "x" * 100], "is too long for a Unix socket"),

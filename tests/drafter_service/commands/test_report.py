@@ -141,7 +141,7 @@ def test_report_of_a_snapshot(tmp_path):
         (["--snapshot", "y", "--passages"], "remove --passages"),
         (["--snapshot", "y", "--namespace", "z"], "remove --passages and --namespace"),
         (["--server", "unix:/x", "--tokenizer", "y"], "add --passages"),
-        (["--server", "nonsense"], "is no address"),
+        (["--server", "nonsense"], "is not an address"),
     ],
 )
 def test_contradictory_options_are_refused(arguments, reason):

@@ -173,7 +173,7 @@ def test_only_old_text_is_forgotten(caller, name):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ({}, "what to forget is missing: give request_id, older_than_s or everything"),
+        ({}, "nothing to forget is given: use request_id, older_than_s or everything"),
         ({"older_than_s": -1.0}, "older_than_s is -1.0; it is an age in seconds"),
         ({"older_than_s": float("nan")}, "older_than_s is nan"),
         ({"older_than_s": float("inf")}, "older_than_s is inf"),

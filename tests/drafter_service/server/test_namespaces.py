@@ -117,7 +117,7 @@ async def test_without_permission_to_make_namespaces_only_known_ones_are_used(tm
     async with opened(tmp_path) as namespaces:
         await namespaces.save(await learned(namespaces, "on-disk", [1, 2, 3, 4]))
     async with opened(tmp_path, create=False, capacities={"configured": 6000}) as namespaces:
-        with pytest.raises(NamespaceError, match="there is no namespace 'new', and clients may not make any"):
+        with pytest.raises(NamespaceError, match="there is no namespace 'new', and clients may not create any"):
             await learned(namespaces, "new")
         assert draft_of(await learned(namespaces, "on-disk"), [1, 2, 3], 1) == [4]
         assert (await learned(namespaces, "configured")).corpus.capacity == 6000
@@ -403,7 +403,7 @@ async def test_a_namespace_whose_files_stay_is_reported(tmp_path):
             raise PermissionError(13, "Permission denied")
 
         namespaces.store.delete = stays
-        with pytest.raises(SnapshotError, match=r"files of namespace 'a' stay on disk: .*Permission denied"):
+        with pytest.raises(SnapshotError, match=r"files of namespace 'a' cannot be deleted: .*Permission denied"):
             await namespaces.drop("a")
         assert namespaces.loaded == {}
 

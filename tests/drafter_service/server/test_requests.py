@@ -46,7 +46,7 @@ def test_a_finish_is_read():
         (lambda: read_start(pb.Start(committed=SEPARATOR), 0), r"starts\[0\]\.committed holds the token id 4294967295"),
         (
             lambda: read_start(pb.Start(session_id=LONG_NAME), 0),
-            r"starts\[0\]\.session_id has 513 characters; at",
+            r"starts\[0\]\.session_id has 513 characters; the",
         ),
         (lambda: read_start(pb.Start(request_id=LONG_NAME), 0), r"starts\[0\]\.request_id has 513"),
         (lambda: read_finish(pb.Finish(tokens=SEPARATOR), 1), r"finishes\[1\]\.tokens holds the token id 4294967295"),

@@ -83,8 +83,8 @@ def test_the_cost_of_the_engine_is_used(session):
 def test_refusals_name_the_field_and_have_no_effect(session):
     ask(session, starts=[start(1, [5, 6, 5])])
     again = [start(2, [1]), start(1, [1])]
-    assert refused(ask(session, step=2, starts=again), "starts contains a sequence that is running already")
-    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts contains a sequence that is running")
+    assert refused(ask(session, step=2, starts=again), "starts contains a sequence that is already running")
+    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts contains a sequence that is already")
     assert refused(ask(session, finishes=[finish(1), finish(1)]), "finishes contains a sequence twice")
     claims = batch({1: ()})
     claims.verified = pack(array([1]), "u4")
@@ -257,7 +257,7 @@ def test_the_tokens_of_a_stream_are_bounded(namespace):
     ask(session, starts=[start(1, range(60)), start(2, range(30))])
     ask(session, batch=batch({2: range(20)}))
     assert session._sizes == {2: 50}
-    assert refused(ask(session, starts=[start(3, range(101))]), "brings 101 tokens at once; a stream may have 100")
+    assert refused(ask(session, starts=[start(3, range(101))]), "starts has 101 tokens; a stream may have 100")
     ask(session, batch=batch({2: range(51)}))
     assert session._sizes == {}
     assert namespace.corpus.appended == 0
@@ -295,7 +295,7 @@ async def test_a_long_prompt_is_indexed_while_others_are_served(session):
     assert [drafted(response, 2, index) for index in (0, 1)] == [[5], []]
     assert lost(response) == []
     assert session._sizes == {1: len(prompt) + 1, 2: 4}
-    assert refused(ask(session, starts=[start(1, [1])]), "running already")
+    assert refused(ask(session, starts=[start(1, [1])]), "already running")
     await indexed(session)
     assert drafted(ask(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
     assert session._sizes == {1: len(prompt) + 1, 2: 4}

@@ -105,7 +105,7 @@ def test_frames_that_are_too_long_end_the_stream(address):
     for length in (MAX_MESSAGE_BYTES + 1, 0xFFFF_FFFF):
         code, reason = end_after(address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", length))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "at most 67108864 are possible" in reason
+        assert "the maximum is 67108864" in reason
 
 
 def test_an_incomplete_frame_ends_the_stream(address):

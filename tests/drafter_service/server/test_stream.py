@@ -134,8 +134,8 @@ def test_the_default_namespace_follows_from_the_model(caller):
 @pytest.mark.parametrize(
     ("handshake", "code", "message"),
     [
-        (pb.Hello(protocol=2), "FAILED_PRECONDITION", "the client speaks protocol 2, this service 3; use the same"),
-        (pb.Hello(), "FAILED_PRECONDITION", "the client speaks protocol 0, this service 3"),
+        (pb.Hello(protocol=2), "FAILED_PRECONDITION", "the client uses protocol 2, this service 3; install the same"),
+        (pb.Hello(), "FAILED_PRECONDITION", "the client uses protocol 0, this service 3"),
         (hello("n", policy="best"), "INVALID_ARGUMENT", "policy must be"),
         (hello("../etc"), "INVALID_ARGUMENT", "a namespace cannot be called '../etc'"),
         (hello("a/b"), "INVALID_ARGUMENT", "a namespace cannot be called"),

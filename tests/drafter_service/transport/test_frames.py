@@ -40,5 +40,5 @@ def test_the_last_frame_has_the_status():
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read(mark):
     longest = MAX_MESSAGE_BYTES
     assert Frames().feed(HEADER.pack(longest | mark)) == []
-    with pytest.raises(WireError, match=f"a frame of {longest + 1} bytes; at most {longest} are possible"):
+    with pytest.raises(WireError, match=f"a frame has {longest + 1} bytes; the maximum is {longest}"):
         Frames().feed(HEADER.pack(longest + 1 | mark))

@@ -277,7 +277,7 @@ BAD_INPUT = {
     "token that is no id": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
     "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
     "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
-    "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is no address"),
+    "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is not an address"),
     "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
     "output in no folder": (("--output", "{tmp}/no/such/folder"), ["x"], "cannot write"),
     "output that is a folder": (("--output", "{tmp}"), ["x"], "cannot write"),
