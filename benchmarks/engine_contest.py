@@ -33,7 +33,6 @@ from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.models.shipped import SHIPPED_MODEL
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
@@ -126,7 +125,7 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
     """Return the contest, the contestants, and notes to print, for the options of the command line."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    folder = None if options.shape else find_model(options.model) if options.model else SHIPPED_MODEL
+    folder = None if options.shape else find_model(options.model)
     device = find_device(options.device)
     dtype = find_dtype(options.dtype, device)
     model = (

@@ -105,9 +105,6 @@ class Counters:
     unlearned: int = 0
     """Finished sequences that were discarded instead of learned, because the queue was full."""
 
-    transport: str = ""
-    """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
-
     def message(self) -> pb.ClientCounters:
         """Return the counters that are sent to the service."""
         return pb.ClientCounters(

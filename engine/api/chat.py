@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from engine.api.errors import ApiError
-from engine.api.outputs import Delta, Output
+from engine.api.outputs import Delta
 from engine.api.responses import ResponseFormat, respond
 from engine.api.schemas import ChatRequest
 from engine.api.service import Service, encode_in_background, token_text
@@ -51,20 +51,16 @@ class _ChatFormat(ResponseFormat):
         content = {"delta": {"role": "assistant", "content": ""}}
         return [self.chunk([self.choice(index, content, None)]) for index in range(len(self.requests))]
 
-    def choice_of_output(self, index: int, output: Output) -> dict[str, Any]:
-        """Return the choice of a complete output."""
-        content = {"message": {"role": "assistant", "content": output.text}}
-        choice = self.choice(index, content, output.completion) | self.pieces(output)
-        return choice | self._logprobs(output.completion.tokens, output.completion.logprobs)
-
-    def choice_of_delta(self, delta: Delta) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-        content = {"delta": {"content": delta.text} if delta.text else {}}
+    def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """See `ResponseFormat.choice_of`."""
+        if is_chunk:
+            content: dict[str, Any] = {"delta": {"content": delta.text} if delta.text else {}}
+        else:
+            content = {"message": {"role": "assistant", "content": delta.text}}
         choice = self.choice(delta.index, content, delta.completion) | self.pieces(delta)
-        return choice | self._logprobs(delta.tokens, delta.logprobs)
-
-    def _logprobs(self, tokens: np.ndarray, logprobs: Logprobs | None) -> dict[str, Any]:
-        return {} if logprobs is None else {"logprobs": _token_logprobs(tokens, logprobs, self.decode)}
+        if delta.logprobs is not None:
+            choice["logprobs"] = _token_logprobs(delta.tokens, delta.logprobs, self.decode)
+        return choice
 
 
 def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from engine.api.outputs import Delta, Output
+from engine.api.outputs import Delta
 from engine.api.responses import ResponseFormat, respond
 from engine.api.schemas import CompletionRequest
 from engine.api.service import DEFAULT_MAX_TOKENS, Service, encode_in_background, token_text
@@ -69,25 +69,19 @@ class _CompletionFormat(ResponseFormat):
             self.chunk([self.choice(index, {"text": self._echo(index)}, None)]) for index in range(len(self.requests))
         ]
 
-    def choice_of_output(self, index: int, output: Output) -> dict[str, Any]:
-        """Return the choice of a complete output."""
-        echo = self._echo(index)
-        self._offsets[index] = len(echo)
-        choice = self.choice(index, {"text": echo + output.text}, output.completion)
-        choice |= self._logprobs(index, output.completion.tokens, output.completion.logprobs)
-        return choice | self.pieces(output)
-
-    def choice_of_delta(self, delta: Delta) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-        choice = self.choice(delta.index, {"text": delta.text}, delta.completion) | self.pieces(delta)
-        return choice | self._logprobs(delta.index, delta.tokens, delta.logprobs)
+    def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """See `ResponseFormat.choice_of`."""
+        echo = "" if is_chunk else self._echo(delta.index)
+        self._offsets[delta.index] += len(echo)
+        choice = self.choice(delta.index, {"text": echo + delta.text}, delta.completion) | self.pieces(delta)
+        if delta.logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta.index, delta.tokens, delta.logprobs)
+        return choice
 
     def _echo(self, index: int) -> str:
         return self.decode(self.requests[index].prompt) if self._has_echo else ""
 
-    def _logprobs(self, index: int, tokens: np.ndarray, logprobs: Logprobs | None) -> dict[str, Any]:
-        if logprobs is None:
-            return {}
+    def _logprobs(self, index: int, tokens: np.ndarray, logprobs: Logprobs) -> dict[str, Any]:
         values = _token_logprobs(tokens, logprobs, self.decode, self._offsets[index])
         # Offsets count the text of tokens, since the text that is sent can lag behind.
         self._offsets[index] += sum(map(len, values["tokens"]))
@@ -96,7 +90,7 @@ class _CompletionFormat(ResponseFormat):
             assert prompt_logprobs is not None
             before = _prompt_logprobs(self.requests[index].prompt, prompt_logprobs, self.decode)
             values = {name: before[name] + own for name, own in values.items()}
-        return {"logprobs": values}
+        return values
 
 
 def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offset: int) -> dict[str, list[Any]]:

@@ -46,7 +46,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     chat: ChatPrompts
-    defaults: dict[str, Any]
+    defaults: dict[str, float]
     """Sampling parameters that the model's folder recommends, for requests that do not set them."""
     created: int
     """Unix time."""
@@ -174,16 +174,6 @@ async def encode_in_background(encode: Callable[[], np.ndarray], characters: int
 def token_text(token: int, decode: Decode) -> str:
     """Return the text of a single token."""
     return decode(np.array([token], np.uint32))
-
-
-def new_id(prefix: str) -> str:
-    """Return a random id for a response."""
-    return f"{prefix}-{secrets.token_hex(16)}"
-
-
-def unix_time() -> int:
-    """Return the seconds since 1970."""
-    return int(time.time())
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

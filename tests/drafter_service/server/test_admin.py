@@ -12,7 +12,6 @@ import grpc
 import numpy as np
 import pytest
 
-from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import TEXTS_PER_TURN, Admin, Learned, learn
@@ -24,8 +23,8 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, pack
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from tests.drafter_service.guarded import run
-from tests.drafter_service.raw import TIMEOUT_S, batch, connected, eventually, lost, start, texts
+from tests.drafter_service.guarded import caller_entry, run
+from tests.drafter_service.raw import TIMEOUT_S, batch, connected, counted, eventually, lost, start, texts
 from tests.drafter_service.server.test_stream import Context, Untouched
 from tests.servers import served
 from tests.strategies import array
@@ -59,11 +58,6 @@ def name():
     return f"test-{next(numbers)}"
 
 
-def counted(first, size=40):
-    """A text that occurs nowhere else."""
-    return list(range(first, first + size))
-
-
 def is_on_disk(service, tokens):
     """Whether a run of tokens is in any file of the snapshot folder."""
     run = pack(array(tokens), "u4")
@@ -75,7 +69,7 @@ def drafts_of(caller, name, *firsts):
     return [caller.probe(name, counted(first)[:8], limit=1) for first in firsts]
 
 
-def test_text_of_others_is_learned_once(caller, name):
+def test_observed_text_is_learned_once(caller, name):
     response = caller.observe(name, counted(100), counted(200), [], names=["a", "b", "c"])
     assert (response.tokens, response.texts, response.duplicates) == (80, 3, 0)
     response = caller.observe(name, counted(100), counted(300), names=["a", "d"])
@@ -337,16 +331,10 @@ NEEDED = {
 CALLERS = {"reader": "read", "learner": "learn", "admin": "admin"}
 
 
-def callers_file(folder, namespaces="a"):
+def callers_file(folder):
     """A file of callers that have one right each, to namespace "a"; their tokens are their names."""
     path = folder / "callers.toml"
-    path.write_text(
-        "".join(
-            f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(name)}"\n'
-            f'namespaces = ["{namespaces}"]\nrights = ["{right}"]\n'
-            for name, right in CALLERS.items()
-        )
-    )
+    path.write_text("".join(caller_entry(name, "a", right) for name, right in CALLERS.items()))
     return path
 
 
@@ -452,7 +440,7 @@ async def test_a_failed_merge_is_repeated(monkeypatch):
     async with learning() as namespace:
         await learn(namespace, texts(counted(100)))
         with monkeypatch.context() as patch:
-            patch.setattr(namespace.corpus._index, "take", lambda _: (_ for _ in ()).throw(MemoryError))
+            patch.setattr(namespace.corpus._index, "add", lambda _: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):
                 namespace.corpus.refresh()
         assert namespace.corpus.waiting == 40

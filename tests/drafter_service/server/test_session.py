@@ -65,7 +65,7 @@ def refused(response, message):
     return True
 
 
-def test_a_step_is_answered_with_its_number_and_drafts(session):
+def test_a_response_has_the_number_of_its_request_and_drafts(session):
     response = ask(session, step=7, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=2))
     assert response.step == 7
     assert drafted(response) == [6, 5]
@@ -148,7 +148,7 @@ def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
 
 
 @given(st.data())
-def test_a_damaged_request_is_refused_or_answered_and_the_session_lives_on(shared, data):
+def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shared, data):
     session = Session(shared, Limits())
     ask(session, starts=[start(1, [5, 6, 5]), start(3, [1, 2, 1])])
     ask(session, batch=batch({1: (), 3: ()}))  # So that there are counts to damage.
@@ -204,7 +204,7 @@ def test_sequences_have_the_tokens_that_were_sent(shared, actions):
     session.close()
 
 
-def test_the_steps_of_sequences_count(namespace, session):
+def test_steps_of_sequences_are_counted(namespace, session):
     ask(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
     ask(session, finishes=[finish(1, [6, 5, 8], verified=2)])
     assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
@@ -216,14 +216,14 @@ def test_the_steps_of_sequences_count(namespace, session):
     assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
 
 
-def test_drafts_are_no_longer_than_asked_for_and_never_longer_than_the_longest(session):
+def test_the_length_of_drafts_is_limited_by_the_request_and_the_configuration(session):
     ask(session, starts=[start(1, [*range(100), *range(50)])])
     sizes = [len(drafted(ask(session, batch=batch({1: ()}, limit, cost=1e-30)))) for limit in (0, 4, 1000, 0xFFFF_FFFF)]
     assert sizes == [0, 4, CONFIG.max_draft, CONFIG.max_draft]
     assert session.max_draft == CONFIG.max_draft
 
 
-def test_streams_share_what_was_learned_and_nothing_else(namespace):
+def test_streams_share_only_learned_text(namespace):
     first, second = (Session(namespace, Limits()) for _ in range(2))
     ask(first, starts=[start(1, [1, 2, 3])])
     ask(first, finishes=[finish(1, [4, 5])])

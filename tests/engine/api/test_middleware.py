@@ -11,11 +11,6 @@ from engine.api.middleware import RequestChecks
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 def client(keys=(), max_body_bytes=100):
     app = FastAPI()
 
