@@ -1,8 +1,8 @@
-"""Measure what one more token costs in an engine step, on plain and on packed weights.
+"""Measure the time of an engine step by its number of tokens, with plain and with packed weights.
 
     python -m benchmarks.steps [--model FOLDER] [--context 300]
 
-One sequence; a step of n tokens verifies n - 1 draft tokens. The two kinds of weights alternate.
+A step of n tokens of one sequence verifies n - 1 draft tokens. The two kinds of weights alternate.
 """
 
 from __future__ import annotations
