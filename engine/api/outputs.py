@@ -167,5 +167,5 @@ def _without_output(completion: Completion) -> Completion:
         steps=0,
         stop_reason=None,
         text=None,
-        logprobs=None if completion.logprobs is None else completion.logprobs.at(np.arange(0)),
+        logprobs=None if completion.logprobs is None else completion.logprobs.part(0, 0),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.backend import check_machine
+from engine.attention.backend import choose_backend
 from engine.commands.options import EngineOptions
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter, configure
@@ -31,7 +31,7 @@ def load(options: EngineOptions) -> Decoder:
     """Load and pack the model. Raises UserError; errors that do not depend on the model come before it is loaded."""
     device = find_device(options.device)
     dtype = find_dtype(options.dtype, device)
-    check_machine(options.attention, dtype, device)
+    choose_backend(options.attention, None, dtype, device)
     if options.threads:
         _set_threads(options.threads)
     return pack(load_model(options.model, dtype=dtype, device=device))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.models.files import read_json, token_ids
-from engine.scheduling.request import LEAST_REPETITION, MOST_REPETITION
+from engine.scheduling.request import MAX_REPETITION, MIN_REPETITION
 from ssd.errors import UserError
 
 GENERATION_FILE = "generation_config.json"
@@ -17,7 +17,7 @@ RANGES: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]] 
     "top_k": (int, lambda value: value >= 0, "0 or more"),
     "top_p": (float, lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "min_p": (float, lambda value: 0 <= value <= 1, "between 0 and 1"),
-    "repetition_penalty": (float, lambda value: LEAST_REPETITION <= value <= MOST_REPETITION, "between 0.01 and 100"),
+    "repetition_penalty": (float, lambda value: MIN_REPETITION <= value <= MAX_REPETITION, "between 0.01 and 100"),
 }
 """Type, check and description of the range of each parameter that is read, named as in `SamplingParams`."""
 
