@@ -35,7 +35,7 @@ TIMEOUT_S = 600
 
 
 def environment_of(setting: str) -> dict[str, str]:
-    """Environment variables of a setting. Raises ValueError for an unknown one."""
+    """Return the environment variables of a setting. Raises ValueError for an unknown one."""
     name, _, value = setting.partition("=")
     match name:
         case "shipped":
@@ -52,7 +52,7 @@ def environment_of(setting: str) -> dict[str, str]:
 
 
 def generation_seconds(prompts: Path, setting: str) -> float:
-    """Seconds that `ssd-engine generate` reports for its outputs, without start-up."""
+    """Return the seconds that `ssd-engine generate` reports for its outputs, without start-up."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
         [
@@ -73,7 +73,7 @@ def generation_seconds(prompts: Path, setting: str) -> float:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Run processes that take all the processor time they get."""
+    """Run `count` processes that compute all the time."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY_PROGRAM]) for _ in range(count)]
     try:
         yield
@@ -84,7 +84,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def measure(settings: list[str], busy: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds for each setting, alone and beside `busy` processes, one value a round."""
+    """Return the seconds for each setting, alone and beside `busy` processes, one value per round."""
     seconds: dict[str, dict[str, list[float]]] = {setting: {"alone": [], "busy": []} for setting in settings}
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"

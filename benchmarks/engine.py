@@ -29,132 +29,29 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.engine_rows import Contestant, Row, rows_of
-from benchmarks.memory import device_name, free_bytes
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
-from benchmarks.requests import Item, Limits, demo_items, is_renumbered, replay_items
-from benchmarks.serving import Run, serve
-from benchmarks.shapes import SHAPES, random_model
-from benchmarks.traces import load_trace
-from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
-from engine.attention.backend import choose_backend
-from engine.commands.demo.sidecar import running_sidecar
-from engine.commands.launch import find_device, find_dtype
 from engine.commands.options import ATTENTIONS, DTYPES
-from engine.config import EngineConfig
-from engine.drafters.base import TargetInfo
-from engine.drafters.registry import KINDS, build_drafter, single_kind
-from engine.engine import build_engine
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
-from engine.models.hub import find_model
-from engine.models.loader import load_model
-from engine.models.packed import pack
-from engine.models.shipped import SHIPPED_MODEL
-from ssd.config import DrafterConfig
+from engine.drafters.registry import KINDS, single_kind
 from ssd.errors import UserError
 
 COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
 MORE_COLUMNS = ("tokens_per_step", "drafted_per_step", "overhead_ms_per_step", "peak_mib", "identical_to_none")
-WARM_UP_TOKENS = 8
-
-
-class Contest:
-    """One model, its requests, and the contestants."""
-
-    def __init__(
-        self,
-        model: Decoder,
-        items: Sequence[Item],
-        peers: dict[str, TransformersPeer],
-        *,
-        folder: Path | None = None,
-        attention: str = "auto",
-        in_flight: int | None = None,
-    ) -> None:
-        """`folder`: of the model. `attention`: as in `build_engine`. `in_flight`: as in `EngineConfig`."""
-        self._model = model
-        self._items = items
-        self._peers = peers
-        self._folder = folder
-        self._attention = attention
-        self._in_flight = in_flight
-
-    @property
-    def size(self) -> int:
-        """Number of requests."""
-        return len(self._items)
-
-    def warm_up(self, contestant: Contestant) -> None:
-        """Run a few tokens, so that nothing is compiled or first allocated while it is timed."""
-        short = [
-            replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))
-            for item in self._items[: contestant[1]]
-            if (most := min(WARM_UP_TOKENS, item.request.sampling.max_tokens))
-        ]
-        self.run(contestant, short)
-
-    def run(self, contestant: Contestant, items: Sequence[Item] | None = None, progress: Progress | None = None) -> Run:
-        """Run all items, or those given."""
-        drafter, concurrency = contestant
-        items = self._items if items is None else items
-
-        def advance() -> None:
-            if progress is not None:
-                progress.advance(progress.task_ids[0])
-
-        if drafter in self._peers:
-            return self._peers[drafter].run(items, advance)
-        weight = self._model.embedding.weight
-        config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
-        config = replace(config, in_flight=self._in_flight)
-        with ExitStack() as stack:
-            address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
-            target = TargetInfo.from_model(self._model, config, self._folder)
-            drafter_config = DrafterConfig(max_draft=config.max_draft)
-            drafts = build_drafter(drafter, drafter_config, target, address=address, warn=_warn)
-            engine = build_engine(
-                self._model,
-                config,
-                drafts,
-                has_budget=drafter != "none",
-                attention=self._attention,
-            )
-            stack.enter_context(closing(engine))
-            return serve(engine, items, concurrency, advance)
-
-
-def engine_config(
-    model: ModelConfig, items: Sequence[Item], concurrency: int, dtype: torch.dtype, free: int | None = None
-) -> EngineConfig:
-    """Return settings with room for twice `concurrency` of the longest requests, within `free` bytes."""
-    usual = EngineConfig()
-    longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in items)
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-    wanted = 2 * concurrency * (longest + usual.max_draft + usual.page_size) * bytes_per_token
-    if free is not None:
-        wanted = min(wanted, free)
-    return EngineConfig(
-        max_sequences=concurrency,
-        max_step_tokens=max(usual.max_step_tokens, concurrency * (1 + usual.max_draft)),
-        kv_memory_mib=max(usual.kv_memory_mib, -(-wanted >> 20)),
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run every contestant and print the table and the document."""
     parser = build_parser()
     options = parser.parse_args(arguments)
+    # PyTorch takes seconds to import.
+    from benchmarks.engine_contest import prepare, run_rounds
+    from benchmarks.engine_rows import rows_of
+
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     try:
         contest, contestants, notes = prepare(options)
@@ -170,77 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(document))
 
 
-def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], list[str]]:
-    """Return the contest, the contestants, and notes to print, for the options of the command line."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    folder = None if options.shape else find_model(options.model) if options.model else SHIPPED_MODEL
-    device = find_device(options.device)
-    dtype = find_dtype(options.dtype, device)
-    model = (
-        load_model(folder, dtype=dtype, device=device) if folder else random_model(SHAPES[options.shape], dtype, device)
-    )
-    attention = choose_backend(options.attention, model.config, dtype, device)
-    notes = [
-        f"{str(dtype).removeprefix('torch.')} on {device_name(device)}, {attention} attention, "
-        f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before"
-    ]
-    if folder is None:
-        notes.append(f"random weights of the shape {options.shape}: outputs are meaningless")
-    items = read_items(options, folder, model.config, notes)
-    longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in items)
-    if longest > model.config.max_positions:
-        raise UserError(
-            f"prompts of up to {options.prompt_tokens} and outputs of up to {options.max_tokens} tokens do not fit "
-            f"into the model's context of {model.config.max_positions}; lower --prompt-tokens or --max-tokens"
-        )
-    names: tuple[str, ...] = PEERS if options.peers else ()
-    if names and not is_installed():
-        names = ()
-        notes.append("skipped transformers: it is not installed (pip install transformers), or give --no-peers")
-    other = same_model(folder, model, dtype) if names else None
-    peers = {
-        name: TransformersPeer(other, lookup=name != "transformers", eos_token_ids=model.config.eos_token_ids)
-        for name in names
-    }
-    for name, peer in peers.items():
-        peer.find_best_cache(items[0])
-        notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
-    contestants = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
-    contest = Contest(pack(model), items, peers, folder=folder, attention=attention, in_flight=options.in_flight)
-    return contest, [(name, 1) for name in names] + contestants, notes
-
-
-def read_items(options: argparse.Namespace, folder: Path | None, model: ModelConfig, notes: list[str]) -> list[Item]:
-    """Return the requests and describe them in `notes`. Raises UserError if there are none."""
-    limits = Limits(options.prompt_tokens, options.max_tokens, options.temperature, options.ignore_eos)
-    if options.replay is None:
-        return demo_items(folder, options.requests, limits, repeats=options.repeats)
-    try:
-        trace = load_trace(options.replay)
-    except ValueError as error:
-        raise UserError(f"{error}; without --replay, the prompts of the shipped model are run") from None
-    numbers = "were renumbered" if is_renumbered(trace, options.requests, limits, model) else "are the trace's"
-    notes.append(f"replay of {trace.name}: outputs are the recorded ones, not the model's; token ids {numbers}")
-    return replay_items(trace, options.requests, limits, model)
-
-
-def run_rounds(contest: Contest, contestants: Sequence[Contestant], rounds: int) -> dict[Contestant, list[Run]]:
-    """Run every contestant once per round, in turns forwards and backwards, with progress on stderr."""
-    runs: dict[Contestant, list[Run]] = {contestant: [] for contestant in contestants}
-    with Progress(console=Console(stderr=True)) as progress:
-        progress.add_task("warming up", total=rounds * len(contestants) * contest.size)
-        for contestant in contestants:
-            contest.warm_up(contestant)
-        for number in range(rounds):
-            for contestant in contestants if number % 2 == 0 else reversed(contestants):
-                drafter, concurrency = contestant
-                progress.update(progress.task_ids[0], description=f"round {number + 1}: {drafter} x{concurrency}")
-                runs[contestant].append(contest.run(contestant, progress=progress))
-    return runs
-
-
-def print_rows(console: Console, rows: Sequence[Row]) -> None:
+def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Print the figures as a table."""
     table = Table()
     for name in (*COLUMNS, *MORE_COLUMNS):
@@ -257,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, metavar="PATH", help="a Hugging Face folder or name (the shipped model)")
-    which.add_argument("--shape", choices=SHAPES, help="or random weights of this shape")
+    which.add_argument("--shape", type=shape_name, metavar="NAME", help="or random weights of this shape")
     add: Any = parser.add_argument
     add("--device", default="auto", help="cpu, cuda, ... (a GPU where there is one)")
     add("--dtype", choices=DTYPES, default="auto", help="float32 on a CPU, bfloat16 on a GPU")
@@ -283,16 +110,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def shape_name(text: str) -> str:
+    """Check the name of a shape."""
+    from benchmarks import shapes
+
+    if text not in shapes.SHAPES:
+        raise argparse.ArgumentTypeError(f"shapes are {', '.join(shapes.SHAPES)}, not {text!r}")
+    return text
+
+
 def drafter_name(text: str) -> str:
     """Check the name of a drafter."""
     try:
         return single_kind(text)
     except UserError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from None
-
-
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from ssd.errors import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings of every request."""
+    """Settings of all requests."""
 
     prompt_tokens: int
-    """A longer prompt loses its beginning."""
+    """Most tokens of a prompt; a longer one loses its beginning."""
     max_tokens: int
     temperature: float = 0.0
     ignore_eos: bool = False

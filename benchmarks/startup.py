@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NAME = "ssd-drafter"
 PROBE = "click"
-"""A small dependency; where pip cannot get it, it can get nothing."""
+"""A small dependency. If pip cannot get it, it cannot get any."""
 SHOWN_MB = 2.0
 TIMEOUT_S = 600.0
 
@@ -51,14 +51,14 @@ class Environment:
 
     @property
     def packages(self) -> Path:
-        """The folder that packages are installed in."""
+        """Folder that packages are installed in."""
         return Path(sysconfig.get_path("purelib", vars={"base": str(self.folder)}))
 
     def command(self, *arguments: str) -> list[str]:
-        """A command line of a program of the environment."""
+        """Return the command line of a program of the environment."""
         return [str(self.folder / "bin" / arguments[0]), *arguments[1:]]
 
-    def take_kernels(self) -> None:
+    def copy_kernels(self) -> None:
         """Copy the compiled kernels of this checkout, which the environment would compile for about a minute.
 
         A kernel is cached beside its source and is valid for that source's time of change, so both are copied. Raises
@@ -71,7 +71,7 @@ class Environment:
         shutil.copytree(ROOT / "ssd", self.packages / "ssd", dirs_exist_ok=True)
 
     def distributions(self) -> dict[str, float]:
-        """Size of each installed distribution in MB, the largest first."""
+        """Return the size of each installed distribution in MB, the largest first."""
         sizes = {
             found.name: sum(
                 path.stat().st_size for file in found.files or () if (path := found.locate_file(file)).exists()
@@ -82,7 +82,7 @@ class Environment:
 
 
 def can_install() -> bool:
-    """Whether pip can get packages, from its cache or a registry."""
+    """Return whether pip can get packages, from its cache or a registry."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             _pip("download", "--no-deps", "--retries", "0", "--dest", folder, PROBE)
@@ -110,7 +110,7 @@ def main() -> None:
         )
         sizes = environment.distributions()
         total = sum(path.stat().st_size for path in environment.packages.rglob("*") if path.is_file()) / 1e6
-        environment.take_kernels()
+        environment.copy_kernels()
         times = _start_up_times(environment, Path(folder), rounds)
     for name, size in sizes.items():
         if size >= SHOWN_MB:
@@ -143,7 +143,7 @@ def _start_up_times(environment: Environment, folder: Path, rounds: int) -> dict
 
 
 def _until_line(command: list[str], environment: dict[str, str], expected: str | None) -> float:
-    """Seconds from the start of a command until it prints a line with `expected`, or until it ends if that is None."""
+    """Return the seconds until a command prints a line with `expected`, or until it ends if that is None."""
     began = time.perf_counter()
     process = subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

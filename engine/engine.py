@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import NO_OUTPUTS, Drafter
+from engine.drafters.base import Drafter
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
@@ -303,7 +303,7 @@ class Engine:
             result.tokens = result.tokens[: cut.length]
             result.kept = result.kept[: cut.length]
             if result.logprobs is not None:
-                result.logprobs = result.logprobs.at(np.arange(cut.length))
+                result.logprobs = result.logprobs.part(0, cut.length)
         sequence.commit(result.tokens, drafted=result.drafted, accepted=result.accepted, logprobs=result.logprobs)
         self.scheduler.register_pages(sequence)
         return cut
@@ -337,12 +337,9 @@ def build_engine(
     drafter = adapt(drafter)
     with _reported(drafter):
         drafter.needs.check(model.config)
-    needs_host = drafter.needs != NO_OUTPUTS or config.draft_shape == "tree"
+    measure = has_budget and config.max_draft > 0
     executors = build_executors(
-        model, config, attention, common, notify,
-        has_graphs=False if needs_host else None,
-        measure=has_budget and config.max_draft > 0,
-        needs=drafter.needs,
+        model, config, attention, common, notify, measure=measure, needs=drafter.needs
     )  # fmt: skip
     if hasattr(drafter, "bind"):
         with _reported(drafter):

@@ -11,7 +11,7 @@ from ssd.config import DrafterConfig, PolicyName, check_cost
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.kernels.frame import Frame
-from ssd.kernels.step import BAD_OUTCOME, BAD_TOKEN, DONE, LACKS_ROOM, step
+from ssd.kernels.step import BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
 from ssd.outcomes import propose_after
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Outcomes, Progress, check_verified
@@ -83,19 +83,19 @@ class SuffixDrafter(CorpusDrafter):
             ONE_EACH if progress.steps is None else progress.steps,
         )
         while True:
-            outcome, number = self._run(batch, drafts, cost)
-            if outcome == DONE:
+            result, number = self._run(batch, drafts, cost)
+            if result == DONE:
                 tokens, parents, accept_prob, source, offsets = drafts
                 return DraftBatch(tokens[:number], parents[:number], accept_prob[:number], source[:number], offsets)
-            if outcome == BAD_TOKEN:
+            if result == BAD_TOKEN:
                 check_tokens(progress.tokens)
-            if outcome == BAD_OUTCOME:
+            if result == BAD_VERIFIED:
                 check_verified(int(progress.sequence_ids[number]), int(progress.verified[number]), self.offered())
-            assert outcome == LACKS_ROOM
+            assert result == NEEDS_ROOM
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
     def _run(self, batch: tuple[np.ndarray, ...], drafts: Drafted, cost: float) -> tuple[int, int]:
-        """Call the kernel. The view is a local name, so that not even a kept exception holds it longer."""
+        """Call the kernel. The view is local to this call, so that the frames of a kept exception do not hold it."""
         config, view = self.config, self.corpus.view
         return step(
             self._frame.addresses,

@@ -58,23 +58,23 @@ def change(copy, before, after):
     (copy / PROTO).write_text(text.replace(before, after, 1))
 
 
-def test_it_is_well_formed(buf):
+def test_the_contract_is_well_formed(buf):
     done = buf(ROOT, "lint")
     assert done.returncode == 0, done.stdout
 
 
-def test_it_is_formatted(buf):
+def test_the_contract_is_formatted(buf):
     done = buf(ROOT, "format", "--diff", "--exit-code")
     assert done.returncode == 0, done.stdout
 
 
-def test_it_is_compatible_with_the_baseline(buf):
+def test_the_contract_is_compatible_with_the_baseline(buf):
     done = buf(ROOT, "breaking", "--against", str(BASELINE))
     assert done.returncode == 0, f"{done.stdout}\nafter a release that may break: make protos-baseline"
 
 
 @pytest.mark.parametrize(("before", "after", "complaint"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_incompatibility_is_found(buf, copy, before, after, complaint):
+def test_an_incompatible_change_is_found(buf, copy, before, after, complaint):
     change(copy, before, after)
     done = buf(copy, "breaking", "--against", str(BASELINE))
     assert done.returncode == 100
@@ -87,7 +87,7 @@ def test_a_new_field_is_compatible(buf, copy):
     assert done.returncode == 0, done.stdout
 
 
-def test_planted_bad_style_is_found(buf, copy):
+def test_bad_style_is_found(buf, copy):
     change(copy, "  int32 code = 1;", "  int32 Code = 1;")
     done = buf(copy, "lint")
     assert done.returncode == 100

@@ -10,6 +10,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def examples():
+    """Return the Python examples in the README."""
     return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 

@@ -71,7 +71,7 @@ assert "torch" not in sys.modules, "torch was imported"
 
 
 def imported_modules(path):
-    """Names of the modules that a file imports, at its top or inside functions."""
+    """Yield the names of the modules that a file imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -87,7 +87,7 @@ def source_files(package):
 
 
 def import_graph():
-    """For each module of the packages, the modules of the packages that it imports."""
+    """Return the modules of the packages that each module of the packages imports."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for package in PACKAGES

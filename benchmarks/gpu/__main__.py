@@ -4,9 +4,9 @@
         [--shape llama3-8b] [--trace FILE.npz]
 
 Weights are random, of a well-known shape; acceptance comes from recorded traffic, whose token ids are renumbered if
-the model has fewer. Each part is a fixed amount of work in a process of its own and has its own time limit; what
-it leaves is the later ones'. With the tests that need a GPU they take at most 9 minutes. Results go to
-benchmarks/results/gpu-DATE.json, and into the tables of docs/gpu.md. Without a GPU it lists what it would have run.
+the model has fewer. Each part is a fixed amount of work in its own process, with a time limit; time that it does not
+use is added to the limits of later parts. With the tests that need a GPU they take at most 9 minutes. Results are
+written to benchmarks/results/gpu-DATE.json and to the tables of docs/gpu.md. Without a GPU the parts are listed.
 `--device cpu --shape tiny --dtype float32 --scale tiny` tries the benchmark itself.
 """
 

@@ -1,4 +1,4 @@
-"""Shared by all parts: the device, the model, the amount of work, and engines for it."""
+"""The device, the model, the amounts of work and the engines that all parts share."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from engine.models.packed import pack
 from ssd.config import DraftShape
 from ssd.types import Drafter
 
-DRAFT = 16
-"""Draft tokens in a step, at most."""
+MAX_DRAFT = 16
+"""Largest number of draft tokens of a sequence in a step, also of those that a drafter is asked for."""
 PROMPT_STEP_TOKENS = 4096
-"""Tokens of prompts in a step, beside a draft for every sequence."""
+"""Number of prompt tokens in a step, in addition to a draft for every sequence."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Amounts of work. They are fixed, so that runs are comparable and all parts fit their time."""
+    """Amounts of work. They are fixed, so that runs are comparable and all parts keep within their time limits."""
 
     copy_bytes: int
     product: int
-    """Rows and columns of the matrices that are multiplied for the compute ceiling."""
+    """Number of rows and of columns of the matrices that are multiplied for the compute ceiling."""
     context: int
     """Number of tokens before the steps of one stream."""
     long_context: int
@@ -48,9 +48,9 @@ class Scale:
     served: tuple[int, ...]
     """Number of the trace's requests in a round, at each concurrency."""
     learned: int
-    """Number of requests before those that the drafter has seen."""
+    """Number of earlier requests that the drafter has seen."""
     prompt_tokens: int
-    """Longest prompt; longer ones are left out, not cut, so that turns of a session keep their common prefix."""
+    """Largest prompt length; requests with longer ones are left out, so that turns of a session keep their prefix."""
     output_tokens: int
     streams: int
     """Number of streams in one batch, where a figure names no concurrency."""
@@ -97,7 +97,7 @@ class Setting:
     device: str
     dtype: str
     attention: str
-    """As the engine's `--attention`."""
+    """As in `choose_backend`."""
     shape: str
     scale: Scale
     trace: Path | None
@@ -106,7 +106,7 @@ class Setting:
 
 
 class Bench:
-    """A setting, with the model and the measured ceilings made once."""
+    """The model, engines and measured ceilings of a setting."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -127,7 +127,7 @@ class Bench:
     def config(self) -> ModelConfig:
         """The shape; its context window holds the long context."""
         shape = SHAPES[self.setting.shape]
-        # No measured time grows with it.
+        # No measured time depends on the size of the window.
         return replace(shape, max_positions=max(shape.max_positions, self.scale.long_context + 4096))
 
     def engine(
@@ -136,7 +136,7 @@ class Bench:
         sequences: int,
         context: int,
         *,
-        max_draft: int = DRAFT,
+        max_draft: int = MAX_DRAFT,
         shape: DraftShape = "path",
         has_budget: bool = False,
     ) -> Engine:
@@ -150,7 +150,7 @@ class Bench:
         )
 
     def engine_config(self, sequences: int, context: int, max_draft: int, shape: DraftShape) -> EngineConfig:
-        """Return settings with a KV cache for `sequences`, as far as the memory allows."""
+        """Return settings with a KV cache for `sequences`, or as large as the memory allows."""
         usual = EngineConfig()
         wanted = sequences * (context + max_draft + 2 * usual.page_size) * self.kv_bytes
         free = free_bytes(self.setting.device)
@@ -164,35 +164,30 @@ class Bench:
         )
 
     @property
-    def longest_draft(self) -> int:
-        """Largest number of tokens that the engine asks a drafter for."""
-        return DRAFT
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache for one token."""
         return kv_bytes_per_token(self.config, self.dtype.itemsize)
 
     def wait(self) -> None:
-        """Wait until the device has done all work."""
+        """Wait until the device is idle."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Return the median time of `run`, after two runs that do not count."""
-        taken = []
+        """Return the median time of `run`, after two warm-up runs."""
+        seconds = []
         for number in range(times + 2):
             self.wait()
             began = perf_counter()
             run()
             self.wait()
             if number >= 2:
-                taken.append(perf_counter() - began)
-        return median(taken)
+                seconds.append(perf_counter() - began)
+        return median(seconds)
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Measured in the same process and on the same device as the figures that use them."""
+        """Ceilings, measured in the same process and on the same device as the figures that use them."""
         return measure_ceilings(self)
 
 
@@ -201,7 +196,7 @@ CEILING_TRIES = 20
 
 def measure_ceilings(bench: Bench) -> Ceilings:
     """Time a large copy and a large matrix product of random numbers; zeros would be multiplied faster."""
-    count = bench.scale.copy_bytes // 2  # bytes read and bytes written both count
+    count = bench.scale.copy_bytes // 2  # bytes read and bytes written are both counted
     source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=bench.setting.device)
     target = torch.empty_like(source)
     copying = bench.seconds(lambda: target.copy_(source), CEILING_TRIES)

@@ -1,4 +1,4 @@
-"""The command line of the benchmark, for the whole and for the process of each part."""
+"""Command line of the benchmark and of the process of each part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from benchmarks.gpu.bench import SCALES, Setting
-from benchmarks.gpu.factor import factor
 from benchmarks.gpu.parts import PARTS
 from benchmarks.shapes import SHAPES
 from engine.commands.options import ATTENTIONS
@@ -42,7 +41,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="llama3-8b", help="shape of the random weights (llama3-8b)")
     add("--scale", choices=SCALES, default="full", help="amount of work: tiny tries the benchmark (full)")
     add("--trace", type=Path, default=TRACE, metavar="FILE", help=f"recorded traffic, .npz ({TRACE})")
-    add("--time", type=factor, default=1.0, metavar="FACTOR", help="multiplies every part's time limit (1)")
+    add("--time", type=float, default=1.0, metavar="FACTOR", help="multiplies every part's time limit (1)")
     add("--commit", help="commit in the results; otherwise git's")
     add("--out", type=Path, metavar="FILE", help=f"results; otherwise {RESULTS}/gpu-DATE.json, and {PAGE} is updated")
     add("--page", type=Path, nargs="+", metavar="FILE", help=f"update {PAGE} from these results, and stop")

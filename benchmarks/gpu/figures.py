@@ -30,10 +30,10 @@ class Figure:
     value: float
     unit: str
     of: int
-    """Number of values that it is the median of; 1 for a counted or derived value."""
+    """Number of values whose median it is; 1 for a count or a derived value."""
     target: Target | None = None
     details: dict[str, Any] = field(default_factory=dict)
-    """Further values of the same run, named with their units."""
+    """Further values of the same run; names contain units."""
 
     def as_row(self) -> dict[str, Any]:
         """Return the figure as a row of a document."""
@@ -44,10 +44,10 @@ class Figure:
 
 
 def at_least(value: float) -> Target:
-    """A target that larger values meet."""
+    """Return a target that larger values meet."""
     return Target(value, "at least")
 
 
 def at_most(value: float) -> Target:
-    """A target that smaller values meet."""
+    """Return a target that smaller values meet."""
     return Target(value, "at most")

@@ -1,4 +1,4 @@
-"""Write the tables of `docs/gpu.md` from results; the prose around them is written by hand."""
+"""Write the tables of `docs/gpu.md` from results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_results(path: Path) -> Document:
 
 
 def merged(documents: Sequence[Document]) -> Document:
-    """Merge results of several runs on one kind of GPU; of a part that ran twice, the later one counts.
+    """Merge results of several runs on one kind of GPU; if a part ran twice, the later results are taken.
 
     Raises UserError for results with different GPUs or settings.
     """
@@ -44,7 +44,7 @@ def update_page(page: Path, document: Document | None) -> None:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UserError(f"{page} has lost its markers {BEGIN} and {END}; put them back")
+        raise UserError(f"{page} has no markers {BEGIN} and {END}; restore them")
     page.write_text(f"{before}{BEGIN}\n{tables(document)}{END}{after}")
 
 
@@ -93,8 +93,8 @@ def details(part: Document) -> list[str]:
     for row in part["figures"]:
         plain = {name: value for name, value in row["details"].items() if name != "kernels"}
         if plain:
-            told = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items())
-            lines += [f"- {row['name']}: {told}"]
+            text = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items())
+            lines += [f"- {row['name']}: {text}"]
         if kernels := row["details"].get("kernels"):
             lines += ["", "| kernel | share of the kernels' time |", "|---|---|"]
             lines += [f"| `{name.replace('|', '/')}` | {100 * share:.1f} % |" for name, share in kernels] + [""]

@@ -1,4 +1,4 @@
-"""The parts of the benchmark, each with its own time."""
+"""The parts of the benchmark, each with a time limit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.served import drafting, misfits, peers, replay
-from benchmarks.gpu.single import ceilings, decode, start, streams, trees, verify
+from benchmarks.gpu.serving_parts import drafting, peers, rejected, replay
+from benchmarks.gpu.step_parts import ceilings, decode, start, streams, trees, verify
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Part:
     name: str
     title: str
     limit_s: int
-    """Time limit, to which the time that earlier parts left is added; figures reported before it are kept."""
+    """Time limit, extended by the time that earlier parts did not use; figures reported before it are kept."""
     run: Callable[[Bench], Iterator[Figure]]
 
 
@@ -29,7 +29,7 @@ PARTS = (
     Part("verify", "verifying 16 draft tokens, against a plain step", 35, verify),
     Part("trees", "a tree of 32 nodes at 32k tokens, against a path", 45, trees),
     Part("replay", "ssd against none on recorded traffic", 90, replay),
-    Part("misfits", "drafts that never fit, against none", 40, misfits),
+    Part("rejected", "drafts that are always rejected, against none", 40, rejected),
     Part("drafting", "CPU drafting on the GPU's timeline, embedded and remote", 40, drafting),
     Part("peers", "transformers' generate and prompt lookup, one stream", 35, peers),
     Part("streams", "64 streams without drafts, against the estimate", 25, streams),

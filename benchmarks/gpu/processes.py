@@ -1,7 +1,7 @@
-"""Run a part of the benchmark in a process of its own, within its time limit.
+"""Run a part of the benchmark in its own process, within its time limit.
 
-A part that runs out of time or memory, or into an illegal access, then costs no other part its figures. The process
-prints what it measures to stdout, one JSON document a line.
+So a part that runs out of time or memory, or into an illegal access, does not affect other parts. The process prints
+its figures to stdout, one JSON document per line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from ssd.errors import UserError
 
 REASON_CHARACTERS = 2000
-"""Length of the end of a failed process's stderr that is kept."""
+"""Number of characters kept from the end of a failed process's stderr."""
 
 
 def run_part(part: Part, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def run_part(part: Part, arguments: Sequence[str], limit_s: float) -> dict[str, 
     command = [sys.executable, "-m", "benchmarks.gpu.processes", "--part", part.name, *arguments]
     began = perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        # A process group of its own, so that a sidecar ends with it.
+        # In its own process group, so that a sidecar is killed with it.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0)
         is_late = False
         try:
@@ -44,13 +44,13 @@ def run_part(part: Part, arguments: Sequence[str], limit_s: float) -> dict[str, 
             os.killpg(process.pid, signal.SIGKILL)
             raise
         errors.seek(0)
-        said = errors.read()[-REASON_CHARACTERS:].strip()
+        message = errors.read()[-REASON_CHARACTERS:].strip()
     figures, skipped = read_output(output)
     status, reason = "ok", ""
     if is_late:
         status, reason = "out of time", f"stopped after {limit_s:.0f} s"
     elif process.returncode:
-        status, reason = "failed", said or f"exit code {process.returncode}"
+        status, reason = "failed", message or f"exit code {process.returncode}"
     elif skipped is not None:
         status, reason = "skipped", skipped
     return {

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.gpu.bench import DRAFT, PROMPT_STEP_TOKENS, Bench
+from benchmarks.gpu.bench import MAX_DRAFT, PROMPT_STEP_TOKENS, Bench
 from benchmarks.gpu.timeline import Interval, record
 from engine.engine import Engine, StepReport
 from engine.scheduling.request import Request, SamplingParams
@@ -30,12 +30,10 @@ def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 class FixedDrafter:
-    """Drafts random tokens in one shape for every sequence; all are wrong, except for some at the beginning."""
+    """Drafts random tokens in the same shape for every sequence; all but the first `right` tokens are wrong."""
 
     def __init__(self, parents: np.ndarray, vocab_size: int, accept_prob: float = 0.9, right: int = 0) -> None:
-        """parents: int32 [k]. accept_prob: reported for every token. right: number of tokens at the beginning that are
-        those of the output.
-        """
+        """parents: int32 [k]. accept_prob: reported for every token. right: number of leading tokens that are right."""
         self._parents = parents
         self._right = right
         self._vocab_size = vocab_size
@@ -47,7 +45,7 @@ class FixedDrafter:
         """Do nothing."""
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Return the same shape for every sequence, cut to what the sequence can use."""
+        """Return the same shape for every sequence, cut to `max_draft` tokens."""
         lengths = np.minimum(progress.max_draft, len(self._parents)).astype(np.uint32)
         parents = [self._parents[:length] for length in lengths.tolist()]
         tokens, offsets = int(lengths.sum()), offsets_of(lengths)
@@ -56,9 +54,9 @@ class FixedDrafter:
             self._produced[sequence_id] += count
         within = np.arange(tokens) - np.repeat(offsets[:-1].astype(np.int64), lengths)
         positions = within + np.repeat([self._produced[sequence_id] for sequence_id in ids], lengths)
-        away = np.where(within < self._right, 0, self._random.integers(1, self._vocab_size, tokens))
+        shift = np.where(within < self._right, 0, self._random.integers(1, self._vocab_size, tokens))
         return DraftBatch(
-            tokens=recorded_output(positions + away, self._vocab_size),
+            tokens=recorded_output(positions + shift, self._vocab_size),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
             accept_prob=np.full(tokens, self._accept_prob, np.float32),
             source=np.full(tokens, Source.CORPUS, np.uint8),
@@ -107,7 +105,7 @@ class Stream:
             self.step()
 
     def step(self) -> StepReport:
-        """Run one step. Raises RuntimeError if not every sequence produced in it, as it would not be comparable."""
+        """Run one step. Raises RuntimeError if not every sequence produced tokens."""
         report = self._engine.step()
         if len(report.results) != self._count:
             raise RuntimeError(f"{len(report.results)} of {self._count} sequences produced: some ended or waited")
@@ -115,7 +113,7 @@ class Stream:
 
     def timed(self, steps: int) -> tuple[list[float], list[StepReport]]:
         """Return the seconds of each step, from the end of the previous one, and the steps' reports."""
-        # A step in flight may have ended long ago, if other streams ran meanwhile.
+        # A step in flight may have ended while other streams ran.
         self.step()
         seconds, reports = [], []
         last = perf_counter()
@@ -143,7 +141,7 @@ class Timed:
 
     @property
     def medians(self) -> list[float]:
-        """Median seconds of a step, of each round."""
+        """Median step time of each round, in seconds."""
         return [median(seconds) for seconds in self.rounds]
 
 
@@ -153,7 +151,7 @@ def time_steps(
     sequences: int,
     context: int,
     *,
-    max_draft: int = DRAFT,
+    max_draft: int = MAX_DRAFT,
     shape: DraftShape = "path",
     recorded: int = 0,
 ) -> dict[str, Timed]:
@@ -161,12 +159,12 @@ def time_steps(
 
     Each drafter has one engine for all rounds. At the end, `recorded` more steps run with the profiler.
     """
-    # Sequences whose prompts run first produce while the others' prompts run.
+    # Sequences whose prompts run first produce tokens while the other prompts run.
     prompt_steps = -(-sequences * context // PROMPT_STEP_TOKENS)
-    most = prompt_steps + WARM_STEPS + bench.scale.rounds * (1 + bench.scale.steps) + recorded + 2
-    # After the last step there is room for two more drafts: one in flight, and one behind it.
-    longest = most + 2 * max_draft
-    requests = random_requests(bench, sequences, max(1, context - most // 2), longest)
+    max_steps = prompt_steps + WARM_STEPS + bench.scale.rounds * (1 + bench.scale.steps) + recorded + 2
+    # After the last step there is room for two more drafts: one in flight, and the next one.
+    longest = max_steps + 2 * max_draft
+    requests = random_requests(bench, sequences, max(1, context - max_steps // 2), longest)
     with ExitStack() as stack:
         streams = {}
         for name, drafter in drafters.items():
@@ -187,4 +185,4 @@ def time_steps(
 
 def ratios(timed: Timed, other: Timed) -> list[float]:
     """Return the ratio of the two step times within each round."""
-    return [own / its for own, its in zip(timed.medians, other.medians, strict=True)]
+    return [mine / theirs for mine, theirs in zip(timed.medians, other.medians, strict=True)]

@@ -1,7 +1,8 @@
 """Run the tests that need a GPU, or list them.
 
-Only files that have such tests are collected: others may need packages that a GPU machine lacks. Files run in parallel,
-each in a process of its own: most of the time goes to compiling kernels, each on one core.
+Only files with such tests are collected, because others may need packages that a GPU machine lacks. Files run in
+parallel processes, because most of the time is spent on compiling kernels, each on one core. As a pytest plugin, this
+module prints what tests recorded with `record_property`.
 """
 
 from __future__ import annotations
@@ -16,62 +17,49 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from time import perf_counter, sleep
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.factor import factor
-
-SIGNS = ("mark.gpu", "tests.engine.flashinfer_libraries")
+GPU_MARKS = ("mark.gpu", "tests.engine.flashinfer_libraries")
 """Texts in files with tests that need a GPU: the marker, or the module whose parameters have it."""
 LIMIT_S = 150.0
-"""Limit for all of them; with the benchmark's parts 9 minutes. Kernels stay compiled, so a second run gets further."""
+"""Time limit for all tests. Compiled kernels are kept, so a second run gets further."""
 POLL_S = 0.2
-WELL = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+SUCCESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 """Exit codes of success. A file may have a fixture for a GPU, but no test that needs one."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tests that run in one process."""
-
-    file: str
-
-    @property
-    def arguments(self) -> list[str]:
-        """Arguments of pytest."""
-        return ["-m", "gpu", "-q", "-ra", "--durations=3", self.file]
+PYTEST_ARGUMENTS = ("-m", "gpu", "-q", "-ra", "--durations=3")
 
 
 def files(folder: Path = Path("tests")) -> list[str]:
     """Return test files with tests that need a GPU, by their own text or that of their conftest.py."""
-    return [str(path) for path in sorted(folder.rglob("test_*.py")) if has_sign(path)]
+    return [str(path) for path in sorted(folder.rglob("test_*.py")) if may_need_gpu(path)]
 
 
-def has_sign(path: Path) -> bool:
+def may_need_gpu(path: Path) -> bool:
     """Return whether some of a file's tests may need a GPU."""
     sources = [own.read_text() for own in (path, path.parent / "conftest.py") if own.exists()]
-    return any(sign in source for sign in SIGNS for source in sources)
+    return any(mark in source for mark in GPU_MARKS for source in sources)
 
 
 class Running:
-    """A group's process."""
+    """The process that runs a test file."""
 
-    def __init__(self, group: Group, output: Path) -> None:
-        """output: the file for its output."""
-        self.group = group
+    def __init__(self, file: str, output: Path) -> None:
+        """output: where its output is written."""
+        self._file = file
         self._output = output
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.reported", *group.arguments]
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.tests", *PYTEST_ARGUMENTS, file]
         self._began = perf_counter()
-        # FlashInfer's compilers run in parallel with those of other groups, and need gigabytes each.
+        # FlashInfer's compilers run in parallel with those of other files, and need gigabytes each.
         settings = {**os.environ, "MAX_JOBS": str(max(2, (os.cpu_count() or 1) // 4))}
         with output.open("w") as out:
-            # A group of its own, so that compilers end with it.
+            # In its own process group, so that compilers are killed with it.
             self._process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=settings, process_group=0
             )
@@ -88,34 +76,44 @@ class Running:
 
     def report(self, *, is_late: bool) -> bool:
         """Print the outcome and the output; return whether the tests succeeded."""
-        is_well = self._process.returncode in WELL
-        status = "ok" if is_well else "OUT OF TIME" if is_late else "FAILED"
-        print(f"\n{self.group.file}: {status}, {perf_counter() - self._began:.0f} s")
+        has_succeeded = self._process.returncode in SUCCESS
+        status = "ok" if has_succeeded else "OUT OF TIME" if is_late else "FAILED"
+        print(f"\n{self._file}: {status}, {perf_counter() - self._began:.0f} s")
         print(self._output.read_text().rstrip(), flush=True)
-        return is_well
+        return has_succeeded
 
 
-def run(chosen: Sequence[Group], limit_s: float) -> int:
-    """Run the groups in parallel and report each when it ends; return 1 if one failed, else 0."""
+def run(chosen: Sequence[str], limit_s: float) -> int:
+    """Run test files in parallel and report each when it ends; return 1 if one failed, else 0."""
     ends = perf_counter() + limit_s
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        running = [Running(group, Path(folder, str(number))) for number, group in enumerate(chosen)]
+        running = [Running(file, Path(folder, str(number))) for number, file in enumerate(chosen)]
         try:
             while running:
                 is_late = perf_counter() > ends
                 for one in [one for one in running if is_late or one.has_ended]:
                     running.remove(one)
-                    is_cut = not one.has_ended
-                    if is_cut:
+                    was_stopped = not one.has_ended
+                    if was_stopped:
                         one.stop()
-                    results.append(one.report(is_late=is_cut))
+                    results.append(one.report(is_late=was_stopped))
                 sleep(POLL_S)
         finally:
             for one in running:
                 one.stop()
-    print(f"\n{sum(results)} of {len(results)} groups of tests succeeded")
+    print(f"\n{sum(results)} of {len(results)} files succeeded")
     return 0 if all(results) else 1
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests recorded with `record_property`; called by pytest."""
+    reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name)]
+    lines = [f"{name}: {value}" for report in reports for name, value in report.user_properties]
+    if lines:
+        terminalreporter.section("reported")
+    for line in lines:
+        terminalreporter.write_line(line)
 
 
 class Counting:
@@ -145,14 +143,16 @@ def title(file: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run or list the tests; return 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.tests")
-    parser.add_argument("--time", type=factor, default=1.0, metavar="FACTOR", help=f"of the limit of {LIMIT_S:.0f} s")
+    parser.add_argument(
+        "--time", type=float, default=1.0, metavar="FACTOR", help=f"multiplies the limit of {LIMIT_S:.0f} s (1)"
+    )
     limit_s = LIMIT_S * parser.parse_args(arguments).time
     chosen = files()
     if torch.cuda.is_available():
         print(f"tests that need a GPU, on {torch.cuda.get_device_name()}, at most {limit_s:.0f} s:", flush=True)
-        # Once, before many processes would do it at the same time, and before the clock runs.
+        # Compiles the kernels once, before the processes would and before the time limit begins.
         import_module("ssd.drafter")
-        return run([Group(file) for file in chosen], limit_s)
+        return run(chosen, limit_s)
     print("There is no CUDA device here, so no test was run. On a machine with one these would have run:", flush=True)
     counts = counted(chosen)
     for file, count in sorted(counts.items()):

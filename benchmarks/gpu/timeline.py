@@ -1,4 +1,4 @@
-"""Figures of a GPU's timeline: its working and idle times, and the share of each kernel."""
+"""Idle times of a GPU and the share of each kernel, from the profiler's events."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-LEAST_GAP_US = 5.0
-"""Shorter pauses lie between the kernels of one step: within a CUDA graph they are 1 to 2 us."""
+MIN_GAP_US = 5.0
+"""Smallest gap between steps. Gaps between kernels of one step are shorter: 1 to 2 us within a CUDA graph."""
 NOT_WORK = ("Memcpy", "Memset")
-"""The profiler's names of copies, during which the multiprocessors are idle."""
+"""Prefixes of the profiler's names of copies, during which the multiprocessors are idle."""
 
 
 @dataclass(frozen=True, order=True)
@@ -38,21 +38,21 @@ def span(kernels: Sequence[Interval]) -> float:
     return max(kernel.end for kernel in kernels) - min(kernel.begin for kernel in kernels) if kernels else 0.0
 
 
-def idle_share(kernels: Sequence[Interval], least: float = 0.0) -> float:
-    """Return the share of time, 0 to 1, in gaps of at least `least` microseconds. Raises ValueError without kernels."""
+def idle_share(kernels: Sequence[Interval], min_gap: float = 0.0) -> float:
+    """Return the share of time, 0 to 1, in gaps of at least `min_gap` us. Raises ValueError without kernels."""
     if not span(kernels):
         raise ValueError("no kernel ran, so there is no time to take a share of")
-    return sum(gap for gap in gaps(kernels) if gap >= least) / span(kernels)
+    return sum(gap for gap in gaps(kernels) if gap >= min_gap) / span(kernels)
 
 
-def by_name(kernels: Sequence[Interval], most: int = 12) -> list[tuple[str, float]]:
-    """Return the kernels that took most of the kernels' time, and their shares of it."""
+def by_name(kernels: Sequence[Interval], count: int = 12) -> list[tuple[str, float]]:
+    """Return the `count` kernels with the largest shares of the kernels' time, and the shares."""
     sums: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         sums[kernel.name] += kernel.end - kernel.begin
     total = sum(sums.values())
-    ranked = sorted(sums.items(), key=lambda item: -item[1])[:most]
-    return [(name[:80], round(taken / total, 4)) for name, taken in ranked]
+    ranked = sorted(sums.items(), key=lambda item: -item[1])[:count]
+    return [(name[:80], round(time / total, 4)) for name, time in ranked]
 
 
 def record(run: Callable[[], object]) -> list[Interval]:

@@ -1,4 +1,4 @@
-"""Recorded traffic: requests to serve, and earlier ones that the drafter has seen."""
+"""Recorded traffic: requests to serve, and earlier ones for the drafter to learn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Traffic:
     learned: list[Item]
     served: list[Item]
     notes: dict[str, object]
-    """Facts about the requests that a reader of the results needs."""
+    """Facts about the requests, for the results."""
 
 
 def shortened(items: Sequence[Item]) -> list[Item]:
@@ -38,8 +38,8 @@ def shortened(items: Sequence[Item]) -> list[Item]:
 def traffic(bench: Bench, count: int, concurrent: int) -> Traffic:
     """Return `count` requests of the trace to be served. Raises SkippedError without a trace.
 
-    concurrent: number of requests that run at once, added up over the rounds. With fewer than two conversations for
-    each, turns that wait for earlier ones would lower the concurrency, so then no turn waits.
+    concurrent: number of requests that run at once, summed over the rounds. With fewer than two conversations for each,
+    turns do not wait for earlier ones, because waiting would lower the concurrency.
     """
     trace = read_trace(bench)
     cap = bench.scale.prompt_tokens
@@ -76,8 +76,8 @@ def read_trace(bench: Bench) -> Trace:
         raise SkippedError(str(error)) from None
 
 
-def teach(drafter: Drafter, learned: list[Item]) -> None:
-    """Let a drafter learn earlier requests, as if they had been served."""
+def warm_up(drafter: Drafter, learned: list[Item]) -> None:
+    """Let a drafter learn requests, as if they had been served."""
     for number, item in enumerate(learned, FIRST_LEARNED_ID):
         assert item.request.recorded is not None
         drafter.start(number, item.request.prompt)

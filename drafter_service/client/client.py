@@ -81,6 +81,8 @@ class DrafterClient:
         there are no drafts until one accepts. on_lost: called with the reason, once for each loss of the connection.
         """
         self.address = Address.parse(address).text
+        self.transport = ""
+        """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
         self._connector = Connector(Address.parse(address), access or ClientAccess())
         self._deadline_s = deadline_s
         self._patience_s = patience_s
@@ -116,16 +118,6 @@ class DrafterClient:
     def counters(self) -> Counters:
         """Totals since the client was made."""
         return self._protocol.counters
-
-    @property
-    def timeouts(self) -> int:
-        """Number of steps without drafts because the service was late."""
-        return self._protocol.counters.timeouts
-
-    @property
-    def transport(self) -> str:
-        """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
-        return self._protocol.counters.transport
 
     def start(
         self,
@@ -365,7 +357,7 @@ class DrafterClient:
                 self._stream, self._own_end = stream, None
                 if self._is_closing:
                     return None
-                self._protocol.counters.transport = "socket" if isinstance(stream, SocketStream) else "grpc"
+                self.transport = "socket" if isinstance(stream, SocketStream) else "grpc"
                 self._protocol.connected()
                 self._send()
                 self._watch()
@@ -397,7 +389,7 @@ class DrafterClient:
 
     def _end_stream(self, problem: Exception | None) -> tuple[float | None, str | None]:
         """Record the end of a stream; return the result of `ConnectionState.ended`."""
-        self._protocol.counters.transport = ""
+        self.transport = ""
         if problem is not None and not isinstance(problem, EXPECTED_ENDS):
             logger.warning("the connection to the drafter failed", problem=type(problem).__name__)
         self._protocol.disconnected()

@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from engine.api.errors import ApiError
-from engine.api.outputs import Delta, Output
+from engine.api.outputs import Delta
 from engine.api.responses import ResponseFormat, respond
 from engine.api.schemas import ChatRequest
 from engine.api.service import Service, encode_in_background, token_text
@@ -23,14 +23,14 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[s
     """Answer a chat. Raises ApiError and UserError."""
     service.check_model(body.model)
     prompt = await _prompt(service, body)
-    max_tokens = body.max_completion_tokens or body.max_tokens or service.max_output_tokens(prompt)
+    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.max_tokens - len(prompt))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = service.requests(body, prompt, max_tokens, logprobs=logprobs)
     return await respond(service, body, requests, _ChatFormat(service, body, requests), http)
 
 
 async def _prompt(service: Service, body: ChatRequest) -> np.ndarray:
-    """Token ids of the messages, uint32 [P]. Raises ApiError."""
+    """Return the token ids of the messages, uint32 [P]. Raises ApiError."""
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     render = partial(service.served.chat.tokens, messages, arguments=body.chat_template_kwargs)
     try:
@@ -47,28 +47,24 @@ class _ChatFormat(ResponseFormat):
     chunk_name = "chat.completion.chunk"
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Chunks with the role, one per output."""
+        """Return a chunk with the role per output."""
         content = {"delta": {"role": "assistant", "content": ""}}
         return [self.chunk([self.choice(index, content, None)]) for index in range(len(self.requests))]
 
-    def choice_of_output(self, index: int, output: Output) -> dict[str, Any]:
-        """Return the choice of a complete output."""
-        content = {"message": {"role": "assistant", "content": output.text}}
-        choice = self.choice(index, content, output.completion) | self.pieces(output)
-        return choice | self._logprobs(output.completion.tokens, output.completion.logprobs)
-
-    def choice_of_delta(self, delta: Delta) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-        content = {"delta": {"content": delta.text} if delta.text else {}}
+    def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """See `ResponseFormat.choice_of`."""
+        if is_chunk:
+            content: dict[str, Any] = {"delta": {"content": delta.text} if delta.text else {}}
+        else:
+            content = {"message": {"role": "assistant", "content": delta.text}}
         choice = self.choice(delta.index, content, delta.completion) | self.pieces(delta)
-        return choice | self._logprobs(delta.tokens, delta.logprobs)
-
-    def _logprobs(self, tokens: np.ndarray, logprobs: Logprobs | None) -> dict[str, Any]:
-        return {} if logprobs is None else {"logprobs": _token_logprobs(tokens, logprobs, self.decode)}
+        if delta.logprobs is not None:
+            choice["logprobs"] = _token_logprobs(delta.tokens, delta.logprobs, self.decode)
+        return choice
 
 
 def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, Any]:
-    """Log-probabilities of `tokens`, uint32 [N]."""
+    """Return the log-probabilities of `tokens`, uint32 [N]."""
     rows = zip(tokens.tolist(), logprobs.tokens.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True)
     return {
         "content": [

@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from engine.api.outputs import Delta, Output
+from engine.api.outputs import Delta
 from engine.api.responses import ResponseFormat, respond
 from engine.api.schemas import CompletionRequest
 from engine.api.service import DEFAULT_MAX_TOKENS, Service, encode_in_background, token_text
@@ -37,7 +37,7 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray]:
-    """Token ids of all prompts, uint32 [P] each."""
+    """Return the token ids of all prompts, uint32 [P] each."""
     given = body.prompt
     is_single = isinstance(given, str) or isinstance(given[0], int)
     encode = service.served.tokenizer.encode
@@ -62,32 +62,26 @@ class _CompletionFormat(ResponseFormat):
         """Characters of each output's tokens so far."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Chunks with the prompts, if they were requested."""
+        """Return chunks with the prompts, if they were requested."""
         if not self._has_echo:
             return []
         return [
             self.chunk([self.choice(index, {"text": self._echo(index)}, None)]) for index in range(len(self.requests))
         ]
 
-    def choice_of_output(self, index: int, output: Output) -> dict[str, Any]:
-        """Return the choice of a complete output."""
-        echo = self._echo(index)
-        self._offsets[index] = len(echo)
-        choice = self.choice(index, {"text": echo + output.text}, output.completion)
-        choice |= self._logprobs(index, output.completion.tokens, output.completion.logprobs)
-        return choice | self.pieces(output)
-
-    def choice_of_delta(self, delta: Delta) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-        choice = self.choice(delta.index, {"text": delta.text}, delta.completion) | self.pieces(delta)
-        return choice | self._logprobs(delta.index, delta.tokens, delta.logprobs)
+    def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """See `ResponseFormat.choice_of`."""
+        echo = "" if is_chunk else self._echo(delta.index)
+        self._offsets[delta.index] += len(echo)
+        choice = self.choice(delta.index, {"text": echo + delta.text}, delta.completion) | self.pieces(delta)
+        if delta.logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta.index, delta.tokens, delta.logprobs)
+        return choice
 
     def _echo(self, index: int) -> str:
         return self.decode(self.requests[index].prompt) if self._has_echo else ""
 
-    def _logprobs(self, index: int, tokens: np.ndarray, logprobs: Logprobs | None) -> dict[str, Any]:
-        if logprobs is None:
-            return {}
+    def _logprobs(self, index: int, tokens: np.ndarray, logprobs: Logprobs) -> dict[str, Any]:
         values = _token_logprobs(tokens, logprobs, self.decode, self._offsets[index])
         # Offsets count the text of tokens, since the text that is sent can lag behind.
         self._offsets[index] += sum(map(len, values["tokens"]))
@@ -96,11 +90,11 @@ class _CompletionFormat(ResponseFormat):
             assert prompt_logprobs is not None
             before = _prompt_logprobs(self.requests[index].prompt, prompt_logprobs, self.decode)
             values = {name: before[name] + own for name, own in values.items()}
-        return {"logprobs": values}
+        return values
 
 
 def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offset: int) -> dict[str, list[Any]]:
-    """Log-probabilities of `tokens`, uint32 [N], whose text begins `offset` characters into the output."""
+    """Return the log-probabilities of `tokens`, uint32 [N], whose text begins `offset` characters into the output."""
     texts = [token_text(token, decode) for token in tokens.tolist()]
     starts = offset + np.cumsum([0, *map(len, texts)])[: len(texts)]
     return {
@@ -115,7 +109,7 @@ def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offs
 
 
 def _prompt_logprobs(prompt: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, list[Any]]:
-    """Log-probabilities of a prompt, uint32 [P]; its first token has none."""
+    """Return the log-probabilities of a prompt, uint32 [P]; its first token has none."""
     first = token_text(int(prompt[0]), decode)
     rest = _token_logprobs(prompt[1:], logprobs, decode, len(first))
     head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}

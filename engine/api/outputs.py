@@ -6,25 +6,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.api.messages import RequestEnded, RequestTimes, TokensProduced
+from engine.models.detokenize import Detokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, FinishReason, Request
 
 NO_TOKENS = np.empty(0, np.uint32)
-
-
-class Decoder(Protocol):
-    """Incremental conversion of tokens to text, as `engine.models.detokenize.Detokenizer`."""
-
-    def feed(self, token: int) -> str:
-        """Return the text that became certain with `token`."""
-
-    def finish(self) -> str:
-        """Return the text that was held back; no token follows."""
 
 
 class Piece(NamedTuple):
@@ -37,7 +28,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """The next part of one output."""
+    """The next part of one output, or all of it."""
 
     index: int
     """Index of its request."""
@@ -57,27 +48,14 @@ class Delta:
         return "".join(piece.text for piece in self.pieces)
 
 
-@dataclass(frozen=True, eq=False)
-class Output:
-    """One complete output."""
-
-    pieces: list[Piece]
-    completion: Completion
-
-    @property
-    def text(self) -> str:
-        """Text of all pieces."""
-        return "".join(piece.text for piece in self.pieces)
-
-
 class OutputText:
     """Text of one output, released in pieces: whole characters, and nothing that may become a stop string.
 
     The engine decides where an output ends; this class only delays text until the decision is certain.
     """
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str] = ()) -> None:
-        self._decoder = decoder
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
         self._stops = stops
         self._held = ""
         """Text that may belong to a stop string."""
@@ -89,13 +67,13 @@ class OutputText:
         pieces = []
         for part, is_drafted in ((tokens[:accepted], True), (tokens[accepted:], False)):
             if len(part):
-                text = self._split_off_certain("".join(map(self._decoder.feed, part.tolist())))
+                text = self._split_off_certain("".join(map(self._detokenizer.feed, part.tolist())))
                 pieces += self._release(text, is_drafted)
         return pieces
 
     def finish(self, whole: str | None) -> list[Piece]:
         """Return the remaining pieces. `whole`: the whole text of an output that the engine cut at a stop string."""
-        rest = self._held + self._decoder.finish() if whole is None else whole[self._released :]
+        rest = self._held + self._detokenizer.finish() if whole is None else whole[self._released :]
         return self._release(rest, is_drafted=False)
 
     def _split_off_certain(self, text: str) -> str:
@@ -108,7 +86,7 @@ class OutputText:
         return released
 
     def _stop_prefix_length(self) -> int:
-        """Number of characters at the end that are the beginning of a stop string."""
+        """Return the number of characters at the end that are the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         sizes = range(min(longest, len(self._held)), 0, -1)
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
@@ -189,5 +167,5 @@ def _without_output(completion: Completion) -> Completion:
         steps=0,
         stop_reason=None,
         text=None,
-        logprobs=None if completion.logprobs is None else completion.logprobs.at(np.arange(0)),
+        logprobs=None if completion.logprobs is None else completion.logprobs.part(0, 0),
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
@@ -14,9 +16,11 @@ from fastapi.responses import Response, StreamingResponse
 
 from engine.api.engine_process import EngineGoneError
 from engine.api.errors import ApiError, error_body, from_engine
-from engine.api.outputs import Delta, Output, Piece, stream_deltas
+from engine.api.metrics import RequestRecorder
+from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
 from engine.api.schemas import SamplingFields
-from engine.api.service import Service, new_id, unix_time
+from engine.api.service import Service
+from engine.models.detokenize import Detokenizer
 from engine.scheduling.request import Completion, Request
 from ssd.errors import UserError
 
@@ -41,36 +45,36 @@ class ResponseFormat(ABC):
         """Ended outputs by the index of their request."""
         self.decode = service.served.tokenizer.decode
         self._body = body
-        self._header = {"id": new_id(self.id_prefix), "created": unix_time(), "model": service.served.name}
+        self._header = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": service.served.name,
+        }
 
     @abstractmethod
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Chunks at the beginning of a stream."""
+        """Return the chunks at the beginning of a stream."""
 
     @abstractmethod
-    def choice_of_output(self, index: int, output: Output) -> dict[str, Any]:
-        """Return the choice of a complete output."""
+    def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
+        """Return the choice of a chunk, or of a document for a delta that is a whole output."""
 
-    @abstractmethod
-    def choice_of_delta(self, delta: Delta) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-
-    def document(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def document(self, outputs: Sequence[Delta]) -> dict[str, Any]:
         """Return a complete response."""
-        self.completions = {index: output.completion for index, output in enumerate(outputs)}
-        choices = [self.choice_of_output(index, output) for index, output in enumerate(outputs)]
+        self.completions = {output.index: output.completion for output in outputs if output.completion is not None}
+        choices = [self.choice_of(output, is_chunk=False) for output in outputs]
         return self._header | {"object": self.object_name, "choices": choices, "usage": self._usage()}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Chunks for a delta: one, or none if nothing in it is visible."""
+        """Return the chunks for a delta: one, or none if nothing in it is visible."""
         if delta.completion is not None:
             self.completions[delta.index] = delta.completion
         elif not delta.pieces and delta.logprobs is None:
             return []
-        return [self.chunk([self.choice_of_delta(delta)])]
+        return [self.chunk([self.choice_of(delta, is_chunk=True)])]
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """Chunks at the end of a stream."""
+        """Return the chunks at the end of a stream."""
         if self._body.stream_options is None or not self._body.stream_options.include_usage:
             return []
         return [self.chunk([]) | {"usage": self._usage()}]
@@ -84,9 +88,9 @@ class ResponseFormat(ABC):
         reason, stop_reason = (None, None) if completion is None else (completion.finish_reason, completion.stop_reason)
         return {"index": index, **content, "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
 
-    def pieces(self, output: Output | Delta) -> dict[str, Any]:
+    def pieces(self, delta: Delta) -> dict[str, Any]:
         """Return the field that marks drafted text, if it was requested."""
-        return {"pieces": [list(piece) for piece in output.pieces]} if self._body.return_drafted else {}
+        return {"pieces": [list(piece) for piece in delta.pieces]} if self._body.return_drafted else {}
 
     def _usage(self) -> dict[str, Any]:
         return usage([len(request.prompt) for request in self.requests[:: self._body.n]], self.completions)
@@ -123,7 +127,7 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
 
 
 def _cached_tokens(n: int, completions: Mapping[int, Completion]) -> int:
-    """Prompt tokens that were cached before the HTTP request: the least over the `n` outputs of each prompt.
+    """Return how many prompt tokens were cached before the HTTP request: the least over the `n` outputs of a prompt.
 
     Later outputs of a prompt find the pages of the first one.
     """
@@ -146,8 +150,9 @@ async def respond(
 
 async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
     """Admit requests and yield their deltas. Raises ApiError."""
-    recorder = service.metrics.recorder(requests, body.n)
-    texts = [service.output_text(request) for request in requests]
+    recorder = RequestRecorder(service.metrics, requests, body.n)
+    decode = service.served.tokenizer.decode
+    texts = [OutputText(Detokenizer(decode, request.prompt), request.sampling.stop) for request in requests]
     try:
         service.admission.admit(len(requests))
         run, release = service.runner(body, requests), service.admission.release
@@ -164,7 +169,8 @@ async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Req
         raise
 
 
-async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Request]) -> list[Output]:
+async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Request]) -> list[Delta]:
+    """Return the outputs of all requests, each as one delta."""
     pieces: list[list[Piece]] = [[] for _ in requests]
     completions: dict[int, Completion] = {}
     async with aclosing(_deltas(service, body, requests)) as deltas:
@@ -172,7 +178,10 @@ async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Re
             pieces[delta.index] += delta.pieces
             if delta.completion is not None:
                 completions[delta.index] = delta.completion
-    return [Output(pieces[index], completions[index]) for index in range(len(requests))]
+    return [
+        Delta(index, pieces[index], completion.tokens, completion.logprobs, completion)
+        for index, completion in sorted(completions.items())
+    ]
 
 
 async def _streamed(deltas: AsyncGenerator[Delta, None], form: ResponseFormat, http: HttpRequest) -> StreamingResponse:

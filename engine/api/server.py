@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ import uvicorn
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.response_cache import ResponseCache
-from engine.api.service import SAMPLING, Admission, ServedModel, Service
+from engine.api.service import Admission, ServedModel, Service
 from engine.commands.options import EngineOptions
 from engine.models.chat import ChatPrompts
 from engine.models.generation import load_generation_defaults
@@ -58,17 +58,7 @@ class ServerConfig:
     """Capacity of the response cache in tokens; 0: no cache."""
 
 
-def run_server(
-    model: str | None, name: str | None, config: ServerConfig, say: Callable[[str], None], **engine: Any
-) -> None:
-    """Serve until a signal. `engine`: further fields of `EngineOptions`. Raises UserError."""
-    options = EngineOptions.of(model, **engine)
-    # The folder of a downloaded model is named after its revision, so the hub name is used instead.
-    default_name = options.model.resolve().name if model is None or Path(model).exists() else model
-    asyncio.run(serve(options, config, name or default_name, say))
-
-
-async def serve(options: EngineOptions, config: ServerConfig, name: str, say: Callable[[str], None]) -> None:
+async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
     """Serve until a signal. Raises UserError if the server cannot start, or the engine process ends by itself."""
     bind(config.host, config.port).close()  # Fails before a large model is loaded, not after.
     folder = options.model
@@ -78,20 +68,20 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, say: Ca
         name=name,
         tokenizer=tokenizer,
         chat=ChatPrompts(folder, tokenizer),
-        defaults=_sampling_defaults(folder),
+        defaults=load_generation_defaults(folder).sampling,
         created=int(time.time()),
         drafter=options.drafter,
-        prefix_cache=options.prefix_cache,
+        prefix_cache=options.config.prefix_cache,
     )
     engine = EngineProcess(partial(build_engine_from, options))
-    say(f"loading {name} ...")
+    notify(f"loading {name} ...")
     try:
         ready = await engine.start()
-        admission = Admission(options.max_sequences + config.max_waiting)
+        admission = Admission(options.config.max_sequences + config.max_waiting)
         cache = ResponseCache(config.cached_responses) if config.cached_responses else None
         service = Service(engine, ready, served, admission, cache)
         app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
-        await _listen(app, engine, config, say)
+        await _listen(app, engine, config, notify)
         if engine.gone is not None:
             raise UserError(f"the engine has stopped: {engine.gone}")
     finally:
@@ -105,10 +95,7 @@ def build_engine_from(options: EngineOptions) -> Engine:
     def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    return launch(load(options), Tokenizer(options.model), options, warn, say)
+    return launch(load(options), Tokenizer(options.model), options, warn, partial(print, flush=True))
 
 
 def read_keys(path: Path) -> frozenset[str]:
@@ -136,23 +123,17 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Sampling parameters that the model's publisher recommends, by the names of `SamplingParams`."""
-    recommended = asdict(load_generation_defaults(folder))
-    return {name: value for name, value in recommended.items() if name in SAMPLING and value is not None}
-
-
-async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Callable[[str], None]) -> None:
+async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, notify: Callable[[str], None]) -> None:
     settings = uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False,
         timeout_graceful_shutdown=int(config.drain_s), server_header=False, lifespan="off",
     )  # fmt: skip
     sockets = [bind(config.host, config.port)]
     host, port = sockets[0].getsockname()[:2]
-    server = _UvicornServer(settings, lambda: say(f"serving at http://{host}:{port}"))
+    server = _UvicornServer(settings, lambda: notify(f"serving at http://{host}:{port}"))
 
     def stop() -> None:
-        say("stopping at once" if server.should_exit else f"waiting up to {config.drain_s:g} s for running requests")
+        notify("stopping at once" if server.should_exit else f"waiting up to {config.drain_s:g} s for running requests")
         server.force_exit, server.should_exit = server.should_exit, True
 
     for number in (signal.SIGINT, signal.SIGTERM):

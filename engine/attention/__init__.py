@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: the interface, and one backend in PyTorch and one on FlashInfer."""
+"""Attention over the paged KV cache: the interface, and backends in PyTorch and on FlashInfer."""

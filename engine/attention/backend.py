@@ -1,4 +1,4 @@
-"""Choose the backend of attention and of a model's small operations, as `--attention` asks."""
+"""Choose the backend of attention and of a model's small operations (`--attention`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from ssd.errors import UserError
 Backend = Literal["plain", "flashinfer"]
 
 HEAD_DIMS = (64, 128, 256)
-"""Head dimensions that FlashInfer's kernels exist for."""
+"""Head dimensions for which FlashInfer has kernels."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device: str) -> Backend:
-    """Return the backend for `auto`, `plain` or `flashinfer`. Raises UserError for FlashInfer where it cannot run."""
+def choose_backend(wanted: str, config: ModelConfig | None, dtype: torch.dtype, device: str) -> Backend:
+    """Return the backend for `auto`, `plain` or `flashinfer`; without `config`, for models that any backend can run.
+
+    Raises UserError for FlashInfer if it cannot run.
+    """
     if wanted == "plain":
         return "plain"
     obstacle = _obstacle(config, dtype, device)
@@ -36,16 +39,8 @@ def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device:
     return "flashinfer"
 
 
-def check_machine(wanted: str, dtype: torch.dtype, device: str) -> None:
-    """Check what does not depend on the model. Raises UserError for FlashInfer where it cannot run."""
-    if wanted == "flashinfer":
-        if obstacle := _obstacle(None, dtype, device):
-            raise UserError(f"--attention flashinfer {obstacle}")
-        flashinfer()
-
-
 def choose_kv_dtype(wanted: KvDtype, backend: Backend, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV cache for a model that computes in `dtype`. Raises UserError if the backend cannot."""
+    """Return the dtype of the KV cache for a model of `dtype`. Raises UserError if the backend does not support it."""
     if wanted == "auto":
         return dtype
     if backend != "flashinfer":
@@ -67,8 +62,8 @@ def make_attention(
 ) -> Attention:
     """Return an attention with an empty cache.
 
-    kv_dtype: as `choose_kv_dtype` gives it, otherwise `dtype`. kv_layers: number of layers of a drafter in the same
-    pages, with indices from `config.num_layers`. Raises UserError.
+    kv_dtype: as `choose_kv_dtype` returns it; None: `dtype`. kv_layers: number of layers of a drafter in the same
+    pages, with indices from `config.num_layers`. Raises UserError if FlashInfer cannot be imported.
     """
     if backend == "flashinfer":
         return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype, kv_layers=kv_layers)
@@ -76,12 +71,12 @@ def make_attention(
 
 
 def make_ops(backend: Backend) -> Ops:
-    """Return the small operations of a model. Raises UserError where FlashInfer cannot be imported."""
+    """Return the small operations of a model. Raises UserError if FlashInfer cannot be imported."""
     return FusedOps() if backend == "flashinfer" else PLAIN
 
 
 def _obstacle(config: ModelConfig | None, dtype: torch.dtype, device: str) -> str | None:
-    """Return why FlashInfer cannot run a model (None: any model) on a device, as the end of an error message."""
+    """Return the end of an error message that says why FlashInfer cannot run a model on a device; None if it can."""
     if torch.device(device).type != "cuda":
         return f"needs a CUDA device, not {device!r}; give --device cuda, or --attention plain"
     if dtype not in DTYPES:

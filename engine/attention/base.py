@@ -14,12 +14,12 @@ from engine.models.decoder import Attend
 
 
 class StepShape(NamedTuple):
-    """Sizes that all steps of one shape have in common."""
+    """Sizes that all steps of one shape share."""
 
     sequences: int
-    """B, padding included."""
+    """B, including padding."""
     rows: int
-    """N, rows of all sequences together, padding included. If it equals `sequences`, each has at most one row."""
+    """N, number of rows of all sequences, including padding. If it equals `sequences`, each has at most one row."""
     width: int
     """Largest number of rows of one sequence."""
     pages: int
@@ -47,13 +47,13 @@ class Attention(ABC):
         """Return the attention of one step: a callable that stores a layer's new keys and values and attends to all.
 
         Each token attends to its sequence's tokens up to itself; in a draft tree, to the committed tokens, its
-        ancestors and itself. Entries behind a sequence's `computed` tokens, from rejected drafts of earlier steps, are
+        ancestors and itself. Entries after a sequence's `computed` tokens, from rejected drafts of earlier steps, are
         overwritten and never read.
         """
 
     @abstractmethod
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy the keys and values of all layers between slots, int64 [n] each; all are read before any is written."""
+        """Copy keys and values of all layers between slots, int64 [n] each; all are read before any is written."""
 
     @abstractmethod
     def fixed(self, step: StepShape) -> FixedAttention:
@@ -61,18 +61,18 @@ class Attention(ABC):
 
 
 class FixedAttention(ABC):
-    """Attention for steps of one shape, whose lengths only the device knows, as a CUDA graph needs it.
+    """Attention for steps of one shape in CUDA graphs: only the device knows the lengths.
 
     Drafts are paths: each token attends to its sequence's tokens up to itself. The output of padding rows is finite.
     """
 
     @abstractmethod
     def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
-        """Prepare a step, outside of a graph, with what the host knows of its B sequences.
+        """Prepare a step of B sequences, outside of the graph.
 
         contexts: upper bounds of the numbers of tokens in the cache. rows: number of rows.
         """
 
     @abstractmethod
     def begin(self, rows: RaggedRows) -> Attend:
-        """Return the attention of one step, as `Attention.begin` does, without reading the tensors' values."""
+        """Return the attention of one step, as `Attention.begin` does, without reading the values of tensors."""

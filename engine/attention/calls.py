@@ -1,6 +1,6 @@
-"""Calls of FlashInfer's kernels: each attention call is prepared once a step, then run in every layer.
+"""Calls of FlashInfer's kernels: each attention call is planned once per step, then run in every layer.
 
-`prepare` gets arrays on the CPU: planning from arrays on the device would wait for all work queued there.
+Plans are made from arrays on the CPU, because reading arrays on the device would wait for all work queued there.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,11 @@ from engine.attention.cache import PagedCache, as_stored
 from engine.attention.layout import Segment
 from engine.executor.transfer import on_device
 
-Kind = Literal["prefill", "decode", "tree"]
-"""FA2 for segments of any lengths, a kernel for single tokens, and FA2 in two parts for trees."""
 Store = Callable[[Tensor, Tensor, Tensor], None]
 """Stores new keys and values, [N, kv_heads, d] each, in a layer's cache, which is the first argument."""
 WORKSPACE_BYTES = 128 << 20
 """The size that FlashInfer recommends for partial results of split keys. Plans of ragged steps split keys only until
-they fill the device, so the size is enough for any batch; for steps of fixed shapes see `chunks.workspaces`."""
+the device is full, so it suffices for any batch; for steps of fixed shapes see `chunks.workspaces`."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class KernelConfig:
 
 
 class PlannedWrapper:
-    """A wrapper of FlashInfer's that may be planned while the device still executes its previous plan.
+    """A wrapper of FlashInfer's that can be planned while the device still executes its previous plan.
 
-    Each wrapper has pinned memory, which a plan writes and the device then copies: the next plan waits for that copy.
+    A plan is written to the wrapper's pinned memory, which the device then copies; the next plan waits for that copy.
     """
 
     def __init__(self, wrapper: Any, device: str) -> None:
@@ -64,7 +62,7 @@ class PlannedWrapper:
 
 
 class CacheWriter:
-    """Stores new keys and values. The kernel sees the whole cache as one sequence, in which a slot is a position."""
+    """Stores new keys and values. For the kernel the whole cache is one sequence, in which a slot is a position."""
 
     def __init__(self, library: Any, cache: PagedCache) -> None:
         self._library = library
@@ -74,7 +72,7 @@ class CacheWriter:
         self._last = torch.tensor([cache.page_size], **integers)
 
     def at(self, slots: Tensor) -> Store:
-        """Return what stores the rows of one step. slots: int32 [N]."""
+        """Return a function that stores the rows of one step. slots: int32 [N]."""
         sequence = torch.zeros_like(slots)
 
         def store(cache: Tensor, key: Tensor, value: Tensor) -> None:
@@ -93,7 +91,11 @@ class CacheWriter:
 
 
 class Call(ABC):
-    """One kind of attention call."""
+    """One kind of attention call. Calls of one stream run one after another, so they share a workspace."""
+
+    @abstractmethod
+    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
+        """library: FlashInfer."""
 
     @abstractmethod
     def prepare(self, segments: Sequence[Segment]) -> None:
@@ -103,13 +105,13 @@ class Call(ABC):
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """Return the attention of the segments' rows in one layer, [N, heads, head_dim].
 
-        query, and the new key and value [N, kv_heads, head_dim]: of those rows only. cache: of the layer, with the new
-        keys and values stored.
+        query, and the new key and value [N, kv_heads, head_dim]: those rows only. cache: the layer's, with the new keys
+        and values stored.
         """
 
 
-class PrefillCall(Call):
-    """FA2 over paged keys, causal, for segments of any lengths."""
+class PathCall(Call):
+    """FA2 over paged keys, causal, for paths of any length."""
 
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
         self._wrapper = PlannedWrapper(
@@ -126,45 +128,11 @@ class PrefillCall(Call):
         return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
 
 
-class DecodeCall(Call):
-    """A kernel for single tokens."""
-
-    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
-        use_tensor_cores = wants_tensor_cores(config.heads // config.kv_heads)
-        self._wrapper = PlannedWrapper(
-            library.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2"
-            ),
-            config.device,
-        )
-        self._config = config
-
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """See `Call.prepare`."""
-        config = self._config
-        keys = layout.paged_keys([one.pages for one in segments], [one.keys for one in segments], config.page_size)
-        self._wrapper.plan(
-            torch.from_numpy(keys.indptr),
-            on_device(keys.indices, torch.device(config.device)),
-            torch.from_numpy(keys.last_page_len),
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            config.page_size,
-            q_data_type=config.dtype,
-            kv_data_type=config.kv_dtype,
-        )
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
-        """See `Call.run`."""
-        return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
-
-
 class TreeCall(Call):
     """FA2 for trees: the context without a mask and the tree with a small one, merged by FlashInfer's kernel.
 
-    The softmax over all keys is a mean of the softmaxes over parts of them, weighted by the sum of exponentials of each
-    (Milakov and Gimelshein, 2018). So no mask grows with the context.
+    The softmax over all keys is the mean of the softmaxes over parts of them, weighted by their sums of exponentials
+    (Milakov and Gimelshein, 2018). So masks do not grow with the context.
     """
 
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
@@ -188,7 +156,7 @@ class TreeCall(Call):
             custom_mask=on_device(layout.flat_masks(segments), torch.device(config.device)),
             q_data_type=config.dtype,
             kv_data_type=config.dtype,
-            disable_split_kv=True,  # a part of the keys might hold none that some token attends to
+            disable_split_kv=True,  # a token might attend to no key of some part
         )
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
@@ -202,12 +170,12 @@ class TreeCall(Call):
 def plan_paged(
     wrapper: PlannedWrapper, config: KernelConfig, segments: Sequence[Segment], lengths: Sequence[int], **options: Any
 ) -> None:
-    """Plan segments over the first `lengths` keys of their sequences; options: further ones of FlashInfer's plan."""
+    """Plan segments over the first `lengths` keys of their sequences; options: further arguments of the plan."""
     indptr, indices, last = layout.paged_keys([segment.pages for segment in segments], lengths, config.page_size)
     wrapper.plan(
         torch.from_numpy(layout.indptr([segment.length for segment in segments])),
         torch.from_numpy(indptr),
-        # The only large one of these arrays, and not read on the CPU.
+        # This array is large and not read on the CPU.
         on_device(indices, torch.device(config.device)),
         torch.from_numpy(last),
         config.heads,
@@ -218,35 +186,3 @@ def plan_paged(
         kv_data_type=config.kv_dtype,
         **options,
     )
-
-
-def make_call(kind: Kind, library: Any, config: KernelConfig, workspace: Tensor) -> Call:
-    """Return a call of some kind. Calls of one stream run one after another, so they share a workspace."""
-    calls: dict[Kind, Callable[[Any, KernelConfig, Tensor], Call]] = {
-        "prefill": PrefillCall,
-        "decode": DecodeCall,
-        "tree": TreeCall,
-    }
-    return calls[kind](library, config, workspace)
-
-
-def assign(segments: Sequence[Segment]) -> dict[Kind, list[Segment]]:
-    """Return the segments of each call of a step, in the batch's order.
-
-    One call takes all paths, so that a step with prompts plans once; FA2 is right for every length.
-    """
-    paths = [segment for segment in segments if segment.mask is None]
-    calls: dict[Kind, list[Segment]] = {
-        "decode" if all(segment.length == 1 for segment in paths) else "prefill": paths,
-        "tree": [segment for segment in segments if segment.mask is not None],
-    }
-    return {kind: members for kind, members in calls.items() if members}
-
-
-def wants_tensor_cores(sharing: int) -> bool:
-    """Return whether decoding uses tensor cores, for a number of query heads to a key head.
-
-    Below 4 the plain kernel is limited by memory, from 4 on by its arithmetic (FlashInfer's and SGLang's rule). The
-    plain kernel exists only for some group sizes, 1 and 2 among them.
-    """
-    return sharing > 2

@@ -1,11 +1,11 @@
 """Correct the chunks that FlashInfer's FA2 planned in a CUDA graph, on the device, for shorter lengths.
 
-A plan lists chunks of the keys of all sequences, which run side by side, and where the merge finds their results. It
-counts the chunks of the planned lengths. The kernel, though, places its results by the lengths that it reads when it
-runs: row r of a sequence of n chunks has its c-th result at r * n + c. So where a true length has fewer chunks than its
-bound, results of different rows would be merged unless the lists are rebuilt from the true lengths.
+A plan lists chunks of the keys of all sequences, which run in parallel, and where the merge finds their results. It is
+made for the planned lengths. But the kernel places its results by the lengths that it reads when it runs: row r of a
+sequence of n chunks has its c-th result at r * n + c. So where a true length has fewer chunks than its bound, results
+of different rows would be merged unless the lists are rebuilt from the true lengths.
 
-Read in flashinfer 0.7.2: `PrefillPlanImpl` in scheduler.cuh, `BatchPrefillWithPagedKVCacheDevice` in prefill.cuh.
+See flashinfer 0.7.2: `PrefillPlanImpl` in scheduler.cuh, `BatchPrefillWithPagedKVCacheDevice` in prefill.cuh.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FIELDS = 15
 """Length of a plan."""
 TILES, REQUESTS, CHUNKS, MERGED, FIRSTS, CHUNK_SIZE, VALID = 0, 4, 6, 7, 8, 9, 12
 """Indices into a plan: the number of tiles (queries by a chunk of keys), and offsets in the integer workspace."""
-MOST_PROCESSORS = 256
-"""An upper bound of a GPU's processors. Workspaces that are too large because of it cost a few MiB."""
+MAX_PROCESSORS = 256
+"""An upper bound of the number of a GPU's processors. It makes workspaces a few MiB too large."""
 
 
 class Chunks:
@@ -51,7 +51,7 @@ class Chunks:
         self._chunks = numbers(CHUNKS, tiles)
 
     def correct(self, lengths: Tensor, starts: Tensor) -> None:
-        """Rebuild the lists for some lengths, int32 [R], at most those planned and at least 1 where there are rows.
+        """Rebuild the lists for lengths, int32 [R], of at most those planned, and at least 1 where there are rows.
 
         starts: int32 [R + 1], first row of each request and the end of the last one.
         """
@@ -64,15 +64,15 @@ class Chunks:
 
 
 def workspaces(
-    heads: int, kv_heads: int, head_dim: int, requests: int, rows: int, processors: int = MOST_PROCESSORS
+    heads: int, kv_heads: int, head_dim: int, requests: int, rows: int, processors: int = MAX_PROCESSORS
 ) -> tuple[int, int]:
-    """Return upper bounds of the bytes that a plan in graph mode takes in the workspaces for floats and integers.
+    """Return upper bounds of the bytes that a plan in graph mode needs in the workspaces for floats and integers.
 
     A plan reserves a result for each of its tiles, whatever the lengths: as many tiles as fill the device twice, or as
     the queries need.
     """
     sharing = heads // kv_heads
-    # Rows of the longest possible request.
+    # Largest number of rows of a request.
     queries = max(0, rows - requests + 1) * sharing
     tile = 16 if queries <= 16 else 128 if queries > 64 and head_dim < 256 else 64
     tiles = max(2 * processors // kv_heads, -(-rows * sharing // tile) + requests - 1)

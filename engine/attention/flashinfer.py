@@ -1,4 +1,4 @@
-"""Attention by FlashInfer's kernels, on GPUs."""
+"""Attention on FlashInfer's kernels, for GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.attention.base import Attention, StepShape
 from engine.attention.cache import PagedCache, as_stored
-from engine.attention.calls import WORKSPACE_BYTES, CacheWriter, Call, KernelConfig, Kind, assign, make_call
+from engine.attention.calls import WORKSPACE_BYTES, CacheWriter, Call, KernelConfig, PathCall, TreeCall
 from engine.attention.chunks import workspaces
 from engine.attention.flashinfer_fixed import FlashInferFixed, requests_of
 from engine.attention.layout import rows_of, segments_of
@@ -20,7 +20,7 @@ from engine.models.decoder import Attend
 
 
 class FlashInferAttention(Attention):
-    """Paged keys and values, and the kernel calls that attend to them."""
+    """Attention on FlashInfer's kernels over a paged cache."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class FlashInferAttention(Attention):
         kv_dtype: torch.dtype | None = None,
         kv_layers: int = 0,
     ) -> None:
-        """dtype: of queries, 16 bits. kv_dtype: of the cache, the same or float8_e4m3fn, stored without a scale.
-        kv_layers: see `PagedCache`.
+        """dtype: dtype of queries, 16 bits. kv_dtype: dtype of the cache, the same or float8_e4m3fn, stored without a
+        scale. kv_layers: see `PagedCache`.
 
         Raises UserError where FlashInfer cannot be imported.
         """
@@ -45,7 +45,7 @@ class FlashInferAttention(Attention):
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
         )
         self._workspace = self._bytes(WORKSPACE_BYTES)
-        self._calls: dict[Kind, Call] = {}
+        self._calls: dict[type[Call], Call] = {}
         self._writer = CacheWriter(self._library, self._cache)
 
     def begin(self, batch: Batch) -> Attend:
@@ -53,7 +53,12 @@ class FlashInferAttention(Attention):
         device = torch.device(self._config.device)
         store = self._writer.at(on_device(batch.slots.astype(np.int32), device))
         prepared: list[tuple[slice | Tensor, Call]] = []
-        for kind, segments in assign(segments_of(batch)).items():
+        # One call takes all paths, so a step with prompts plans once.
+        all_segments = segments_of(batch)
+        for kind, is_tree in ((PathCall, False), (TreeCall, True)):
+            segments = [segment for segment in all_segments if (segment.mask is not None) == is_tree]
+            if not segments:
+                continue
             call = self._call(kind)
             call.prepare(segments)
             rows = rows_of(segments)
@@ -63,7 +68,7 @@ class FlashInferAttention(Attention):
             cache = self._cache.layers[layer]
             store(cache, key, value)
             if cache.dtype != query.dtype:
-                # A tree attends to its own keys as later steps will read them from the cache.
+                # A tree must attend to its own keys as later steps will read them from the cache.
                 key, value = (as_stored(part, cache.dtype).to(query.dtype) for part in (key, value))
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
@@ -84,15 +89,15 @@ class FlashInferAttention(Attention):
         requests = requests_of(step, config.heads // config.kv_heads)
         floats, integers = workspaces(config.heads, config.kv_heads, config.head_dim, requests, step.rows)
         if floats > len(self._workspace):
-            # Calls and shapes made before keep the smaller one.
+            # Existing calls and shapes keep the smaller one.
             self._workspace = self._bytes(floats)
         return FlashInferFixed(self._library, config, self._workspace, self._bytes(integers), self._cache, step)
 
     def _bytes(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self._config.device)
 
-    def _call(self, kind: Kind) -> Call:
-        """Return the call of a kind, made when it is first needed, since each holds memory."""
+    def _call(self, kind: type[Call]) -> Call:
+        """Return the call of a kind, made when first needed, because each holds memory."""
         if kind not in self._calls:
-            self._calls[kind] = make_call(kind, self._library, self._config, self._workspace)
+            self._calls[kind] = kind(self._library, self._config, self._workspace)
         return self._calls[kind]

@@ -1,8 +1,8 @@
-"""Attention of a fixed shape by FlashInfer's FA2 kernel, planned with upper bounds of lengths.
+"""Attention of a fixed shape on FlashInfer's FA2 kernel, planned with upper bounds of lengths.
 
-A plan divides the work by what the host knows: how many rows the sequences have, and how long their contexts may be.
-In a CUDA graph, true lengths and page tables, which the device has, take the place of those bounds: FA2 reads them
-there, and `chunks.py` corrects the plan.
+A plan divides the work by what the host knows: the number of rows of each sequence, and upper bounds of the contexts.
+In a CUDA graph the true lengths and page tables, which are on the device, replace those bounds: FA2 reads them there,
+and `chunks.py` corrects the plan.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.executor.transfer import staged
 from engine.models.decoder import Attend
 
 SMALL_TILE = 16
-"""Query heads of FA2's smallest tile."""
+"""Number of query heads in FA2's smallest tile."""
 
 
 class FlashInferFixed(FixedAttention):
-    """One wrapper of R requests: the step's B sequences, one for the rows behind them, and others without rows."""
+    """One wrapper of R requests: the step's B sequences, one for the rows after them, and others without rows."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class FlashInferFixed(FixedAttention):
         cache: PagedCache,
         step: StepShape,
     ) -> None:
-        """floats: a workspace shared with others. integers: a workspace of its own; see `chunks.workspaces` for both.
+        """floats: a shared workspace. integers: a workspace of its own; for both see `chunks.workspaces`.
 
-        No sequence owns the cache's last page.
+        No sequence may own the cache's last page.
         """
         self._config = config
         self._step = step
@@ -51,14 +51,14 @@ class FlashInferFixed(FixedAttention):
         self._requests = requests_of(step, config.heads // config.kv_heads)
         integers_there: dict[str, Any] = {"dtype": torch.int32, "device": config.device}
         self._no_indices = torch.zeros(0, **integers_there)
-        behind = self._pages(step.rows)
-        self._unowned_pages = torch.full((behind,), cache.pages - 1, **integers_there)
-        # First index of each page table: those of the sequences are all of one length.
+        after = self._pages(step.rows)
+        self._unowned_pages = torch.full((after,), cache.pages - 1, **integers_there)
+        # First index of each page table; those of the sequences have equal lengths.
         firsts = torch.arange(step.sequences + 1, **integers_there) * step.pages
         others = self._requests - step.sequences
-        self._first_pages = pad(firsts, (0, others), value=step.sequences * step.pages + behind)
+        self._first_pages = pad(firsts, (0, others), value=step.sequences * step.pages + after)
         self._starts = torch.zeros(self._requests + 1, **integers_there)
-        self._indices = torch.zeros(step.sequences * step.pages + behind, **integers_there)
+        self._indices = torch.zeros(step.sequences * step.pages + after, **integers_there)
         self._last = torch.ones(self._requests, **integers_there)
         self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
             floats,
@@ -70,7 +70,7 @@ class FlashInferFixed(FixedAttention):
             paged_kv_last_page_len_buf=self._last,
             backend="fa2",
         )
-        # The wrapper's own would take 8 MiB on the device and 8 MiB of pinned memory for each shape.
+        # The wrapper's own workspace has 8 MiB on the device and 8 MiB of pinned memory for each shape.
         self._integers = integers
         self._wrapper.reset_workspace_buffer(floats, integers)
         self._planned = PlannedWrapper(self._wrapper, config.device)
@@ -109,8 +109,8 @@ class FlashInferFixed(FixedAttention):
         # FA2 reads only the sum of full pages and keys in the last one, so the latter may be negative.
         self._last.copy_(lengths - (self._starts.diff() - 1) * self._config.page_size)
         if self._step.rows > self._step.sequences:
-            # With single rows no result moves, and a chunk without keys has no weight. All plans of a wrapper have
-            # the same layout, which FlashInfer does not publish.
+            # With single rows, results stay in place and chunks without keys have no weight. All plans of a wrapper
+            # have the same layout, which is not part of FlashInfer's interface.
             plan = [int(number) for number in self._wrapper._plan_info]
             Chunks(self._integers, plan, self._requests, self._step.rows).correct(lengths, starts)
         store = self._writer.at(rows.slots.int())
@@ -128,12 +128,12 @@ class FlashInferFixed(FixedAttention):
 
 
 def requests_of(step: StepShape, sharing: int) -> int:
-    """Return the number of requests of a wrapper for steps of a shape. sharing: query heads to a key head.
+    """Return the number of requests of a wrapper for steps of a shape. sharing: query heads per key head.
 
-    FlashInfer chooses the tile size for one request that has all rows except one of each other request. Where most
-    sequences have few rows, large tiles would be nearly empty, and computing on them would take as long as reading the
-    keys; requests without rows make that one request smaller. A longer draft then takes several tiles, each of which
-    reads its keys once.
+    FlashInfer chooses the tile size for a request with all rows except one for each other request. Where most sequences
+    have few rows, large tiles would be nearly empty, and computing on them would take as long as reading the keys.
+    Additional requests without rows make that request smaller. Longer drafts then need several tiles, each of which
+    reads the keys once.
     """
     smallest = step.sequences + 1
     if step.rows * sharing <= SMALL_TILE * step.sequences:

@@ -1,4 +1,4 @@
-"""Arrays that describe a batch to paged kernels: its segments, and their flat arrays. NumPy alone, no device."""
+"""Arrays that describe a batch to paged kernels: its segments, and their flat arrays. Uses NumPy only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from engine.executor.batch import Batch
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of one sequence: tokens without branches, or a draft tree with its root."""
+    """Neighbouring tokens of one sequence: a path, or a draft tree with its root."""
 
     start: int
-    """Row of the first one within the batch."""
+    """Row of the first token within the batch."""
     length: int
     context: int
-    """Number of the sequence's tokens before them; each of them attends to all of those."""
+    """Number of the sequence's tokens before them; all of them attend to these."""
     pages: list[int]
     """The sequence's page table."""
     mask: np.ndarray | None = None
-    """bool [length, length], of a tree: the segment's tokens that each attends to. None: all up to itself."""
+    """bool [length, length]: the segment's tokens that each token of a tree attends to; None for a path."""
 
     @property
     def keys(self) -> int:
@@ -43,7 +43,7 @@ class PagedKeys(NamedTuple):
 def segments_of(batch: Batch) -> list[Segment]:
     """Return the segments of a batch, in its order.
 
-    A draft tree is a segment of its own, with the last committed token as its root: so every token attends to the
+    A draft tree is a separate segment with the last committed token as its root, so that every token attends to the
     whole context and to at least one token of its segment.
     """
     segments = []
@@ -61,7 +61,7 @@ def segments_of(batch: Batch) -> list[Segment]:
 
 
 def with_root(mask: np.ndarray) -> np.ndarray:
-    """Return a tree's mask, bool [k, k], with a root before all nodes, bool [k + 1, k + 1]."""
+    """Add a root before all nodes to a tree's mask, bool [k, k]; return bool [k + 1, k + 1]."""
     whole = np.zeros((len(mask) + 1, len(mask) + 1), bool)
     whole[:, 0] = True
     whole[1:, 1:] = mask
@@ -69,7 +69,7 @@ def with_root(mask: np.ndarray) -> np.ndarray:
 
 
 def indptr(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the first index of each of neighbouring ranges, and the end of the last one, int32 [B + 1]."""
+    """Return the first index of each of B consecutive ranges, and the end of the last one, int32 [B + 1]."""
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
@@ -83,21 +83,21 @@ def paged_keys(tables: Sequence[list[int]], lengths: Sequence[int], page_size: i
 def last_page_lengths(
     lengths: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray, page_size: int
 ) -> np.ndarray:
-    """Return the numbers of keys in the last of `counts` pages, int32 [B]: (counts - 1) * page_size + they = lengths.
+    """Return the number of keys in the last of `counts` pages, int32 [B]: lengths - (counts - 1) * page_size.
 
-    A number is 0 or less where a table has more pages than its length needs: FA2's kernels use only the sum.
+    It is 0 or less where a table has more pages than its length needs: FA2's kernels use only the sum.
     """
     return (np.asarray(lengths) - (np.asarray(counts) - 1) * page_size).astype(np.int32)
 
 
 def flat_masks(segments: Sequence[Segment]) -> np.ndarray:
-    """Return the masks of trees, each flattened row by row, one after another; bool."""
+    """Return the masks of trees, flattened and concatenated, bool."""
     masks = [np.tri(one.length, dtype=bool) if one.mask is None else one.mask for one in segments]
     return np.concatenate([mask.ravel() for mask in masks])
 
 
 def rows_of(segments: Sequence[Segment]) -> slice | np.ndarray:
-    """Return the batch's rows of segments that are in its order: a slice where they are neighbours, else int64."""
+    """Return the batch's rows of segments in its order: a slice if they are consecutive, otherwise int64 indices."""
     rows = np.concatenate([np.arange(segment.start, segment.start + segment.length) for segment in segments])
     first, end = int(rows[0]), int(rows[-1]) + 1
     return slice(first, end) if end - first == len(rows) else rows

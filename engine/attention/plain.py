@@ -2,8 +2,8 @@
 
 Queries attend to whole blocks of keys from a sequence's start, together only with queries whose context ends in the
 same block. So the sums of a token's attention have the same length whether the token is decoded alone or verified
-within a draft, and on CPUs they are equal to the last bit. The blocks also save prompts most of the work above the
-causal diagonal.
+within a draft, and on CPUs they are equal to the last bit. For prompts, the blocks also avoid most of the work above
+the causal diagonal.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ KEY_BLOCK = 128
 """Keys are padded to multiples of this number, which is a multiple of the page size."""
 
 QUERY_CLASSES = (2, 8, 32, KEY_BLOCK)
-"""Size classes: query blocks of one class are padded to one another. A single query would take another path through the
-CPU's matrix product than two, with other rounding."""
+"""Size classes: query blocks of one class are padded to the longest. A block has at least two queries, because the
+CPU's matrix product rounds a single query differently."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class QueryBlock:
     """Row of the first query within the batch."""
     length: int
     position: int
-    """Index of the first query's keys in the sequence's cache, which outside of draft trees is its position."""
+    """Index of the first query's keys in the sequence's cache; outside of draft trees this is its position."""
     pages: list[int]
     """The sequence's page table."""
     mask: np.ndarray | None = None
@@ -52,7 +52,7 @@ class Group:
     rows: Tensor
     """int64 [B * Q]: rows of the batch; padding repeats a block's last one."""
     pages: Tensor | slice
-    """int64 [B * K / page size]: pages of the cache. A slice of them if B is 1 and they are neighbours."""
+    """int64 [B * K / page size]: pages of the cache; a slice if B is 1 and they are consecutive."""
     mask: Tensor
     """bool [B, 1, G * Q, K]: keys that each query attends to, repeated for each of the G heads that share keys."""
 
@@ -73,7 +73,7 @@ class PlainAttention(Attention):
         """kv_layers: see `PagedCache`. Raises ValueError for a page size that does not divide a block of keys."""
         if KEY_BLOCK % page_size:
             raise ValueError(f"the page size must divide {KEY_BLOCK}, not be {page_size}")
-        # The last block of keys may reach beyond the last page.
+        # The last block of keys may extend beyond the last page.
         pages += KEY_BLOCK // page_size
         shape = (config.num_layers + kv_layers, pages, page_size, config.num_kv_heads, config.head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
@@ -171,7 +171,7 @@ class PlainAttention(Attention):
             return cached[pages]
         rows = cached.flatten(1)
         if len(self._scratch[kind]) < len(pages):
-            # New memory from the system would cost more than the copy.
+            # Allocating new memory would take longer than the copy.
             self._scratch[kind] = rows.new_empty(2 * len(pages), rows.shape[1])
         return torch.index_select(rows, 0, pages, out=self._scratch[kind][: len(pages)])
 
@@ -180,7 +180,7 @@ class PlainAttention(Attention):
 
 
 def query_blocks(batch: Batch) -> list[QueryBlock]:
-    """Return every sequence's tokens of a batch, cut where their contexts reach another block of keys."""
+    """Return the tokens of every sequence of a batch, divided where their contexts reach another block of keys."""
     blocks = []
     for span in batch.spans:
         done = 0
@@ -196,8 +196,8 @@ def query_blocks(batch: Batch) -> list[QueryBlock]:
 def _mask(tree_mask: np.ndarray, committed: int, first: int, length: int) -> np.ndarray:
     """Return the keys that some tokens of a sequence attend to, bool [length, K], K up to the end of their block.
 
-    first: index of the first token in the sequence's cache. The token at index `committed` + i is the i-th node of a
-    draft tree; tree_mask, bool [k, k]: the nodes that each node attends to.
+    first: index of the first token in the sequence's cache. The token at index `committed` + i is node i of a draft
+    tree. tree_mask, bool [k, k]: the nodes that each node attends to.
     """
     key_count = (first // KEY_BLOCK + 1) * KEY_BLOCK
     indices = np.arange(first, first + length)

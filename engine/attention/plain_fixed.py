@@ -13,10 +13,10 @@ from engine.models.decoder import Attend
 
 
 class PlainFixed(FixedAttention):
-    """Gathers as many keys for every sequence as the longest may have, and masks those beyond its length."""
+    """Gathers as many keys for every sequence as the longest may have, and masks those beyond each length."""
 
     def __init__(self, keys: Tensor, values: Tensor, shape: StepShape) -> None:
-        """keys, values: of the cache, [layers, pages, page size, kv_heads, d]."""
+        """keys, values: those of the cache, [layers, pages, page size, kv_heads, d]."""
         self._keys = keys
         self._values = values
         self._shape = shape
@@ -33,7 +33,7 @@ class PlainFixed(FixedAttention):
         key_positions = torch.arange(pages.shape[1] * self._keys.shape[2], device=pages.device)
         positions = rows.contexts[:, None] + torch.arange(width, device=pages.device)
         mask = (key_positions <= positions[:, :, None])[:, None]
-        # The cell of each row in a grid of sequences by their rows; rows behind the last sequence share one more cell.
+        # Cell of each row in a grid of sequences and their rows; rows after the last sequence share one more cell.
         row = torch.arange(count, device=pages.device, dtype=torch.int32)
         owner = torch.searchsorted(rows.starts[1:], row, right=True)
         cell = torch.where(owner < batch, owner * width + row - rows.starts[owner], batch * width)

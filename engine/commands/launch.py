@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.attention.backend import check_machine
+from engine.attention.backend import choose_backend
 from engine.commands.options import EngineOptions
-from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
@@ -22,7 +20,6 @@ from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.request import SamplingParams
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
@@ -34,7 +31,7 @@ def load(options: EngineOptions) -> Decoder:
     """Load and pack the model. Raises UserError; errors that do not depend on the model come before it is loaded."""
     device = find_device(options.device)
     dtype = find_dtype(options.dtype, device)
-    check_machine(options.attention, dtype, device)
+    choose_backend(options.attention, None, dtype, device)
     if options.threads:
         _set_threads(options.threads)
     return pack(load_model(options.model, dtype=dtype, device=device))
@@ -72,28 +69,18 @@ def launch(
     tokenizer: Tokenizer,
     options: EngineOptions,
     warn: Callable[[str], None],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Engine:
-    """Build the engine around a loaded model. `warn`: as in `build_drafter`. `say`: `notify` of `build_engine`.
+    """Build the engine around a loaded model. `warn`: as in `build_drafter`. `notify`: as in `build_engine`.
 
     Raises UserError.
     """
-    may_draft = options.drafter != "none" and options.max_draft > 0
+    may_draft = options.drafter != "none" and options.config.max_draft > 0
     shape = options.draft_shape
     if shape == "auto":
         shape = choose_draft_shape(model, options.attention) if may_draft else "path"
-    config = EngineConfig(
-        max_sequences=options.max_sequences,
-        max_draft=options.max_draft,
-        draft_shape=shape,
-        verification=options.verification,
-        max_step_tokens=max(EngineConfig.max_step_tokens, options.max_sequences * (1 + options.max_draft)),
-        kv_memory_mib=options.kv_memory,
-        kv_dtype=options.kv_dtype,
-        prefix_cache=options.prefix_cache,
-        in_flight=options.in_flight,
-    )
-    drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * options.max_draft + 1, MAX_DRAFT))
+    config = replace(options.config, draft_shape=shape)
+    drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
@@ -101,15 +88,10 @@ def launch(
         address=options.address,
         warn=warn,
     )
+    recommended = load_generation_defaults(options.model).sampling
+    # A penalty applies to requests that run in the eager executor anyway.
+    common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
-        common=_recommended(options.model), notify=say,
+        common=replace(COMMON_SAMPLING, **common), notify=notify,
     )  # fmt: skip
-
-
-def _recommended(folder: Path) -> SamplingParams:
-    """Sampling parameters of requests that set none, from the model's folder."""
-    defaults = load_generation_defaults(folder)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
-    return replace(COMMON_SAMPLING, **given)

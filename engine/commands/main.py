@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import fields
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from engine.commands.openmp import limit_spinning
-from engine.commands.options import EngineOptions, engine_options
-from engine.commands.sampling_options import sampling_options
+from engine.commands.options import EngineOptions, engine_options, sampling_options
 from ssd.errors import UserError
+
+SPIN_COUNT = "1000"
+"""Iterations that a waiting OpenMP thread spins before it sleeps.
+
+GNU OpenMP, which PyTorch's builds for Linux contain, spins 300,000 times by default, which takes milliseconds. Where
+other processes take part of the processors, a thread then spins for as long as the thread that it waits for is not
+scheduled, and takes the processor from it. `benchmarks/contention.py` compares values.
+"""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -38,16 +44,13 @@ def cli() -> None:
     type=click.Path(path_type=Path),
     help="Write completions as JSON lines instead of printing them; - is stdout.",
 )
-def generate(
-    prompts: tuple[str, ...], path: Path | None, model: str | None, samples: int, output: Path | None, **given: Any
-) -> None:
+def generate(prompts: tuple[str, ...], path: Path | None, samples: int, output: Path | None, **given: Any) -> None:
     """Complete prompts from arguments, a file or stdin."""
     from engine.commands.generate import GenerateOptions, run_generate
     from engine.scheduling.request import SamplingParams
 
-    engine = {field.name: given.pop(field.name) for field in fields(EngineOptions) if field.name in given}
-    options = EngineOptions.of(model, **engine)
-    run_generate(GenerateOptions(prompts, path, options, SamplingParams(**given), samples, output))
+    engine = EngineOptions.take(given)
+    run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, output))
 
 
 @cli.command()
@@ -75,34 +78,23 @@ def generate(
 )
 @click.option(
     "--drain",
+    "drain_s",
     type=click.FloatRange(min=0),
     default=30.0,
     metavar="SECONDS",
     help="Longest wait for running requests after a signal to stop.",
 )
-def serve(
-    host: str,
-    port: int,
-    model: str | None,
-    name: str | None,
-    max_waiting: int,
-    api_keys: Path | None,
-    cached_responses: int,
-    drain: float,
-    **engine: Any,
-) -> None:
+def serve(name: str | None, **given: Any) -> None:
     """Serve a model with OpenAI's API and a status page."""
-    from engine.api.server import ServerConfig, run_server
+    import asyncio
 
-    config = ServerConfig(
-        host=host,
-        port=port,
-        api_keys=api_keys,
-        max_waiting=max_waiting,
-        drain_s=drain,
-        cached_responses=cached_responses,
-    )
-    run_server(model, name, config, click.echo, **engine)
+    from engine.api import server
+
+    model = given["model"]
+    options = EngineOptions.take(given)
+    # The folder of a downloaded model is named after its revision, so the hub name is used instead.
+    default_name = options.model.resolve().name if model is None or Path(model).exists() else model
+    asyncio.run(server.serve(options, server.ServerConfig(**given), name or default_name, click.echo))
 
 
 @cli.command()
@@ -158,6 +150,15 @@ def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
     from engine.training.run import train_with_progress
 
     train_with_progress(work, out, tokens, compiled)
+
+
+def limit_spinning(environment: MutableMapping[str, str]) -> None:
+    """Let waiting OpenMP threads sleep early, unless the environment already says how they wait.
+
+    It takes effect only before PyTorch is first imported.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
+        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def main() -> None:

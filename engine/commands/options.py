@@ -1,26 +1,22 @@
-"""Options of the engine that several commands share."""
+"""Options of the commands: of the engine, and of sampling. Nothing heavy is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 
-from engine.config import KvDtype, Verification
+from engine.config import EngineConfig, KvDtype, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
 from engine.models.hub import find_model
-from engine.models.shipped import SHIPPED_MODEL
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "plain", "flashinfer")
-SHAPES = ("auto", "path", "tree")
-KV_DTYPES = ("auto", "fp8")
-VERIFICATIONS = ("exact", "rejection")
 
 
 @dataclass(frozen=True)
@@ -41,23 +37,22 @@ class EngineOptions:
     """Settings of the drafter, see `engine.drafters.registry.configure`."""
     address: str
     """Address of a sidecar."""
-    max_draft: int
     draft_shape: DraftShape | Literal["auto"]
     """`auto`: see `engine.executor.draft_shape`."""
-    verification: Verification
-    max_sequences: int
-    kv_memory: int
-    """Memory for the KV cache in MiB."""
-    kv_dtype: KvDtype
-    prefix_cache: bool
-    in_flight: int | None
-    """As in `EngineConfig`."""
     threads: int | None
+    config: EngineConfig
+    """Further settings; its shape of drafts is not used."""
 
     @classmethod
-    def of(cls, model: str | None, **given: Any) -> EngineOptions:
-        """Return the options of a command. `model`: folder or hub name; None: the shipped model. Raises UserError."""
-        return cls(find_model(model) if model else SHIPPED_MODEL, **given)
+    def take(cls, given: dict[str, Any]) -> EngineOptions:
+        """Remove the engine's options from the arguments of a command and return them. Raises UserError."""
+        own = {field.name: given.pop(field.name) for field in fields(cls) if field.name in given}
+        config = {field.name: given.pop(field.name) for field in fields(EngineConfig) if field.name in given}
+        rows = config["max_sequences"] * (1 + config["max_draft"])
+        return cls(
+            **own | {"model": find_model(own["model"])},
+            config=EngineConfig(**config, max_step_tokens=max(EngineConfig.max_step_tokens, rows)),
+        )
 
 
 def _drafter(_context: click.Context, _option: click.Parameter, text: str) -> str:
@@ -119,14 +114,14 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         ),
         click.option(
             "--draft-shape",
-            type=click.Choice(SHAPES),
+            type=click.Choice(("auto", *get_args(DraftShape))),
             default="auto",
             help="Shape of drafts: a path has no branches, a tree has. auto: the faster one, from measured step times. "
             "A sidecar drafts in the shape that it was started with.",
         ),
         click.option(
             "--verification",
-            type=click.Choice(VERIFICATIONS),
+            type=click.Choice(get_args(Verification)),
             default="exact",
             help="How drafts are accepted when sampling. exact: outputs equal those without drafts, token by token; "
             "rejection: they have the same distribution, and more drafts are accepted of a drafter that samples.",
@@ -138,11 +133,16 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             help="Most requests that run at the same time; more wait.",
         ),
         click.option(
-            "--kv-memory", type=click.IntRange(min=1), default=256, metavar="MIB", help="Memory for the KV cache."
+            "--kv-memory",
+            "kv_memory_mib",
+            type=click.IntRange(min=1),
+            default=256,
+            metavar="MIB",
+            help="Memory for the KV cache.",
         ),
         click.option(
             "--kv-dtype",
-            type=click.Choice(KV_DTYPES),
+            type=click.Choice(get_args(KvDtype)),
             default="auto",
             help="Type of the KV cache; auto: the model's; fp8: twice the tokens, less precise, needs flashinfer.",
         ),
@@ -164,9 +164,74 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         ),
     )
 
-    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    return _adding(options)
+
+
+def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[int, float]:
+    """Parse each `TOKEN=BIAS`. Raises UserError."""
+    biases = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise UserError(f"logit-bias must be a token id and a number, such as 42=-100, not {text!r}") from None
+    return biases
+
+
+SAMPLING_OPTIONS = (
+    click.option("--max-tokens", type=int, default=128, help="Most tokens in an output."),
+    click.option("--min-tokens", type=int, default=0, help="Least tokens in an output."),
+    click.option("--temperature", type=float, default=0.0, help="0 is greedy decoding."),
+    click.option("--top-k", type=int, default=0, help="Sample from this many most likely tokens; 0 is all."),
+    click.option(
+        "--top-p", type=float, default=1.0, help="Sample from the likeliest tokens that hold this probability."
+    ),
+    click.option("--min-p", type=float, default=0.0, help="Least probability, as a share of the likeliest token's."),
+    click.option(
+        "--repetition-penalty", type=float, default=1.0, help="Above 1, tokens of prompt and output are less likely."
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="-2 to 2, subtracted from the logits of tokens in the output.",
+    ),
+    click.option("--frequency-penalty", type=float, default=0.0, help="The same for each occurrence in the output."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="TOKEN=BIAS",
+        callback=_biases,
+        help="Add -100 to 100 to the logits of a token id; may be given again.",
+    ),
+    click.option("--seed", type=int, default=0, help="The same seed gives the same text, with any drafter."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text; may be given again."),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        help="End an output at this token; may be given again.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
+    click.option("--logprobs", type=int, help="With --output: number of alternatives to report per token, 0 to 20."),
+    click.option("--prompt-logprobs", type=int, help="The same for the prompt's tokens after the first."),
+)
+"""Named as the fields of `SamplingParams`, which checks their ranges."""
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of sampling to a command."""
+    return _adding(SAMPLING_OPTIONS)(command)
+
+
+def _adding(options: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds options to a command, in their order."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
             command = option(command)
         return command
 
-    return with_options
+    return add

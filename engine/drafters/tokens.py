@@ -68,12 +68,13 @@ class TokenDrafter:
     def propose(self, plan: StepPlan) -> Drafts:
         """Report committed tokens and return drafts; sequences whose `start` failed get none."""
         entries = plan.producing
-        started = [entry for entry in entries if entry.sequence.sequence_id in self._reported]
-        if not started:
+        at = [index for index, entry in enumerate(entries) if entry.sequence.sequence_id in self._reported]
+        if not at:
             return Drafts.empty(len(entries))
+        started = [entries[index] for index in at]
         limits = [entry.draft_room for entry in started]
         batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.cost))
-        return Drafts(batch if len(started) == len(entries) else _spread(batch, entries, self._reported))
+        return Drafts(batch if len(started) == len(entries) else batch.scatter(np.array(at), len(entries)))
 
     def propose_after(self, plan: StepPlan) -> OutcomeTable:
         """Report committed tokens, and return drafts for one outcome of the step in flight: the most likely one.
@@ -185,10 +186,3 @@ def _fill_outcome(table: OutcomeTable, row: int, entry: SequencePlan, batch: Dra
     table.tokens[row, 0, :size] = batch.tokens[rest]
     table.accept_prob[row, 0, :size] = batch.accept_prob[rest]
     table.source[row, 0, :size] = batch.source[rest]
-
-
-def _spread(batch: DraftBatch, entries: SequenceOf[SequencePlan], started: dict[int, Reported]) -> DraftBatch:
-    """Return the drafts of the started sequences as drafts of all entries; the others get none."""
-    lengths = np.zeros(len(entries), np.uint32)
-    lengths[[entry.sequence.sequence_id in started for entry in entries]] = np.diff(batch.offsets)
-    return DraftBatch(batch.tokens, batch.parents, batch.accept_prob, batch.source, offsets_of(lengths))

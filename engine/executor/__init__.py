@@ -1,1 +1,1 @@
-"""Running a step on the device."""
+"""Executors: run steps on the device."""

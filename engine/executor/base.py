@@ -1,4 +1,4 @@
-"""The interface between the engine's loop and what runs a step."""
+"""The interface between the engine's loop and its executors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class InFlightStep(Protocol):
         ...
 
     def result(self) -> StepResult:
-        """Wait for the results. They are complete drafts' results: where outputs end is for the engine to find."""
+        """Wait for the results and return them. Outputs are not cut where they end."""
         ...
 
 

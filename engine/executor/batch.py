@@ -20,7 +20,7 @@ class Span:
     length: int
     """Number of its tokens in the batch: scheduled tokens, then the draft."""
     computed: int
-    """Number of tokens before them, whose keys and values are in the cache."""
+    """Number of tokens before them; their keys and values are in the cache."""
     pages: list[int]
     """Its page table."""
     tree: DraftTree | None = None
@@ -39,22 +39,22 @@ class Batch:
     tokens: np.ndarray
     """int64 [N]."""
     positions: np.ndarray
-    """int64 [N]: position in the text; in a draft tree, tokens of the same depth have the same one."""
+    """int64 [N]: position in the text; tokens of a draft tree at the same depth have the same position."""
     slots: np.ndarray
-    """int64 [N]: where keys and values are stored, page * page_size + offset."""
+    """int64 [N]: slots for keys and values, page * page_size + offset."""
     spans: list[Span]
     """One per sequence."""
     logit_rows: np.ndarray
-    """int64 [M]: tokens whose logits are needed: the last committed token and the draft of every sequence that
-    produces, then prompt tokens whose successors' log-probabilities were asked for."""
+    """int64 [M]: tokens whose logits are needed: the last committed token and the draft of each producing sequence,
+    then prompt tokens that are scored, see `SequencePlan.scored`."""
     logit_offsets: np.ndarray
-    """int64 [sequences + 1], into `logit_rows`: rows of the sequences that produce."""
+    """int64 [sequences + 1], into `logit_rows`: rows of each producing sequence."""
     scored_offsets: np.ndarray
-    """int64 [sequences + 1], into `logit_rows`: rows of scored prompt tokens."""
+    """int64 [sequences + 1], into `logit_rows`: scored prompt tokens of each sequence."""
 
 
 def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
-    """Lay out a step: each entry contributes its scheduled tokens, then its draft."""
+    """Return the batch of a step: the scheduled tokens and the draft of each entry."""
     tokens, spans, page_shifts, wanted, scored_rows, scored_counts = [], [], [], [], [], [0]
     pages: list[int] = []
     start = 0
@@ -76,7 +76,7 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
         start += length
     lengths = np.array([span.length for span in spans])
     starts = np.array([span.start for span in spans])
-    # Index of each token's entry in the KV cache, counted from the beginning of its sequence.
+    # Index of each token's keys and values within its sequence.
     places = np.arange(start) + np.repeat(np.array([span.computed for span in spans]) - starts, lengths)
     page_indices = places // page_size + np.repeat(page_shifts, lengths)
     slots = np.array(pages, np.int64)[page_indices] * page_size + places % page_size
@@ -94,7 +94,7 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
 
 
 def _positions(places: np.ndarray, spans: SequenceOf[Span]) -> np.ndarray:
-    """Return positions, int64 [N]: those of the cache, `places`, except in trees, where siblings share a position."""
+    """Return positions, int64 [N]: the indices `places`, except in trees, where depths count."""
     for span in spans:
         if span.tree is not None:
             end = span.start + span.length

@@ -1,4 +1,4 @@
-"""Builds what runs steps: attention over a new KV cache, executors, and the measured cost of their steps."""
+"""Build the executors of an engine: a KV cache, attention over it, and the measured cost of steps."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from engine.speculation.step_cost import Cost, StepCost
 from ssd.errors import UserError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of tokens of the steps that are measured."""
+"""Numbers of tokens per step whose cost is measured."""
 MAX_LOGIT_ROWS = 512
-"""Largest number of rows of logits in a measured step: those of a large vocabulary need much memory."""
+"""Largest number of rows of logits in a measured step, which limits its memory."""
 
 
 class Executors(NamedTuple):
-    """What runs the steps of one engine."""
+    """The executors of one engine, and what they share."""
 
     eager: EagerExecutor
     graph: GraphExecutor | None
     pages: PagePool
     cost: Cost | None
-    """What steps cost, if it was measured."""
+    """Cost of steps, if it was measured."""
 
 
 def build_executors(
@@ -50,31 +50,30 @@ def build_executors(
     common: SamplingParams,
     notify: Callable[[str], None],
     *,
-    has_graphs: bool | None = None,
     measure: bool,
     needs: TargetOutputs = NO_OUTPUTS,
 ) -> Executors:
-    """Allocate a KV cache for a loaded model, and make what runs it.
+    """Allocate a KV cache for a loaded model, and make its executors.
 
-    `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `has_graphs`: whether there is a
-    graph executor; None: on a CUDA device, and wherever `config.in_flight` is 1. `measure`: time steps, for a few
-    seconds. `needs`: of the drafter. Raises UserError for an attention or a KV cache that is not available.
+    There is a graph executor on CUDA devices and where `config.in_flight` is 1, unless the host needs the results of
+    every step. `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `measure`: time steps,
+    for a few seconds. `needs`: outputs that the drafter needs. Raises UserError for an attention or a KV cache that is
+    not available.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
     pages = PagePool(_page_count(model.config, config, kv_dtype, needs.kv_layers), config.page_size)
-    # One page more than is handed out takes the keys and values of padding.
+    # Keys and values of padding are stored in one page more than the pool has.
     cache = make_attention(
         backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype, needs.kv_layers
     )
     runner = Runner(model, cache, device, make_ops(backend))
     eager = EagerExecutor(runner, config.page_size, needs)
     is_cuda = torch.device(device).type == "cuda"
-    if has_graphs is None:
-        has_graphs = is_cuda or config.in_flight == 1
-    if not has_graphs:
+    needs_host = needs != NO_OUTPUTS or config.draft_shape == "tree"
+    if needs_host or not (is_cuda or config.in_flight == 1):
         return Executors(eager, None, pages, _measure(runner, model.config, config, pages) if measure else None)
     graph = build_graph_executor(model.config, config, runner, pages, device)
     if is_cuda:
@@ -85,7 +84,7 @@ def build_executors(
 def build_graph_executor(
     model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str
 ) -> GraphExecutor:
-    """Allocate device state for an engine with these settings, and make its graph executor without captured graphs.
+    """Allocate the device state of an engine, and make its graph executor without capturing graphs.
 
     The cache of `runner` has one page more than `pages`, for padding.
     """
@@ -103,10 +102,10 @@ def build_graph_executor(
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:
-    """Return what steps cost, measured on pages that are not in use yet."""
+    """Measure the cost of steps, on pages that are not in use yet."""
 
     def run(tokens: int, sequences: int) -> None:
-        # All sequences write to the same pages: their content does not matter.
+        # All sequences write to the same pages, because their content does not matter.
         table = list(range(pages.pages_for(tokens)))
         spans = [Span(index * tokens, tokens, 0, table) for index in range(sequences)]
         positions = np.tile(np.arange(tokens), sequences)
@@ -132,7 +131,7 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
 def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, kv_layers: int) -> int:
     """Return the number of pages that fit into the configured memory, at most one full context per sequence.
 
-    dtype: of the cache. kv_layers: number of layers of the drafter in it. Raises UserError if no page fits.
+    dtype: dtype of the cache. kv_layers: number of the drafter's layers in it. Raises UserError if no page fits.
     """
     layers = model.num_layers + kv_layers
     page_bytes = 2 * layers * model.num_kv_heads * model.head_dim * dtype.itemsize * config.page_size

@@ -1,4 +1,4 @@
-"""State of the running sequences on the device: each has a request slot, so that no step needs values from the host."""
+"""State of running sequences on the device, one request slot each, so that steps do not depend on the host."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ NOT_RECORDED = -1
 
 @dataclass(frozen=True, eq=False)
 class DeviceState:
-    """Tensors of S request slots, and of an idle one after them that fills up batches.
+    """Tensors of S request slots and of an idle slot after them, which pads batches.
 
     They are only changed in place, because CUDA graphs hold their addresses.
     """
 
     lengths: Tensor
-    """int32 [S + 1]: committed tokens."""
-    computed: Tensor
-    """int32 [S + 1]: leading tokens whose keys and values are in the cache."""
+    """int32 [S + 1]: committed tokens; the keys and values of all but the last one are in the cache."""
     limits: Tensor
-    """int32 [S + 1]: the length that ends a sequence; 0 for a free slot."""
+    """int32 [S + 1]: largest length of each sequence; 0 for a free slot."""
     last_tokens: Tensor
-    """int32 [S + 1]: the last committed ones."""
+    """int32 [S + 1]: the last committed token."""
     history: Tensor
     """int32 [S + 1, max_length]: committed tokens, then the rest of a recorded output, then `NOT_RECORDED`. The content
     of the idle slot is arbitrary."""
     page_tables: Tensor
-    """int32 [S + 1, max_pages]; the scratch page where there is none."""
+    """int32 [S + 1, max_pages]; unused entries have the scratch page."""
     seeds: Tensor
     """int64 [S + 1]."""
     temperatures: Tensor
@@ -47,7 +45,7 @@ class DeviceState:
     min_p: Tensor
     """float64 [S + 1]."""
     scratch_page: int
-    """A page that no sequence owns: keys and values of padding are stored there."""
+    """A page that no sequence owns, for keys and values of padding."""
 
     @classmethod
     def empty(cls, slots: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> DeviceState:
@@ -58,7 +56,6 @@ class DeviceState:
 
         return cls(
             lengths=column(torch.int32),
-            computed=column(torch.int32),
             limits=column(torch.int32),
             last_tokens=column(torch.int32),
             history=column(torch.int32, max_length),
@@ -73,14 +70,13 @@ class DeviceState:
 
     @property
     def idle(self) -> int:
-        """The slot of no sequence."""
+        """Index of the idle slot."""
         return len(self.lengths) - 1
 
-    def assign(self, slot: int, sequence: Sequence, computed: int) -> None:
-        """Copy a sequence's state from the host to a slot; `computed` of its tokens are in the cache."""
+    def assign(self, slot: int, sequence: Sequence) -> None:
+        """Copy a sequence's state from the host to a slot; all of its tokens but the last one are in the cache."""
         sampling = sequence.request.sampling
         self.lengths[slot] = len(sequence)
-        self.computed[slot] = computed
         self.limits[slot] = sequence.max_length
         self.last_tokens[slot] = int(sequence.tokens[-1])
         known = np.concatenate((sequence.tokens, sequence.recorded_rest)).astype(np.int32)
@@ -111,27 +107,27 @@ class DeviceState:
 
 
 class RequestSlots:
-    """Assigns request slots; what a sequence has on the device follows what it has on the host."""
+    """Assigns request slots to sequences and updates their page tables."""
 
     def __init__(self, state: DeviceState) -> None:
-        """state: with all slots free."""
+        """state: a state whose slots are all free."""
         self._state = state
         self._free = list(range(state.idle))
         self._assigned: dict[int, Assigned] = {}
         """By sequence id."""
 
-    def of(self, sequence: Sequence, computed: int) -> int:
-        """Return the slot of a sequence; a new one starts in the host's state, with `computed` tokens in the cache."""
+    def of(self, sequence: Sequence) -> int:
+        """Return the slot of a sequence; a new one is copied from the host, see `DeviceState.assign`."""
         assigned = self._assigned.get(sequence.sequence_id)
         if assigned is None:
             slot = self._free.pop()
-            self._state.assign(slot, sequence, computed)
+            self._state.assign(slot, sequence)
             assigned = Assigned(sequence, slot, sequence.preemptions, len(sequence.pages))
             self._assigned[sequence.sequence_id] = assigned
         return assigned.slot
 
     def add_pages(self, sequences: SequenceOf[Sequence]) -> None:
-        """Append pages that sequences with a slot were given since the last call to their tables on the device."""
+        """Append pages that were allocated for sequences since the last call to their tables on the device."""
         grown = [
             assigned
             for sequence in sequences
@@ -162,11 +158,11 @@ class RequestSlots:
 
 @dataclass(eq=False, slots=True)
 class Assigned:
-    """A sequence that has a request slot."""
+    """A sequence with a request slot."""
 
     sequence: Sequence
     slot: int
     preemptions: int
-    """Of the sequence when it got the slot; a later preemption frees its pages."""
+    """Number of preemptions of the sequence when it got the slot; a later one frees its pages."""
     pages: int
     """Number of pages in its table on the device."""

@@ -1,4 +1,4 @@
-"""Steps of exactly the tokens that are planned: any request option, prompt chunks, draft paths and trees."""
+"""Run steps without padding: all request options, prompt chunks, draft paths and trees."""
 
 from __future__ import annotations
 
@@ -16,39 +16,37 @@ from engine.speculation.verify import verify_drafts
 
 
 class EagerExecutor:
-    """Runs a step by ordinary calls of PyTorch, and verifies drafts on the host."""
+    """Runs steps without CUDA graphs, and verifies drafts on the host."""
 
     def __init__(self, runner: Runner, page_size: int, needs: TargetOutputs = NO_OUTPUTS) -> None:
-        """`needs`: outputs of the target that results have for the drafter."""
+        """needs: outputs of the target for the drafter."""
         self.runner = runner
         self._page_size = page_size
-        self._needs = needs
+        self.needs = needs
 
     def launch(self, plan: StepPlan) -> EagerStep:
-        """Run the forward pass; on a GPU this returns before it has ended."""
+        """Launch the forward pass; on a GPU this returns before it has ended."""
         batch = build_batch(plan.entries, self._page_size)
-        if not self._needs.hidden_layers:
-            return EagerStep(self.runner, plan, batch, self.runner.forward(batch), None, self._needs.top_k)
-        logits, states = self.runner.forward_with_states(batch, self._needs.hidden_layers)
-        return EagerStep(self.runner, plan, batch, logits, states, self._needs.top_k)
+        if not self.needs.hidden_layers:
+            return EagerStep(self, plan, batch, self.runner.forward(batch), None)
+        return EagerStep(self, plan, batch, *self.runner.forward_with_states(batch, self.needs.hidden_layers))
 
 
 class EagerStep:
     """A step whose forward pass is launched."""
 
     is_done = True
-    """Reading the logits is a part of the step."""
+    """`result` does a part of the work, and does not only wait."""
 
     def __init__(
-        self, runner: Runner, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None, top_k: int
+        self, executor: EagerExecutor, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None
     ) -> None:
-        """states: hidden states for the drafter, [N, layers, hidden size]. top_k: as in `TargetOutputs`."""
+        """states: hidden states for the drafter, [N, layers, hidden size]."""
         self.plan = plan
-        self._states = states
-        self._top_k = top_k
-        self._runner = runner
+        self._executor = executor
         self._batch = batch
         self._logits = logits
+        self._states = states
 
     def result(self) -> StepResult:
         """Verify drafts, and move the keys and values of accepted tree paths together."""
@@ -58,8 +56,8 @@ class EagerStep:
         self._compact(results)
         if self._states is not None:
             add_hidden_states(results, self._batch, self._states)
-        if self._top_k:
-            add_top_logits(results, self._batch, self._logits, self._top_k)
+        if self._executor.needs.top_k:
+            add_top_logits(results, self._batch, self._logits, self._executor.needs.top_k)
         return StepResult(self.plan, results)
 
     def _compact(self, results: list[SequenceResult]) -> None:
@@ -74,11 +72,11 @@ class EagerStep:
         if moves:
             sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
             if len(sources):
-                self._runner.move(sources, targets)
+                self._executor.runner.move(sources, targets)
 
 
 def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tensor) -> None:
-    """Give results the states, [N, layers, hidden size], of tokens that are final: scheduled and accepted ones."""
+    """Set the hidden states of scheduled and accepted tokens in results. states: [N, layers, hidden size]."""
     rows = []
     for result, span, first in zip(results, batch.spans, batch.logit_offsets.tolist(), strict=False):
         scheduled = np.arange(span.start, span.start + result.plan.scheduled)
@@ -89,7 +87,7 @@ def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tenso
 
 
 def add_top_logits(results: list[SequenceResult], batch: Batch, logits: Tensor, count: int) -> None:
-    """Give results the `count` largest logits of their rows. logits: float32 [rows, V], of `batch.logit_rows`."""
+    """Set the `count` largest logits in results. logits: float32 [rows, V], of `batch.logit_rows`."""
     top = logits[: batch.logit_offsets[-1]].topk(count, dim=1)
     for result, first, end in zip(results, batch.logit_offsets[:-1], batch.logit_offsets[1:], strict=True):
         if first < end:
@@ -102,15 +100,10 @@ def score_prompts(batch: Batch, logits: Tensor, entries: Sequence[SequencePlan])
     logits: float32 [rows, V], of `batch.logit_rows`.
     """
     bounds = batch.scored_offsets
-    counts = {
-        index: entry.sequence.request.sampling.prompt_logprobs or 0
-        for index, entry in enumerate(entries)
-        if len(entry.scored)
-    }
-    rows = {index: np.arange(bounds[index], bounds[index + 1]) for index in counts}
-    tokens = {
-        index: entry.sequence.tokens[entry.scored.start + 1 : entry.scored.stop + 1]
-        for index, entry in enumerate(entries)
-        if index in counts
-    }
+    counts, rows, tokens = {}, {}, {}
+    for index, entry in enumerate(entries):
+        if scored := entry.scored:
+            counts[index] = entry.sequence.request.sampling.prompt_logprobs or 0
+            rows[index] = np.arange(bounds[index], bounds[index + 1])
+            tokens[index] = entry.sequence.tokens[scored.start + 1 : scored.stop + 1]
     return compute_parts(logits, rows, tokens, counts)

@@ -1,12 +1,11 @@
-"""A step of a fixed shape, in which the device selects drafts, chooses tokens, and verifies, without the host.
+"""A step of a fixed shape, in which the device selects drafts, samples and verifies without the host.
 
-On a GPU each shape is a CUDA graph, captured before it is needed; elsewhere the same operations run one by one.
+On a GPU each shape is a CUDA graph; elsewhere the same operations run one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,18 +16,19 @@ from engine.attention.base import StepShape
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.select import OutcomeTable, select_drafts
-from engine.executor.kernels.tensors import Drafts, StepInputs
+from engine.executor.kernels.select import OutcomeTensors, select_drafts
+from engine.executor.kernels.tensors import Drafts
 from engine.executor.kernels.verify import verify
+from engine.executor.runner import FixedForward
 from engine.executor.transfer import CopyStream, PendingArray, on_device
 
 MemoryPool = Any
 """Memory that graphs share, as `torch.cuda.graph_pool_handle` returns it."""
 
 WARM_UPS = 2
-"""Runs before a capture, in which kernels are compiled and libraries allocate."""
+"""Number of runs before a capture, in which kernels are compiled and libraries allocate."""
 OUTCOMES = 4
-"""Largest number of outcomes of the step before for which a sequence may have a draft."""
+"""Largest number of outcomes of the previous step for which a sequence may have a draft."""
 SEQUENCE_COLUMNS = 2
 """Input columns of a sequence before its outcomes: request slot, rows."""
 OUTCOME_COLUMNS = 3
@@ -38,7 +38,7 @@ RESULT_COLUMNS = 2
 
 
 class Kind(NamedTuple):
-    """How tokens are chosen; each kind has a graph of its own."""
+    """How tokens are chosen; each kind has its own graph."""
 
     samples: bool
     """Whether any sequence samples; otherwise all are greedy."""
@@ -46,65 +46,49 @@ class Kind(NamedTuple):
     """Largest number of logits per row that truncation has to rank, as in `sampled_tokens`; None: nothing truncates."""
 
 
-class Forward(Protocol):
-    """A model's forward pass of one shape, see `engine.executor.runner.FixedForward`."""
+class HostInputs(NamedTuple):
+    """Inputs of a step from the host, for B sequences, each of which runs its last token and a draft."""
 
-    def plan(self, contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
-        """Prepare a step from what the host knows of it."""
-        ...
-
-    def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
-        """Return logits of all rows, float32 [N, V]."""
-        ...
-
-
-class StepOrder(NamedTuple):
-    """What the host sends for a step of B sequences, each of which runs its last token and a draft."""
-
-    outcomes: np.ndarray
-    """int32 [B, SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)]."""
+    table: np.ndarray
+    """int32 [B, SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)]: what is copied to the device."""
     contexts: list[int]
-    """Largest number of tokens before those that run."""
+    """Upper bound of the number of each sequence's tokens in the cache."""
 
     @property
     def rows(self) -> list[int]:
         """Number of rows of each sequence: its last token and the longest draft."""
-        return self.outcomes[:, 1].tolist()
+        return self.table[:, 1].tolist()
 
 
 class FixedStep:
     """A step of up to B sequences on N rows."""
 
     def __init__(
-        self, forward: Forward, state: DeviceState, shape: StepShape, page_size: int, copies: CopyStream
+        self, forward: FixedForward, state: DeviceState, shape: StepShape, page_size: int, copies: CopyStream
     ) -> None:
         self._forward = forward
         self._state = state
         self._shape = shape
         self._page_size = page_size
         self._copies = copies
-        # One tensor, so that one copy transfers it.
-        self._idle = np.zeros((shape.sequences, order_columns(shape.width - 1)), np.int32)
+        self._idle = np.zeros((shape.sequences, table_columns(shape.width - 1)), np.int32)
         self._idle[:, 0] = state.idle
-        self._order = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
+        self._table = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
         self._pool: MemoryPool | None = None
         self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.inference_mode()
-    def run(self, order: StepOrder, kind: Kind) -> PendingArray:
-        """Launch a step and return its results, int32 [B, RESULT_COLUMNS + width], on their way to the host.
-
-        Captures the graph of a kind that has none yet.
-        """
-        if self._order.is_cuda and kind not in self._graphs:
+    def run(self, inputs: HostInputs, kind: Kind) -> PendingArray:
+        """Launch a step and return its results, int32 [B, RESULT_COLUMNS + width]. Capture its graph if necessary."""
+        if self._table.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
-        padding = [0] * (len(self._idle) - len(order.contexts))
-        self._forward.plan([*order.contexts, *padding], [*order.rows, *padding])
-        # A new array, because an earlier copy may still be reading the last one.
+        padding = [0] * (len(self._idle) - len(inputs.contexts))
+        self._forward.plan([*inputs.contexts, *padding], [*inputs.rows, *padding])
+        # A new array, because an earlier copy may still be reading the previous one.
         rows = self._idle.copy()
-        rows[: len(order.outcomes)] = order.outcomes
-        self._order.copy_(on_device(rows, self._order.device), non_blocking=True)
-        if not self._order.is_cuda:
+        rows[: len(inputs.table)] = inputs.table
+        self._table.copy_(on_device(rows, self._table.device), non_blocking=True)
+        if not self._table.is_cuda:
             return self._copies.fetch(self._step(kind))
         graph, result = self._graphs[kind]
         graph.replay()
@@ -116,7 +100,7 @@ class FixedStep:
         sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
         self._forward.plan([longest] * sequences, [0] * sequences)
-        self._order.copy_(on_device(self._idle, self._order.device))
+        self._table.copy_(on_device(self._idle, self._table.device))
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -130,32 +114,31 @@ class FixedStep:
         self._pool = pool
 
     def _step(self, kind: Kind) -> Tensor:
-        state, order, shape = self._state, self._order, self._shape
-        slots = order[:, 0].long()
+        state, table, shape = self._state, self._table, self._shape
+        slots = table[:, 0].long()
         drafts = self._drafts(slots)
-        # Rows of padding are behind those of all sequences.
-        starts = pad(order[:, 1].cumsum(0, dtype=torch.int32), (1, 0))
-        inputs = build_inputs(state, slots, torch.ones_like(order[:, 0]), drafts, starts, shape.rows, self._page_size)
+        starts = pad(table[:, 1].cumsum(0, dtype=torch.int32), (1, 0))
+        inputs = build_inputs(state, slots, drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[slots])
-        chosen = sampled_tokens(state, inputs, logits, draws=kind.samples, most=kind.max_ranked)
-        # Also where nothing was recorded, so that no shape is captured twice.
+        chosen = sampled_tokens(state, inputs, logits, samples=kind.samples, max_ranked=kind.max_ranked)
+        # In every step, so that recorded outputs need no graphs of their own.
         chosen = replayed(state, inputs, chosen)
-        verified = verify(state, inputs.verify_rows, chosen, shape.width)
-        columns = (verified.counts, inputs.lengths - inputs.verify_rows.scheduled)
+        verified = verify(state, slots, inputs, chosen, shape.width)
+        columns = (verified.counts, (inputs.counts - 1).clamp(min=0))
         return torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
 
     def _drafts(self, slots: Tensor) -> Drafts:
-        """Return the drafts for the outcomes of the step before, of no more tokens than there are rows for."""
-        order, width = self._order, self._shape.width - 1
+        """Return the drafts for the outcome of the previous step."""
+        table, width = self._table, self._shape.width - 1
         if self._shape.rows == self._shape.sequences:
-            none = torch.zeros_like(order[:, 0])
+            none = torch.zeros_like(table[:, 0])
             return Drafts(none[:, None].expand(-1, width), none)
-        outcomes = order[:, SEQUENCE_COLUMNS:].view(len(order), OUTCOMES, OUTCOME_COLUMNS + width)
+        outcomes = table[:, SEQUENCE_COLUMNS:].view(len(table), OUTCOMES, OUTCOME_COLUMNS + width)
         lengths, last_tokens, sizes = (outcomes[:, :, column] for column in range(OUTCOME_COLUMNS))
-        table = OutcomeTable(lengths, last_tokens, sizes, outcomes[:, :, OUTCOME_COLUMNS:])
-        return select_drafts(self._state, slots, table, width)
+        drafts = OutcomeTensors(lengths, last_tokens, sizes, outcomes[:, :, OUTCOME_COLUMNS:])
+        return select_drafts(self._state, slots, drafts, width)
 
 
-def order_columns(max_draft: int) -> int:
-    """Return the number of columns of `StepOrder.outcomes`."""
+def table_columns(max_draft: int) -> int:
+    """Return the number of columns of `HostInputs.table`."""
     return SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)

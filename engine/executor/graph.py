@@ -1,7 +1,7 @@
-"""Launches steps of fixed shapes without knowing the results of the step in flight.
+"""Launch steps of fixed shapes without knowing the results of the step in flight.
 
 The device holds the state of running sequences in request slots, selects each sequence's draft by the outcome of the
-step before, and commits what it accepts.
+previous step, and commits what it accepts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engine.executor.fixed_step import (
     OUTCOMES,
     RESULT_COLUMNS,
     SEQUENCE_COLUMNS,
-    StepOrder,
-    order_columns,
+    HostInputs,
+    table_columns,
 )
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid
@@ -25,9 +25,9 @@ from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceRes
 
 
 class GraphExecutor:
-    """Runs the last token of each sequence, and a path as its draft, in steps of fixed shapes.
+    """Runs the last token of each sequence and a path as its draft in steps of fixed shapes.
 
-    Prompt chunks run before such a step, by ordinary calls.
+    Prompt chunks run before such a step, without a graph.
     """
 
     def __init__(self, grid: StepGrid, runner: Runner, page_size: int, vocab_size: int, max_draft: int) -> None:
@@ -48,11 +48,11 @@ class GraphExecutor:
         return GraphStep(plan, results)
 
     def release(self) -> None:
-        """Release all request slots: the host advances the sequences by other means."""
+        """Release all request slots, because another executor runs the next step."""
         self._slots.release_all()
 
     def _run_chunks(self, plan: StepPlan) -> None:
-        """Run what is scheduled of prompts, except the last tokens of those that produce."""
+        """Run the scheduled prompt tokens, except the last ones of entries that produce."""
         chunks = [
             SequencePlan(entry.sequence, entry.computed, entry.scheduled - entry.produces, produces=False)
             for entry in plan.entries
@@ -62,16 +62,16 @@ class GraphExecutor:
             self._runner.forward(build_batch(chunks, self._page_size))
 
     def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
-        slots = [self._slots.of(entry.sequence, entry.computed + entry.scheduled - 1) for entry in producing]
+        slots = [self._slots.of(entry.sequence) for entry in producing]
         self._slots.add_pages([entry.sequence for entry in producing])
-        order = np.zeros((len(producing), order_columns(self._max_draft)), np.int32)
-        order[:, 0] = slots
-        order[:, 1] = [1 + entry.max_verified for entry in producing]
+        table = np.zeros((len(producing), table_columns(self._max_draft)), np.int32)
+        table[:, 0] = slots
+        table[:, 1] = [1 + entry.max_verified for entry in producing]
         if self._max_draft:
-            _fill_outcomes(order[:, SEQUENCE_COLUMNS:].reshape(len(producing), OUTCOMES, -1), plan, producing)
+            _fill_outcomes(table[:, SEQUENCE_COLUMNS:].reshape(len(producing), OUTCOMES, -1), plan, producing)
         contexts = [entry.sequence.end_after(entry.scheduled) - 1 for entry in producing]
         kind = self.grid.kind_of([entry.sequence.request.sampling for entry in producing], self._vocab_size)
-        return self.grid.run(StepOrder(order, contexts), kind)
+        return self.grid.run(HostInputs(table, contexts), kind)
 
 
 class GraphStep:

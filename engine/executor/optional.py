@@ -10,19 +10,19 @@ from ssd.errors import UserError
 
 
 def has_flashinfer() -> bool:
-    """Return whether FlashInfer is installed; there may be no device that runs it."""
+    """Return whether FlashInfer is installed, whether or not a device can run it."""
     return find_spec("flashinfer") is not None
 
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed; there may be no device that runs its kernels."""
+    """Return whether Triton is installed, whether or not a device can run its kernels."""
     return find_spec("triton") is not None
 
 
 @cache
 def flashinfer() -> Any:
-    """Import and return FlashInfer. Raises UserError where that fails."""
+    """Import and return FlashInfer. Raises UserError if that fails."""
     try:
         import flashinfer
     except (ImportError, OSError) as problem:

@@ -1,4 +1,4 @@
-"""Forward passes: a model, the attention over its KV cache, and the small operations between them."""
+"""Forward passes of a model with attention over its KV cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Runner:
 
 
 class FixedForward:
-    """The forward pass of steps of one shape; the host does not read any of its tensors."""
+    """The forward pass of steps of one shape; the host reads none of its tensors."""
 
     def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Shapes that steps are padded to: few enough to be captured at start, close enough to waste little."""
+"""Shapes that steps are padded to: few, so that all can be captured at start, but close, so that padding is small."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import FixedStep, Kind, StepOrder, order_columns
+from engine.executor.fixed_step import FixedStep, HostInputs, Kind, table_columns
+from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.transfer import PendingArray
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
 from engine.speculation.step_cost import PaddedCost, StepCost
 
 MIN_DRAFT_ROWS = 4
-"""Smallest number of rows for drafts of a step that has any: a step of 5 tokens takes as long as one of 2."""
+"""Smallest number of draft rows of a step with drafts: a step of 5 tokens takes as long as one of 2."""
 GREEDY, SAMPLED = Kind(samples=False, max_ranked=None), Kind(samples=True, max_ranked=None)
 
 
@@ -26,11 +27,11 @@ class Captured(NamedTuple):
 
     graphs: int
     seconds: float
-    """Time that it took, with the compilation of kernels that were never compiled before."""
+    """Duration, including the compilation of kernels that were not compiled before."""
 
 
 class StepGrid:
-    """Steps for several numbers of sequences and rows, made when they are first needed, or all of them by `capture`.
+    """Steps for several numbers of sequences and rows, made when first needed, or all at once by `capture`.
 
     The rows of a step may be distributed over its sequences in any way.
     """
@@ -38,7 +39,7 @@ class StepGrid:
     def __init__(
         self, make: Callable[[int, int], FixedStep], state: DeviceState, max_sequences: int, max_draft: int
     ) -> None:
-        """make: returns the step on `state` with this number of sequences and of rows."""
+        """make: returns the step on `state` for a number of sequences and a number of rows."""
         self._make = make
         self.state = state
         self._max_draft = max_draft
@@ -49,7 +50,7 @@ class StepGrid:
 
     @property
     def greedy(self) -> Kind:
-        """The kind of greedy steps. On a GPU one kernel does both kinds of choices at the cost of the greedy one."""
+        """The kind of greedy steps. On a GPU the sampling kernel is as fast for them, so one kind is enough."""
         return SAMPLED if self.state.lengths.is_cuda else GREEDY
 
     def kind_of(self, samplings: Sequence[SamplingParams], vocab_size: int) -> Kind:
@@ -59,13 +60,13 @@ class StepGrid:
         top_k, top_p, min_p = (
             np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
         )
-        most = Truncation(top_k, top_p, min_p).most(vocab_size)
-        return Kind(True, min(1 << (most - 1).bit_length(), vocab_size) if most else 0)
+        ranked = Truncation(top_k, top_p, min_p).max_ranked(vocab_size)
+        return Kind(True, min(next_power_of_2(ranked), vocab_size) if ranked else 0)
 
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
         """Return the smallest shape that holds these numbers of sequences and rows."""
         padded = next(size for size in self.sequences if size >= sequences)
-        # A shape with as many rows as sequences has no drafts; attention relies on that.
+        # In a shape with as many rows as sequences, each has at most one row; attention relies on that.
         least = rows if rows == sequences else max(rows, padded + 1)
         return padded, next(size for size in self.rows_of(padded) if size >= least)
 
@@ -83,8 +84,8 @@ class StepGrid:
     def capture(self, notify: Callable[[str], None], common: Kind = SAMPLED) -> None:
         """Capture every shape on a CUDA device, the largest first: its memory is shared by the others.
 
-        notify: called with a line before and after. common: the kind that most requests need; it is captured beside
-        the greedy one, and other kinds when they are first needed.
+        notify: called with a line before and after. common: the kind that most requests need, captured in addition to
+        the greedy one; other kinds are captured when first needed.
         """
         kinds = dict.fromkeys((self.greedy, common))
         shapes = [(*shape, kind) for shape in reversed(self.shapes) for kind in kinds]
@@ -96,9 +97,9 @@ class StepGrid:
         self.captured = Captured(len(shapes), perf_counter() - began)
         notify(f"captured {len(shapes)} CUDA graphs in {self.captured.seconds:.1f} s")
 
-    def run(self, order: StepOrder, kind: Kind) -> PendingArray:
+    def run(self, inputs: HostInputs, kind: Kind) -> PendingArray:
         """Run a step in the smallest shape that holds it; see `FixedStep.run`."""
-        return self.step_of(*self.shape_for(len(order.contexts), sum(order.rows))).run(order, kind)
+        return self.step_of(*self.shape_for(len(inputs.contexts), sum(inputs.rows))).run(inputs, kind)
 
     def padded_rows(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
         """Return the rows of the smallest shapes that hold these tokens; `tokens` where no shape is large enough."""
@@ -109,9 +110,9 @@ class StepGrid:
         return np.where(places < len(sizes), sizes[np.minimum(places, len(sizes) - 1)], tokens)
 
     def measure(self) -> PaddedCost:
-        """Return what steps cost, measured on steps without sequences."""
+        """Measure the cost of steps, on steps without sequences."""
         shapes = {rows: sequences for sequences, rows in self.shapes}
-        nothing = StepOrder(np.zeros((0, order_columns(self._max_draft)), np.int32), [])
+        nothing = HostInputs(np.zeros((0, table_columns(self._max_draft)), np.int32), [])
 
         def run(rows: int, _sequences: int) -> None:
             self.step_of(shapes[rows], rows).run(nothing, self.greedy).read()

@@ -1,4 +1,4 @@
-"""Transfers of small arrays between host and device that do not wait for other work of the device."""
+"""Asynchronous transfers of small arrays between host and device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def staged(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return the array in memory from which `device` copies asynchronously."""
+    """Return the array in memory that `device` can copy from asynchronously."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -25,7 +25,7 @@ class PendingArray:
     """An array that is being copied to the host."""
 
     def __init__(self, array: Tensor, copied: torch.cuda.Event | None) -> None:
-        """array: in host memory. copied: event after which it is complete; None if it is."""
+        """array: in host memory. copied: event after which it is complete; None if it is already."""
         self._array = array
         self._copied = copied
 

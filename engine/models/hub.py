@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -22,11 +23,14 @@ FILES = [
 """Files that the engine reads; many repositories have the same weights in further formats."""
 
 
-def find_model(model: str | Path) -> Path:
+def find_model(model: str | Path | None) -> Path:
     """Return the folder of a model: `model` itself if it exists, else the download of the hub's model of that name.
 
-    A model that was downloaded before is found without a network. Raises UserError.
+    Without `model`, it is the shipped model. A model that was downloaded before is found without a network. Raises
+    UserError.
     """
+    if not model:
+        return SHIPPED_MODEL
     folder, name = Path(model), str(model)
     if folder.exists():
         return folder  # the loader checks it

@@ -1,7 +1,7 @@
-"""Samples the tokens of a drafter that has logits, as each request asks.
+"""Sample draft tokens from a drafter's logits, with each request's settings.
 
 In exact mode with the target's own noise, so that a draft token equals the target's wherever the two distributions
-agree; in rejection mode from `q`, with noise of its own.
+agree; in rejection mode with independent noise.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class SampledTokens(NamedTuple):
     """Draft tokens for n sequences: c candidates each, in the order in which they are to be tried."""
 
     tokens: Tensor
-    """int64 [n, c]: sampled without replacement, or the likeliest ones of a greedy request."""
+    """int64 [n, c]: sampled without replacement; for a greedy request the likeliest ones."""
     is_possible: Tensor
-    """bool [n, c]: whether the request may sample the token at all; the others must not be proposed."""
+    """bool [n, c]: whether the request can sample the token; others must not be proposed."""
     q: Tensor
     """float32 [n, V]: the distributions that the tokens were sampled from."""
     has_q: np.ndarray
@@ -40,7 +40,7 @@ def sample_drafts(
     """Sample `count` candidates after each sequence and its draft so far.
 
     drafts: for each sequence uint32 [k], the path of draft tokens before the candidates. logits: float32 [n, V], of the
-    drafter after that path, over the target's vocabulary. The request's settings apply to them as to the target's.
+    drafter after that path, over the target's vocabulary.
     """
     samplings = [sequence.request.sampling for sequence in sequences]
     positions = np.array([len(each) + len(draft) for each, draft in zip(sequences, drafts, strict=True)])
@@ -56,7 +56,7 @@ def sample_drafts(
 
 
 def _noise(samplings: SequenceOf[SamplingParams], settings: RowSettings, scored: Tensor) -> Tensor:
-    """Return Gumbel noise, float32 [n, V]: none for greedy requests, the target's own in exact mode."""
+    """Return Gumbel noise, float32 [n, V]: zeros for greedy requests, the target's own in exact mode."""
     is_sampled, uses_rejection = (
         torch.tensor([getattr(sampling, name) for sampling in samplings], device=scored.device)
         for name in ("is_sampled", "uses_rejection")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # Processes that only read them, such as the HTTP process, do not import PyTorch.
+if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from torch import Tensor
 
 
@@ -20,7 +20,7 @@ class Logprobs:
     """Log-probabilities of N tokens, in nats."""
 
     tokens: np.ndarray
-    """float32 [N]: of the tokens themselves."""
+    """float32 [N]: log-probabilities of the tokens themselves."""
     ranks: np.ndarray
     """int64 [N]: their ranks among all tokens; 1 is the likeliest."""
     top_ids: np.ndarray
@@ -28,20 +28,17 @@ class Logprobs:
     top: np.ndarray
     """float32 [N, n]: their log-probabilities."""
 
-    def at(self, rows: np.ndarray) -> Logprobs:
-        """Return those of some of the tokens, by their indices, int64 [n]."""
-        return Logprobs(self.tokens[rows], self.ranks[rows], self.top_ids[rows], self.top[rows])
-
-    def part(self, start: int, end: int, count: int) -> Logprobs:
-        """Return those of tokens `start` to `end`, with `count` alternatives each."""
+    def part(self, start: int, end: int, count: int | None = None) -> Logprobs:
+        """Return those of tokens `start` to `end`, with `count` alternatives each; None: with all of them."""
         return Logprobs(
             self.tokens[start:end], self.ranks[start:end], self.top_ids[start:end, :count], self.top[start:end, :count]
         )
 
 
 def compute_logprobs(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs:
-    """Return the log-probabilities of `tokens`, uint32 [N], under logits float32 [N, V], with up to `count`
-    alternatives each.
+    """Return the log-probabilities of `tokens`, uint32 [N], with up to `count` alternatives each.
+
+    logits: float32 [N, V].
     """
     import torch
 
@@ -59,10 +56,10 @@ def compute_logprobs(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs
 def compute_parts(
     logits: Tensor, rows: Mapping[int, np.ndarray], tokens: Mapping[int, np.ndarray], counts: Mapping[int, int]
 ) -> dict[int, Logprobs]:
-    """Return the log-probabilities that some sequences asked for, by their index.
+    """Return the log-probabilities of several sequences, by their indices, which are the keys of `counts`.
 
-    rows, tokens: the rows of `logits`, int64 [n], and the tokens after them, uint32 [n], of each sequence. counts:
-    number of alternatives, by the index of each sequence that asked.
+    logits: float32 [M, V]. rows, tokens: rows of `logits`, int64 [n], and the tokens after them, uint32 [n], of each
+    sequence. counts: numbers of alternatives.
     """
     if not counts:
         return {}
@@ -80,7 +77,7 @@ def compute_parts(
 
 
 def join_logprobs(parts: Sequence[Logprobs], count: int) -> Logprobs:
-    """Concatenate log-probabilities; without parts, those of no token with `count` alternatives."""
+    """Concatenate log-probabilities; without parts, return those of no token with `count` alternatives."""
     nothing = Logprobs(
         np.empty(0, np.float32),
         np.empty(0, np.int64),

@@ -1,7 +1,7 @@
-"""Sampling with keyed noise: random numbers that depend on nothing but seed, position and token.
+"""Sampling with keyed noise: random numbers that depend only on seed, position and token.
 
-Gumbel's trick: the token of the largest logit / temperature + Gumbel noise is a sample from the softmax. As the noise
-is keyed by (seed, position), the token of a position is the same in every batch, and with or without drafts.
+Gumbel-max trick: the token of the largest logit / temperature + Gumbel noise is a sample from the softmax. As the noise
+is keyed by (seed, position), the token of a position is the same in every batch, with or without drafts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 class Stream(IntEnum):
-    """Random numbers of a position besides those that sample the target's token; streams are independent."""
+    """Independent streams of random numbers besides the one that samples the target's tokens."""
 
     DRAFT = 1
     """Sample a drafter's token, in rejection mode."""
@@ -42,7 +42,7 @@ def sample_tokens(
     positions: np.ndarray,
     truncation: Truncation | None = None,
 ) -> Tensor:
-    """Sample a token per row, int64 [M]; the settings are on the host, so that greedy rows cost nothing more.
+    """Sample a token per row, int64 [M]. The settings are on the host, so that only sampled rows need noise.
 
     logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
     sampled token within its sequence.
@@ -58,7 +58,7 @@ def sample_tokens(
         if truncation is None:
             scores += gumbel_noise(own_seeds, own_positions, logits.shape[1])
         else:
-            # Noise costs more than everything else here, and few tokens are left that need it.
+            # Noise costs most, and few tokens are left that need it.
             scores = truncate(scores, truncation.rows(part))
             left, candidates = torch.nonzero(scores > float("-inf"), as_tuple=True)
             scores[left, candidates] += _noise(_keys(own_seeds, own_positions)[left], candidates)
@@ -69,7 +69,7 @@ def sample_tokens(
 def sample_tokens_on_device(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
 ) -> Tensor:
-    """Sample the same tokens by settings on the device, without waiting for it: all rows take the same operations.
+    """Sample the same tokens with settings on the device, without waiting for it: all rows run the same operations.
 
     logits: float32 [M, V]. temperatures: float64 [M]. seeds, positions: int64 [M]. Returns int64 [M].
     """
@@ -109,7 +109,7 @@ def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    # Small uniforms make large noise; log1p keeps their precision, where log(u) near u = 1 would lose it.
+    # Small uniforms give large noise; log1p keeps their precision.
     return -torch.log(-torch.log1p(-_uniforms(keys + (tokens + 1) * GOLDEN))).float()
 
 
@@ -118,12 +118,12 @@ def _uniforms(numbers: Tensor) -> Tensor:
 
 
 def mix64(x: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of int64 tensors, with the overflow of unsigned numbers."""
+    """Return SplitMix64's finaliser of int64 tensors, with unsigned overflow."""
     x = (x ^ _shifted_right(x, 30)) * MIX_1
     x = (x ^ _shifted_right(x, 27)) * MIX_2
     return x ^ _shifted_right(x, 31)
 
 
 def _shifted_right(x: Tensor, by: int) -> Tensor:
-    """Shift logically; PyTorch's own shift keeps the sign."""
+    """Shift logically; PyTorch's shift keeps the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)

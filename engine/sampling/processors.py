@@ -1,10 +1,10 @@
-"""What a request's settings do to its logits before temperature: forbidden ends, bias, penalties.
+"""Logits processors before temperature: forbidden end tokens, bias, penalties.
 
-A sequence has a row of logits after its last token and one after each token of its draft. A row is processed as if the
-draft up to it (in a tree, its ancestors and itself) were committed. Its token counts only if that draft is accepted,
-and is then what it would have been without drafts.
+A sequence has a row of logits after its last token and one after each draft token. A row is processed as if the draft
+up to it (in a tree, its ancestors and itself) were committed. The row is used only if that draft is accepted, and then
+equals the row of decoding without drafts.
 
-Only tokens that occurred are penalised, so the work grows with them and not with the vocabulary.
+Only tokens that occurred are penalised, so the work does not grow with the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 NOT_NEEDED = -1
-"""In place of a row of logits that nobody reads."""
+"""Marks a row of logits that is not read."""
 
 
 class Rows(NamedTuple):
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     tree: DraftTree | None
     """Shape of the draft; None for a path."""
     rows: np.ndarray
-    """int64 [k + 1]: the row after the committed tokens and those after each draft token, or `NOT_NEEDED`."""
+    """int64 [k + 1]: rows after the committed tokens and after each draft token, or `NOT_NEEDED`."""
 
     @property
     def depths(self) -> np.ndarray:
@@ -45,10 +45,7 @@ class Rows(NamedTuple):
 
 
 def process_logits(logits: Tensor, rows: SequenceOf[Rows]) -> Tensor:
-    """Return logits, float32 [M, V], with everything applied but temperature and truncation.
-
-    Returns the argument itself if there is nothing to apply.
-    """
+    """Return processed logits, float32 [M, V]; the argument itself if no request has anything to apply."""
     own = [each for each in rows if each.sequence.request.sampling.adjusts]
     if not own:
         return logits
@@ -67,7 +64,7 @@ def process_logits(logits: Tensor, rows: SequenceOf[Rows]) -> Tensor:
 
 
 def _forbidden(own: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and tokens of ends that come before `min_tokens`."""
+    """Return rows and tokens of end tokens that `min_tokens` forbids."""
     sequence = own.sequence
     lacking = sequence.request.sampling.min_tokens - len(sequence.output)
     early = own.rows[(own.depths < lacking) & (own.rows != NOT_NEEDED)]
@@ -76,7 +73,7 @@ def _forbidden(own: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _biased(own: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, tokens and bias."""
+    """Return rows, tokens and biases."""
     bias = own.sequence.request.sampling.logit_bias
     rows = own.rows[own.rows != NOT_NEEDED]
     tokens, values = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
@@ -110,21 +107,22 @@ class Penalised(NamedTuple):
     tokens: np.ndarray
     """int64 [N]."""
     in_prompt: np.ndarray
-    """bool [N]: whether the prompt has the token."""
+    """bool [N]: whether the token occurs in the prompt."""
     counts: np.ndarray
-    """float32 [N]: number of times that the output before the row has it."""
+    """float32 [N]: number of its occurrences in the output before the row."""
     repetition: np.ndarray
-    """float32 [N]: the penalties that apply."""
+    """float32 [N]: repetition penalty."""
     presence: np.ndarray
-    """float32 [N]."""
+    """float32 [N]: presence penalty."""
     frequency: np.ndarray
-    """float32 [N]."""
+    """float32 [N]: frequency penalty."""
 
 
 def penalise(logits: Tensor, penalised: Penalised) -> None:
     """Apply penalties to logits, float32 [M, V], in place.
 
-    Repetition is that of CTRL (Keskar et al., 2019), over prompt and output; the others are OpenAI's, over the output.
+    The repetition penalty is CTRL's (Keskar et al., 2019), over prompt and output; the others are OpenAI's, over the
+    output.
     """
     rows, tokens, in_prompt, counts, repetition, presence, frequency = (
         torch.from_numpy(array).to(logits.device) for array in penalised

@@ -1,4 +1,4 @@
-"""From processed logits to tokens or distributions, each row by the settings of its request."""
+"""Convert processed logits to tokens or distributions, each row with the settings of its request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.scheduling.request import SamplingParams
 
 
 class RowSettings(NamedTuple):
-    """How the tokens of M rows are sampled."""
+    """Sampling settings of M rows."""
 
     temperatures: np.ndarray
     """float64 [M]; 0 for greedy."""
@@ -26,7 +26,7 @@ class RowSettings(NamedTuple):
     positions: np.ndarray
     """int64 [M]: position of each sampled token within its sequence."""
     truncation: Truncation | None
-    """None if no row has any."""
+    """None if no row is truncated."""
 
 
 def row_settings(samplings: SequenceOf[SamplingParams], counts: np.ndarray, positions: np.ndarray) -> RowSettings:
@@ -51,7 +51,7 @@ def sample(logits: Tensor, settings: RowSettings) -> Tensor:
     temperatures, seeds, positions, truncation = settings
     if not logits.is_cuda:
         return sample_tokens(logits, temperatures, seeds, positions, truncation)
-    # The kernel that CUDA graphs use: another implementation's logarithms may differ in the last bit.
+    # CUDA graphs use this kernel; logarithms of another implementation may differ in the last bit.
     limits = None if truncation is None else truncation.on(logits)
     t, s, p = (on_device(array, logits.device) for array in (temperatures, seeds, positions))
     return kernel.sample_tokens(logits, t, s, p, limits)

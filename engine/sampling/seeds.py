@@ -1,4 +1,4 @@
-"""Seeds for several samples of one request. Imports no PyTorch: the HTTP process needs them, too."""
+"""Seeds for several samples of one request. Does not import PyTorch, because the HTTP process uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MULTIPLIER = 0xBF58476D1CE4E5B9
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Return the seed of the `index`-th of several samples of one request, in the range of `SamplingParams.seed`.
+    """Return the seed of sample `index` of a request, in the range of `SamplingParams.seed`.
 
     The first sample has the request's own seed, so it equals the only sample of a request for one. The others have
     SplitMix64 of seed and index, so requests with neighbouring seeds do not share samples.

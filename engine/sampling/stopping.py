@@ -1,4 +1,4 @@
-"""Where an output ends: end tokens, stop tokens, stop strings, length."""
+"""Find the end of an output: end tokens, stop tokens, stop strings, length."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from engine.scheduling.request import FinishReason, Request
 
 
 class Cut(NamedTuple):
-    """How many of a step's tokens belong to the output, and whether it ends there."""
+    """The part of a step's tokens that belongs to the output, and whether the output ends after it."""
 
     length: int
     """Number of leading tokens that belong to the output."""
     reason: FinishReason | None = None
-    """Why the output ends after them; None if it goes on."""
+    """Why the output ends; None if it does not."""
     stop_reason: str | int | None = None
     """As in `Completion`."""
 
 
 class Stopping:
-    """Finds the end of one request's output. It reads committed tokens only, so drafts have no effect on it."""
+    """Finds the end of one request's output, from committed tokens only."""
 
     def __init__(self, request: Request, eos_token_ids: Iterable[int] = (), decode: Decode | None = None) -> None:
         """`decode` is needed only for stop strings."""
@@ -52,7 +52,7 @@ class Stopping:
         return Cut(len(tokens), FinishReason.LENGTH if len(tokens) == room else None)
 
     def text(self) -> str | None:
-        """Return the text of an output that has ended; None unless the request has stop strings."""
+        """Return the text of an output that has ended; None if the request has no stop strings."""
         return None if self._strings is None else self._strings.finish()
 
 
@@ -64,7 +64,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: tuple[str, ...], min_tokens: int, detokenizer: Detokenizer) -> None:
-        """A stop string that the first `min_tokens` tokens complete does not count."""
+        """Stop strings that are complete within the first `min_tokens` tokens are ignored."""
         self._stops = stops
         self._min_tokens = min_tokens
         self._detokenizer = detokenizer
@@ -73,7 +73,7 @@ class StopStrings:
         self._found: str | None = None
 
     def feed(self, token: int) -> str | None:
-        """Append a token; return the stop string that it completes, if any."""
+        """Append a token; return the stop string that it completes, or None."""
         searched = len(self._text)
         self._text += self._detokenizer.feed(token)
         self._tokens += 1
@@ -89,5 +89,5 @@ class StopStrings:
         return self._found
 
     def finish(self) -> str:
-        """Return the whole text, once the output has ended."""
+        """Return the whole text of an output that has ended."""
         return self._text if self._found is not None else self._text + self._detokenizer.finish()

@@ -1,4 +1,4 @@
-"""Counts of the tokens that occurred in a sequence, which penalties read."""
+"""Counts of the tokens in a sequence, for penalties."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from engine.speculation.draft_tree import DraftTree
 
 
 class Occurrences(NamedTuple):
-    """How often D tokens occur before each of R rows."""
+    """Counts of D tokens before each of R rows."""
 
     tokens: np.ndarray
     """int64 [D], distinct."""
     in_prompt: np.ndarray
-    """bool [D]."""
+    """bool [D]: whether the prompt has the token."""
     counts: np.ndarray
-    """float32 [R, D]: number of times that the output before each row has each token."""
+    """float32 [R, D]: number of occurrences of each token in the output before each row."""
 
 
 class TokenCounts:

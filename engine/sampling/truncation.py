@@ -24,7 +24,7 @@ BYTES_PER_ENTRY = 64
 
 @dataclass(frozen=True, eq=False)
 class Truncation:
-    """The settings of M rows, with the meanings and ranges of `SamplingParams`, on the host."""
+    """The settings of M rows on the host, with the meanings and ranges of `SamplingParams`."""
 
     top_k: np.ndarray
     """int64 [M]; 0 or less keeps all tokens."""
@@ -40,10 +40,10 @@ class Truncation:
     def on(self, scores: Tensor) -> Limits:
         """Return the settings on the device of the scores, float32 [M, V]."""
         top_k, top_p, min_p = (on_device(array, scores.device) for array in (self.top_k, self.top_p, self.min_p))
-        return Limits(top_k, top_p, min_p, self.most(scores.shape[1]))
+        return Limits(top_k, top_p, min_p, self.max_ranked(scores.shape[1]))
 
-    def most(self, vocab_size: int) -> int:
-        """Return the number of tokens to sort, see `Limits.most`."""
+    def max_ranked(self, vocab_size: int) -> int:
+        """Return the number of tokens to sort, see `Limits.max_ranked`."""
         ranked = (self.top_k > 0) | (self.top_p < 1)
         kept = np.where(self.top_k > 0, np.minimum(self.top_k, vocab_size), vocab_size)
         return int(kept.max(initial=0, where=ranked))
@@ -58,38 +58,33 @@ class Limits(NamedTuple):
     """float64 [M]."""
     min_p: Tensor
     """float64 [M]."""
-    most: int
-    """Number of tokens to sort per row: the largest number that any row with a top-k or top-p may keep; 0 if no row
-    has one."""
+    max_ranked: int
+    """Number of tokens to sort per row: the largest number that a row with top-k or top-p may keep; 0 without one."""
 
 
 def truncate(scores: Tensor, settings: Truncation) -> Tensor:
-    """Return `scores`, float32 [M, V], logits over temperature, with -inf for the tokens that are dropped."""
-    lowest = _min_p_score(scores.amax(dim=-1), on_device(settings.min_p, scores.device))
-    ranked = np.flatnonzero((settings.top_k > 0) | (settings.top_p < 1))
-    if len(ranked):
-        rows = on_device(ranked, scores.device)
-        limits = settings.rows(ranked).on(scores)
-        lowest[rows] = _ranked_score(_highest(scores[rows], limits.most), lowest[rows], limits)
+    """Return logits over temperature, `scores`, float32 [M, V], with -inf for the tokens that are dropped."""
+    lowest = lowest_scores(scores, torch.ones(len(scores), device=scores.device), settings.on(scores))
     return scores.masked_fill(scores < lowest[:, None], float("-inf"))
 
 
 def lowest_scores(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tensor:
     """Return the lowest score that each row keeps, float32 [M], without waiting for the device.
 
-    All rows are sorted if any is. logits: float32 [M, V]. temperatures: float64 [M].
+    If any row needs sorting, all rows are sorted. logits: float32 [M, V]. temperatures: float [M].
     """
-    # Division keeps the order, rounded or not. So it comes last, and the scores of all tokens are not needed.
+    # Division keeps the order, rounded or not, so only the largest logits are divided.
     divisor = divisors(temperatures).to(logits)
-    lowest = _min_p_score(logits.amax(dim=-1) / divisor, limits.min_p)
-    if not limits.most:
+    highest = logits.amax(dim=-1) / divisor
+    lowest = highest + torch.log(limits.min_p).to(highest)
+    if not limits.max_ranked:
         return lowest
-    most = min(limits.most, logits.shape[1])
+    count = min(limits.max_ranked, logits.shape[1])
     columns = (logits, divisor, lowest, limits.top_k, limits.top_p, limits.min_p)
     # On the CPU all tokens are sorted, however few are needed.
-    size = rows_per_part(logits.shape[1] if logits.device.type == "cpu" else most)
+    size = rows_per_part(logits.shape[1] if logits.device.type == "cpu" else count)
     ranked = [
-        _ranked_score(_highest(part, most) / own_divisor[:, None], own_lowest, Limits(top_k, top_p, min_p, most))
+        _ranked_score(_highest(part, count) / own_divisor[:, None], own_lowest, Limits(top_k, top_p, min_p, count))
         for part, own_divisor, own_lowest, top_k, top_p, min_p in zip(
             *(column.split(size) for column in columns), strict=True
         )
@@ -98,17 +93,13 @@ def lowest_scores(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tenso
 
 
 def divisors(temperatures: Tensor) -> Tensor:
-    """Return what logits are divided by, float64 [M]: the temperatures, 1 for greedy rows."""
+    """Return the divisors of logits, [M]: the temperatures, 1 for greedy rows."""
     return torch.where(temperatures > GREEDY_BELOW, temperatures, 1)
 
 
 def rows_per_part(entries: int) -> int:
     """Return the number of rows of `entries` logits whose temporaries fit into `WORKSPACE_BYTES`, at least 1."""
     return max(1, WORKSPACE_BYTES // (BYTES_PER_ENTRY * max(1, entries)))
-
-
-def _min_p_score(highest: Tensor, min_p: Tensor) -> Tensor:
-    return highest + torch.log(min_p).to(highest)
 
 
 def _ranked_score(best: Tensor, lowest: Tensor, limits: Limits) -> Tensor:

@@ -1,1 +1,1 @@
-"""Which sequences run in a step, and on which pages of the KV cache."""
+"""Scheduling: the sequences of each step, and their pages of the KV cache."""

@@ -1,4 +1,4 @@
-"""Allocation of KV cache pages, with reference counts and a prefix cache. Knows nothing of what pages store."""
+"""Allocation of KV cache pages, with reference counts and a prefix cache."""
 
 from __future__ import annotations
 

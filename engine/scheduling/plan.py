@@ -1,4 +1,4 @@
-"""What goes into a step of the engine, and what comes out of it. Nothing here outlives the step.
+"""Input and results of a step of the engine. Nothing here outlives the step.
 
 The scheduler makes a `StepPlan`: which sequences run, and how many committed tokens of each. Speculation adds drafts to
 it, an executor runs it, and its results come back as a `StepResult`.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # A plan is read without PyTorch.
+if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from torch import Tensor
 
     from engine.drafters.outcomes import OutcomeTable
@@ -32,13 +32,13 @@ class SequencePlan:
 
     sequence: Sequence
     computed: int
-    """Number of tokens that are in the KV cache; with steps in flight, the number that is known to be."""
+    """Number of leading tokens in the KV cache, as far as known: steps in flight may add some."""
     scheduled: int
-    """Number of committed tokens that run after those."""
+    """Number of committed tokens to run after those."""
     produces: bool
-    """Whether the last committed token is among them, so that the step yields the next one."""
+    """Whether they include the last committed token, so that the step yields the next one."""
     draft_room: int = 0
-    """Largest number of draft tokens that the request, the rest of the output and the pages allow."""
+    """Largest number of draft tokens that the request, its maximum length and the pages allow."""
     draft: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     """uint32 [k]: draft tokens to verify."""
     tree: DraftTree | None = None
@@ -50,15 +50,14 @@ class SequencePlan:
     all of them are deterministic."""
 
     in_flight_draft: np.ndarray | None = None
-    """uint32 [k]: what a step in flight verifies for the sequence, so that its last tokens are not known; None if no
-    such step is in flight."""
+    """uint32 [k]: the draft that a step in flight verifies for the sequence; None if no such step is in flight."""
 
     max_verified: int = 0
-    """Largest number of draft tokens that the step verifies: with a step in flight, the longest draft of an outcome."""
+    """Largest number of draft tokens that the step verifies: with a step in flight, that of the longest draft."""
 
     @property
     def scored(self) -> range:
-        """Positions whose logits are kept because the log-probabilities of the prompt's next tokens were asked for."""
+        """Positions of prompt tokens whose logits give requested log-probabilities of the tokens after them."""
         sequence = self.sequence
         if sequence.request.sampling.prompt_logprobs is None:
             return range(0)
@@ -78,29 +77,29 @@ class StepPlan:
     """What one step runs."""
 
     entries: list[SequencePlan]
-    """In the order of arrival of their sequences."""
+    """One per sequence, in the order of their arrival."""
     cost: float | None = None
-    """What verifying one more draft token costs, as a fraction of the step; None if it is not measured."""
+    """Cost of verifying one more draft token, as a fraction of the step; None if it is not measured."""
     outcomes: OutcomeTable | None = None
-    """Drafts of the producing entries by what a step in flight yields for them; None if no step is in flight."""
+    """Drafts of the producing entries for outcomes of the step in flight; None if no step is in flight."""
     known_lengths: np.ndarray | None = None
-    """int64 [producing entries]: lengths of the texts before the accepted tokens and the bonus token of `outcomes`."""
+    """int64 [producing entries]: lengths before the accepted tokens and the bonus token of `outcomes`."""
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     asked: bool = False
     """Whether the drafter was asked for drafts."""
     is_probe: bool = False
-    """Whether a draft is verified only to measure what a step of this size costs."""
+    """Whether a draft is verified only to measure the cost of a step of this size."""
     drafting_s: float = 0.0
     """Seconds that the step was delayed by asking the drafter."""
 
     @cached_property
     def producing(self) -> list[SequencePlan]:
-        """Entries that yield tokens; drafts are proposed for these alone."""
+        """Entries that yield tokens; only these have drafts."""
         return [entry for entry in self.entries if entry.produces]
 
     def select_drafts(self) -> None:
-        """Set the drafts that the device has selected from `outcomes`, once the tokens before them are committed."""
+        """Set the drafts that the device selected from `outcomes`, after the tokens before them were committed."""
         table = self.outcomes
         if table is None or not self.producing:
             return
@@ -123,7 +122,7 @@ class StepPlan:
 
 @dataclass(eq=False, slots=True)
 class SequenceResult:
-    """What a step yielded for one sequence."""
+    """Results of a step for one sequence."""
 
     plan: SequencePlan
     tokens: np.ndarray
@@ -170,7 +169,7 @@ class SequenceResult:
 
 @dataclass(eq=False)
 class StepResult:
-    """What a step yielded, in the order of `plan.entries`; sequences that ended while it ran are missing."""
+    """Results of a step, in the order of `plan.entries`, without sequences that ended while it ran."""
 
     plan: StepPlan
     results: SequenceOf[SequenceResult]

@@ -1,4 +1,4 @@
-"""What a caller asks for and what it gets."""
+"""Requests with their settings, and completions."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ import numpy as np
 from engine.sampling.logprobs import Logprobs
 from ssd.errors import UserError
 
-if TYPE_CHECKING:  # Whoever only takes requests, such as the HTTP process, goes without PyTorch.
+if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from engine.models.config import ModelConfig
 
-MOST_LOGPROBS = 20
-"""Most alternatives a token, as in OpenAI's API."""
+MAX_LOGPROBS = 20
+"""Largest number of alternatives per token, as in OpenAI's API."""
 GREEDY_BELOW = 1e-5
-"""Colder is greedy: float32 logits divided by such a temperature could overflow, and no draw would differ."""
-
-LEAST_REPETITION, MOST_REPETITION = 0.01, 100
-"""Of the repetition penalty; 1 is none."""
+"""Temperatures up to this are greedy: float32 logits divided by them could overflow, and samples would not differ."""
+MIN_REPETITION, MAX_REPETITION = 0.01, 100
+"""Range of the repetition penalty. Beyond it, logits divided by a low temperature could overflow."""
 
 
 class FinishReason(StrEnum):
-    """Why an output ended, in the words of OpenAI's API, which has none for a request that was cancelled."""
+    """Why an output ended, in the terms of OpenAI's API."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    """Cancelled before its end; vLLM's word."""
+    """Cancelled before its end. OpenAI's API has no term for it; this is vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -43,40 +42,41 @@ class SamplingParams:
 
     max_tokens: int = 128
     temperature: float = 0.0
-    """0 is greedy."""
-    verification: Literal["exact", "rejection"] | None = None
-    """How drafts are accepted, as in `EngineConfig`; None: as the engine is configured."""
+    """0: greedy."""
     seed: int = 0
     """The same seed, prompt and settings give the same output, with any drafter and in any batch."""
     top_k: int = 0
-    """Draw from this many most likely tokens, and those as likely as the last of them; 0 or -1 is all."""
+    """Sample from this many most likely tokens, and those as likely as the last of them; 0 or -1: from all."""
     top_p: float = 1.0
-    """Draw from the fewest tokens that hold this share of the probability that `min_p` and `top_k` leave."""
+    """Sample from the fewest tokens that have this share of the probability that `min_p` and `top_k` leave."""
     min_p: float = 0.0
-    """Draw from tokens at least this likely, as a share of the most likely one's probability."""
+    """Sample from tokens at least this likely, as a share of the most likely one's probability."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output."""
+    """Divides positive logits and multiplies negative ones of tokens in the prompt or the output; 1: no penalty."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens in the output."""
+    """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
-    """Taken off the logits of tokens for each time that they are in the output."""
+    """Subtracted from the logits of tokens for each time that they occur in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of token ids."""
     stop: tuple[str, ...] = ()
-    """The output ends before the first of these that its text comes to contain."""
+    """The output ends before the first of these strings in its text."""
     stop_token_ids: tuple[int, ...] = ()
-    """The output ends with the first of these, which is no part of its text."""
+    """The output ends with the first of these tokens; its text does not include it."""
     ignore_eos: bool = False
-    """Whether the model's end tokens are tokens like others."""
+    """Whether the output goes on after the model's end tokens."""
     min_tokens: int = 0
-    """Before this many tokens no stop string ends the output, and no end token or one of `stop_token_ids` is chosen."""
+    """Until the output has this many tokens, stop strings do not end it, and end tokens and `stop_token_ids` are not
+    sampled."""
     logprobs: int | None = None
-    """Most likely tokens to report with each token of the output; 0 reports its own log-probability alone."""
+    """Number of most likely tokens to report with each output token; 0: only the token's own log-probability."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt but the first."""
+    """The same for the tokens of the prompt except the first."""
+    verification: Literal["exact", "rejection"] | None = None
+    """How drafts are accepted, as in `EngineConfig`; None: as the engine is configured."""
 
     def __post_init__(self) -> None:
-        """Raises UserError for a setting out of its range."""
+        """Raise UserError for a setting out of its range."""
         _at_least("max_tokens", self.max_tokens, 1)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise UserError(f"seed must fit into 64 bits, not {self.seed}")
@@ -86,8 +86,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         _within("min_p", self.min_p, 0, 1)
-        # Further out the product with a logit, over a low temperature, could be no finite number.
-        _within("repetition_penalty", self.repetition_penalty, LEAST_REPETITION, MOST_REPETITION)
+        _within("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
         _within("presence_penalty", self.presence_penalty, -2, 2)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         for token, bias in self.logit_bias.items():
@@ -101,10 +100,10 @@ class SamplingParams:
             raise UserError(f"min_tokens must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                _within(name, count, 0, MOST_LOGPROBS)
+                _within(name, count, 0, MAX_LOGPROBS)
 
     def check(self, model: ModelConfig) -> None:
-        """Raises UserError for token ids that `model` does not have."""
+        """Raise UserError for token ids that `model` does not have."""
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 if not 0 <= token < model.vocab_size:
@@ -114,7 +113,7 @@ class SamplingParams:
 
     @cached_property
     def is_sampled(self) -> bool:
-        """Whether noise decides, rather than the largest logit."""
+        """Whether tokens are sampled; otherwise the token of the largest logit is chosen."""
         return self.temperature > GREEDY_BELOW
 
     @cached_property
@@ -124,29 +123,29 @@ class SamplingParams:
 
     @cached_property
     def truncates(self) -> bool:
-        """Whether some tokens are too unlikely to be drawn."""
+        """Whether top-k, top-p or min-p exclude tokens."""
         return self.is_sampled and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
     def penalises(self) -> bool:
-        """Whether logits depend on the tokens before."""
+        """Whether logits depend on the tokens before them."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
     def adjusts(self) -> bool:
-        """Whether logits change before the temperature."""
+        """Whether logits are changed before they are divided by the temperature."""
         return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
 
     @cached_property
     def needs_host(self) -> bool:
-        """Whether the host has to see a step's logits, or what was committed before, so that no step can be begun
-        before the one before it is known. Stop strings and stop tokens are found late, and cost a step in vain.
+        """Whether the host needs a step's logits or the tokens committed before, so that no step can be launched before
+        the results of the previous one are read. Stop strings and stop tokens do not: they are found one step late.
         """
         return self.adjusts or self.logprobs is not None or self.prompt_logprobs is not None
 
     @cached_property
     def is_plain_greedy(self) -> bool:
-        """Whether each token is that of the model's largest logit, and nothing else is asked."""
+        """Whether each token is that of the model's largest logit, and no log-probabilities are asked for."""
         return not (self.is_sampled or self.adjusts or self.logprobs is not None)
 
 
@@ -170,16 +169,16 @@ class Request:
     learn: bool = True
     """Whether the drafter may remember the output."""
     max_draft: int | None = None
-    """Most draft tokens in a step, 0 for none; None: as many as the engine verifies."""
+    """Largest number of draft tokens in a step; None: the engine's."""
     salt: str = ""
-    """Requests share keys and values of what they have in common only if they have the same salt, one for each tenant;
-    without, the time to the first token would tell one tenant whether another had sent the same prompt."""
+    """Requests share cached keys and values only with requests of the same salt. With one salt per tenant, the time to
+    the first token does not reveal whether another tenant sent the same prompt."""
     recorded: np.ndarray | None = None
-    """uint32: tokens that the target is to produce, whatever its logits say, for measuring with traffic that was
-    recorded. Behind them it goes on by itself."""
+    """uint32: tokens that replace the target's own, for measurements with recorded traffic. After them the target
+    continues by itself."""
 
     def check(self, model: ModelConfig) -> None:
-        """Raises UserError for tokens or settings that `model` cannot run."""
+        """Raise UserError for tokens or settings that `model` cannot run."""
         if len(self.prompt) == 0:
             raise UserError("the prompt is empty; give at least one token")
         for name, tokens in (("prompt", self.prompt), ("recorded output", self.recorded)):
@@ -201,31 +200,30 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What became of a request."""
+    """The output of a request, and how it ended."""
 
     tokens: np.ndarray
     """uint32 [n]: the output, up to the token that ended it if one did."""
     finish_reason: FinishReason
     steps: int
-    """Verify steps that the output took; the tokens per step are `len(tokens) / steps`."""
+    """Number of verify steps; the tokens per step are `len(tokens) / steps`."""
     drafted: int
-    """Draft tokens that the target verified."""
+    """Number of draft tokens that the target verified."""
     accepted: int
-    """How many of those it kept."""
+    """Number of those that were accepted."""
     stop_reason: str | int | None = None
-    """The stop string or the one of `stop_token_ids` that ended the output; None for the model's own end and for
-    length."""
+    """The stop string or stop token that ended the output; None if the model's end token or the length ended it."""
     text: str | None = None
-    """The output's text before what ended it, if the request had stop strings; else decode `content`."""
+    """The output's text before the stop string, if the request had any; otherwise decode `content`."""
     logprobs: Logprobs | None = None
-    """Of `tokens`, if asked for."""
+    """Log-probabilities of `tokens`, if asked for."""
     prompt_logprobs: Logprobs | None = None
-    """Of the prompt's tokens but the first, if asked for."""
+    """Log-probabilities of the prompt's tokens except the first, if asked for."""
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Number of prompt tokens whose keys and values were in the prefix cache."""
 
     @property
     def content(self) -> np.ndarray:
-        """uint32: the tokens whose text is the output's, without an end token. A stop string is still in them."""
+        """uint32: the tokens without the end or stop token that ended them. A stop string is still in their text."""
         ends_with_token = self.finish_reason is FinishReason.STOP and not isinstance(self.stop_reason, str)
         return self.tokens[:-1] if ends_with_token else self.tokens

@@ -1,4 +1,4 @@
-"""Decides which sequences run in the next step, how many tokens of each, and on which pages."""
+"""Chooses the sequences of the next step, the number of tokens of each, and their pages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from engine.scheduling.sequence import Sequence
 
 
 class Scheduler:
-    """First come, first served.
+    """Serves sequences in the order of their arrival.
 
     Pages are allocated as sequences grow. When they run out, the newest sequence is preempted: its pages are freed, and
-    it waits again, to be recomputed later. So the oldest sequence always advances, and every sequence becomes the
-    oldest in time.
+    it waits to be recomputed. So the oldest sequence always advances.
     """
 
     def __init__(self, config: EngineConfig, pages: PagePool) -> None:
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
-        """In the order of arrival, all of them newer than the running ones."""
+        """In the order of arrival; newer than the running ones."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
         self.preemptions = 0
@@ -32,7 +31,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits or runs."""
+        """Whether there are waiting or running sequences."""
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
@@ -50,9 +49,9 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Admit waiting sequences, then plan the next step: entries have pages for their tokens and their draft room.
 
-        Every running sequence that is past its prompt gets one token and a draft; the rest of the step's tokens go to
-        prompts in the order of arrival. A sequence skips a step in which another one computes the page that it needs
-        next. A sequence whose remaining tokens may all come from steps in flight is skipped, too.
+        Every running sequence whose prompt is computed gets one token and a draft; the step's other tokens are given to
+        prompts in the order of arrival. A sequence is skipped if another one computes its next page in this step, or if
+        steps in flight may produce all of its remaining tokens.
         """
         self._admit()
         decoding = sum(sequence.computed == len(sequence) - 1 for sequence in self.running)
@@ -86,7 +85,7 @@ class Scheduler:
         return StepPlan(entries)
 
     def register_pages(self, sequence: Sequence) -> None:
-        """Make the pages that a step has filled findable for others; their tokens must be committed."""
+        """Register the pages that a step has filled with the prefix cache; their tokens must be committed."""
         if not self._config.prefix_cache:
             return
         full = sequence.computed // self.pages.page_size
@@ -124,9 +123,8 @@ class Scheduler:
             registered = self.pages.hash_of(page)
             if registered is None:
                 continue
-            # A shared page that is written to fails here as well: it has a hash, and its writer has not filled it.
             if index >= full or registered != hashes.of(sequence.tokens, index, self.pages.page_size):
-                raise AssertionError("the hash of a page is not that of its tokens")
+                raise AssertionError("a registered page does not hold the tokens of its hash")
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while there is room for them."""
@@ -146,23 +144,23 @@ class Scheduler:
             reserved += self._missing_pages(sequence, len(sequence))
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
-        """Return how many pages a sequence lacks to hold `tokens` tokens."""
+        """Return the number of pages that a sequence lacks for `tokens` tokens."""
         return max(0, self.pages.pages_for(tokens) - len(sequence.pages))
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:
         return sequence.page_hashes.of(sequence.tokens, index, self.pages.page_size)
 
     def _reusable_pages(self, sequence: Sequence) -> int:
-        """Return how many leading pages may come from the prefix cache.
+        """Return the number of leading pages that may be taken from the prefix cache.
 
-        Tokens whose logits are needed must run: the last one, and all of a prompt that is scored.
+        Tokens whose logits are needed must run: the last one, and all of a prompt with log-probabilities.
         """
         if not self._config.prefix_cache or sequence.request.sampling.prompt_logprobs is not None:
             return 0
         return (len(sequence) - 1) // self.pages.page_size
 
     def _owned_prefix(self, sequence: Sequence) -> int:
-        """Return how many leading pages of a waiting sequence have owners: it can share them without allocating."""
+        """Return the number of leading pages that a waiting sequence can share with their owners."""
         reusable = self._reusable_pages(sequence)
         for index in range(reusable):
             page = self.pages.find(self._hash(sequence, index))
@@ -171,7 +169,7 @@ class Scheduler:
         return reusable
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Append the pages that the prefix cache has for what follows the computed tokens."""
+        """Append pages of the prefix cache for the tokens after the computed ones."""
         size = self.pages.page_size
         if sequence.computed != len(sequence.pages) * size:
             return
@@ -200,13 +198,13 @@ class Scheduler:
         return [self._hash(sequence, index) for index in range(sequence.registered_pages, full)]
 
     def _chunk(self, sequence: Sequence, limit: int) -> int:
-        """Return how many tokens of a prompt to run, at most `limit`: all of them, or up to the end of a page."""
+        """Return the number of prompt tokens to run, at most `limit`: all of them, or up to the end of a page."""
         end = min(len(sequence), sequence.computed + limit)
         page_end = end - end % self.pages.page_size
         return (page_end if sequence.computed < page_end and end < len(sequence) else end) - sequence.computed
 
     def _grow(self, sequence: Sequence, scheduled: int) -> bool:
-        """Allocate pages for what is scheduled; return False if the sequence itself was preempted as the newest one."""
+        """Allocate pages for the scheduled tokens; return False if the sequence itself was preempted."""
         needed = self._missing_pages(sequence, sequence.end_after(scheduled))
         while needed > self.pages.free_count:
             newest = self.running[-1]
@@ -217,7 +215,7 @@ class Scheduler:
         return True
 
     def _allocate_draft_room(self, entries: list[SequencePlan]) -> None:
-        """Allocate pages for drafts as far as no other sequence needs them, and set `draft_room` accordingly."""
+        """Allocate free pages above the watermark for drafts, and set `draft_room` accordingly."""
         max_draft = self._config.max_draft
         for entry in entries:
             if not entry.produces:

@@ -1,4 +1,4 @@
-"""A running request: its tokens, its pages, and counters. What belongs to a single step is in `StepPlan`."""
+"""State of a request that outlives a step: its tokens, its pages, and counters."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Sequence:
         self.request = request
         self.max_length = max_length
         self.is_running = False
-        """Whether the scheduler runs it; otherwise it waits, or has ended."""
+        """Whether it is among the scheduler's running sequences."""
         self.pages: list[int] = []
-        """Its page table."""
+        """Page table."""
         self.page_hashes = PageHashes(request.salt)
         self.registered_pages = 0
-        """Leading pages that are full, committed, and registered with the prefix cache."""
+        """Number of leading pages that are registered with the prefix cache: their tokens are committed."""
         self.computed = 0
-        """Leading tokens whose keys and values are in the cache, or are computed by a step in flight."""
+        """Number of leading tokens whose keys and values are in the cache, or are computed by a step in flight."""
         self.cached_tokens = 0
-        """Prompt tokens whose keys and values were in the prefix cache when the sequence began."""
+        """Number of prompt tokens whose keys and values were in the prefix cache when the sequence started."""
         self.in_flight = 0
         """Largest number of tokens that steps in flight may append."""
         self.preemptions = 0
         self.stopping = stopping or Stopping(request)
         self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalises else None
-        """Input of penalties, if the request has any."""
+        """Counts for penalties; None if the request has none."""
         self.logprobs: list[Logprobs] = []
         """Log-probabilities of output tokens, if the request asked for them."""
         self.prompt_logprobs: list[Logprobs] = []
-        """Log-probabilities of prompt tokens but the first, if the request asked for them."""
+        """Log-probabilities of prompt tokens except the first, if the request asked for them."""
         self.steps = 0
         self.drafted = 0
         self.accepted = 0
@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def recorded_rest(self) -> np.ndarray:
-        """uint32: what is left of a recorded output, which the sequence produces whatever the logits are."""
+        """uint32: recorded tokens that are to follow the committed ones."""
         recorded = self.request.recorded
         return np.empty(0, np.uint32) if recorded is None else recorded[len(self.output) :][: self.room]
 
@@ -76,7 +76,7 @@ class Sequence:
         return self.max_length - self._length
 
     def end_after(self, scheduled: int) -> int:
-        """Return the largest length that the cache holds once `scheduled` tokens have run, drafts not included."""
+        """Return the largest number of tokens in the cache after `scheduled` more have run, without drafts."""
         return min(self.computed + scheduled + self.in_flight, self.max_length)
 
     def reuse(self, tokens: int) -> None:
@@ -86,7 +86,7 @@ class Sequence:
             self.cached_tokens += tokens
 
     def restart(self) -> None:
-        """Begin again after a preemption, with all committed tokens as the prompt."""
+        """Start again after a preemption, with all committed tokens as the prompt."""
         self.computed = 0
         self.registered_pages = 0
         self.in_flight = 0
@@ -97,7 +97,7 @@ class Sequence:
     ) -> None:
         """Append the tokens of a step, uint32 [n], which computed the keys and values of all but the last one.
 
-        drafted, accepted: number of draft tokens that the step verified and accepted. logprobs: of `tokens`.
+        drafted, accepted: numbers of draft tokens that the step verified and accepted. logprobs: those of `tokens`.
         """
         self.computed += 1 + accepted
         self.steps += 1

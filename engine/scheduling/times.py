@@ -16,27 +16,27 @@ class StageTimes:
     schedule: float = 0.0
     """Admitting requests and allocating pages."""
     draft: float = 0.0
-    """Reporting to the drafter, and waiting for its drafts."""
+    """Reporting to the drafter and waiting for its drafts."""
     forward: float = 0.0
-    """The model, up to its logits; only its launch if the device runs beside the host."""
+    """The model up to its logits; on an asynchronous device only the launch."""
     verify: float = 0.0
-    """Choosing tokens from the logits, or waiting for a device that does."""
+    """Sampling and verifying, or waiting for a device that does."""
     commit: float = 0.0
-    """Appending tokens, and ending sequences."""
+    """Appending tokens and ending sequences."""
 
     @property
     def overhead(self) -> float:
-        """All stages but the model and the drafter."""
+        """Duration of all stages except the model and the drafter."""
         return self.schedule + self.verify + self.commit
 
     @property
     def total(self) -> float:
-        """The whole step."""
+        """Duration of the whole step."""
         return self.overhead + self.draft + self.forward
 
 
 class Stopwatch:
-    """Adds up the time of stages; a stage may have several laps."""
+    """Measures the stages of a step; a stage may have several laps."""
 
     def __init__(self) -> None:
         """Start the first lap."""

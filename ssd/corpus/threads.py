@@ -39,7 +39,7 @@ def sort_in_threads(text: int, suffixes: int, size: int, depth: int, threads: in
     if threads is None:
         threads = min(MAX_THREADS, _processors(), size // MIN_POSITIONS)
     *others, own = _parts(text, suffixes, size, max(1, threads))
-    beside = []
+    started = []
     try:
         for part in others:
             thread = _Sort(text, *part, depth)
@@ -48,12 +48,12 @@ def sort_in_threads(text: int, suffixes: int, size: int, depth: int, threads: in
             except RuntimeError:  # The process cannot have more threads.
                 sort_positions(text, *part, depth)
             else:
-                beside.append(thread)
+                started.append(thread)
         sort_positions(text, *own, depth)
     finally:
-        for thread in beside:
+        for thread in started:
             thread.join()
-    for thread in beside:
+    for thread in started:
         thread.check()
 
 

@@ -40,10 +40,10 @@ Bool = types.boolean
 
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk."""
-    return _kept(njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy"))
+    return _cached(njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy"))
 
 
-def _kept(compile_function: Callable[[F], F]) -> Callable[[F], F]:
+def _cached(compile_function: Callable[[F], F]) -> Callable[[F], F]:
     """Wrap a compiling decorator so that a missing cache folder becomes an error with advice."""
 
     def compiled(function: F) -> F:
@@ -82,12 +82,12 @@ def drop_stale_kernels(package: Path) -> None:
 
 drop_stale_kernels(Path(__file__).parent.parent)
 
-inline = _kept(njit(nogil=True, cache=True, inline="always", error_model="numpy"))
-"""For small helpers that become part of the kernels that call them."""
+inline = _cached(njit(nogil=True, cache=True, inline="always", error_model="numpy"))
+"""Decorator of small helpers, which become part of the kernels that call them."""
 
-outline = _kept(njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
-"""For larger helpers: numba compiles them once, and LLVM inlines them. A call would pass each array as a dozen words
-and hide its strides, which takes a quarter of a draft's time."""
+outline = _cached(njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
+"""Decorator of larger helpers: numba compiles them once, and LLVM inlines them. A call would pass each array as a dozen
+words and hide its strides, which takes a quarter of a draft's time."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -92,7 +92,7 @@ def record(counters, growing, accepted, verified, committed, steps):  # type: ig
 
 
 @inline
-def keep_pace(pace, cost, verified, committed):  # type: ignore[no-untyped-def]
+def update_pace(pace, cost, verified, committed):  # type: ignore[no-untyped-def]
     """Update the running means of tokens per step and of the cost of a step."""
     pace[0] += PRICE_RATE * (committed - pace[0])
     pace[1] += PRICE_RATE * (1.0 + cost * verified - pace[1])

@@ -81,7 +81,7 @@ def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
 
 
 @outline
-def run_beside(text, suffixes, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
+def count_matching(text, suffixes, first, direction, available, context, end, length):  # type: ignore[no-untyped-def]
     """Return how many of `available` positions from `suffixes[first]` on, up or down, match `length` tokens."""
     inside, step = 0, 1
     while inside + step <= available:
@@ -122,12 +122,12 @@ def widen(tiers, spans, context, end):  # type: ignore[no-untyped-def]
         tier, span = tiers[index], spans[index]
         text, suffixes = tier[TIER_TEXT], tier[TIER_SUFFIXES]
         if span[BEFORE] == length:
-            span[FIRST] -= run_beside(
+            span[FIRST] -= count_matching(
                 text, suffixes, span[FIRST] - 1, -1, min(span[FIRST], REACH), context, end, length
             )
             span[BEFORE] = _shorter(tier, span[FIRST] - 1, context, end, length)
         if span[AFTER] == length:
             available = min(tier[TIER_SIZE] - span[END], REACH)
-            span[END] += run_beside(text, suffixes, span[END], 1, available, context, end, length)
+            span[END] += count_matching(text, suffixes, span[END], 1, available, context, end, length)
             span[AFTER] = _shorter(tier, span[END], context, end, length)
     return length

@@ -20,7 +20,7 @@ from ssd.kernels.frame import (
 )
 from ssd.kernels.grow import Growing, Limits, grow
 from ssd.kernels.jit import Bool, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
-from ssd.kernels.learn import keep_pace, learn, record
+from ssd.kernels.learn import learn, record, update_pace
 from ssd.kernels.match import SPAN_COLUMNS, place_all, place_spans
 from ssd.kernels.pointers import MISSED, PLACE, RUN, RingView, address_of, advance_pointers, move_pointer
 from ssd.kernels.probabilities import GLOBAL, LOCAL, ROWS, SOURCES
@@ -49,7 +49,7 @@ from ssd.sequences.tables import (
     TOKEN,
 )
 
-DONE, LACKS_ROOM, BAD_OUTCOME, BAD_TOKEN = range(4)
+DONE, NEEDS_ROOM, BAD_VERIFIED, BAD_TOKEN = range(4)
 """Results of a step; all but DONE have no effect."""
 
 
@@ -62,10 +62,10 @@ def check(state, rows, tokens, offsets, verified, limits, max_draft):  # type: i
     for index in range(len(rows)):
         sequence = state[rows[index]]
         if verified[index] > max(0, sequence[NODES] - 1):
-            return BAD_OUTCOME, index
+            return BAD_VERIFIED, index
         committed = np.int64(offsets[index + 1]) - np.int64(offsets[index])
         if sequence[SIZE] + committed + min(np.int64(limits[index]), max_draft) + 2 > sequence[ROOM]:
-            return LACKS_ROOM, index
+            return NEEDS_ROOM, index
     return DONE, 0
 
 
@@ -147,7 +147,7 @@ def commit_all(tables, model, counters, rows, tokens, offsets, verified, steps, 
             growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.chances[row])
             if sequence[NODES] > 0:
                 learn(growing, sequence[NODES], tokens, first, end, cells, logits, weights, on_path)
-                keep_pace(pace, cost, np.int64(verified[index]), (end - first) / taken)
+                update_pace(pace, cost, np.int64(verified[index]), (end - first) / taken)
             record(counters, growing, on_path, np.int64(verified[index]), end - first, taken)
         for position in range(first, end):
             advance_pointers(sequence, tokens[position], ring)

@@ -24,5 +24,5 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bench(recorded):
-    """The GPU's benchmark on a CPU, with as little of everything as will do."""
+    """The GPU benchmark on a CPU, with minimal amounts of work."""
     return Bench(Setting("cpu", "float32", "auto", "tiny", TINY, recorded))

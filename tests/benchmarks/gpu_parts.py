@@ -1,11 +1,11 @@
-"""A part of the GPU benchmark, run at once."""
+"""Run a part of the GPU benchmark in this process."""
 
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.parts import PARTS
 
 
 def figures_of(bench, name):
-    """What the part reports; values that no part may report fail."""
+    """Return the figures of a part; fail for values that no part may report."""
     [part] = [part for part in PARTS if part.name == name]
     found = list(part.run(bench))
     assert found

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine import Contest, main
+from benchmarks.engine import main
+from benchmarks.engine_contest import Contest
 from benchmarks.engine_rows import rows_of
 from benchmarks.requests import Limits, replay_items
 from benchmarks.serving import Clock, Run, serve
@@ -61,7 +62,7 @@ def test_a_sidecar_drafts_for_the_named_model(capsys, monkeypatch):
         named.append((name, target.folder))
         return build_drafter(name, config, target, **sidecar)
 
-    monkeypatch.setattr("benchmarks.engine.build_drafter", build)
+    monkeypatch.setattr("benchmarks.engine_contest.build_drafter", build)
     monkeypatch.setattr("engine.drafters.registry.REMOTE_DEADLINE_S", 10.0)
     main(
         [
@@ -189,7 +190,7 @@ def test_invalid_options_are_refused(capsys, tmp_path):
 
 
 def test_missing_transformers_is_reported(capsys, monkeypatch):
-    monkeypatch.setattr("benchmarks.engine.is_installed", lambda: False)
+    monkeypatch.setattr("benchmarks.engine_contest.is_installed", lambda: False)
     main([*SMALL, "--drafter", "none", "--concurrency", "2"])
     result = document(capsys)
     assert [row["drafter"] for row in result["results"]] == ["none"]

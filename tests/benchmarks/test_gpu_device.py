@@ -1,4 +1,4 @@
-"""The benchmark's own tools on a GPU."""
+"""The tools of the GPU benchmark on a GPU."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_kernels_are_recorded_without_copies():
     assert 0 < span(kernels) < 1e6
 
 
-def test_memory_is_the_gpus():
+def test_memory_is_that_of_the_gpu():
     numbers = torch.empty(1 << 20, device="cuda")
     assert peak_bytes() >= numbers.numel() * 4
     assert 0 < free_bytes("cuda") < torch.cuda.mem_get_info()[1]

@@ -16,10 +16,10 @@ def test_ceilings(bench):
     assert (copying.unit, multiplying.unit) == ("GB/s", "TFLOP/s")
 
 
-def test_decode_says_what_share_of_the_bandwidth_a_step_reaches(bench):
+def test_decode_reports_the_share_of_the_bandwidth(bench):
     [figure] = figures_of(bench, "decode")
-    told = figure.details
-    reached = 1e9 * told["gb_read"] / (told["step_ms"] / 1e3) / (1e9 * told["copy_gb_per_s"])
+    details = figure.details
+    reached = 1e9 * details["gb_read"] / (details["step_ms"] / 1e3) / (1e9 * details["copy_gb_per_s"])
     assert figure.value == pytest.approx(100 * reached, rel=0.5)
     assert figure.of == TINY.steps * TINY.rounds
 
@@ -31,12 +31,12 @@ def test_verify_verifies_sixteen_tokens_in_every_step(bench, in_flight):
     assert figure.value == pytest.approx(figure.details["verify_ms"] / figure.details["plain_ms"], rel=0.01)
 
 
-def test_trees_are_measured_against_paths(bench):
+def test_trees_are_compared_with_paths(bench):
     [figure] = figures_of(bench, "trees")
     assert set(figure.details) == {"path_ms", "tree_ms"}
 
 
-def test_streams_are_held_against_the_estimate(bench):
+def test_streams_are_compared_with_the_estimate(bench):
     [figure] = figures_of(bench, "streams")
     assert figure.details["bound_ms"] <= figure.details["estimate_ms"]
 

@@ -9,7 +9,7 @@ from benchmarks.gpu.stepping import FixedDrafter
 from tests.benchmarks.gpu_parts import figures_of
 
 
-def test_replay_drafts_what_was_recorded(bench):
+def test_replay_accepts_drafts_of_recorded_traffic(bench):
     alone, together = figures_of(bench, "replay")
     for figure in (alone, together):
         assert figure.details["renumbered"]
@@ -20,11 +20,11 @@ def test_replay_drafts_what_was_recorded(bench):
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_misfits_fit_nowhere(bench, in_flight, monkeypatch):
+def test_rejected_drafts_are_never_accepted(bench, in_flight, monkeypatch):
     asked, draft = [], FixedDrafter.draft
     monkeypatch.setattr(FixedDrafter, "draft", lambda self, progress: asked.append(progress) or draft(self, progress))
-    for figure in figures_of(Bench(replace(bench.setting, in_flight=in_flight)), "misfits"):
-        assert figure.details["misfits_tokens_per_step"] == 1
+    for figure in figures_of(Bench(replace(bench.setting, in_flight=in_flight)), "rejected"):
+        assert figure.details["rejected_tokens_per_step"] == 1
         assert figure.target.value == 0.98
     assert any(progress.max_draft.any() for progress in asked)
 

@@ -1,9 +1,21 @@
-"""Command lines of the benchmarks that run without the engine."""
+"""Command lines of the benchmarks."""
 
 import subprocess
 import sys
 
-BENCHMARKS = ("contention", "index", "late_drafts", "replay", "shared_log", "sidecar", "soak", "startup", "warm")
+BENCHMARKS = (
+    "contention",
+    "engine",
+    "index",
+    "late_drafts",
+    "replay",
+    "shared_log",
+    "sidecar",
+    "soak",
+    "startup",
+    "steps",
+    "warm",
+)
 
 SCRIPT = """
 import runpy, sys

@@ -1,3 +1,5 @@
+"""The replay benchmark: its figures compared with a slow replay, the order of requests, and what it refuses."""
+
 import json
 from contextlib import suppress
 
@@ -16,7 +18,7 @@ COST = 0.05
 
 @pytest.fixture
 def trace_path(tmp_path):
-    """12 requests of 3 sessions, made of few phrases, so that each drafter finds something."""
+    """A trace of 12 requests of 3 sessions, made of few phrases, so that each drafter finds matches."""
     rng = np.random.default_rng(0)
     phrases = rng.integers(0, 100, (6, 8))
     texts = [phrases[rng.integers(0, 6, 12)].ravel() for _ in range(12)]
@@ -36,7 +38,7 @@ def entry_of(drafter, shape="tree"):
 
 
 def paths_of(draft):
-    """Every token's path from the context, as token lists."""
+    """Yield every token's path from the context, as token lists."""
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         path = [token]
         while parent >= 0:
@@ -46,7 +48,7 @@ def paths_of(draft):
 
 
 def replay_slowly(contestant, trace):
-    """One request after the other, by the definitions."""
+    """Replay one request after the other, and compute the figures by their definitions."""
     steps, tokens, drafted, accepted, probs, agrees = 0, 0, 0, 0, [], []
     for index, request in enumerate(trace.requests):
         sequence = Running(index, request)
@@ -80,7 +82,7 @@ def replay_slowly(contestant, trace):
 @pytest.mark.parametrize(
     ("drafter", "shape"), [("ssd", "path"), ("ssd", "tree"), ("classic", ""), ("ngram", ""), ("none", "")]
 )
-def test_figures_are_those_of_a_slow_replay(trace_path, drafter, shape):
+def test_figures_equal_those_of_a_slow_replay(trace_path, drafter, shape):
     trace, entry = load_trace(trace_path), entry_of(drafter, shape)
     row = figures(replay(entry.build(trace), trace), COST)
     slow = replay_slowly(entry.build(trace), trace)
@@ -105,7 +107,7 @@ def test_a_repeated_replay_has_the_same_outcome(trace_path):
 
 
 class Recorder:
-    """Drafts nothing, notes its calls."""
+    """A drafter without drafts that records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -130,7 +132,7 @@ class Recorder:
         return None
 
 
-def test_a_turn_waits_for_its_sessions_previous_one_and_others_overtake_it(trace_path):
+def test_a_turn_waits_for_the_previous_one_and_other_sessions_overtake_it(trace_path):
     recorder, trace = Recorder(), load_trace(trace_path)
     replay(recorder, trace, inflight=4)
     # Sessions 0 0 0 1 2 1 2 1 0 2 1 0, all outputs equally long: three sessions run at once, each in its own order.
@@ -138,7 +140,7 @@ def test_a_turn_waits_for_its_sessions_previous_one_and_others_overtake_it(trace
     assert rounds == [(0, 3, 4), (1, 5, 6), (2, 7, 9), (8, 10), (11,)]
 
 
-def test_no_more_run_at_once_than_asked_for_and_the_order_is_that_of_arrival(trace_path):
+def test_requests_start_in_order_of_arrival_within_the_limit(trace_path):
     recorder, trace = Recorder(), load_trace(trace_path)
     replay(recorder, trace, inflight=2)
     assert max(len(batch) for name, batch in recorder.calls if name == "draft") == 2
@@ -148,7 +150,7 @@ def test_no_more_run_at_once_than_asked_for_and_the_order_is_that_of_arrival(tra
     assert [index for name, index in one_by_one.calls if name == "start"] == list(range(12))
 
 
-def test_refreshes_come_before_each_draft_or_after_so_many_requests(trace_path):
+def test_the_corpus_is_refreshed_before_each_draft_or_every_n_requests(trace_path):
     trace = load_trace(trace_path)
     for refresh_every, expected in ((None, trace.output_tokens), (5, 2), (100, 0)):
         recorder = Recorder()
@@ -158,7 +160,7 @@ def test_refreshes_come_before_each_draft_or_after_so_many_requests(trace_path):
 
 def test_the_longest_agreeing_path_of_a_tree_is_accepted():
     #       1 ─┬─ 2 ── 3 ── 9
-    #          └─ 5        the output goes on with 1, 2, 3 and ends
+    #          └─ 5        the rest of the output is 1, 2, 3
     draft = Draft([1, 5, 2, 7, 3, 9], [-1, 0, 0, -1, 2, 4], None)
     assert walk(draft, [0, 1, 2, 3], 1) == ([True, False, True, False, True, False], 3)
 
@@ -169,14 +171,14 @@ def test_a_trace_is_cut_at_a_number_of_output_tokens(trace_path):
     assert load_trace(trace_path).first(10**9).output_tokens == 12 * 66
 
 
-def test_copies_differ_from_their_prompts_in_each_nth_token():
+def test_every_nth_token_of_a_synthetic_copy_differs():
     trace = copy_edit(400)
     assert trace.output_tokens == 40_000
     for request in trace.requests:
         assert np.flatnonzero(request.prompt != request.output).tolist() == list(range(399, 4_000, 400))
 
 
-def test_other_files_are_refused(tmp_path, trace_path, capsys):
+def test_missing_and_malformed_files_are_refused(tmp_path, trace_path, capsys):
     arrays = dict(np.load(trace_path))
     np.savez(tmp_path / "short.npz", **(arrays | {"tokens": arrays["tokens"][1:]}))
     (tmp_path / "text.npz").write_text("no trace")
@@ -187,13 +189,13 @@ def test_other_files_are_refused(tmp_path, trace_path, capsys):
 
 
 def refusal(capsys, *arguments):
-    """What the command says of arguments that it cannot use."""
+    """Return the error message of the command for some arguments."""
     with pytest.raises(SystemExit):
         main([str(argument) for argument in arguments])
     return capsys.readouterr().err
 
 
-def test_traces_that_are_cut_off_are_refused(tmp_path, trace_path, capsys):
+def test_truncated_traces_are_refused(tmp_path, trace_path, capsys):
     data = trace_path.read_bytes()
     cut = tmp_path / "cut.npz"
     for size in [*range(0, len(data) - 1, len(data) // 60), len(data) - 1]:
@@ -201,7 +203,7 @@ def test_traces_that_are_cut_off_are_refused(tmp_path, trace_path, capsys):
         assert "cut.npz is not a trace" in refusal(capsys, "--trace", cut, "--drafter", "none")
     for at in range(0, len(data), len(data) // 60):
         cut.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
-        # Not every bit of a file means something.
+        # Some bits of a file have no meaning.
         with suppress(ValueError):
             load_trace(cut)
 
@@ -221,7 +223,7 @@ def test_traces_that_are_cut_off_are_refused(tmp_path, trace_path, capsys):
     ],
     ids=lambda wrong: "-".join(wrong),
 )
-def test_traces_that_cannot_be_replayed_are_refused(tmp_path, trace_path, capsys, wrong):
+def test_inconsistent_traces_are_refused(tmp_path, trace_path, capsys, wrong):
     np.savez(tmp_path / "wrong.npz", **(dict(np.load(trace_path)) | wrong))
     assert "wrong.npz is not a trace" in refusal(capsys, "--trace", tmp_path / "wrong.npz", "--drafter", "ssd")
 
@@ -229,11 +231,11 @@ def test_traces_that_cannot_be_replayed_are_refused(tmp_path, trace_path, capsys
 @pytest.mark.parametrize(
     "setting", [("--cost", "0"), ("--cost", "nan"), ("--cost", "0.1,2"), ("--k", "65"), ("--k", "8,0")]
 )
-def test_settings_that_no_drafter_has_are_refused(trace_path, capsys, setting):
+def test_settings_out_of_range_are_refused(trace_path, capsys, setting):
     assert f"argument {setting[0]}: " in refusal(capsys, "--trace", trace_path, "--drafter", "ssd", *setting)
 
 
-def test_the_largest_draft_can_be_asked_for(trace_path, capsys):
+def test_the_largest_draft_size_works(trace_path, capsys):
     main(
         [
             "--trace",
@@ -251,7 +253,7 @@ def test_the_largest_draft_can_be_asked_for(trace_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
 
 
-def test_the_last_line_is_one_document(trace_path, tmp_path, capsys, monkeypatch):
+def test_the_last_line_is_one_json_document(trace_path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda package: None)
     copy = tmp_path / "copy.json"
     arguments = ["--trace", str(trace_path), "--drafter", *OWN_DRAFTERS, "arctic", "pld", "--cost", "0.005,0.1"]
@@ -272,7 +274,7 @@ def test_the_last_line_is_one_document(trace_path, tmp_path, capsys, monkeypatch
         assert line["geometric_mean"] == line["by_trace"]["phrases"]
 
 
-def test_a_comparison_takes_the_others_best_setting_for_each_trace():
+def test_a_comparison_uses_the_best_setting_of_others_for_each_trace():
     def row(drafter, setting, trace, s):
         return {"inflight": 1, "trace": trace, "cost": 0.1, "drafter": drafter, "setting": setting, "S": s}
 
@@ -286,7 +288,7 @@ def test_a_comparison_takes_the_others_best_setting_for_each_trace():
 
 
 @pytest.mark.parametrize("peer", peers.PEERS)
-def test_peers_draft_what_was_seen(peer):
+def test_peers_draft_repeated_text(peer):
     if reason := peers.missing(peer):
         pytest.skip(reason)
     trace = copy_edit(400).first(200)

@@ -10,14 +10,14 @@ from tests.strategies import array
 
 
 class Wire:
-    """Between a client and a service: messages arrive when a test says so, or never."""
+    """A connection on which a test controls when messages arrive."""
 
     def __init__(self, service: FakeService, model: pb.Model | None = None) -> None:
         self.now = 0.0
         self.client = Protocol(pb.Hello(protocol=3, model=model), clock=lambda: self.now)
         self.service = service
         self.requests: deque[pb.DraftRequest] = deque()
-        """On their way to the service."""
+        """Requests in flight."""
         self.responses: deque[pb.DraftResponse] = deque()
 
     def connect(self) -> None:
@@ -30,7 +30,7 @@ class Wire:
         ]
 
     def serve(self, limit: int = 1 << 30) -> int:
-        """Let the service answer some requests; returns how many."""
+        """Let the service answer at most `limit` requests; return their number."""
         count = 0
         while self.requests and count < limit:
             self.responses.append(self.service.answer(self.requests.popleft()))
@@ -38,7 +38,7 @@ class Wire:
         return count
 
     def deliver(self, limit: int = 1 << 30) -> None:
-        """Let some responses arrive."""
+        """Let at most `limit` responses arrive."""
         count = 0
         while self.responses and count < limit:
             self.client.receive(self.responses.popleft())
@@ -46,14 +46,14 @@ class Wire:
             count += 1
 
     def settle(self) -> None:
-        """Let everything arrive."""
+        """Deliver all messages."""
         self.flush()
         while self.serve():
             self.deliver()
         self.deliver()
 
     def cut(self) -> None:
-        """Break the stream: what is on its way is lost, and so is what the service has of it."""
+        """Break the stream: messages in flight and the service's sequences are lost."""
         self.requests.clear()
         self.responses.clear()
         self.service.sequences.clear()

@@ -17,9 +17,9 @@ class Request:
     text: list[int]
     """Prompt and output, complete."""
     done: int
-    """How many tokens of it are committed or prompt."""
+    """Number of its tokens that are prompt or committed."""
     committed: int = 0
-    """How many of these were committed since the last draft."""
+    """Number of tokens committed since the last draft."""
     verified: int = 0
 
     @property
@@ -36,7 +36,7 @@ class FakeEngine:
     drafted: int = 0
 
     def progress(self, sequence_ids: list[int], limits: list[int], cost: float | None = None) -> Progress:
-        """What the engine reports of its requests."""
+        """Return the progress that the engine reports."""
         chosen = [self.running[sequence_id] for sequence_id in sequence_ids]
         verified = np.array([request.verified for request in chosen], np.uint32)
         return Progress(
@@ -49,7 +49,7 @@ class FakeEngine:
         )
 
     def limit(self, sequence_id: int, limit: int) -> int:
-        """How many draft tokens it can use: the target adds one of its own."""
+        """Return the number of draft tokens that a request can use: the target adds a token of its own."""
         request = self.running[sequence_id]
         return max(0, min(limit, len(request.text) - request.done - 1))
 

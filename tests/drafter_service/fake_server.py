@@ -1,6 +1,6 @@
 """A slow and obvious service that implements the contract, over a real socket or without one.
 
-It records the requests, checks that the client keeps to the contract, and fails as a test asks for.
+It records requests, checks that clients follow the contract, and can be made to fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drafter_service.transport.wire import drafts_message
 from ssd.types import DraftBatch, Path
 
 TIMEOUT_S = 30
-"""For what happens at once on a machine that is not busy."""
+"""Timeout of operations that take no time on an idle machine."""
 
 
 def unpacked(data: bytes, dtype: str = "<u4") -> list[int]:
@@ -46,15 +46,15 @@ class FakeService:
     """The service without a connection: one stream after the other."""
 
     guess: Callable[[list[int], int], list[int]] = lambda _text, _limit: []
-    """Returns the path, of at most a number of tokens, that is drafted after a text."""
+    """Returns the path that is drafted after a text, of at most the given number of tokens."""
     max_draft: int = 64
     max_tokens: int = 0
-    """Of running sequences; beyond it those are dropped that were inactive for longest. 0: any number."""
+    """Maximum of running sequences; beyond it the least recently used are dropped. 0: no limit."""
     max_sequences: int = 0
     evicted: int = 0
     """Number of dropped sequences."""
     sequences: dict[int, Known] = field(default_factory=dict)
-    """By wire id; they end with the stream."""
+    """Sequences by wire id; they end with the stream."""
     learned: dict[str, list[int]] = field(default_factory=dict)
     """Texts by the names of their requests."""
     counters: pb.ClientCounters | None = None
@@ -253,9 +253,11 @@ class FakeServer:
 
     async def _unless_cut(self, context: grpc.aio.ServicerContext | FrameContext, coming: Coroutine) -> object:
         waiting = [asyncio.create_task(coming), asyncio.create_task(self._cut.wait())]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
         if self._cut.is_set():
             await context.abort(self._cut_code, "the stream was cut")
         return waiting[0].result()

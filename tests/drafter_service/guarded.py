@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from drafter_service.auth.callers import Right
+from drafter_service.auth.callers import Right, sha256_of
 from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import listen
@@ -16,6 +16,14 @@ from drafter_service.transport.address import Address
 
 TIMEOUT_S = 10
 RIGHTS = {"Read": Right.READ, "Learn": Right.LEARN, "Admin": Right.ADMIN}
+
+
+def caller_entry(name, namespaces, *rights, token=None):
+    """Return an entry of a callers file; the token is the name by default."""
+    return (
+        f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(token or name)}"\n'
+        f'namespaces = ["{namespaces}"]\nrights = {[*rights]}\n'
+    )
 
 
 class Clock:

@@ -35,6 +35,11 @@ def eventually(condition, timeout_s=TIMEOUT_S):
     return value
 
 
+def counted(first, size=40):
+    """Return a text that occurs nowhere else."""
+    return list(range(first, first + size))
+
+
 def start(sequence_id, tokens, learn=True, **fields):
     return pb.Start(sequence_id=sequence_id, prompt=pack(array(list(tokens)), "u4"), learn=learn, **fields)
 
@@ -245,6 +250,13 @@ class Caller:
         response = stream.ask(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
         stream.end()
         return drafted(response)
+
+    def opened(self, namespace):
+        """Return a stream, or None if it is refused."""
+        try:
+            return self.stream(namespace)
+        except grpc.RpcError:
+            return None
 
     def close(self):
         for stream in self._streams:

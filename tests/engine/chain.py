@@ -1,7 +1,7 @@
-"""A model without weights whose every token depends on every key and value in its context, and its naive twin.
+"""A model without weights whose tokens depend on all keys and values in their context, and its naive twin.
 
-What it stores for a token is a hash of the token and of everything that the cache says of those before it. A page
-that is lost, stale, shared wrongly or written to by a stranger changes all that follows.
+Its cache entry of a token is a hash of the token and of the entries before it. So a page that is lost, stale, shared
+wrongly or overwritten changes all following tokens.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def mixed(number):
 
 
 def stored(token, context):
-    """What the cache is to hold for a token; `context` is the sum of what it holds for those before."""
+    """The cache entry of a token; `context` is the sum of the entries before it."""
     return mixed(token + 1 + mixed(context))
 
 
 def scores(context):
-    """Logits behind a context, list [VOCAB]; the end token is seldom the best."""
+    """Logits after a context, list [VOCAB]; the end token is rarely the best."""
     return [mixed(context + token + 1) % 10_007 - (8_000 if token == END else 0) for token in range(VOCAB)]
 
 
 def contents(tokens):
-    """What the cache is to hold for each of `tokens`."""
+    """The cache entries of `tokens`."""
     held, context = [], 0
     for token in tokens:
         held.append(stored(int(token), context))
@@ -61,7 +61,7 @@ def contents(tokens):
 
 
 def answer(prompt, max_tokens):
-    """The naive twin: greedy decoding of one request alone, without pages."""
+    """The naive twin: greedy decoding of a single request without pages."""
     output, context = [], sum(contents(prompt))
     while len(output) < min(max_tokens, WINDOW - len(prompt)) and END not in output:
         logits = scores(context)
@@ -71,13 +71,13 @@ def answer(prompt, max_tokens):
 
 
 class ChainRunner:
-    """Stands in for `Runner`: reads and writes its cache through page tables and slots only."""
+    """Replaces `Runner`; reads and writes its cache only through page tables and slots."""
 
     def __init__(self, pages):
         self.cache = [mixed(slot) for slot in range(pages * PAGE_SIZE)]
 
     def held(self, pages, count):
-        """What the cache holds for the first `count` tokens of a page table."""
+        """The cache entries of the first `count` tokens of a page table."""
         return [self.cache[pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE] for i in range(count)]
 
     def move(self, sources, targets):
@@ -92,7 +92,7 @@ class ChainRunner:
             for row in range(span.start, span.start + span.length):
                 node = span.computed + row - span.start - span.committed
                 if span.tree is not None and node >= 0:
-                    # Row of the parent; -1 is the last committed token's.
+                    # Row of the parent; for -1 that of the last committed token.
                     context = rows[row - node + int(span.tree.parents[node])]
                 content = stored(int(batch.tokens[row]), context)
                 self.cache[batch.slots[row]] = content
@@ -121,7 +121,7 @@ class ChainForward:
         assert [end - start for start, end in itertools.pairwise(starts)] == self.planned[1]
         assert starts[-1] <= self.shape.rows == len(inputs.tokens)
         for index, (known, table) in enumerate(zip(inputs.contexts.tolist(), page_tables.tolist(), strict=True)):
-            length = int(inputs.lengths[index])
+            length = int(inputs.counts[index])
             if length:
                 assert known <= self.planned[0][index]
             context = sum(self.runner.held(table, known)) if length else 0
@@ -135,7 +135,7 @@ class ChainForward:
 
 
 class ChosenDepth:
-    """Stands in for `InFlightDepth`: returns what a function says, so that no test depends on durations."""
+    """Replaces `InFlightDepth`; the depth is that of a function, so that tests do not depend on durations."""
 
     def __init__(self, choose):
         self._choose = choose
@@ -150,7 +150,7 @@ class ChosenDepth:
 
 
 def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=None):
-    """An engine on this model. has_graph: steps have fixed shapes. depth: returns the number of steps in flight."""
+    """An engine with this model. has_graph: with a graph executor. depth: returns the number of steps in flight."""
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     depth = None if depth is None else ChosenDepth(depth)

@@ -1,4 +1,4 @@
-"""Small models made on the spot: real Hugging Face folders with random weights and a vocabulary of their own."""
+"""Fixtures: small models in the format of Hugging Face, with random weights and their own vocabulary."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TEXT = "def add(left, right):\n    return left + right\n\nclass Pair:\n    pass\
 
 
 def make_folder(folder, *, seed=0, max_shard_size="5GB", family="llama", vary=0.0, **shape):
-    """A folder as transformers writes it; `shape` overrides fields of the config.
+    """Write a folder with transformers; `shape` overrides fields of the config.
 
-    vary: how far norms and biases are from the ones and zeros that they start as.
+    vary: standard deviation of noise on norms and biases, which are otherwise ones and zeros.
     """
     fields = {
         "vocab_size": VOCAB,
@@ -30,7 +30,7 @@ def make_folder(folder, *, seed=0, max_shard_size="5GB", family="llama", vary=0.
         "tie_word_embeddings": True,
         "bos_token_id": 0,
         "eos_token_id": 0,
-        "initializer_range": 0.3,  # logits far enough apart that rounding decides nothing
+        "initializer_range": 0.3,  # large, so that rounding does not change the order of logits
     }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**fields, **shape})).eval()
@@ -54,10 +54,10 @@ def make_folder(folder, *, seed=0, max_shard_size="5GB", family="llama", vary=0.
 
 
 @pytest.fixture(autouse=True)
-def sound_drafters(caplog):
-    """Fail a test if a drafter failed in it: the engine goes on without drafts, so that nothing else may show it.
+def no_drafter_failed(caplog):
+    """Fail a test if a drafter failed in it, because the engine goes on without drafts.
 
-    Tests of such drafters clear the log.
+    Tests of failing drafters clear the log.
     """
     yield
     reports = [each for each in caplog.get_records("call") if each.name == guard.__name__]

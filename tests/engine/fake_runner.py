@@ -1,4 +1,4 @@
-"""A model without a model: its logits are a function of the text before, read from a cache of tokens."""
+"""A fake model: its logits are a function of the previous tokens, which it reads from a cache of tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TABLE = np.random.default_rng(7).normal(0, 2, (VOCAB, VOCAB, VOCAB)).round(1).as
 
 
 def logits_after(text):
-    """float32 [VOCAB], by the last two tokens; rounded, so that some tie."""
+    """Logits, float32 [VOCAB], by the last two tokens; rounded, so that there are ties."""
     return TABLE[text[-2] if len(text) > 1 else 0, text[-1]]
 
 
 class FakeRunner:
-    """Keeps tokens where a model keeps keys and values, so tokens must be in the right places to be seen."""
+    """Stores tokens in the slots of keys and values, so that misplaced tokens are detected."""
 
     def __init__(self, pages, page_size):
         self._cache = np.full(pages * page_size, -1)
@@ -40,7 +40,7 @@ class FakeRunner:
         logits = []
         for row in batch.logit_rows.tolist():
             [span] = [span for span in batch.spans if span.start <= row < span.start + span.length]
-            places = places_seen(span, row)
+            places = visible_places(span, row)
             assert len(places) == batch.positions[row] + 1
             slots = np.array(span.pages)[places // self._page_size] * self._page_size + places % self._page_size
             text = self._cache[slots]
@@ -49,8 +49,8 @@ class FakeRunner:
         return torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB))
 
 
-def places_seen(span, row):
-    """Where in its sequence's pages the text up to a token of the batch stands."""
+def visible_places(span, row):
+    """Indices within its sequence of the tokens that a token of the batch attends to."""
     place = span.computed + row - span.start
     if span.tree is None or place < span.committed:
         return np.arange(place + 1)

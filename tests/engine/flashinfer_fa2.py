@@ -1,4 +1,4 @@
-"""FlashInfer's FA2 over paged keys as it is inside, in slow Python: the planner's arrays, tiles, results, merge.
+"""FlashInfer's FA2 over paged keys in slow Python: the planner's arrays, tiles, partial results, merge.
 
 After flashinfer 0.7.2: `PrefillSplitQOKVIndptr` and `PrefillPlanImpl` in scheduler.cuh, `FA2DetermineCtaTileQ` in
 utils.cuh, `BatchPrefillWithPagedKVCacheDevice` in prefill.cuh, `PersistentVariableLengthMergeStatesKernel` in
@@ -28,7 +28,7 @@ def ceil_div(left, right):
 
 
 class Allocator:
-    """Offsets in a workspace, as many bytes as it has."""
+    """Allocates offsets in a workspace of limited size."""
 
     def __init__(self, size):
         self.size, self.used = size, 0
@@ -95,7 +95,7 @@ def plan(
     numbers, numbers_f = Allocator(integers.numel()), Allocator(floats.numel() * floats.itemsize)
     info = [0] * 15
     info[0], info[1], info[3], info[13], info[14] = tiles, rows, tile, int(graph), int(splits)
-    integers.fill_(0x5A)  # what nothing writes is anything
+    integers.fill_(0x5A)  # unwritten memory is arbitrary
 
     def write(field, values, alignment=16, dtype=torch.int32, room=None):
         size = torch.empty(0, dtype=dtype).itemsize
@@ -148,9 +148,9 @@ def paged_run(
         key_count = int((kv[request + 1] - kv[request] - 1) * page_size + last[request])
         assert key_count >= 0
         entries = torch.arange(ceil_div(key_count, page_size)) + kv[request]
-        # Behind the last table it reads page 0.
+        # After the last table it reads page 0.
         pages = torch.where(entries < kv[-1], indices[entries.clamp(max=len(indices) - 1)], 0).long()
-        # Where results go is by the chunks of the length found.
+        # Results are placed by the number of chunks of the length that is read.
         chunks = ceil_div(max(key_count, 1), size) if splits else 1
         start, end = (min((chunk + more) * size, key_count) for more in (0, 1)) if splits else (0, key_count)
         key, value = (
@@ -184,7 +184,7 @@ def paged_run(
 
 
 def ragged_run(floats, integers, info, query, key, value, qo, kv, out, lse, mask_mode, layout, window, pdl, *rest):
-    """As if each key were a page."""
+    """Run with each key as a page."""
     lengths = torch.ones(len(kv) - 1, dtype=torch.int32)
     paged_run(
         floats, integers, info, query, key[:, None], value[:, None], qo, kv, torch.arange(len(key)), lengths, out, lse,

@@ -1,8 +1,8 @@
 """The parts of FlashInfer that the engine uses, in slow PyTorch on the CPU, with FlashInfer's names of arguments.
 
-Arrays are read the way its kernels read them: lengths are sums over pages, slots go through a page table, and what
-runs in a CUDA graph goes tile by tile (`flashinfer_fa2.py`). Whatever a kernel overwrites is overwritten here too, and
-arguments that it refuses, or would misread, are refused.
+Arrays are read like in its kernels: lengths are sums over pages, slots are looked up in a page table, and CUDA graphs
+run tile by tile (`flashinfer_fa2.py`). Arguments that kernels overwrite are overwritten, and arguments that they refuse
+or would misread are refused.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def joined(parts, return_lse):
 
 INT32 = torch.int32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The library has no float32, which here stands for 16 bits."""
+"""Float32 is used here instead of 16 bits; the library does not support it."""
 
 
 def check_array(array, *, size=None, dtypes=(INT32,)):
-    """What its kernels ask of an array of numbers."""
+    """Check what kernels require of an array of numbers."""
     assert array.dtype in dtypes
     assert array.ndim == 1
     assert array.is_contiguous()
@@ -55,7 +55,7 @@ def check_array(array, *, size=None, dtypes=(INT32,)):
 
 
 def check_heads(*tensors):
-    """What its kernels ask of heads: strides are taken as they are, but for the last."""
+    """Check what kernels require of heads: any strides but the last."""
     for tensor in tensors:
         assert tensor.ndim == 3
         assert tensor.stride(-1) == 1
@@ -63,7 +63,7 @@ def check_heads(*tensors):
 
 
 class Planned:
-    """What was said in a plan holds in a run."""
+    """Checks that a run matches its plan."""
 
     def plan_for(self, heads, kv_heads, head_dim, page_size, q_data_type, kv_data_type, rows):
         assert heads % kv_heads == 0
@@ -161,7 +161,7 @@ class PagedPrefill(Planned):
             *self.workspaces, self.workspaces[1], qo, indptr, lengths, rows, len(last), heads, kv_heads, page_size,
             True, head_dim, head_dim, True, -1, -1, False, 0, uniform_q_len or 0,
         )  # fmt: skip
-        # A captured graph goes on with what it was captured with.
+        # A captured graph keeps the plan of its capture.
         assert before in (None, self._plan_info)
 
     def run(self, q, paged_kv_cache, *, out=None, return_lse=False):
@@ -213,31 +213,6 @@ class RaggedPrefill(Planned):
         return joined([attention(*part) for part in parts], return_lse)
 
 
-class PagedDecode(PagedPrefill):
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores, backend):
-        super().__init__(float_workspace_buffer, kv_layout, backend=backend)
-        self.use_tensor_cores = use_tensor_cores
-
-    def plan(
-        self,
-        indptr,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        *,
-        q_data_type,
-        kv_data_type,
-    ):
-        assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
-        super().plan(
-            torch.arange(len(indptr), dtype=INT32), indptr, indices, last_page_len, num_qo_heads, num_kv_heads,
-            head_dim, page_size, causal=True, q_data_type=q_data_type, kv_data_type=kv_data_type,
-        )  # fmt: skip
-
-
 def merge_state(v_a, s_a, v_b, s_b):
     assert all(tensor.is_contiguous() for tensor in (v_a, s_a, v_b, s_b))
     assert v_a.dtype == v_b.dtype
@@ -271,7 +246,7 @@ def rmsnorm(
     eps=1e-6,
     out=None,
 ):
-    """Of [N, size] or [N, heads, size]; a weight of another dtype would be read as if it were of the input's."""
+    """Normalise [N, size] or [N, heads, size]; kernels read a weight as if it had the input's dtype."""
     assert input.ndim in (2, 3)
     assert input.stride(-1) == 1
     assert input.dtype == weight.dtype
@@ -321,7 +296,6 @@ def silu_and_mul(input: Tensor):  # noqa: A002
 TWIN = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=PagedPrefill,
     BatchPrefillWithRaggedKVCacheWrapper=RaggedPrefill,
-    BatchDecodeWithPagedKVCacheWrapper=PagedDecode,
     merge_state=merge_state,
     append_paged_kv_cache=append_paged_kv_cache,
     rmsnorm=rmsnorm,

@@ -1,4 +1,4 @@
-"""Forward passes outside the engine's loop, for tests that look at logits."""
+"""Forward passes outside of the engine's loop, for tests of logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE_SIZE = 16
 
 
 def sequence_of(tokens, pages, *, computed=0, scheduled=None, draft=(), tree=None, sequence_id=0):
-    """The plan of a sequence with `computed` tokens in the cache: `scheduled` further ones and a draft run next."""
+    """The plan of a sequence with `computed` tokens in the cache that runs `scheduled` more tokens and a draft."""
     sequence = Sequence(sequence_id, Request(np.asarray(tokens, np.uint32), SamplingParams()), len(tokens) + 64)
     sequence.pages = list(pages)
     sequence.computed = computed
@@ -32,16 +32,16 @@ def new_runner(model, pages=128):
 
 
 def prompt_logits(model, tokens):
-    """Logits behind every token, float32 [N, vocab], from one pass: all but the first token run as a draft."""
+    """Logits after every token, float32 [N, vocab], from one pass: all tokens but the first run as a draft."""
     pages = range(-(-len(tokens) // PAGE_SIZE))
     entry = sequence_of(tokens[:1], pages, draft=tokens[1:])
     return new_runner(model, len(pages)).forward(build_batch([entry], PAGE_SIZE))
 
 
 def cached_and_fresh(model, engine, text):
-    """Of each page of a text that the engine's cache has: what it holds, and what a fresh computation gives.
+    """For each page of a text in the engine's cache, return its keys and values, and recomputed ones.
 
-    Both float32 [2, layers, ...]: keys, then values.
+    Both are float32 [2, layers, ...]: keys, then values.
     """
     pool, hashes = engine.scheduler.pages, PageHashes("")
     pages = [pool.find(hashes.of(text, index, PAGE_SIZE)) for index in range((len(text) - 1) // PAGE_SIZE)]

@@ -1,4 +1,4 @@
-"""Sampling the slow and obvious way, one row and one token at a time."""
+"""Naive sampling, one row and one token at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def processed(logits, sampling, prompt, output, eos=()):
-    """Logits of the next token after `output`, as a list, with everything applied but temperature and truncation."""
+    """Processed logits of the token after `output`, a list, before temperature and truncation."""
     result = []
     for token, value in enumerate(logits):
         value = np.float32(value)
@@ -27,7 +27,7 @@ def processed(logits, sampling, prompt, output, eos=()):
 
 
 def kept(scores, top_k, top_p, min_p):
-    """Tokens that may be drawn, a set."""
+    """The set of tokens that can be sampled."""
     best = max(scores)
     weights = [math.exp(score - best) for score in scores]
     tokens = {token for token, weight in enumerate(weights) if weight > 0 and weight >= min_p}
@@ -49,7 +49,7 @@ def kept(scores, top_k, top_p, min_p):
 
 
 def distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """The probabilities that tokens are drawn with."""
+    """The probabilities with which tokens are sampled."""
     scores = [logit / temperature for logit in logits]
     tokens = kept(scores, top_k, top_p, min_p)
     weights = [math.exp(score - max(scores)) if token in tokens else 0.0 for token, score in enumerate(scores)]
@@ -63,7 +63,7 @@ def log_softmax(logits):
 
 
 def stopped(pieces, stops, min_tokens):
-    """(text, stop string, tokens used) of an output whose tokens are pieces of text, one character after another."""
+    """Return (text, stop string, number of tokens) of an output of `pieces` of text, character by character."""
     text = ""
     for index, piece in enumerate(pieces):
         for character in piece:

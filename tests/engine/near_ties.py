@@ -1,4 +1,4 @@
-"""Outputs in 16 bits against a reference: where they part, its two best logits must be a tie but for rounding."""
+"""Compare outputs in 16 bits with a reference: they may differ only where its two best logits are a near tie."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.scheduling.request import Request
 
-MOST_ULP = 2
-"""How far apart the two best logits of a near tie are, in units in the last place of bfloat16."""
+MAX_ULP = 2
+"""Largest distance of the two best logits of a near tie, in units in the last place of bfloat16."""
 BITS = 8
-"""Of bfloat16's significand."""
+"""Number of bits of bfloat16's significand."""
 
 
 class Best(NamedTuple):
-    """The reference's two best tokens for a place, and how many units in the last place their logits are apart."""
+    """The reference's two best tokens at a position, and the distance of their logits in units in the last place."""
 
     tokens: list[int]
     gap_ulp: float
 
 
 class Reference(NamedTuple):
-    """What came of a request alone and without drafts."""
+    """The output of a single request without drafts."""
 
     tokens: list[int]
     best: list[Best]
-    """For each of its tokens."""
+    """One per token."""
 
 
-class Parting(NamedTuple):
-    """Where an output is no longer that of the reference."""
+class Difference(NamedTuple):
+    """The first position where an output differs from the reference."""
 
     request: int
     place: int
@@ -44,22 +44,22 @@ class Parting(NamedTuple):
 
 
 def references(model: Decoder, config: EngineConfig, attention: str, asked: Sequence[Request]) -> list[Reference]:
-    """Greedy outputs, one request after the other; prompts run in one step. config: whose cache it is."""
+    """Greedy outputs of single requests; prompts run in one step. config: gives the KV cache's settings."""
     alone = EngineConfig(
         max_sequences=1, max_draft=0, prefix_cache=False, kv_memory_mib=config.kv_memory_mib, kv_dtype=config.kv_dtype
     )
     engine = build_engine(model, alone, NoDrafter(), attention=attention)
-    engine._graph = None  # each step runs eagerly, where its logits can be read
+    engine._graph = None  # logits can only be read in eager steps
     runner, found = engine._executor.runner, []
     forward = runner.forward_with_states
     best: list[Best] = []
 
-    def noted(batch, layers):
+    def with_best(batch, layers):
         logits, states = forward(batch, layers)
-        best.append(two_best(logits[-1]))
+        best.append(best_two(logits[-1]))
         return logits, states
 
-    runner.forward_with_states = noted
+    runner.forward_with_states = with_best
     for request in asked:
         best.clear()
         [completion] = engine.generate([request])
@@ -68,20 +68,20 @@ def references(model: Decoder, config: EngineConfig, attention: str, asked: Sequ
     return found
 
 
-def two_best(logits: torch.Tensor) -> Best:
+def best_two(logits: torch.Tensor) -> Best:
     values, tokens = logits.double().topk(2)
     ulp = 2.0 ** (torch.floor(torch.log2(values.abs().max())) + 1 - BITS)
     return Best(tokens.tolist(), float((values[0] - values[1]) / ulp))
 
 
-def partings(got: Sequence[Sequence[int]], expected: Sequence[Reference]) -> list[Parting]:
-    """The first place where each output differs; what comes behind it follows from another text."""
+def differences(got: Sequence[Sequence[int]], expected: Sequence[Reference]) -> list[Difference]:
+    """The first position where each output differs; the tokens after it have another context."""
     found = []
     for request, (tokens, reference) in enumerate(zip(got, expected, strict=True)):
         assert len(tokens) == len(reference.tokens)
         differ = [place for place, token in enumerate(tokens) if token != reference.tokens[place]]
         if differ:
             best = reference.best[differ[0]]
-            is_near_tie = tokens[differ[0]] in best.tokens and best.gap_ulp <= MOST_ULP
-            found.append(Parting(request, differ[0], best.gap_ulp, is_near_tie))
+            is_near_tie = tokens[differ[0]] in best.tokens and best.gap_ulp <= MAX_ULP
+            found.append(Difference(request, differ[0], best.gap_ulp, is_near_tie))
     return found

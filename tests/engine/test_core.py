@@ -1,4 +1,4 @@
-"""The loop: whatever drafts, in whatever batch, the output is the target's own."""
+"""The engine's loop: outputs are the target's, with any drafter and in any batch."""
 
 from dataclasses import replace
 
@@ -32,19 +32,19 @@ def requests(count, *, temperature=0.0, max_tokens=40):
 
 
 def outputs(engine, asked):
-    """Outputs of all requests run together, with the books checked after every step."""
+    """Outputs of all requests run together, with integrity checked after every step."""
     completions = engine.generate(asked, observe=lambda _: engine.scheduler.check_integrity())
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
     return [completion.tokens.tolist() for completion in completions]
 
 
 class ScriptedDrafter(NoDrafter):
-    """Drafts what a function of (sequence id, committed length) says."""
+    """Drafts the tokens that a function of (sequence id, committed length) returns."""
 
-    def __init__(self, script, *, obeys=True):
+    def __init__(self, script, *, is_limited=True):
         self.script = script
-        self.obeys = obeys
-        """Whether drafts are cut to what is asked for."""
+        self.is_limited = is_limited
+        """Whether drafts are cut to `max_draft`."""
         self.lengths = {}
 
     def start(self, sequence_id, prompt):
@@ -55,7 +55,7 @@ class ScriptedDrafter(NoDrafter):
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             tokens = np.array(self.script(sequence_id, self.lengths[sequence_id]), np.uint32)
-            if self.obeys:
+            if self.is_limited:
                 tokens = tokens[: int(progress.max_draft[index])]
             paths.append(Path(tokens, np.ones(len(tokens), np.float32)))
         return DraftBatch.from_paths(paths)
@@ -63,7 +63,7 @@ class ScriptedDrafter(NoDrafter):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """What the target produces by itself, one request at a time."""
+    """Outputs without drafts, one request at a time, by temperature."""
     engine = build_engine(model, CONFIG, NoDrafter())
     return {
         temperature: [outputs(engine, [request])[0] for request in requests(12, temperature=temperature)]
@@ -71,7 +71,7 @@ def plain(model):
     }
 
 
-def test_greedy_output_is_that_of_transformers(tmp_path):
+def test_greedy_output_equals_that_of_transformers(tmp_path):
     reference = make_folder(tmp_path)
     from engine.models.loader import load_model
 
@@ -85,42 +85,42 @@ def test_greedy_output_is_that_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", sorted(KINDS.keys() - {"ssd-remote"}))
-def test_every_drafter_in_a_batch_gives_the_plain_output(model, plain, drafter, temperature):
+def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temperature):
     engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))
     asked = requests(12, temperature=temperature)
     assert outputs(engine, asked) == plain[temperature]
-    assert outputs(engine, asked) == plain[temperature]  # now with a corpus that knows the answers
+    assert outputs(engine, asked) == plain[temperature]  # the corpus has the outputs now
     engine.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bad_drafts_change_nothing(model, plain, temperature):
+def test_wrong_drafts_do_not_change_outputs(model, plain, temperature):
     rng = np.random.default_rng(0)
     engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: rng.integers(0, VOCAB, rng.integers(0, 7))))
     assert outputs(engine, requests(12, temperature=temperature)) == plain[temperature]
 
 
-def scripted_by(asked, answers, *, spoil_every=0):
-    """A script that knows the answers, with every so many tokens spoilt."""
+def scripted_by(asked, answers, *, wrong_every=0):
+    """A drafter that knows the answers; every `wrong_every`-th token is wrong."""
 
     def script(sequence_id, length):
         start = length - len(asked[sequence_id].prompt)
         draft = list(answers[sequence_id][start : start + 6])
-        if spoil_every:
-            draft = [t if (start + i) % spoil_every else (t + 1) % VOCAB for i, t in enumerate(draft)]
+        if wrong_every:
+            draft = [t if (start + i) % wrong_every else (t + 1) % VOCAB for i, t in enumerate(draft)]
         return draft
 
     return ScriptedDrafter(script)
 
 
-@pytest.mark.parametrize("spoil_every", [0, 3, 4])
-def test_drafts_that_are_right_up_to_a_point_are_accepted_up_to_it(model, plain, spoil_every):
+@pytest.mark.parametrize("wrong_every", [0, 3, 4])
+def test_drafts_are_accepted_up_to_the_first_wrong_token(model, plain, wrong_every):
     asked = requests(12)
-    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=spoil_every))
+    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], wrong_every=wrong_every))
     completions = engine.generate(asked)
     assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
     for completion in completions:
-        if spoil_every == 0:
+        if wrong_every == 0:
             assert completion.steps <= -(-len(completion.tokens) // 7)
             assert completion.accepted == completion.drafted
         else:
@@ -129,26 +129,26 @@ def test_drafts_that_are_right_up_to_a_point_are_accepted_up_to_it(model, plain,
 
 @pytest.mark.parametrize("fault", [-1, 1], ids=["one too few", "one too many"])
 def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fault):
-    """The tests above would see a verifier that is off by one: the output differs, or steps are lost."""
+    """With a verifier that is off by one, outputs differ or there are more steps."""
     exact = verify.accepted_length
     monkeypatch.setattr(
         verify, "accepted_length", lambda draft, chosen: min(len(draft), max(0, exact(draft, chosen) + fault))
     )
     asked = requests(12)
-    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=4))
+    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], wrong_every=4))
     completions = engine.generate(asked)
     if fault > 0:
         assert [completion.tokens.tolist() for completion in completions] != plain[0.0]
     else:
-        honest = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], spoil_every=4))
+        correct = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], wrong_every=4))
         monkeypatch.undo()
-        steps = [completion.steps for completion in honest.generate(asked)]
+        steps = [completion.steps for completion in correct.generate(asked)]
         assert sum(completion.steps for completion in completions) > sum(steps)
 
 
 @pytest.mark.parametrize("draft", [[1, VOCAB, 2], [3] * 50], ids=["out of vocabulary", "too long"])
-def test_drafts_that_break_the_rules_are_dropped_and_reported_once(model, plain, draft, caplog):
-    engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: draft, obeys=False))
+def test_malformed_drafts_are_dropped_and_reported_once(model, plain, draft, caplog):
+    engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: draft, is_limited=False))
     completions = engine.generate(requests(12))
     assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
     assert not any(completion.drafted for completion in completions)
@@ -156,7 +156,7 @@ def test_drafts_that_break_the_rules_are_dropped_and_reported_once(model, plain,
     caplog.clear()
 
 
-def test_long_prompts_run_in_parts_beside_decoding(model):
+def test_long_prompts_run_in_chunks_beside_decoding(model):
     small = EngineConfig(max_sequences=4, max_step_tokens=32, max_draft=6)
     rng = np.random.default_rng(5)
     asked = [
@@ -168,12 +168,12 @@ def test_long_prompts_run_in_parts_beside_decoding(model):
     assert together == alone
 
 
-def test_more_requests_than_sequences_wait_their_turn(model, plain):
+def test_requests_beyond_max_sequences_wait(model, plain):
     engine = build_engine(model, EngineConfig(max_sequences=2, max_step_tokens=64, max_draft=6), NoDrafter())
     assert outputs(engine, requests(12)) == plain[0.0]
 
 
-def test_more_requests_than_pages_wait_their_turn(model, plain):
+def test_requests_beyond_the_pages_wait(model, plain):
     engine = build_engine(model, CONFIG, NoDrafter())
     pages = engine.scheduler.pages
     held = pages.allocate(pages.count - 20)
@@ -187,8 +187,8 @@ def test_more_requests_than_pages_wait_their_turn(model, plain):
 
 @pytest.mark.parametrize("max_draft", [0, 6])
 @pytest.mark.parametrize("room", [1, 2, 4, 7])
-def test_outputs_end_at_the_limit_and_at_the_window(model, room, max_draft):
-    """Exactly there, with drafts that reach beyond it too."""
+def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_draft):
+    """Also with drafts that are longer than the rest of the output."""
     endless = replace(model.config, eos_token_ids=())
     window = endless.max_positions
     config = replace(CONFIG, max_draft=max_draft)
@@ -211,8 +211,8 @@ def test_outputs_end_at_the_limit_and_at_the_window(model, room, max_draft):
 
 
 @pytest.mark.parametrize("max_draft", [0, 6])
-def test_nothing_follows_an_end_token(model, max_draft):
-    """With any token of the output declared the end, the output stops there, in the middle of a draft too."""
+def test_outputs_end_with_the_end_token(model, max_draft):
+    """An output ends with the first end token, also in the middle of a draft."""
     request = requests(1)[0]
     [full] = outputs(build_engine(model, CONFIG, NoDrafter()), [request])
     end = full[len(full) // 2]
@@ -229,7 +229,7 @@ def test_nothing_follows_an_end_token(model, max_draft):
     assert completion.accepted <= len(completion.tokens)
 
 
-def test_the_same_seed_gives_the_same_text_and_another_another(model):
+def test_outputs_depend_on_the_seed_only(model):
     engine = build_engine(model, CONFIG, NoDrafter())
     prompt = np.array([5, 6, 7], np.uint32)
     seeds = (1, 1, 2)
@@ -240,8 +240,8 @@ def test_the_same_seed_gives_the_same_text_and_another_another(model):
     assert first != other
 
 
-def test_who_watches_may_cancel(model, plain):
-    """Those that run and those that wait; each still has its place in the list, with what it had produced."""
+def test_the_observer_may_cancel_requests(model, plain):
+    """Running and waiting requests can be cancelled; their completions have what they had produced."""
     engine = build_engine(model, replace(CONFIG, max_sequences=2), NoDrafter())
     asked, cancelled, steps = requests(5), {}, iter(range(1000))
 
@@ -271,14 +271,14 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize(("request_", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
-def test_requests_that_cannot_run_are_refused_and_disturb_nothing(model, request_, message):
+def test_invalid_requests_are_refused(model, request_, message):
     engine = build_engine(model, CONFIG, NoDrafter())
     with pytest.raises(UserError, match=message):
         engine.add(request_)
     assert not engine.scheduler.has_work
 
 
-def test_one_bad_request_keeps_all_of_its_company_out(model):
+def test_generate_refuses_all_requests_if_one_is_invalid(model):
     engine = build_engine(model, CONFIG, NoDrafter())
     with pytest.raises(UserError, match="empty"):
         engine.generate([*requests(2), Request(np.empty(0, np.uint32))])
@@ -303,6 +303,6 @@ def test_a_cache_without_a_page_is_refused(model, has_budget):
 @pytest.mark.parametrize(
     "setting", [{"max_sequences": 0}, {"page_size": 0}, {"kv_memory_mib": 0}, {"max_draft": -1}, {"max_step_tokens": 9}]
 )
-def test_engine_settings_out_of_range_are_named(setting):
+def test_engine_settings_out_of_range_are_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         EngineConfig(**setting)

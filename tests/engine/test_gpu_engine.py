@@ -1,8 +1,8 @@
-"""Whole engines as users run them: with any drafter and any number of steps in flight, the tokens of plain decoding.
+"""Whole engines: with any drafter and any number of steps in flight, outputs are those of decoding without drafts.
 
-In float32 with plain attention to the token. In 16 bits by FlashInfer, on a GPU, but for near ties, whose number is
-reported; on the CPU its twin computes in float32, where there are none. Sampled tokens also have the distribution that
-the model gives them, worked out token by token.
+In float32 with plain attention they are equal. In 16 bits with FlashInfer, on a GPU, they may differ at near ties,
+whose number is reported; on the CPU its twin computes in float32, where there are none. Sampled texts also follow the
+probabilities of the model, computed token by token.
 """
 
 from contextlib import closing
@@ -34,22 +34,22 @@ from ssd.config import DrafterConfig
 from tests.engine.conftest import make_folder
 from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
-from tests.engine.near_ties import Best, Reference, partings, references
+from tests.engine.near_ties import Best, Reference, differences, references
 from tests.engine.test_core import ScriptedDrafter, outputs, requests
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Few shapes to capture: each engine on a GPU captures all of its own.
+# Few shapes, because each engine on a GPU captures all of them.
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=6, kv_memory_mib=64)
 DRAFTERS = ("none", "ngram", "ssd")
 
 
 def drafter_of(name):
-    # Beyond what a step verifies, so that drafts reach beyond the step before.
+    # Longer drafts than a step verifies, so that there are drafts for the step after the one in flight.
     return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), warn=pytest.fail)
 
 
 def twice(model, config, drafter, attention, asked):
-    """Outputs of all requests, and again with a drafter that knows the answers; how many draft tokens were accepted."""
+    """Outputs, outputs of a second run with what the drafter learned, and the draft tokens accepted in that run."""
     with closing(build_engine(model, config, drafter_of(drafter), attention=attention)) as engine:
         first = outputs(engine, asked)
         again = engine.generate(asked)
@@ -69,7 +69,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_in_float32_neither_drafts_nor_steps_in_flight_change_a_token(model_folder, device, kind):
+def test_in_float32_outputs_do_not_depend_on_drafts_or_steps_in_flight(model_folder, device, kind):
     model = pack(load_model(model_folder, device=device))
     asked = [
         replace(request, sampling=replace(request.sampling, **settings))
@@ -91,14 +91,14 @@ def library(request):
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory):
-    """A model with heads as FlashInfer has kernels for."""
+    """A model with a head dimension for which FlashInfer has kernels."""
     folder = tmp_path_factory.mktemp("models") / "wide"
     make_folder(folder, head_dim=64)
     return folder
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_in_16_bits_outputs_part_at_near_ties_alone(library, wide_folder, kv_dtype, record_property):
+def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder, kv_dtype, record_property):
     model = pack(load_model(wide_folder, dtype=library.dtype, device=library.device))
     asked = requests(16 if library.device == "cuda" else 2, max_tokens=30)
     config = replace(CONFIG, kv_dtype=kv_dtype)
@@ -106,17 +106,19 @@ def test_in_16_bits_outputs_part_at_near_ties_alone(library, wide_folder, kv_dty
     for in_flight in (0, 1):
         for drafter in DRAFTERS:
             first, again, accepted = twice(model, replace(config, in_flight=in_flight), drafter, "flashinfer", asked)
-            found = [*partings(first, expected), *partings(again, expected)]
-            most = max((parting.gap_ulp for parting in found), default=0.0)
+            found = [*differences(first, expected), *differences(again, expected)]
+            most = max((difference.gap_ulp for difference in found), default=0.0)
             name = f"{library.dtype}, KV cache {kv_dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
-            told = f"{len(found)} of {2 * len(asked)} outputs part from the reference, at gaps of up to {most:.1f} ulp"
-            record_property(name, told)
-            assert all(parting.is_near_tie for parting in found), (name, found)
+            text = (
+                f"{len(found)} of {2 * len(asked)} outputs differ from the reference, at gaps of up to {most:.1f} ulp"
+            )
+            record_property(name, text)
+            assert all(difference.is_near_tie for difference in found), (name, found)
             assert not found or library.dtype != torch.float32
             assert drafter != "ssd" or accepted > 20
 
 
-def test_a_cache_of_8_bits_has_room_for_more(library, wide_folder):
+def test_an_8_bit_cache_has_more_pages(library, wide_folder):
     model = load_model(wide_folder, dtype=library.dtype, device=library.device)
     config = EngineConfig(max_sequences=8, kv_memory_mib=1)
     wide, narrow = (
@@ -126,18 +128,18 @@ def test_a_cache_of_8_bits_has_room_for_more(library, wide_folder):
     assert narrow.scheduler.pages.count == library.dtype.itemsize * wide.scheduler.pages.count
 
 
-def test_partings_are_judged_by_the_reference():
+def test_differences_are_classified_by_the_reference():
     best = [Best([7, 3], 9.0), Best([5, 2], 1.5), Best([4, 1], 0.0)]
     reference = Reference([7, 5, 4], best)
-    assert partings([[7, 5, 4]], [reference]) == []
+    assert differences([[7, 5, 4]], [reference]) == []
     for tokens, place, is_near_tie in (
         ([7, 2, 9], 1, True),
         ([7, 9, 4], 1, False),  # neither of the two best
         ([3, 5, 4], 0, False),  # no tie
         ([7, 5, 1], 2, True),
     ):
-        [parting] = partings([tokens], [reference])
-        assert (parting.place, parting.is_near_tie) == (place, is_near_tie)
+        [difference] = differences([tokens], [reference])
+        assert (difference.place, difference.is_near_tie) == (place, is_near_tie)
 
 
 def halved(part, dtype):
@@ -145,8 +147,8 @@ def halved(part, dtype):
 
 
 @pytest.mark.parametrize("bug", [None, halved], ids=["as it is", "planted bug"])
-def test_logits_over_keys_of_8_bits_are_near_those_of_16(library, tmp_path, monkeypatch, bug):
-    """Of a prompt in two parts, and of a draft behind it."""
+def test_logits_with_an_8_bit_cache_are_close_to_those_with_16_bits(library, tmp_path, monkeypatch, bug):
+    """A prompt in two chunks, and a draft after it."""
     if bug is not None:
         monkeypatch.setattr(calls, "as_stored", bug)
     make_folder(tmp_path, head_dim=64, initializer_range=0.1)
@@ -168,14 +170,14 @@ VOCAB, PROMPT, LENGTH, COUNT = 6, np.array([1, 4, 2, 2, 5], np.uint32), 3, 1500
 
 @pytest.fixture(scope="module")
 def small_folder(tmp_path_factory):
-    """A model with so few tokens that all texts of a length can be counted."""
+    """A model with so few tokens that all texts of LENGTH tokens can be counted."""
     folder = tmp_path_factory.mktemp("models") / "small"
     make_folder(folder, vocab_size=VOCAB)
     return folder
 
 
-def probabilities_of_texts(model, temperature):
-    """Of every text of LENGTH tokens behind the prompt, float64 [VOCAB ** LENGTH], from one forward for each prefix."""
+def text_probabilities(model, temperature):
+    """Probabilities of all texts of LENGTH tokens after the prompt, float64 [VOCAB ** LENGTH]."""
     attention = PlainAttention(model.config, 2, PAGE_SIZE, torch.float32, "cpu")
     runner = Runner(model, attention)
 
@@ -193,8 +195,8 @@ def probabilities_of_texts(model, temperature):
     return probabilities
 
 
-def has_the_probabilities(texts, probabilities):
-    """Whether outputs have these probabilities. Rare texts are counted together, as a chi-squared test needs."""
+def follow_the_probabilities(texts, probabilities):
+    """Whether outputs follow the probabilities, by a chi-squared test; rare texts are counted together."""
     cells = np.array(texts) @ VOCAB ** np.arange(LENGTH - 1, -1, -1)
     observed, expected = np.bincount(cells, minlength=len(probabilities)), probabilities * len(texts)
     rare = expected < 8
@@ -203,13 +205,13 @@ def has_the_probabilities(texts, probabilities):
 
 
 def all_accepted(monkeypatch):
-    """Accept all draft tokens, whatever the target computes."""
+    """Accept all draft tokens."""
 
-    def accepting(state, drafted, chosen, width):
-        row = torch.arange(len(chosen), device=chosen.device)
-        ends = drafted.starts + drafted.counts - 1
-        has_next = ((row >= drafted.starts[:, None]) & (row < ends[:, None])).any(dim=0)
-        return verify(state, drafted, torch.where(has_next, drafted.tokens.roll(-1), chosen), width)
+    def accepting(state, slots, inputs, target_tokens, width):
+        row = torch.arange(len(target_tokens), device=target_tokens.device)
+        starts = inputs.starts[:-1, None]
+        has_next = ((row >= starts) & (row < starts + inputs.counts[:, None] - 1)).any(dim=0)
+        return verify(state, slots, inputs, torch.where(has_next, inputs.tokens.roll(-1), target_tokens), width)
 
     monkeypatch.setattr(verification, "accepted_length", lambda draft, _: len(draft))
     monkeypatch.setattr(fixed_step, "verify", accepting)
@@ -218,11 +220,11 @@ def all_accepted(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("bug", [None, all_accepted], ids=["as it is", "planted bug"])
-def test_sampled_tokens_have_the_models_probabilities_with_drafts(small_folder, device, in_flight, bug, monkeypatch):
+def test_sampled_texts_follow_the_models_probabilities(small_folder, device, in_flight, bug, monkeypatch):
     if bug is not None:
         bug(monkeypatch)
     temperature = 3.0
-    probabilities = probabilities_of_texts(load_model(small_folder), temperature)
+    probabilities = text_probabilities(load_model(small_folder), temperature)
     assert probabilities.sum() == pytest.approx(1)
     # The most likely text is the draft of all requests.
     guess = np.unravel_index(probabilities.argmax(), (VOCAB,) * LENGTH)
@@ -236,4 +238,4 @@ def test_sampled_tokens_have_the_models_probabilities_with_drafts(small_folder, 
     assert drafted > COUNT / 4
     assert accepted > COUNT / 20
     assert bug is not None or accepted < drafted
-    assert has_the_probabilities([one.tokens.tolist() for one in completions], probabilities) == (bug is None)
+    assert follow_the_probabilities([one.tokens.tolist() for one in completions], probabilities) == (bug is None)

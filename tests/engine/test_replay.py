@@ -13,7 +13,7 @@ from tests.engine.workload import StrictDrafter, replayed
 
 
 def recorded_requests(count=8):
-    """Records of half the output, of all of it, of more, and none."""
+    """Requests with records of half the output, of all of it, of more, and without a record."""
     rng = np.random.default_rng(2)
     lengths = (10, 20, 30, None)
     records = [None if size is None else rng.integers(1, VOCAB, size).astype(np.uint32) for size in lengths]
@@ -30,7 +30,7 @@ def recorded_requests(count=8):
 def replay(shape="path", *, in_flight=None, pages=100, drafts=True):
     """Run the requests together; return them, their completions and the engine. in_flight: None for eager steps."""
     config = EngineConfig(max_sequences=4, max_draft=5, max_step_tokens=64, draft_shape=shape)
-    drafter = StrictDrafter(np.random.default_rng(0), shape, is_told_all=in_flight != 1) if drafts else NoDrafter()
+    drafter = StrictDrafter(np.random.default_rng(0), shape, sees_all_steps=in_flight != 1) if drafts else NoDrafter()
     engine = chain_engine(config, pages, drafter, has_graph=in_flight is not None, depth=lambda: in_flight)
     asked = recorded_requests()
     for number, request in enumerate(asked):
@@ -40,7 +40,7 @@ def replay(shape="path", *, in_flight=None, pages=100, drafts=True):
     return asked, completions, engine
 
 
-def gives_the_record(asked, completions):
+def outputs_are_recorded(asked, completions):
     return all(one.tokens.tolist() == replayed(request) for request, one in zip(asked, completions, strict=True))
 
 
@@ -49,9 +49,9 @@ WAYS = [("path", None), ("tree", None), ("path", 0), ("path", 1)]
 
 @pytest.mark.parametrize(("shape", "in_flight"), WAYS)
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafts"])
-def test_the_output_is_the_recorded_one_and_then_the_targets(shape, in_flight, drafts):
+def test_recorded_tokens_replace_the_targets(shape, in_flight, drafts):
     asked, completions, engine = replay(shape, in_flight=in_flight, drafts=drafts)
-    assert gives_the_record(asked, completions)
+    assert outputs_are_recorded(asked, completions)
     # The target itself would have produced other tokens.
     assert all(replayed(one)[:10] != answer(one.prompt, 10) for one in asked if one.recorded is not None)
     assert engine.scheduler.preemptions == 0
@@ -60,22 +60,22 @@ def test_the_output_is_the_recorded_one_and_then_the_targets(shape, in_flight, d
 
 
 @pytest.mark.parametrize(("shape", "in_flight"), WAYS)
-def test_a_preempted_sequence_goes_on_in_its_record(shape, in_flight):
+def test_a_preempted_sequence_continues_its_record(shape, in_flight):
     asked, completions, engine = replay(shape, in_flight=in_flight, pages=11)
-    assert gives_the_record(asked, completions)
+    assert outputs_are_recorded(asked, completions)
     assert engine.scheduler.preemptions > 2
 
 
 def test_planted_faults_are_caught(monkeypatch):
     monkeypatch.setattr(verify, "_replay", lambda *_: None)
-    assert not gives_the_record(*replay(drafts=False)[:2])
-    assert gives_the_record(*replay(in_flight=1, drafts=False)[:2])
+    assert not outputs_are_recorded(*replay(drafts=False)[:2])
+    assert outputs_are_recorded(*replay(in_flight=1, drafts=False)[:2])
     monkeypatch.setattr(fixed_step, "replayed", lambda state, inputs, tokens: tokens)
-    assert not gives_the_record(*replay(in_flight=1, drafts=False)[:2])
+    assert not outputs_are_recorded(*replay(in_flight=1, drafts=False)[:2])
 
 
-def test_logits_are_sampled_all_the_same(monkeypatch):
-    """A replay takes as long as the step would."""
+def test_recorded_steps_still_sample(monkeypatch):
+    """So a replay takes as long as other steps."""
     calls = []
     greedy = verify.greedy_tokens
     monkeypatch.setattr(verify, "greedy_tokens", lambda logits: (calls.append(1), greedy(logits))[1])

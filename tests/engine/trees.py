@@ -1,9 +1,10 @@
-"""Draft trees that are right along one path, up to a point, with wrong branches anywhere."""
+"""Random draft trees that are right along the beginning of one path."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from engine.drafters.none import NoDrafter
 from ssd.types import DraftBatch, offsets_of
 
 
@@ -22,7 +23,7 @@ def random_tree(rng, right, limit, vocab):
 
 
 def batch_of_trees(trees):
-    """A `DraftBatch` of (tokens, parents) pairs, one a sequence."""
+    """A `DraftBatch` of (tokens, parents) pairs, one per sequence."""
     tokens = [token for tree, _ in trees for token in tree]
     return DraftBatch(
         tokens=np.array(tokens, np.uint32),
@@ -31,3 +32,27 @@ def batch_of_trees(trees):
         source=np.zeros(len(tokens), np.uint8),
         offsets=offsets_of(np.array([len(tree) for tree, _ in trees])),
     )
+
+
+class RandomTrees(NoDrafter):
+    """Drafts random trees that are partly right."""
+
+    def __init__(self, asked, answers, vocab, seed=4):
+        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(asked, answers, strict=True)]
+        self.vocab = vocab
+        self.lengths = {}
+        self.rng = np.random.default_rng(seed)
+
+    def start(self, sequence_id, prompt):
+        self.lengths[sequence_id] = len(prompt)
+
+    def draft(self, progress):
+        trees = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            right = self.texts[sequence_id][self.lengths[sequence_id] :]
+            trees.append(self.tree(sequence_id, right, int(progress.max_draft[index])))
+        return batch_of_trees(trees)
+
+    def tree(self, sequence_id, right, limit):
+        return random_tree(self.rng, right, limit, self.vocab)

@@ -1,4 +1,4 @@
-"""A random workload on the chain model, with everything that can be checked checked after every step."""
+"""A random workload on the chain model, with invariants checked after every step."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.engine.trees import batch_of_trees, random_tree
 
 
 class StrictDrafter:
-    """Drafts right answers and wrong ones, and holds the engine to the order of a drafter's calls."""
+    """Drafts right and wrong tokens, and checks the order of the engine's calls."""
 
-    def __init__(self, rng, shape, is_told_all, budget=None):
+    def __init__(self, rng, shape, sees_all_steps, budget=None):
         self.rng = rng
         self.shape = shape
-        self.is_told_all = is_told_all
-        """Whether it hears of all that was verified, as in the plain loop."""
+        self.sees_all_steps = sees_all_steps
+        """Whether all of its drafts are verified, as without steps in flight."""
         self.budget = budget
         self.answers = {}
         self.texts = {}
         self.offered = {}
         self.paths = {}
-        """What was offered last, without branches."""
+        """The last drafts, if they are paths."""
         self.steps = Counter()
-        """Of which it was told, by sequence."""
+        """Number of reported steps by sequence."""
 
     def expect(self, sequence_id, prompt, output):
         self.answers[sequence_id] = [*prompt.tolist(), *output]
@@ -62,19 +62,19 @@ class StrictDrafter:
     def finish(self, sequence_id, tokens, *, verified=0, learn=True):
         self.note(sequence_id, tokens, verified)
         whole = self.texts.pop(sequence_id) == self.answers[sequence_id]
-        assert whole or not learn  # what was cut short is not remembered
+        assert whole or not learn  # cancelled outputs are not learned
 
     def note(self, sequence_id, committed, verified, steps=1):
         assert verified <= self.offered[sequence_id]
         self.steps[sequence_id] += steps if len(committed) else 0
-        assert verified == self.offered[sequence_id] or not self.is_told_all
+        assert verified == self.offered[sequence_id] or not self.sees_all_steps
         text = self.texts[sequence_id]
         text += committed.tolist()
         assert text == self.answers[sequence_id][: len(text)]
 
 
 class RandomBackoff:
-    """Lets the drafter be asked in some steps only."""
+    """A token budget that skips the drafter in random steps."""
 
     def __init__(self, rng, is_late):
         """is_late: whether a step is recorded after the next one was planned."""
@@ -94,25 +94,25 @@ class RandomBackoff:
 
 
 def random_record(rng):
-    """An output without an end token, or none."""
+    """A recorded output without an end token, or None."""
     return rng.integers(1, VOCAB, rng.integers(0, 30)).astype(np.uint32) if rng.random() < 0.3 else None
 
 
 def replayed(request):
-    """The naive twin of a request that may be recorded: the record, then greedy decoding."""
+    """The expected output of a request: its record, if any, then greedy decoding."""
     most = request.sampling.max_tokens
     recorded = [] if request.recorded is None else request.recorded.tolist()[:most]
     return recorded + answer([*request.prompt, *recorded], most - len(recorded))
 
 
 class Workload:
-    """Arrivals with shared beginnings, tenants, recorded outputs, cancellations, tight memory."""
+    """Requests with shared prefixes, tenants, recorded outputs, cancellations and few pages."""
 
     def __init__(self, seed, shape="path", has_backoff=False, in_flight=None):
         """in_flight: 0, 1, or "any", with steps of fixed shapes; None: eager steps."""
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
-        """How often what the workload is meant to meet has happened."""
+        """Counts of the events that the workload must cover."""
         max_sequences, max_draft = int(rng.integers(1, 7)), int(rng.integers(0, 6))
         config = EngineConfig(
             max_sequences=max_sequences,
@@ -125,7 +125,7 @@ class Workload:
         self.config = config
         budget = RandomBackoff(np.random.default_rng(seed), is_late=in_flight in (1, "any")) if has_backoff else None
         self.in_flight = in_flight
-        self.drafter = StrictDrafter(rng, shape, is_told_all=in_flight in (None, 0), budget=budget)
+        self.drafter = StrictDrafter(rng, shape, sees_all_steps=in_flight in (None, 0), budget=budget)
         depths = np.random.default_rng(seed)
         depth = (lambda: int(depths.integers(2))) if in_flight == "any" else lambda: in_flight
         pages = int(rng.integers(8, 41))
@@ -144,7 +144,7 @@ class Workload:
         self.contents = {}
         self.streamed = {}
         self.computed = {}
-        """By salt, every text up to the end of a page whose keys and values were computed."""
+        """By salt, all texts up to the end of a page whose keys and values were computed."""
 
     def run(self, steps=60):
         for _ in range(steps):
@@ -200,9 +200,9 @@ class Workload:
         scheduler = self.engine.scheduler
         alive = [*scheduler.running, *scheduler.waiting]
         before = {sequence: (sequence.computed, len(sequence), sequence.in_flight) for sequence in alive}
-        # With a step in flight, a sequence may begin with this step, which is reported later.
+        # With a step in flight, a sequence may start with this step, which is reported later.
         decoding = [s for s in scheduler.running if s.computed == len(s) - 1 and (s.in_flight or not self.in_flight)]
-        # What a step in flight computes was counted when it was launched.
+        # Tokens of a step in flight were counted when it was launched.
         launched = {entry.sequence for step in self.engine._in_flight for entry in step.plan.entries}
         report = self.engine.step()
         scheduler.check_integrity()
@@ -211,16 +211,16 @@ class Workload:
         self.check_output(report)
         self.check_progress([one for one in alive[:1] if one not in launched], decoding, before, report)
         if self.in_flight in (1, "any"):
-            # Two steps may have been planned, the second one with pages that the first one fills.
+            # Two steps may have been planned, the second one with pages that the first one filled.
             for sequence in alive:
-                self.note_computed(sequence)
+                self.record_computed(sequence)
         for sequence in alive:
             self.check_cache(sequence)
         for sequence in alive:
-            self.note_computed(sequence)
+            self.record_computed(sequence)
 
     def check_in_flight(self):
-        """What sequences expect of steps in flight is what these may yield."""
+        """Check that `Sequence.in_flight` is the largest number of tokens that the step in flight may append."""
         steps = self.engine._in_flight
         assert len(steps) <= (0 if self.in_flight in (None, 0) else 1)
         begun = {entry.sequence: 1 + entry.max_verified for step in steps for entry in step.plan.producing}
@@ -243,7 +243,7 @@ class Workload:
             self.seen["rejected"] += completion.drafted - completion.accepted
 
     def check_progress(self, oldest, decoding, before, report):
-        """The oldest goes on, and whoever decodes gets a token in every step, unless it lost its pages."""
+        """Check that the oldest sequence advances, and that decoding ones get a token unless they were preempted."""
         for sequence in oldest:
             if sequence.in_flight == 0 or before[sequence][2]:
                 assert (sequence.computed, len(sequence)) > before[sequence][:2]
@@ -251,7 +251,7 @@ class Workload:
             assert sequence.sequence_id in report.tokens or sequence in self.engine.scheduler.waiting
 
     def check_cache(self, sequence):
-        """What the cache holds for a running sequence, and that it had a right to what it found there."""
+        """Check the cache entries of a running sequence, and that reused pages were computed before."""
         held = self.engine._executor.runner.held(sequence.pages, sequence.computed) if sequence.pages else []
         assert held == self.contents[sequence.sequence_id][: len(held)]
         cached = sequence.cached_tokens
@@ -261,7 +261,7 @@ class Workload:
             assert tuple(sequence.tokens[:cached].tolist()) in self.computed.get(sequence.request.salt, ())
             self.seen["cached"] += 1
 
-    def note_computed(self, sequence):
+    def record_computed(self, sequence):
         texts = self.computed.setdefault(sequence.request.salt, set())
         for end in range(PAGE_SIZE, sequence.computed + 1, PAGE_SIZE):
             texts.add(tuple(sequence.tokens[:end].tolist()))

@@ -25,7 +25,7 @@ from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
+from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
@@ -119,7 +119,7 @@ def demonstrate(options: DemoOptions) -> bool:
     """
     prepare_report(options.out)
     console = Console()
-    folder = find_model(options.model) if options.model else SHIPPED_MODEL
+    folder = find_model(options.model)
     prompts = read_prompts(folder / PROMPTS_FILE)
     if options.requests is not None:
         make_workload(prompts, options.requests, options.seed)  # Fails here if there are too few prompts.
@@ -136,7 +136,7 @@ def demonstrate(options: DemoOptions) -> bool:
             with console.status("finding where each output ends (not timed)"):
                 requests = contest.requests(items)
             measurements = contest.run(items, requests, console)
-            late_steps = contest.client.timeouts
+            late_steps = contest.client.counters.timeouts
     summary = summarize(measurements)
     settings: dict[str, object] = {**asdict(options), "model": folder.name, "requests": count, "late_steps": late_steps}
     write_report(summary, measurements, {name: settings[name] for name in settings if name != "out"}, options.out)

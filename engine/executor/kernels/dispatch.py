@@ -1,8 +1,8 @@
 """Choose between an operation's PyTorch reference and its Triton kernel.
 
 Each operation is one file: a reference in PyTorch, which runs on every device, a function that launches a Triton
-kernel, and the kernel. Triton is imported when a kernel is first launched, so that it need not be installed elsewhere;
-kernels name its language `tl`, which files import for type checkers alone.
+kernel, and the kernel. Triton is imported when a kernel is first launched, so it may be missing on other machines;
+files import its language as `tl` for type checkers only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Operation(Generic[P, R]):
     """An operation with two implementations of one signature, `torch` and `triton`."""
 
     def __init__(self, reference: Callable[P, R], kernel: Callable[P, R]) -> None:
-        """reference: in PyTorch, for every device. kernel: launches a Triton kernel, on CUDA devices."""
+        """reference: for every device. kernel: launches a Triton kernel on CUDA devices."""
         self.torch = reference
         self.triton = kernel
         self.__doc__ = reference.__doc__
@@ -36,20 +36,20 @@ class Operation(Generic[P, R]):
 
 
 class Kernel:
-    """A Triton kernel, or a function that kernels call. `kernel[grid](...)` launches it."""
+    """A Triton kernel, or a function for kernels. `kernel[grid](...)` launches it."""
 
     def __init__(self, function: FunctionType, **options: Any) -> None:
-        """options: as for `triton.jit`."""
+        """options: those of `triton.jit`."""
         self._function = function
         self._options = options
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return what launches the kernel, with one program for each cell of the grid."""
+        """Return a function that launches the kernel, one program for each cell of the grid."""
         return self.compiled[grid]
 
     @cached_property
     def compiled(self) -> Any:
-        """The function after `triton.jit`; interpreted on the CPU if TRITON_INTERPRET is 1."""
+        """The result of `triton.jit`, which runs on the CPU if TRITON_INTERPRET is 1."""
         import triton
         import triton.language
 
@@ -71,5 +71,5 @@ def kernel(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Any], Any]:
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of 2, a size of a kernel's range, that is not below `number`, at least 1."""
+    """Return the smallest power of 2 that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()

@@ -1,6 +1,6 @@
 """Build the inputs of a step on the device, at a fixed number of rows, as a CUDA graph needs them.
 
-The host need not know the sequences' lengths: the device has them in its state.
+Each sequence runs its last committed token and a draft. The host need not know the sequences' lengths.
 """
 
 from __future__ import annotations
@@ -13,149 +13,107 @@ from torch.nn.functional import pad
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.dispatch import Operation, kernel
-from engine.executor.kernels.tensors import Drafts, StepInputs, VerifyRows
+from engine.executor.kernels.tensors import Drafts, StepInputs
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 32
-"""Number of rows that a program of the kernel makes at a time."""
+"""Number of rows that a program of the kernel builds at a time."""
 
 
 def _build_reference(
-    state: DeviceState,
-    request_slots: Tensor,
-    scheduled: Tensor,
-    drafts: Drafts,
-    starts: Tensor,
-    rows: int,
-    page_size: int,
+    state: DeviceState, request_slots: Tensor, drafts: Drafts, starts: Tensor, rows: int, page_size: int
 ) -> StepInputs:
     """Return the inputs of a step of `rows` (N) rows.
 
-    request_slots: int64 [B]. scheduled: int32 [B], number of committed tokens to run, at least 1. starts: int32
-    [B + 1], as in `StepInputs`, with room for those tokens and the draft behind them. The draft of a sequence is
-    ignored unless all of its committed tokens run.
+    request_slots: int64 [B]. starts: int32 [B + 1], as in `StepInputs`, with room for each sequence's last token and
+    draft.
     """
     size = drafts.tokens.shape[1]
-    computed, lengths = state.computed[request_slots], state.lengths[request_slots]
+    lengths = state.lengths[request_slots]
     room = state.limits[request_slots] - lengths
-    runs = torch.where(room > 0, scheduled, 0)
-    produces = (computed + runs == lengths) & (runs > 0)
-    # The target adds a token of its own behind the draft.
-    drafted = torch.where(produces, torch.minimum(drafts.lengths, room - 1), 0)
-    total = runs + drafted
+    # The target adds a token of its own after the draft.
+    counts = torch.where(room > 0, 1 + torch.minimum(drafts.lengths, room - 1), 0)
+    contexts = (lengths - 1).clamp(min=0)
     row = torch.arange(rows, device=request_slots.device, dtype=torch.int32)
-    # Rows behind the last sequence belong to the idle slot.
+    # Rows after the last sequence belong to the idle slot.
     owner = torch.searchsorted(starts[1:], row, right=True)
     slot = pad(request_slots, (0, 1), value=state.idle)[owner]
     within = row - starts[owner]
-    is_token = within < pad(total, (0, 1))[owner]
-    draft_index = within - pad(runs, (0, 1))[owner]
-    positions = torch.where(is_token, state.computed[slot] + within, 0)
-    tokens = _entry(state.history, slot, torch.where(draft_index < 0, positions, 0))
+    is_token = within < pad(counts, (0, 1))[owner]
+    positions = torch.where(is_token, pad(contexts, (0, 1))[owner] + within, 0)
+    tokens = state.last_tokens[slot]
     if size:
-        draft_tokens = drafts.tokens[owner.clamp(max=len(request_slots) - 1), draft_index.clamp(0, size - 1)]
-        tokens = torch.where(draft_index < 0, tokens, draft_tokens)
-    pages = _entry(state.page_tables, slot, positions // page_size)
+        draft_tokens = drafts.tokens[owner.clamp(max=len(request_slots) - 1), (within - 1).clamp(0, size - 1)]
+        tokens = torch.where(within == 0, tokens, draft_tokens)
+    pages = state.page_tables[slot, (positions // page_size).clamp(max=state.page_tables.shape[1] - 1)]
     cache_slots = torch.where(is_token, pages * page_size + positions % page_size, state.scratch_page * page_size)
-    tokens = torch.where(is_token, tokens, 0).long()
     return StepInputs(
-        tokens=tokens,
+        tokens=torch.where(is_token, tokens, 0).long(),
         positions=positions.long(),
         cache_slots=cache_slots.long(),
         request_slots=slot,
         starts=starts,
-        contexts=computed,
-        lengths=total,
-        verify_rows=VerifyRows(
-            tokens=tokens,
-            starts=starts[:-1] + scheduled - 1,
-            counts=torch.where(produces, drafted + 1, 0).int(),
-            scheduled=runs,
-            request_slots=request_slots,
-        ),
+        contexts=contexts,
+        counts=counts.int(),
     )
 
 
-def _entry(table: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
-    """Return one entry of each slot's row, [N]; the last one for columns behind it."""
-    return table[slots, columns.clamp(max=table.shape[1] - 1)]
-
-
 def _build_kernel(
-    state: DeviceState,
-    request_slots: Tensor,
-    scheduled: Tensor,
-    drafts: Drafts,
-    starts: Tensor,
-    rows: int,
-    page_size: int,
+    state: DeviceState, request_slots: Tensor, drafts: Drafts, starts: Tensor, rows: int, page_size: int
 ) -> StepInputs:
-    """Run one program for each sequence, and one for the rows behind the last."""
+    """Run one program for each sequence, and one for the rows after the last."""
     batch, device = len(request_slots), request_slots.device
-    row_outputs = [torch.empty(rows, dtype=torch.int64, device=device) for _ in range(4)]
-    sequence_outputs = [torch.empty(batch, dtype=torch.int32, device=device) for _ in range(5)]
+    tokens, positions, cache_slots, row_slots = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(4))
+    contexts, counts = (torch.empty(batch, dtype=torch.int32, device=device) for _ in range(2))
     _build[(batch + 1,)](
-        request_slots, scheduled, drafts.tokens, drafts.tokens.stride(0), drafts.lengths, starts,
-        state.lengths, state.computed, state.limits, state.history, state.history.stride(0),
-        state.page_tables, state.page_tables.stride(0), *row_outputs, *sequence_outputs,
+        request_slots, drafts.tokens, drafts.tokens.stride(0), drafts.lengths, starts,
+        state.lengths, state.limits, state.last_tokens, state.page_tables, state.page_tables.stride(0),
+        tokens, positions, cache_slots, row_slots, contexts, counts,
         batch, rows, state.idle, state.scratch_page * page_size, page_size, BLOCK, num_warps=1,
     )  # fmt: skip
-    tokens, positions, cache_slots, row_slots = row_outputs
-    contexts, lengths, firsts, counts, runs = sequence_outputs
-    verify_rows = VerifyRows(tokens, firsts, counts, runs, request_slots)
-    return StepInputs(tokens, positions, cache_slots, row_slots, starts, contexts, lengths, verify_rows)
+    return StepInputs(tokens, positions, cache_slots, row_slots, starts, contexts, counts)
 
 
 # Specialised on these, the kernel would be compiled anew for each shape of step.
 @kernel(do_not_specialize=["batch", "rows", "idle", "scratch"])
 def _build(
-    request_slots, scheduled, draft_tokens, draft_stride, draft_lengths, starts,
-    lengths, computed, limits, history, history_stride, page_tables, table_stride,
-    out_tokens, out_positions, out_cache_slots, out_request_slots,
-    out_contexts, out_lengths, out_firsts, out_counts, out_runs,
+    request_slots, draft_tokens, draft_stride, draft_lengths, starts,
+    lengths, limits, last_tokens, page_tables, table_stride,
+    out_tokens, out_positions, out_cache_slots, out_request_slots, out_contexts, out_counts,
     batch, rows, idle, scratch, page_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     start = tl.load(starts + sequence)
-    # Rows behind the last sequence belong to the idle slot.
+    # Rows after the last sequence belong to the idle slot.
     is_idle = sequence == batch
     end = rows
     slot = tl.full([], idle, tl.int64)
-    runs = tl.zeros([], tl.int32)
-    drafted = tl.zeros([], tl.int32)
     context = tl.zeros([], tl.int32)
+    count = tl.zeros([], tl.int32)
     if not is_idle:
         end = tl.load(starts + sequence + 1)
         slot = tl.load(request_slots + sequence)
-        context = tl.load(computed + slot)
         length = tl.load(lengths + slot)
         room = tl.load(limits + slot) - length
-        asked = tl.load(scheduled + sequence)
-        runs = tl.where(room > 0, asked, 0)
-        produces = (context + runs == length) & (runs > 0)
-        # The target adds a token of its own behind the draft.
-        drafted = tl.where(produces, tl.minimum(tl.load(draft_lengths + sequence), room - 1), 0)
+        # The target adds a token of its own after the draft.
+        count = tl.where(room > 0, 1 + tl.minimum(tl.load(draft_lengths + sequence), room - 1), 0)
+        context = tl.maximum(length - 1, 0)
         tl.store(out_contexts + sequence, context)
-        tl.store(out_lengths + sequence, runs + drafted)
-        tl.store(out_firsts + sequence, start + asked - 1)
-        tl.store(out_counts + sequence, tl.where(produces, drafted + 1, 0))
-        tl.store(out_runs + sequence, runs)
+        tl.store(out_counts + sequence, count)
+    last_token = tl.load(last_tokens + slot)
     for first in range(start, end, BLOCK):
         row = first + tl.arange(0, BLOCK)
         within = row - start
         is_own = row < end
-        is_token = is_own & (within < runs + drafted)
+        is_token = is_own & (within < count)
         position = context + within
-        draft_index = within - runs
-        committed = tl.load(history + slot * history_stride + position, mask=is_token & (draft_index < 0), other=0)
-        draft = tl.load(
-            draft_tokens + sequence * draft_stride + draft_index, mask=is_token & (draft_index >= 0), other=0
-        )
+        draft = tl.load(draft_tokens + sequence * draft_stride + within - 1, mask=is_token & (within > 0), other=0)
+        token = tl.where(is_token & (within == 0), last_token, draft)
         page = tl.load(page_tables + slot * table_stride + position // page_size, mask=is_token, other=0)
         cache_slot = tl.where(is_token, page * page_size + position % page_size, scratch)
-        tl.store(out_tokens + row, (committed + draft).to(tl.int64), mask=is_own)
+        tl.store(out_tokens + row, token.to(tl.int64), mask=is_own)
         tl.store(out_positions + row, tl.where(is_token, position, 0).to(tl.int64), mask=is_own)
         tl.store(out_cache_slots + row, cache_slot.to(tl.int64), mask=is_own)
         tl.store(out_request_slots + row, slot + tl.zeros([BLOCK], tl.int64), mask=is_own)

@@ -1,4 +1,4 @@
-"""Random numbers of `engine.sampling.noise` in Triton: the same bits, except the last one of a logarithm."""
+"""Random numbers of `engine.sampling.noise` in Triton: the same bits, except for the last bit of logarithms."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def gumbel(key, index):
 @kernel()
 def gumbel_bound(key, index):
     """Return an upper bound of `gumbel`, float32, computed without float64 and close to it where the noise is large."""
-    # -log(1 - u) >= u. What is added is far more than float32's errors here, and far less than noises differ by.
+    # -log(1 - u) >= u. The constant is far larger than the errors of float32, and small compared with the noise.
     return 1e-4 - tl.log((_number(key, index).to(tl.float32) + 0.5) * (1.0 / 4294967296.0))

@@ -1,7 +1,7 @@
-"""Sample the target's tokens of a step by settings that the device has; nothing here waits for the device.
+"""Sample the target's tokens of a step with settings on the device; nothing here waits for the device.
 
-The kernel reads the logits once and stores nothing of their size. Both executors sample with it on a GPU, so that they
-give the same tokens. `engine.sampling.sampler` has the settings on the host.
+The kernel reads the logits once and stores nothing of their size. On a GPU both executors sample with it, so that they
+give the same tokens.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 1024
-"""Number of tokens that a program looks at at a time."""
+"""Number of tokens that a program reads at a time."""
 PROGRAMS = 512
-"""Rows are cut into parts until there are about this many: a few for each of a large GPU's processors."""
+"""Rows are divided into about this many parts in all: a few for each processor of a large GPU."""
 
 
 def sampled_tokens(
-    state: DeviceState, inputs: StepInputs, logits: Tensor, *, draws: bool, most: int | None = None
+    state: DeviceState, inputs: StepInputs, logits: Tensor, *, samples: bool, max_ranked: int | None = None
 ) -> Tensor:
-    """Return the target's token behind each of the inputs' rows, int64 [N]. logits: float32 [N, V].
+    """Return the target's token after each of the inputs' rows, int64 [N]. logits: float32 [N, V].
 
-    draws: whether any sequence samples. most: as in `Limits` if any truncates; the host must know both, since they
-    decide how much work there is.
+    samples: whether any sequence samples. max_ranked: as in `Limits`; None if no sequence truncates. The host chooses
+    both, because they decide which operations run.
     """
-    if not draws:
+    if not samples:
         return greedy_tokens(logits)
     slots = inputs.request_slots
-    limits = None if most is None else Limits(state.top_k[slots], state.top_p[slots], state.min_p[slots], most)
+    limits = None
+    if max_ranked is not None:
+        limits = Limits(state.top_k[slots], state.top_p[slots], state.min_p[slots], max_ranked)
     return sample_tokens(logits, state.temperatures[slots], state.seeds[slots], inputs.positions + 1, limits)
 
 
 def replayed(state: DeviceState, inputs: StepInputs, tokens: Tensor) -> Tensor:
-    """Return the tokens, int64 [N], with recorded outputs in place of those that were recorded."""
+    """Return the tokens, int64 [N], replaced by recorded outputs where there are any."""
     recorded = state.history[:, 1:][inputs.request_slots, inputs.positions]
     return torch.where(recorded == NOT_RECORDED, tokens, recorded)
 
@@ -56,7 +58,7 @@ def _sample_reference(
     """Return the target's token for each row of logits, int64 [M]: greedy, or with noise keyed by seed and position.
 
     logits: float32 [M, V], each row contiguous. temperatures: float64 [M]. seeds: int64 [M]. positions: int64 [M], of
-    the tokens to be sampled.
+    the sampled tokens.
     """
     return noise.sample_tokens_on_device(logits, temperatures, seeds, positions, limits)
 

@@ -1,7 +1,7 @@
-"""Select the draft that follows a step's outcome, which only the device knows when the next step is launched.
+"""Select drafts by the outcome of the previous step, which only the device knows when the next step is launched.
 
-The host sends each sequence's drafts for the likely outcomes of the step in flight, keyed by what that step leaves
-behind: the text's length (it tells how many draft tokens were accepted) and its last token (the bonus token).
+The host sends each sequence's drafts for the likely outcomes of the step in flight, keyed by the length of the text
+after it, which gives the number of accepted tokens, and its last token, the bonus token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-class OutcomeTable(NamedTuple):
-    """Up to K outcomes of B sequences, each with a path of up to P draft tokens; rows may be views of one tensor."""
+class OutcomeTensors(NamedTuple):
+    """Up to K outcomes for each of B sequences, each with a path of up to P draft tokens; views of one tensor."""
 
     lengths: Tensor
     """int32 [B, K]: number of committed tokens after the outcome; 0 for an unused row."""
@@ -29,14 +29,14 @@ class OutcomeTable(NamedTuple):
     sizes: Tensor
     """int32 [B, K]: number of draft tokens."""
     tokens: Tensor
-    """int32 [B, K, P], with anything behind a draft. Neighbouring tokens of a path are neighbours in memory."""
+    """int32 [B, K, P], contiguous in the last dimension; the content after a draft is arbitrary."""
 
 
-def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeTable, width: int) -> Drafts:
+def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeTensors, width: int) -> Drafts:
     """Return for each sequence the draft of the first row whose key is the state's length and last token.
 
     request_slots: int64 [B]. width: columns of the result; longer drafts are cut. A sequence without such a row gets an
-    empty draft. Tokens behind a draft are 0.
+    empty draft. Tokens after a draft are 0.
     """
     is_outcome = (table.lengths == state.lengths[request_slots][:, None]) & (
         table.last_tokens == state.last_tokens[request_slots][:, None]
@@ -50,7 +50,7 @@ def _select_reference(state: DeviceState, request_slots: Tensor, table: OutcomeT
     return Drafts(torch.where(columns < sizes[:, None], tokens, 0), sizes)
 
 
-def _select_kernel(state: DeviceState, request_slots: Tensor, table: OutcomeTable, width: int) -> Drafts:
+def _select_kernel(state: DeviceState, request_slots: Tensor, table: OutcomeTensors, width: int) -> Drafts:
     """Run one program for each sequence."""
     batch, device = len(request_slots), request_slots.device
     tokens = torch.empty(batch, width, dtype=torch.int32, device=device)

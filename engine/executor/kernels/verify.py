@@ -1,7 +1,7 @@
 """Verify draft paths on the device and update its state.
 
-A draft token is accepted if it is the target's own token behind the row before it and all tokens before it are
-accepted; see `engine.speculation.verify`. Nothing here waits for the device.
+A draft token is accepted if it is the target's own token after the row before it and all draft tokens before it are
+accepted; see `engine.speculation.verify`.
 """
 
 from __future__ import annotations
@@ -14,46 +14,48 @@ from torch.nn.functional import pad
 
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.dispatch import Operation, kernel, next_power_of_2
-from engine.executor.kernels.tensors import Verified, VerifyRows
+from engine.executor.kernels.tensors import StepInputs, Verified
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-def _verify_reference(state: DeviceState, rows: VerifyRows, target_tokens: Tensor, width: int) -> Verified:
-    """Commit the accepted draft tokens of each sequence and the target's own token behind them.
+def _verify_reference(
+    state: DeviceState, request_slots: Tensor, inputs: StepInputs, target_tokens: Tensor, width: int
+) -> Verified:
+    """Commit the accepted draft tokens of each sequence and the target's own token after them.
 
-    target_tokens: int64 [N], the target's token behind each row of the step. width: largest number of rows of one
-    sequence (W).
+    request_slots: int64 [B]; no slot appears twice except the idle one. target_tokens: int64 [N], the target's token
+    after each row of the step. width: largest number of rows of one sequence (W).
     """
     column = torch.arange(width, device=target_tokens.device)
-    row = (rows.starts[:, None] + column).clamp(max=len(rows.tokens) - 1).long()
-    exists = column < rows.counts[:, None]
-    tokens, own = rows.tokens[row], target_tokens[row]
+    row = (inputs.starts[:-1, None] + column).clamp(max=len(inputs.tokens) - 1).long()
+    exists = column < inputs.counts[:, None]
+    tokens, own = inputs.tokens[row], target_tokens[row]
     is_kept = pad(tokens[:, 1:] == own[:, :-1], (1, 0), value=True) & exists
     counts = is_kept.cumprod(dim=1).sum(dim=1)
-    accepted = (counts - 1).clamp(min=0)
-    produced = torch.where(column < counts[:, None], own, 0).int()
-    slots = rows.request_slots
-    lengths = state.lengths[slots]
     is_written = column < counts[:, None]
-    # What must not be written goes to the idle slot.
-    written_slots = torch.where(is_written, slots[:, None], state.idle)
+    produced = torch.where(is_written, own, 0).int()
+    lengths = state.lengths[request_slots]
+    # Unused columns are written to the idle slot.
+    written_slots = torch.where(is_written, request_slots[:, None], state.idle)
     state.history[written_slots, torch.where(is_written, lengths[:, None] + column, 0)] = produced
-    last = produced.gather(1, accepted[:, None])[:, 0]
-    state.last_tokens[slots] = torch.where(counts > 0, last, state.last_tokens[slots])
-    state.lengths[slots] = lengths + counts.int()
-    state.computed[slots] = state.computed[slots] + rows.scheduled + accepted.int()
+    last = produced.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+    state.last_tokens[request_slots] = torch.where(counts > 0, last, state.last_tokens[request_slots])
+    state.lengths[request_slots] = lengths + counts.int()
     return Verified(produced, counts.int())
 
 
-def _verify_kernel(state: DeviceState, rows: VerifyRows, target_tokens: Tensor, width: int) -> Verified:
+def _verify_kernel(
+    state: DeviceState, request_slots: Tensor, inputs: StepInputs, target_tokens: Tensor, width: int
+) -> Verified:
     """Run one program for each sequence."""
-    batch, device = len(rows.request_slots), target_tokens.device
+    batch, device = len(request_slots), target_tokens.device
     produced = torch.empty(batch, width, dtype=torch.int32, device=device)
     counts = torch.empty(batch, dtype=torch.int32, device=device)
     _verify[(batch,)](
-        target_tokens, *rows, state.lengths, state.computed, state.last_tokens, state.history, state.history.stride(0),
+        target_tokens, inputs.tokens, inputs.starts, inputs.counts, request_slots,
+        state.lengths, state.last_tokens, state.history, state.history.stride(0),
         produced, counts, width, next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return Verified(produced, counts)
@@ -61,8 +63,8 @@ def _verify_kernel(state: DeviceState, rows: VerifyRows, target_tokens: Tensor, 
 
 @kernel()
 def _verify(
-    target_tokens, tokens, starts, counts, scheduled, request_slots,
-    lengths, computed, last_tokens, history, history_stride, out_tokens, out_counts, width, BLOCK: tl.constexpr,
+    target_tokens, tokens, starts, counts, request_slots,
+    lengths, last_tokens, history, history_stride, out_tokens, out_counts, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     start, count = tl.load(starts + sequence), tl.load(counts + sequence)
@@ -83,8 +85,6 @@ def _verify(
     if produced > 0:
         tl.store(last_tokens + slot, tl.load(target_tokens + start + produced - 1).to(tl.int32))
         tl.store(lengths + slot, length + produced)
-    accepted = tl.maximum(produced - 1, 0)
-    tl.store(computed + slot, tl.load(computed + slot) + tl.load(scheduled + sequence) + accepted)
 
 
 verify = Operation(_verify_reference, _verify_kernel)

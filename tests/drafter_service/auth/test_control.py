@@ -11,23 +11,20 @@ from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 from ssd.errors import UserError
 from tests.certificates import Authority, replace_file
-from tests.drafter_service.guarded import Clock, guarded, open_aio, run
+from tests.drafter_service.guarded import Clock, caller_entry, guarded, open_aio, run
 
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
-def entry(name, token, rights='["read", "learn"]'):
-    return (
-        f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(token)}"\n'
-        f'namespaces = ["{name}-*"]\nrights = {rights}\n'
-    )
+def entry(name, token, *rights):
+    return caller_entry(name, f"{name}-*", *(rights or ("read", "learn")), token=token)
 
 
 @pytest.fixture
 def callers(tmp_path):
     path = tmp_path / "callers.toml"
-    path.write_text(entry("a", "secret-a") + entry("b", "secret-b") + entry("ops", "secret-ops", '["admin"]'))
+    path.write_text(entry("a", "secret-a") + entry("b", "secret-b") + entry("ops", "secret-ops", "admin"))
     return path
 
 
@@ -44,7 +41,7 @@ def holding(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["loopback", "unix", "tls"])
-def test_a_token_says_who_calls(kind, callers, holding, socket_address, tmp_path):
+def test_a_token_identifies_the_caller(kind, callers, holding, socket_address, tmp_path):
     async def check():
         ca = Authority(tmp_path)
         pair = ca.server()
@@ -147,7 +144,7 @@ async def test_running_streams_lose_revoked_rights(callers, holding):
 
 
 @run
-async def test_streams_are_refused_like_calls(callers, holding):
+async def test_streams_need_the_same_rights_as_calls(callers, holding):
     async with guarded(AccessConfig(callers=callers)) as service:
         connector = Connector(service.address, holding("secret-a"))
         async with open_aio(connector) as channel:

@@ -154,7 +154,7 @@ def test_a_second_response_to_a_request_is_a_violation():
         (pb.DraftResponse(step=1, error=pb.Error(code=8, message="full")), WireError, "full"),
     ],
 )
-def test_other_answers_to_the_handshake_end_the_stream(response, error, reason):
+def test_invalid_answers_to_the_handshake_end_the_stream(response, error, reason):
     wire = Wire(FakeService())
     wire.connect()
     with pytest.raises(error, match=reason):

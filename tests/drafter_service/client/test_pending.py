@@ -64,7 +64,7 @@ def test_silence_is_measured_from_the_oldest_pending_request():
     assert wire.client.pending.oldest_wait_s == 0.0
 
 
-def test_counters_are_sent_now_and_then():
+def test_counters_are_sent_periodically():
     wire = connected(counting)
     start(wire.client, 1, [5])
     wire.draft(progress_of({1: []}, limit=8), in_time=False)

@@ -23,7 +23,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.wire = None
         self.engine = FakeEngine()
         self.texts = {}
-        """By the prompt's first token, which no two sequences share."""
+        """Texts by the prompt's first token, which no two sequences share."""
         self.to_learn = {}
         self.private = set()
 
@@ -163,7 +163,7 @@ def test_verified_tokens_and_steps_are_counted_exactly(limit):
     assert (service.drafted, service.steps) == (engine.drafted, engine.steps)
 
 
-def test_current_sequences_send_what_the_general_path_would_send(monkeypatch):
+def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch):
     monkeypatch.setattr("drafter_service.client.protocol.secrets.token_hex", lambda size: "name")
     _, forwarded, forwarded_drafts = run_requests(4, seed=5)
     are_current = RunningSequences.are_current
@@ -210,7 +210,7 @@ def test_a_prompt_that_the_caller_changes_later_is_sent_as_it_was():
     assert wire.service.texts() == [[5, 6]]
 
 
-def test_ids_may_be_used_again():
+def test_sequence_ids_can_be_reused():
     wire = connected(counting)
     for prompt in (5, 15):
         start(wire.client, 1, [prompt])

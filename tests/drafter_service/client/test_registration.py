@@ -1,4 +1,4 @@
-"""What is sent of sequences that the service lost, has no room for, or must learn after their end."""
+"""Registration of sequences that the service lost, has no room for, or must learn after their end."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def crowd(numbers, token, limit=1):
 
 
 @pytest.mark.parametrize("size", [100, 30])
-def test_a_full_service_drafts_for_as_many_sequences_as_it_has_room_for(size):
+def test_a_full_service_drafts_for_the_sequences_that_fit(size):
     """The others are not registered step after step, which would only drop those."""
     wire = Wire(FakeService(counting, max_tokens=1000))
     wire.connect()
@@ -126,7 +126,7 @@ def test_no_more_sequences_are_registered_than_the_service_keeps():
         assert np.diff(drafts.offsets).tolist() == [1, 1, 1, 0, 0]
 
 
-def test_a_restarted_service_gets_as_many_sequences_as_it_has_room_for():
+def test_after_a_restart_the_sequences_that_fit_are_registered():
     wire = connected(counting)
     for number in range(15):
         start(wire.client, number, [number] * 100)
@@ -143,7 +143,7 @@ def test_a_restarted_service_gets_as_many_sequences_as_it_has_room_for():
     assert wire.service.evicted == 0
 
 
-def test_a_sequence_too_long_for_any_message_has_no_drafts(monkeypatch):
+def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
     monkeypatch.setattr("drafter_service.client.registration.MAX_TEXT_BYTES", 4 * 10)
     wire = connected(counting)
     start(wire.client, 1, [1] * 11)
@@ -165,7 +165,7 @@ def test_the_end_of_a_dropped_sequence_is_sent_with_its_whole_text():
     assert sum(len(request.starts) for request in wire.service.requests) == 4  # Only the one that is learned again.
 
 
-def test_the_end_of_a_private_sequence_is_not_to_be_learned():
+def test_a_private_sequence_is_not_learned():
     wire = connected()
     start(wire.client, 1, [5], learn=False)
     finish(wire.client, 1, [6], learn=True)
@@ -255,7 +255,7 @@ def test_an_end_for_which_there_is_no_room_waits():
 
 @pytest.mark.parametrize("is_registered", [False, True])
 @pytest.mark.parametrize("limit", ["message", "room"])
-def test_an_end_that_fits_nowhere_is_discarded(monkeypatch, is_registered, limit):
+def test_an_end_that_exceeds_the_limits_is_discarded(monkeypatch, is_registered, limit):
     """It would break every stream on which it is sent."""
     if limit == "message":
         monkeypatch.setattr("drafter_service.client.registration.MAX_TEXT_BYTES", 4 * 100)
@@ -280,7 +280,7 @@ def test_an_end_that_fits_nowhere_is_discarded(monkeypatch, is_registered, limit
     assert not wire.client.pending.has_pending
 
 
-def test_forgetting_reaches_what_is_not_sent_yet():
+def test_forget_applies_to_unsent_sequences():
     wire = Wire(FakeService())
     for number, name in ((1, "secret"), (2, "other"), (3, "secret")):
         start(wire.client, number, [number], request_id=name)
@@ -295,7 +295,7 @@ def test_forgetting_reaches_what_is_not_sent_yet():
     assert wire.service.texts() == []
 
 
-def test_closing_sends_all_ends_and_the_counters():
+def test_close_sends_all_ends_and_the_counters():
     wire = connected()
     start(wire.client, 1, [5])
     start(wire.client, 2, [6])

@@ -137,7 +137,7 @@ def test_requests_keep_their_order(events):
     pipe.close()
 
 
-def test_the_end_follows_all_requests(pipe):
+def test_the_end_is_written_after_all_requests(pipe):
     pipe.writer.send(message(1, LONG))
     pipe.writer.end()
     assert pipe.woken == 2
@@ -147,7 +147,7 @@ def test_the_end_follows_all_requests(pipe):
     assert pipe.is_over
 
 
-def test_nothing_is_kept_for_a_broken_connection(pipe):
+def test_a_broken_connection_empties_the_queue(pipe):
     pipe.far.close()
     pipe.writer.send(message(1))
     pipe.writer.send(message(2, LONG))

@@ -12,10 +12,9 @@ import grpc
 import numpy as np
 import pytest
 
-from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.admin import TEXTS_PER_TURN, Admin, Learned, learn
+from drafter_service.server.admin import TEXTS_PER_TURN, Admin, learn
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace
@@ -24,8 +23,8 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, pack
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from tests.drafter_service.guarded import run
-from tests.drafter_service.raw import TIMEOUT_S, batch, connected, eventually, lost, start, texts
+from tests.drafter_service.guarded import caller_entry, run
+from tests.drafter_service.raw import TIMEOUT_S, batch, connected, counted, eventually, lost, start, texts
 from tests.drafter_service.server.test_stream import Context, Untouched
 from tests.servers import served
 from tests.strategies import array
@@ -59,11 +58,6 @@ def name():
     return f"test-{next(numbers)}"
 
 
-def counted(first, size=40):
-    """A text that occurs nowhere else."""
-    return list(range(first, first + size))
-
-
 def is_on_disk(service, tokens):
     """Whether a run of tokens is in any file of the snapshot folder."""
     run = pack(array(tokens), "u4")
@@ -75,7 +69,7 @@ def drafts_of(caller, name, *firsts):
     return [caller.probe(name, counted(first)[:8], limit=1) for first in firsts]
 
 
-def test_text_of_others_is_learned_once(caller, name):
+def test_observed_text_is_learned_once(caller, name):
     response = caller.observe(name, counted(100), counted(200), [], names=["a", "b", "c"])
     assert (response.tokens, response.texts, response.duplicates) == (80, 3, 0)
     response = caller.observe(name, counted(100), counted(300), names=["a", "d"])
@@ -284,18 +278,20 @@ async def waits(task):
 async def test_a_caller_with_much_text_waits_for_the_index():
     async with learning() as namespace:
         many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
-        task = asyncio.create_task(learn(namespace, many))
+        total = pb.WarmResponse()
+        task = asyncio.create_task(learn(namespace, many, total))
         for turn in range(1, 4):
             assert await waits(task) == (turn < 3)
             assert namespace.corpus.waiting == TEXTS_PER_TURN
             await asyncio.to_thread(namespace.corpus.refresh)
-        assert await task == Learned(3 * TEXTS_PER_TURN, 3 * TEXTS_PER_TURN, 0)
+        await task
+        assert total == pb.WarmResponse(tokens=3 * TEXTS_PER_TURN, texts=3 * TEXTS_PER_TURN)
 
 
 @run
 async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
     async with learning() as namespace:
-        task = asyncio.create_task(learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN))))
+        task = asyncio.create_task(learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN)), pb.WarmResponse()))
         assert await waits(task)
         namespace.close()
         with pytest.raises(ClosedError, match="namespace 'some' was dropped"):
@@ -314,7 +310,7 @@ async def test_other_tasks_run_while_many_texts_are_learned():
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)))
+        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)), pb.WarmResponse())
         counting.cancel()
         assert turns >= 20
 
@@ -323,7 +319,7 @@ async def test_other_tasks_run_while_many_texts_are_learned():
 async def test_an_invalid_text_has_no_effect():
     async with learning() as namespace:
         with pytest.raises(WireError):
-            await learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)))
+            await learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)), pb.WarmResponse())
         assert namespace.corpus.appended == 0
 
 
@@ -337,16 +333,10 @@ NEEDED = {
 CALLERS = {"reader": "read", "learner": "learn", "admin": "admin"}
 
 
-def callers_file(folder, namespaces="a"):
+def callers_file(folder):
     """A file of callers that have one right each, to namespace "a"; their tokens are their names."""
     path = folder / "callers.toml"
-    path.write_text(
-        "".join(
-            f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(name)}"\n'
-            f'namespaces = ["{namespaces}"]\nrights = ["{right}"]\n'
-            for name, right in CALLERS.items()
-        )
-    )
+    path.write_text("".join(caller_entry(name, "a", right) for name, right in CALLERS.items()))
     return path
 
 
@@ -450,9 +440,9 @@ async def test_everything_is_forgotten_though_the_clock_was_ahead():
 async def test_a_failed_merge_is_repeated(monkeypatch):
     """Otherwise callers would wait for their text for ever."""
     async with learning() as namespace:
-        await learn(namespace, texts(counted(100)))
+        await learn(namespace, texts(counted(100)), pb.WarmResponse())
         with monkeypatch.context() as patch:
-            patch.setattr(namespace.corpus._index, "take", lambda _: (_ for _ in ()).throw(MemoryError))
+            patch.setattr(namespace.corpus._index, "add", lambda _: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):
                 namespace.corpus.refresh()
         assert namespace.corpus.waiting == 40

@@ -1,4 +1,4 @@
-"""What goes wrong in production: killed servers, full disks, clocks that jump, garbage, and clients that misbehave."""
+"""Faults of production: killed servers, full disks, clocks that jump, garbage, and clients that misbehave."""
 
 import asyncio
 import itertools
@@ -31,6 +31,7 @@ from tests.drafter_service.raw import (
     Stream,
     batch,
     connected,
+    counted,
     drafted,
     eventually,
     finish,
@@ -44,11 +45,6 @@ from tests.servers import served
 IS_SOAK = settings().max_examples > settings.get_profile("project").max_examples
 STREAMS = 50
 MB = 1_000_000
-
-
-def counted(first, size=40):
-    """A text that occurs nowhere else."""
-    return list(range(first, first + size))
 
 
 def resident_bytes(process):
@@ -101,7 +97,7 @@ def assert_registered_again(caller):
     assert stream.draft(1, starts=[again], limit=2) == [1, 2]
 
 
-def test_a_server_that_is_killed_comes_back_with_all_that_was_saved():
+def test_a_killed_server_restores_everything_that_was_saved():
     rng = random.Random(7)
     with tempfile.TemporaryDirectory(prefix="ssd-") as name:
         folder, address, learned = Path(name) / "snapshots", f"unix:{name}/drafter.sock", []
@@ -139,7 +135,7 @@ def test_a_snapshot_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(t
 # The disk is full.
 
 
-def test_a_full_disk_costs_snapshots_and_nothing_else():
+def test_a_full_disk_only_prevents_snapshots():
     with tempfile.TemporaryDirectory(prefix="ssd-") as name:
         address, path = f"unix:{name}/drafter.sock", Path(name) / "snapshots" / "a" / "corpus.ssd"
         arguments = ["--listen", address, "--capacity", "100k", "--snapshot-folder", f"{name}/snapshots"]
@@ -174,7 +170,7 @@ def sample(time):
     return Sample(time, *range(9))
 
 
-def test_a_history_goes_on_when_the_clock_jumps():
+def test_a_history_continues_when_the_clock_jumps():
     history = History()
     for time in (100.0, 110.0, 5000.0, 5010.0, 120.0, 130.0, 130.0, 9000.0, 140.0):
         history.note(sample(time))
@@ -290,7 +286,7 @@ def valid_requests(rng):
 
 def test_thousands_of_damaged_messages_are_answered(service, caller):
     rng = random.Random(11)
-    stream = eventually(lambda: opened(caller, "fuzzed"))
+    stream = eventually(lambda: caller.opened("fuzzed"))
     valid = valid_requests(rng)
     codes = Counter()
     before = resident_bytes(service.process)
@@ -343,29 +339,22 @@ def status_of(channel, method, data):
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_damaged_calls_are_answered_with_a_status(service, caller, method):
+def test_damaged_calls_are_answered_with_a_status(service, method):
     rng = random.Random(method)
     data = CALLS[method].SerializeToString()
     codes = Counter()
-    for _ in range(2000 if IS_SOAK else 60):
-        message = rng.randbytes(rng.randrange(40)) if rng.random() < 0.2 else damaged(data, rng)
-        codes[status_of(caller.channel, method, message)] += 1
+    with connected(service.address) as caller:
+        for _ in range(2000 if IS_SOAK else 60):
+            message = rng.randbytes(rng.randrange(40)) if rng.random() < 0.2 else damaged(data, rng)
+            codes[status_of(caller.channel, method, message)] += 1
+        # A stream answers damaged requests, and continues.
+        assert codes[grpc.StatusCode.INVALID_ARGUMENT] > 5 or method == "Draft"
+        assert caller.probe("default", [5, 6, 5], limit=2) == [6, 5]
     assert codes.keys() <= EXPECTED
-    # A stream answers damaged requests, and continues.
-    assert codes[grpc.StatusCode.INVALID_ARGUMENT] > 5 or method == "Draft"
-    assert caller.probe("default", [5, 6, 5], limit=2) == [6, 5]
-
-
-def opened(caller, name):
-    """A stream, unless it is refused."""
-    try:
-        return caller.stream(name)
-    except grpc.RpcError:
-        return None
 
 
 def test_many_empty_sequences_take_no_memory(service, caller):
-    stream = eventually(lambda: opened(caller, "flooded"))
+    stream = eventually(lambda: caller.opened("flooded"))
     before = resident_bytes(service.process)
     for field in (b"\x1a\x00", b"\x22\x00"):
         assert "at most 65536 sequences" in stream.ask(field * (8 << 20)).error.message
@@ -374,7 +363,7 @@ def test_many_empty_sequences_take_no_memory(service, caller):
 
 
 def test_a_client_that_reads_no_responses_is_not_read_from(service, caller):
-    stream = eventually(lambda: opened(caller, "unread"))
+    stream = eventually(lambda: caller.opened("unread"))
     stream.ask(starts=[start(number, counted(100 * number, 50) * 3) for number in range(64)])
     request = pb.DraftRequest(batch=batch(dict.fromkeys(range(64), ()), limit=32, cost=1e-30)).SerializeToString()
     size = len(stream.ask(request).SerializeToString())
@@ -408,7 +397,7 @@ def test_idle_streams_beyond_the_limit_are_refused(service):
 
     asyncio.run(test())
     with connected(service.address) as caller:
-        assert eventually(lambda: opened(caller, "default"))
+        assert eventually(lambda: caller.opened("default"))
 
 
 # Certificates.

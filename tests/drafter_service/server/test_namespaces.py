@@ -19,7 +19,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import SnapshotError
 from ssd.errors import UserError
-from tests.drafter_service.guarded import run
+from tests.drafter_service.guarded import Clock, run
 from tests.drafter_service.raw import batch, drafted, start
 from tests.strategies import array
 
@@ -113,7 +113,7 @@ def test_a_name_that_could_be_a_path_is_refused(tmp_path, name):
 
 
 @run
-async def test_without_permission_to_make_namespaces_only_known_ones_are_used(tmp_path):
+async def test_without_permission_to_create_namespaces_only_existing_ones_are_used(tmp_path):
     async with opened(tmp_path) as namespaces:
         await namespaces.save(await learned(namespaces, "on-disk", [1, 2, 3, 4]))
     async with opened(tmp_path, create=False, capacities={"configured": 6000}) as namespaces:
@@ -394,7 +394,7 @@ def test_a_waiting_save_does_not_restore_a_dropped_namespace(tmp_path, monkeypat
 
 
 @run
-async def test_a_namespace_whose_files_stay_is_reported(tmp_path):
+async def test_files_that_cannot_be_deleted_are_reported(tmp_path):
     async with opened(tmp_path) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
         await namespaces.save(namespace)
@@ -409,7 +409,7 @@ async def test_a_namespace_whose_files_stay_is_reported(tmp_path):
 
 
 @run
-async def test_names_that_were_refused_cost_no_memory():
+async def test_refused_names_use_no_memory():
     async with opened(create=False) as namespaces:
         for number in range(100):
             with pytest.raises(NamespaceError):
@@ -433,19 +433,11 @@ def test_kernels_are_not_loaded_in_the_event_loop(monkeypatch):
     assert thread is not start
 
 
-class Clock:
-    """A clock that shows the time that it was set to."""
-
-    def __init__(self, now):
-        self.now = now
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock(1000.0)
+    clock = Clock()
+    clock.now = 1000.0
+    return clock
 
 
 @pytest.fixture
@@ -531,7 +523,7 @@ def test_ages_are_measured_with_the_current_clock(namespace, clock):
     assert draft_of(namespace, [15, 16, 17], 1) == [18]
 
 
-def test_the_shared_log_gets_a_finite_time(namespace, clock):
+def test_the_time_in_the_shared_log_is_finite(namespace, clock):
     published = []
     namespace.publish = published.append
     namespace.forget_before(float("inf"))
@@ -547,7 +539,7 @@ def test_a_namespace_that_is_used_is_not_idle(namespace):
     assert namespace.is_idle
 
 
-def test_policies_of_namespaces_differ_from_the_default():
+def test_a_namespace_can_have_its_own_policy():
     settings = NamespacesConfig(policies={"team-a": "classic"})
     namespaces = Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=settings))
     assert [namespaces.drafting(name).policy for name in ("team-a", "other")] == ["classic", "suffix"]

@@ -113,7 +113,7 @@ def test_a_signal_stops_the_service(socket_address, number):
         eventually(lambda: client.lost)
 
 
-def test_a_dead_service_costs_drafts_and_nothing_else(server, socket_address):
+def test_after_the_death_of_the_service_only_drafts_are_missing(server, socket_address):
     with DrafterClient(socket_address, deadline_s=10) as client:
         client.start(1, array([1, 2, 1]))
         assert client.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [2]
@@ -125,7 +125,7 @@ def test_a_dead_service_costs_drafts_and_nothing_else(server, socket_address):
         client.finish(1, array([]))
 
 
-def test_a_running_server_keeps_its_socket(service, client):
+def test_the_socket_of_a_running_server_is_not_taken_over(service, client):
     code, error = serve_in_vain("--listen", service.address)
     assert code == 2
     assert error.startswith("error: ")
@@ -158,7 +158,7 @@ def test_a_service_at_a_port_drafts_with_its_options():
             assert len(client.draft(progress_of({1: []}, limit=9, cost=1.0)).tokens) == 0
 
 
-def test_a_service_that_hangs_costs_one_deadline_and_is_used_again_later(service, client):
+def test_the_client_waits_once_for_a_hanging_service_and_uses_it_again_later(service, client):
     client._deadline_s = 0.5
     client.start(1, array([1, 2, 1]))
     with suspended(service.process):
@@ -166,7 +166,7 @@ def test_a_service_that_hangs_costs_one_deadline_and_is_used_again_later(service
         for token in (2, 3, 4, 5, 2, 3):
             assert len(client.draft(progress_of({1: [token]}, limit=1)).tokens) == 0
         assert time.monotonic() - began < 4 * 0.5
-        assert client.timeouts == 6
+        assert client.counters.timeouts == 6
     # No token that was committed meanwhile is missing.
     eventually(lambda: client.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [4, 5])
     assert client.lost is None

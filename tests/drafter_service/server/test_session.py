@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.observability.facts import ModelIdentity
+from drafter_service.observability.passages import Passages
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import MAX_FIELDS
 from drafter_service.server.session import LONG_PROMPT, Session
@@ -64,7 +65,7 @@ def refused(response, message):
     return True
 
 
-def test_a_step_is_answered_with_its_number_and_drafts(session):
+def test_a_response_has_the_number_of_its_request_and_drafts(session):
     response = ask(session, step=7, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=2))
     assert response.step == 7
     assert drafted(response) == [6, 5]
@@ -78,6 +79,25 @@ def test_the_cost_of_the_engine_is_used(session):
         for cost in (0.0001, None, CONFIG.cost, 0.4, 1.0)
     ]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3] >= sizes[4] == 0
+
+
+@pytest.mark.parametrize("policy", ["suffix", "classic"])
+def test_only_accepted_draft_tokens_count_as_passages(policy):
+    text = np.arange(100, 160, dtype=np.uint32)
+    config = DrafterConfig(capacity=10_000, refresh_interval_s=3600, policy=policy)
+    corpus = Corpus(config.capacity, config.match_depth)
+    corpus.append(text)
+    corpus.refresh()
+    namespace = Namespace("some", ModelIdentity(), config, corpus, passages=Passages())
+    session = Session(namespace, Limits())
+    offered = drafted(ask(session, starts=[start(1, text[:20])], batch=batch({1: ()}, limit=20, cost=0.0001)))
+    assert offered == text[20 : 20 + len(offered)].tolist()
+    # The target accepts ten tokens; the others are its own, from several steps.
+    committed = [*text[20:30], *text[:20]]
+    ask(session, batch=batch({1: committed}, verified=len(offered), cost=0.0001))
+    (passage,) = namespace.passages.most_productive(corpus)
+    assert (passage.tokens, passage.accepted) == (text[20:30].tolist(), 10)
+    close(namespace)
 
 
 def test_refusals_name_the_field_and_have_no_effect(session):
@@ -128,7 +148,7 @@ def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
 
 
 @given(st.data())
-def test_a_damaged_request_is_refused_or_answered_and_the_session_lives_on(shared, data):
+def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shared, data):
     session = Session(shared, Limits())
     ask(session, starts=[start(1, [5, 6, 5]), start(3, [1, 2, 1])])
     ask(session, batch=batch({1: (), 3: ()}))  # So that there are counts to damage.
@@ -184,7 +204,7 @@ def test_sequences_have_the_tokens_that_were_sent(shared, actions):
     session.close()
 
 
-def test_the_steps_of_sequences_count(namespace, session):
+def test_steps_of_sequences_are_counted(namespace, session):
     ask(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
     ask(session, finishes=[finish(1, [6, 5, 8], verified=2)])
     assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
@@ -196,14 +216,14 @@ def test_the_steps_of_sequences_count(namespace, session):
     assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
 
 
-def test_drafts_are_no_longer_than_asked_for_and_never_longer_than_the_longest(session):
+def test_the_length_of_drafts_is_limited_by_the_request_and_the_configuration(session):
     ask(session, starts=[start(1, [*range(100), *range(50)])])
     sizes = [len(drafted(ask(session, batch=batch({1: ()}, limit, cost=1e-30)))) for limit in (0, 4, 1000, 0xFFFF_FFFF)]
     assert sizes == [0, 4, CONFIG.max_draft, CONFIG.max_draft]
     assert session.max_draft == CONFIG.max_draft
 
 
-def test_streams_share_what_was_learned_and_nothing_else(namespace):
+def test_streams_share_only_learned_text(namespace):
     first, second = (Session(namespace, Limits()) for _ in range(2))
     ask(first, starts=[start(1, [1, 2, 3])])
     ask(first, finishes=[finish(1, [4, 5])])

@@ -63,7 +63,7 @@ LATE = "the authorization did not arrive in time"
 HANDSHAKE = framed(pb.DraftRequest(hello=hello("default")).SerializeToString())
 
 
-def test_connections_that_begin_otherwise_are_refused(address):
+def test_connections_without_a_valid_beginning_are_refused(address):
     assert end_after(address, b"GET / HTTP/1.1\r\n\r\n")[0] is grpc.StatusCode.UNIMPLEMENTED
     code, reason = end_after(address, MAGIC + HEADER.pack(1 << 20))
     assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
@@ -92,7 +92,7 @@ async def ends_of_silent_connections(address, number):
     return sorted(ends)
 
 
-def test_silent_connections_are_few_and_time_out(socket_address, monkeypatch):
+def test_silent_connections_are_limited_and_time_out(socket_address, monkeypatch):
     monkeypatch.setattr("drafter_service.server.step_socket.AUTHORIZATION_TIMEOUT_S", 0.01)
     # All but two are refused at once; these two time out.
     assert asyncio.run(ends_of_silent_connections(socket_address, 2)) == [LATE] * 2

@@ -68,7 +68,7 @@ def test_a_namespace_exists_with_either_file(store):
     assert [store.has(name) for name in ("a", "b", "empty", "stray", "c")] == [True, True, False, False, False]
 
 
-def test_nothing_of_a_deleted_namespace_stays(store):
+def test_all_files_of_a_namespace_are_deleted(store):
     written(store).corpus_path("a").touch()
     store.move_refused("a")
     store.delete("a")
@@ -89,7 +89,7 @@ def test_a_refused_corpus_is_renamed(store):
     assert not refused.exists()
 
 
-def test_the_old_description_stays_if_the_new_one_cannot_be_written(store, monkeypatch):
+def test_a_failed_write_keeps_the_old_description(store, monkeypatch):
     written(store)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))

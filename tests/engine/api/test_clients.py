@@ -1,18 +1,9 @@
 """Requests as common clients send them by default, and the fields that they read from responses."""
 
-import httpx
 import openai
 import pytest
 
-from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
-from tests.engine.api.test_server import folder  # noqa: F401  # a model with a chat template
-
-
-@pytest.fixture(scope="module")
-def http(folder):  # noqa: F811
-    with serving(model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-        yield http
-
+from tests.engine.api.serving import MODEL
 
 COMPLETIONS = {
     "vllm bench": {

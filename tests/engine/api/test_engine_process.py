@@ -24,11 +24,6 @@ from tests.engine.api.fake_engine import FakeEngine
 TIMEOUT_S = 60
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 def request(tokens=4, prompt=(1, 2, 3), **more):
     salt = more.pop("salt", "")
     return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens, **more), salt=salt)

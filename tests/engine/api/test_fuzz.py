@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+from tests.engine.api.serving import MODEL, TIMEOUT_S
 
 EXAMPLES = 25
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving("--max-sequences", "4") as server:
-        yield server
-        # Afterwards the server still works, and no page is in use.
-        asked = {"model": MODEL, "prompt": "x", "max_tokens": 3}
-        assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=TIMEOUT_S).status_code == 200
-        assert httpx.get(f"{server.url}/figures").json()["kv_usage"] == 0
+@pytest.fixture(scope="module", autouse=True)
+def working_server(server):
+    """Check afterwards that the server still works, and that no page is in use."""
+    yield
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+    assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=TIMEOUT_S).status_code == 200
+    assert httpx.get(f"{server.url}/figures").json()["kv_usage"] == 0
 
 
 @pytest.fixture(scope="module")

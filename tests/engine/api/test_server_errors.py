@@ -13,7 +13,7 @@ from engine.api.server import ServerConfig
 from engine.commands.options import EngineOptions
 from ssd.errors import UserError
 
-FIELDS = [field.name for field in fields(EngineOptions) if field.name != "model"]
+OPTIONS = EngineOptions(**dict.fromkeys(field.name for field in fields(EngineOptions)))
 
 
 def failing(number):
@@ -41,10 +41,9 @@ def test_each_reason_has_its_advice(monkeypatch, number, advice):
 def test_a_port_in_use_is_reported_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setattr(server, "EngineProcess", lambda _: pytest.fail("an engine was made"))
     with socket.create_server(("127.0.0.1", 0)) as occupied:
-        options = EngineOptions.of(None, **dict.fromkeys(FIELDS))
         config = ServerConfig(port=occupied.getsockname()[1])
         with pytest.raises(UserError, match="the port is in use"):
-            asyncio.run(server.serve(options, config, "m", print))
+            asyncio.run(server.serve(OPTIONS, config, "m", print))
 
 
 def test_an_address_of_another_machine_is_not_called_in_use():

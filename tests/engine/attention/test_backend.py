@@ -1,4 +1,4 @@
-"""Which backend, device and dtype an engine gets."""
+"""Choice of the backend, device and dtype of an engine."""
 
 import sys
 
@@ -62,13 +62,13 @@ def test_auto_is_plain_where_it_is_not_installed(monkeypatch):
         (NARROW, torch.bfloat16, "cuda", "heads of 16"),
     ],
 )
-def test_flashinfer_says_why_it_cannot_run(installed, config, dtype, device, words):
+def test_flashinfer_is_refused_with_a_reason_where_it_cannot_run(installed, config, dtype, device, words):
     with pytest.raises(UserError, match=words) as refusal:
         choose_backend("flashinfer", config, dtype, device)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_cache_of_8_bits_is_for_flashinfer():
+def test_an_8_bit_cache_needs_flashinfer():
     assert choose_kv_dtype("auto", "plain", torch.float32) == torch.float32
     assert choose_kv_dtype("auto", "flashinfer", torch.bfloat16) == torch.bfloat16
     assert choose_kv_dtype("fp8", "flashinfer", torch.bfloat16) == torch.float8_e4m3fn
@@ -79,12 +79,12 @@ def test_a_cache_of_8_bits_is_for_flashinfer():
         EngineConfig(kv_dtype="int8")
 
 
-def test_a_missing_library_is_named_with_how_to_install_it(missing):
+def test_the_error_for_a_missing_library_says_how_to_install_it(missing):
     with pytest.raises(UserError, match=r"pip install 'ssd-drafter\[gpu\]'"):
         choose_backend("flashinfer", CONFIG, torch.bfloat16, "cuda")
 
 
-def test_plain_needs_nothing_else(missing):
+def test_plain_attention_does_not_need_flashinfer(missing):
     assert isinstance(make_attention("plain", CONFIG, 2, 16, torch.float32, "cpu"), PlainAttention)
     assert make_ops("plain") is PLAIN
 
@@ -101,6 +101,6 @@ def test_devices_and_dtypes(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99", "meta:x", "meta", "hpu"])
-def test_devices_that_are_not_here_are_refused(device):
+def test_missing_devices_are_refused(device):
     with pytest.raises(UserError, match="--device"):
         find_device(device)

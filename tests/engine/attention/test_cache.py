@@ -8,14 +8,14 @@ from engine.attention.cache import PagedCache, as_stored
 from engine.models.config import ModelConfig
 
 
-def test_numbers_beyond_8_bits_become_the_largest_one():
+def test_numbers_beyond_the_range_of_8_bits_are_clamped():
     heads = torch.tensor([1e9, -500.0, 1.06, 0.0])
     assert as_stored(heads, torch.float8_e4m3fn).float().tolist() == [448, -448, 1.0, 0]
     assert torch.equal(as_stored(heads, torch.float32), heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_keys_and_values_move_together_and_are_all_read_first(dtype):
+def test_move_reads_all_slots_before_it_writes(dtype):
     config = ModelConfig(9, 8, 8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, max_positions=64)
     cache = PagedCache(config, 4, 8, dtype, "cpu")
     assert cache.layers.shape == (2, 4, 2, 8, 2, 4)

@@ -1,4 +1,4 @@
-"""Steps of fixed shapes on FlashInfer's FA2, tile by tile, where contexts are shorter than planned."""
+"""Steps of fixed shapes on a twin of FlashInfer's FA2, with shorter contexts than planned."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ PAGE_SIZE = 16
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """A device on which few keys are worth a split."""
+    """A device that splits short contexts."""
     monkeypatch.setattr(fa2, "LEAST_CHUNK", 2 * PAGE_SIZE)
     monkeypatch.setattr(fa2, "PROCESSORS", 20)
 
@@ -30,9 +30,9 @@ def small_chunks(monkeypatch):
 def compare(
     seed, *, heads=(4, 2), pages=14, library=TWIN, device="cpu", dtype=torch.float32, tolerance=2e-5, runs=None
 ):
-    """Random steps, all of one shape, on its rows in any way; each context up to 40 tokens shorter than planned.
+    """Compare random steps of one shape with plain attention; contexts are up to 40 tokens shorter than planned.
 
-    pages: of each sequence. runs: from a step to something that does the same.
+    pages: number of pages of each sequence. runs: wraps the step, for example in a CUDA graph.
     """
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def compare(
 
 
 def random_rows(rng, shape):
-    """How many rows each sequence has, so that they fit; none for the last ones, which are idle."""
+    """Number of rows of each sequence; the last sequences are idle and have none."""
     active = int(rng.integers(1, shape.sequences + 1))
     spread = np.ones(active, int)
     if shape.rows == shape.sequences:
@@ -103,14 +103,14 @@ def test_shorter_contexts_than_planned(seed, heads):
     compare(seed, heads=heads)
 
 
-def test_chunks_that_are_not_corrected_are_noticed(monkeypatch):
+def test_without_the_correction_results_are_wrong(monkeypatch):
     monkeypatch.setattr(Chunks, "correct", lambda *_: None)
     with pytest.raises(AssertionError, match="not close"):
         compare(0)
 
 
 class Captured:
-    """A step as a CUDA graph."""
+    """A step in a CUDA graph."""
 
     def __init__(self, step):
         self.step, self.graph = step, None
@@ -144,8 +144,8 @@ def test_shorter_contexts_than_planned_on_a_gpu(heads, runs):
     st.integers(1, 33),
     st.integers(0, 3000),
 )
-def test_workspaces_suffice(heads, sequences, tokens, longest):
-    """On a device of the size of an H200, whatever the lengths; and no array moves from plan to plan."""
+def test_workspaces_are_large_enough(heads, sequences, tokens, longest):
+    """On a device of the size of an H200, for any lengths; arrays have the same offsets in all plans."""
     pages = np.random.default_rng(longest).integers(1, longest + 2, sequences)
     rng = np.random.default_rng(longest)
     shape = StepShape(sequences, sequences * tokens, tokens, 1)
@@ -171,13 +171,13 @@ def test_workspaces_suffice(heads, sequences, tokens, longest):
 
 
 def test_short_drafts_run_on_small_tiles():
-    """Of as many rows as a tile has for all query heads of a key head."""
+    """The tile size follows from the rows and the query heads per key head."""
     for sequences, rows, tile in ((1, 1, 16), (1, 17, 64), (64, 64, 16), (64, 192, 16), (64, 320, 128), (2, 8, 16)):
         requests = requests_of(StepShape(sequences, rows, 17, 1), 4)
         assert requests > sequences
         assert fa2.cta_tile((rows - requests + 1) * 4, 128) == tile
 
 
-def test_unknown_plans_are_refused():
+def test_plans_of_an_unknown_format_are_refused():
     with pytest.raises(UserError, match=r"flashinfer-python 0\.7\.2"):
         Chunks(torch.zeros(64, dtype=torch.uint8), [0] * 16, 1, 1)

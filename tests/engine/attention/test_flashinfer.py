@@ -1,6 +1,6 @@
-"""The FlashInfer backend against plain PyTorch: attention, whole models, whole engines.
+"""Compare the FlashInfer backend with plain PyTorch: attention, models, engines.
 
-Everything runs twice: on the CPU with a slow twin of the library, and, marked `gpu`, on a GPU with the library itself.
+All tests run on the CPU with a slow twin of the library and, marked `gpu`, on a GPU with the library itself.
 """
 
 from contextlib import ExitStack
@@ -25,12 +25,12 @@ from engine.models.ops import PLAIN
 from engine.speculation.draft_tree import DraftTree
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
-from tests.engine.attention.test_tree_attention import RandomTrees, requests
+from tests.engine.attention.test_tree_attention import requests
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.models.test_families import FAMILIES
-from tests.engine.trees import random_tree
+from tests.engine.trees import RandomTrees, random_tree
 
 PAGES = 64
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -47,7 +47,7 @@ def config_of(heads, kv_heads):
 
 
 def random_batches(rng, kinds):
-    """Steps of four sequences, each with the slots to be moved behind it; pages are shuffled."""
+    """Steps of four sequences, each with slots to move after it; pages are shuffled."""
     pages = rng.permutation(PAGES).reshape(4, -1)
     computed = np.zeros(4, int)
     for _ in range(3):
@@ -70,7 +70,7 @@ def random_batches(rng, kinds):
 
 
 def moves(rng, sequences):
-    """A few of each draft's slots, moved to the front."""
+    """Moves of some of each draft's slots to the front."""
     sources, targets = [], []
     for sequence in sequences:
         end = sequence.computed + sequence.scheduled
@@ -81,7 +81,7 @@ def moves(rng, sequences):
 
 
 def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree"), kv_dtype=None):
-    """Random steps through both backends; what one gets is what the other gets, rounded once."""
+    """Run random steps on both backends and compare their results."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     config = config_of(*sharing)
@@ -94,7 +94,7 @@ def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path",
         for layer in range(config.num_layers + 1):
             heads = torch.randn(len(batch.tokens), sharing[0] + 2 * sharing[1], 64, generator=generator)
             heads = heads.to(library.device, library.dtype)
-            # As from a model: views of one tensor.
+            # Views of one tensor, as in a model.
             parts = heads.split((sharing[0], sharing[1], sharing[1]), dim=1)
             got = attends[0](layer, *parts).float()
             wide = [part.float() for part in parts]
@@ -124,16 +124,16 @@ def test_attention_over_keys_of_8_bits(library):
     compare(library, 7, kv_dtype=torch.float8_e4m3fn)
 
 
-def test_trees_that_see_their_own_keys_unrounded_are_noticed(library, monkeypatch):
+def test_unrounded_keys_of_a_tree_are_detected(library, monkeypatch):
     if library.device == "cuda":
-        pytest.skip("what 16 bits differ by hides it")
+        pytest.skip("the tolerance of 16 bits hides it")
     monkeypatch.setattr("engine.attention.flashinfer.as_stored", lambda part, _: part)
     with pytest.raises(AssertionError, match="not close"):
         compare(library, 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
 
 
 FAULTS = {
-    "ancestors unseen": (layout, "with_root", lambda mask: np.tri(len(mask) + 1, dtype=bool)),
+    "ancestors masked": (layout, "with_root", lambda mask: np.tri(len(mask) + 1, dtype=bool)),
     "one key less": (
         layout,
         "last_page_lengths",
@@ -148,28 +148,28 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed(library, monkeypatch, fault):
+def test_planted_faults_are_caught(library, monkeypatch, fault):
     if library.device == "cuda":
-        pytest.skip("some of them read memory that is not there")
+        pytest.skip("some faults read unallocated memory")
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
         compare(library, 0)
 
 
-def test_values_left_behind_are_noticed(library, monkeypatch):
-    """Keys and values that are not moved are seen by later steps."""
+def test_missing_moves_are_detected(library, monkeypatch):
+    """Later steps attend to keys and values that were not moved."""
     monkeypatch.setattr(FlashInferAttention, "move", lambda *_: None)
     with pytest.raises(AssertionError):
         compare_after_moves(library, 0)
 
 
-def test_moved_keys_and_values_are_seen(library):
+def test_attention_after_moves(library):
     for seed in range(4):
         compare_after_moves(library, seed)
 
 
 def compare_after_moves(library, seed):
-    """A prompt, a draft of which some tokens are kept, then a token that sees those."""
+    """Run a prompt, a draft of which some tokens are kept, then a token that attends to them."""
     rng = np.random.default_rng(seed)
     config = config_of(4, 2)
     tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device)
@@ -198,7 +198,7 @@ def compare_after_moves(library, seed):
 
 @pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES.keys())
 def test_logits_of_every_family(library, tmp_path, shape):
-    """A prompt in two parts, then a draft tree; against plain operations in float32 on the same weights."""
+    """Compare a prompt in two chunks and a draft tree with plain operations in float32 on the same weights."""
     make_folder(tmp_path, vary=0.3, initializer_range=0.05, hidden_size=128, **{**shape, "head_dim": 64})
     model = load_model(tmp_path, dtype=library.dtype, device=library.device)
     reference = load_model(tmp_path, device=library.device)
@@ -230,7 +230,7 @@ def test_logits_of_every_family(library, tmp_path, shape):
         assert (got - expected).abs().max() < 5 * library.tolerance * expected.abs().max()
 
 
-def test_outputs_of_all_drafters_are_the_plain_ones(library, tmp_path):
+def test_outputs_do_not_depend_on_the_drafter(library, tmp_path):
     make_folder(tmp_path, hidden_size=64, **HEADS)
     model = load_model(tmp_path, dtype=library.dtype, device=library.device)
     config = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16)
@@ -243,8 +243,8 @@ def test_outputs_of_all_drafters_are_the_plain_ones(library, tmp_path):
         settings = DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=9, cost=0.001)
         for shape, drafter in (
             (config, NgramDrafter()),
-            (config, RandomTrees(asked, expected)),
-            (trees, RandomTrees(asked, expected)),
+            (config, RandomTrees(asked, expected, VOCAB)),
+            (trees, RandomTrees(asked, expected, VOCAB)),
             (trees, stack.enter_context(SuffixDrafter(settings))),
         ):
             got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), asked)
@@ -257,7 +257,7 @@ def outputs(engine, asked):
 
 
 def is_tie(model, library, prompt, mine, other):
-    """Whether outputs part where rounding decides: the two tokens' logits are within 2 units in the last place."""
+    """Whether outputs differ at a near tie: the two tokens' logits are within 2 units in the last place."""
     if library.dtype == torch.float32:
         return False
     same = next(index for index, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)

@@ -1,6 +1,6 @@
-"""FlashInfer itself takes what we give it, and its twin in these tests takes nothing that it would not.
+"""FlashInfer's interface accepts our calls, and the twin in these tests accepts nothing else.
 
-Its wrappers run as they are, on the CPU; only the compiled modules under them are slow stand-ins.
+FlashInfer's own wrappers run on the CPU; only the compiled modules under them are replaced by slow twins.
 """
 
 import inspect
@@ -25,13 +25,9 @@ FUNCTIONS = (
     "apply_rope_with_cos_sin_cache_inplace",
     "silu_and_mul",
 )
-WRAPPERS = (
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-)
+WRAPPERS = ("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper")
 METHODS = ("__init__", "plan", "run")
-LEFT_OUT = {
+DEFAULTS = {
     ("plan", "pos_encoding_mode"): "NONE",
     ("plan", "causal"): False,
     ("plan", "window_left"): -1,
@@ -41,15 +37,14 @@ LEFT_OUT = {
     ("plan", "non_blocking"): True,
     ("plan", "fixed_split_size"): None,
     ("plan", "disable_split_kv"): False,
-    ("plan", "q_len_per_req"): 1,
     ("run", "lse_base"): "log2",
     ("run", "lse_layout"): "NH",
 }
-"""What calls rely on where they say nothing."""
+"""Default arguments that calls rely on."""
 
 
 def real_and_twin():
-    """Names of arguments by both."""
+    """Pairs of functions of the library and of the twin."""
     for name in FUNCTIONS:
         yield name, getattr(flashinfer, name), getattr(TWIN, name)
     for wrapper in WRAPPERS:
@@ -60,45 +55,36 @@ def real_and_twin():
     yield f"{prefill}.reset_workspace_buffer", *reset
 
 
-def taken_by(function):
-    """Its parameters; those that a decode plan passes on are parameters too."""
-    taken = dict(inspect.signature(function).parameters)
-    if "kwargs" in taken:
-        taken |= inspect.signature(flashinfer.BatchDecodeWithPagedKVCacheWrapper._plan_impl).parameters
-    return taken
-
-
 @pytest.mark.parametrize(("real", "twin"), [pytest.param(*pair, id=name) for name, *pair in real_and_twin()])
 def test_the_twin_has_no_parameters_of_its_own(real, twin):
-    theirs = taken_by(real)
+    theirs = inspect.signature(real).parameters
     ours = inspect.signature(twin).parameters.values()
     positional = [one.name for one in ours if one.kind is not one.KEYWORD_ONLY]
     assert positional == list(theirs)[: len(positional)]
     assert {one.name for one in ours} <= theirs.keys()
 
 
-def test_what_is_left_unsaid_means_what_it_did():
+def test_default_arguments_are_unchanged():
     found = set()
     for wrapper in WRAPPERS:
         for method in METHODS:
-            for name, parameter in taken_by(getattr(getattr(flashinfer, wrapper), method)).items():
-                if (method, name) in LEFT_OUT:
-                    assert parameter.default == LEFT_OUT[method, name], (wrapper, method, name)
+            for name, parameter in inspect.signature(getattr(getattr(flashinfer, wrapper), method)).parameters.items():
+                if (method, name) in DEFAULTS:
+                    assert parameter.default == DEFAULTS[method, name], (wrapper, method, name)
                     found.add((method, name))
-    assert found == LEFT_OUT.keys()
+    assert found == DEFAULTS.keys()
     rope = inspect.signature(flashinfer.apply_rope_with_cos_sin_cache_inplace).parameters
     assert rope["is_neox"].default is True
 
 
 @pytest.fixture
 def library(monkeypatch):
-    """Its wrappers over stand-ins of their kernels, and twins of its functions that bind to its signatures."""
+    """FlashInfer's wrappers over twins of their kernels, and twins of its functions with its signatures."""
     if not torch.cuda.is_available():
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named))
     module = SimpleNamespace(plan=fa2.plan, paged_run=fa2.paged_run, ragged_run=fa2.ragged_run)
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(f"flashinfer.{name}.get_batch_prefill_module", lambda backend, *_: {"fa2": module}[backend])
+    monkeypatch.setattr("flashinfer.prefill.get_batch_prefill_module", lambda backend, *_: {"fa2": module}[backend])
     # Bits stay apart.
     monkeypatch.setattr("flashinfer.prefill.segment_packbits", lambda mask, indptr, bitorder: (mask, indptr))
 
@@ -119,15 +105,15 @@ def library(monkeypatch):
     return library
 
 
-def test_its_wrappers_take_ragged_steps(library):
+def test_its_wrappers_accept_ragged_steps(library):
     compare(Library("cpu", torch.float32, 2e-5), 5, sharing=(8, 2))
 
 
-def test_its_wrappers_take_steps_of_single_tokens(library):
+def test_its_wrappers_accept_steps_of_single_tokens(library):
     compare(Library("cpu", torch.float32, 2e-5), 6, sharing=(8, 2), kinds=("single",))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_its_wrappers_take_steps_of_fixed_shapes(library, seed, monkeypatch):
+def test_its_wrappers_accept_steps_of_fixed_shapes(library, seed, monkeypatch):
     monkeypatch.setattr(fa2, "LEAST_CHUNK", 2 * test_chunks.PAGE_SIZE)
     test_chunks.compare(seed, heads=(8, 2), library=library)

@@ -1,10 +1,9 @@
-"""The arrays that paged kernels get, read as the kernels read them, against each token's own view of its sequence."""
+"""Compare the arrays for paged kernels, read as kernels read them, with the tokens that each token attends to."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.calls import assign
 from engine.attention.layout import (
     flat_masks,
     indptr,
@@ -23,7 +22,7 @@ PAGE_SIZES = st.sampled_from([1, 4, 16])
 
 @st.composite
 def batches(draw, page_size):
-    """A batch, and for each of its tokens the places of its sequence that it sees."""
+    """A batch, and for each token the indices of its sequence that it attends to."""
     rng = np.random.default_rng(draw(st.integers(0, 10_000), "seed"))
     sequences, sees = [], []
     for _ in range(draw(st.integers(1, 5), "sequences")):
@@ -57,14 +56,14 @@ def slots_of(pages, places, page_size):
 
 
 @given(st.data(), PAGE_SIZES)
-def test_segments_cover_a_batch_and_say_what_each_token_sees(data, page_size):
+def test_segments_cover_a_batch_with_the_right_masks(data, page_size):
     batch, sees = data.draw(batches(page_size))
     segments = segments_of(batch)
     rows = [row for segment in segments for row in range(segment.start, segment.start + segment.length)]
     assert rows == list(range(len(batch.tokens)))
     row = 0
     for segment in segments:
-        # As a mask among a segment's tokens.
+        # The mask among the segment's tokens.
         own = flat_masks([segment]).reshape(segment.length, -1)
         assert own.any(axis=1).all()
         for seen in own:
@@ -74,7 +73,7 @@ def test_segments_cover_a_batch_and_say_what_each_token_sees(data, page_size):
 
 
 @given(st.data(), PAGE_SIZES)
-def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
+def test_paged_keys_address_all_slots(data, page_size):
     batch, _ = data.draw(batches(page_size))
     segments = segments_of(batch)
     tables = [segment.pages for segment in segments]
@@ -84,7 +83,7 @@ def test_paged_keys_lead_to_the_slots_of_all_keys(data, page_size):
         for index, length in enumerate(lengths):
             begin, end = keys.indptr[index : index + 2]
             assert end > begin
-            # The length, as kernels get it.
+            # Kernels compute the length like this.
             assert (end - begin - 1) * page_size + keys.last_page_len[index] == length
             expected = slots_of(tables[index], range(length), page_size)
             assert slots_of(keys.indices[begin:end].tolist(), range(length), page_size) == expected
@@ -97,30 +96,21 @@ def test_true_lengths_fit_into_the_plan_of_their_upper_bounds(lengths, page_size
     planned = paged_keys([table] * len(bounds), bounds, page_size)
     counts = np.diff(planned.indptr)
     corrected = last_page_lengths([true for true, _ in lengths], counts, page_size)
-    # In the unsigned arithmetic of the kernels, where a negative number wraps around and back.
+    # Kernels use unsigned arithmetic, in which negative numbers wrap around.
     read = (counts - 1).astype(np.uint32) * np.uint32(page_size) + corrected.astype(np.uint32)
     assert read.tolist() == [true for true, _ in lengths]
-    # All that a device has to do is to subtract what was rejected.
+    # The device only has to subtract the rejected tokens.
     assert (planned.last_page_len - [more for _, more in lengths]).tolist() == corrected.tolist()
 
 
 @given(st.data())
-def test_every_segment_is_in_one_call_that_can_do_it(data):
+def test_rows_of_segments_are_their_rows_in_the_batch(data):
     batch, _ = data.draw(batches(16))
-    segments = segments_of(batch)
-    calls = assign(segments)
-    starts = [segment.start for members in calls.values() for segment in members]
-    assert sorted(starts) == [segment.start for segment in segments]
-    for kind, members in calls.items():
-        assert [segment.start for segment in members] == sorted(segment.start for segment in members)
-        for segment in members:
-            assert (segment.mask is not None) == (kind == "tree")
-            assert kind != "decode" or segment.length == 1
-        rows = [row for one in members for row in range(one.start, one.start + one.length)]
-        assert np.arange(len(batch.tokens))[rows_of(members)].tolist() == rows
-    if all(segment.length == 1 for segment in segments):
-        assert "prefill" not in calls
-    assert {"prefill", "decode"} - calls.keys()
+    for is_tree in (False, True):
+        segments = [segment for segment in segments_of(batch) if (segment.mask is not None) == is_tree]
+        if segments:
+            rows = [row for one in segments for row in range(one.start, one.start + one.length)]
+            assert np.arange(len(batch.tokens))[rows_of(segments)].tolist() == rows
 
 
 def test_indptr_begins_with_0():

@@ -1,4 +1,4 @@
-"""A token's logits are the same decoded alone, within a draft, beside others, and on any pages."""
+"""Logits of a token do not depend on drafts, other sequences or pages."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def reference(model):
 
 @pytest.fixture
 def threads(request):
-    """So many in PyTorch, where other tests have one."""
+    """Set PyTorch's number of threads; other tests use one."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -37,8 +37,8 @@ def close(left, right):
 
 @settings(max_examples=30)
 @given(st.data())
-def test_any_cut_of_a_text_into_steps_gives_the_same_logits(model, reference, data):
-    """Prompt parts, single tokens and drafts, right and wrong, on shuffled pages, against one pass over everything."""
+def test_logits_do_not_depend_on_how_a_text_is_divided_into_steps(model, reference, data):
+    """Prompt chunks, single tokens, right and wrong drafts on shuffled pages, compared with one pass."""
     size = data.draw(st.integers(2, len(TEXT)), "size")
     pages = data.draw(st.permutations(range(32)), "pages")
     runner = new_runner(model, 32)
@@ -56,7 +56,7 @@ def test_any_cut_of_a_text_into_steps_gives_the_same_logits(model, reference, da
         computed = end + len(right)
 
 
-def test_sequences_of_a_batch_do_not_see_each_other(model, reference):
+def test_sequences_of_a_batch_are_independent(model, reference):
     runner = new_runner(model)
     lengths = [1, 17, 130, 128, 127, 300]
     sequences = [
@@ -71,7 +71,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(model, reference):
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4))
-def test_query_blocks_cover_a_batch_and_never_cross_a_block_of_keys(spans):
+def test_query_blocks_cover_a_batch_within_key_blocks(spans):
     sequences = [sequence_of(np.ones(computed + length), range(60), computed=computed) for computed, length in spans]
     batch = build_batch(sequences, PAGE_SIZE)
     blocks = query_blocks(batch)
@@ -86,7 +86,7 @@ def test_query_blocks_cover_a_batch_and_never_cross_a_block_of_keys(spans):
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.usefixtures("threads")
 def test_rounding_does_not_depend_on_the_step(model_folder):
-    """On packed weights a token's logits are the same to the last bit, whatever shares its step."""
+    """With packed weights, logits are equal bitwise whatever the step contains."""
     model = pack(load_model(model_folder))
     sequence = sequence_of(TEXT[:250], range(32), draft=TEXT[250:260])
     within_draft = new_runner(model, 32).forward(build_batch([sequence], PAGE_SIZE))
@@ -97,8 +97,8 @@ def test_rounding_does_not_depend_on_the_step(model_folder):
         assert torch.equal(alone[0], within_draft[length - 250])
 
 
-def test_a_drafters_layers_are_kept_in_the_same_pages(model):
-    """A layer beyond the model's attends to what its own earlier steps stored, and moves with the others."""
+def test_a_drafters_layers_share_the_pages(model):
+    """A further layer attends to keys that it stored in earlier steps, and is moved with the others."""
     config = model.config
     attention = PlainAttention(config, 4, PAGE_SIZE, torch.float32, "cpu", kv_layers=1)
     generator = torch.Generator().manual_seed(0)

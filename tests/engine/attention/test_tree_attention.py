@@ -1,7 +1,7 @@
-"""Draft trees on a real model: what their tokens see, what is kept of them, and that outputs are the plain ones.
+"""Draft trees on a real model: attention, keys and values of accepted paths, and outputs.
 
-Keys of a tree stand in another order than those of a path, so sums are rounded otherwise: logits, and keys and values
-above the first layer, are compared within a tolerance, and outputs where rounding decides nothing.
+Keys of a tree are stored in another order than those of a path, so sums are rounded differently: logits, and keys and
+values above the first layer, are compared within a tolerance, and outputs only where rounding does not matter.
 """
 
 import numpy as np
@@ -26,33 +26,10 @@ from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.conftest import VOCAB
 from tests.engine.forward import PAGE_SIZE, cached_and_fresh, new_runner, prompt_logits, sequence_of
-from tests.engine.trees import batch_of_trees, random_tree
+from tests.engine.trees import RandomTrees, random_tree
 
 TEXT = np.random.default_rng(0).integers(1, VOCAB, 300).astype(np.uint32)
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=9, draft_shape="tree", watermark=0.0)
-
-
-class RandomTrees(NoDrafter):
-    """Trees that are partly right."""
-
-    def __init__(self, asked, answers):
-        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(asked, answers, strict=True)]
-        self.lengths = {}
-        self.rng = np.random.default_rng(4)
-
-    def start(self, sequence_id, prompt):
-        self.lengths[sequence_id] = len(prompt)
-
-    def draft(self, progress):
-        trees = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
-            right = self.texts[sequence_id][self.lengths[sequence_id] :]
-            trees.append(self.tree(sequence_id, right, int(progress.max_draft[index])))
-        return batch_of_trees(trees)
-
-    def tree(self, sequence_id, right, limit):
-        return random_tree(self.rng, right, limit, VOCAB)
 
 
 def requests(count, **settings):
@@ -74,8 +51,8 @@ def alone(model, asked):
 
 @settings(max_examples=20)
 @given(st.data())
-def test_logits_of_a_tree_are_those_of_each_path_in_it(model, data):
-    """At the end of a whole prompt or of its last part, across blocks of keys, on shuffled pages."""
+def test_logits_of_a_tree_equal_those_of_its_paths(model, data):
+    """After a whole prompt or its last chunk, across blocks of keys, on shuffled pages."""
     length = data.draw(st.sampled_from([1, 20, 119, 125, 128]), "length")
     computed = data.draw(st.integers(0, length - 1), "computed")
     rng = np.random.default_rng(data.draw(st.integers(0, 1000), "seed"))
@@ -102,10 +79,10 @@ def test_logits_of_a_tree_are_those_of_each_path_in_it(model, data):
     ids=["greedy", "sampled", "penalised"],
 )
 @pytest.mark.parametrize("pages", [None, 14], ids=["ample", "scarce"])
-def test_outputs_with_random_trees_are_the_plain_ones(model, sampling, pages):
+def test_random_trees_do_not_change_outputs(model, sampling, pages):
     asked = requests(8, **sampling)
     expected = alone(model, asked)
-    engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
+    engine = build_engine(model, CONFIG, RandomTrees(asked, expected, VOCAB))
     pool = engine.scheduler.pages
     if pages is not None:
         pool.allocate(pool.count - pages)
@@ -119,23 +96,23 @@ def test_outputs_with_random_trees_are_the_plain_ones(model, sampling, pages):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_outputs_with_trees_of_the_corpus_are_the_plain_ones(model, temperature):
+def test_trees_of_the_suffix_drafter_do_not_change_outputs(model, temperature):
     asked = requests(8, temperature=temperature)
     expected = alone(model, asked)
     with SuffixDrafter(DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=9, cost=0.001)) as drafter:
         engine = build_engine(model, CONFIG, drafter)
         completions = [*engine.generate(asked), *engine.generate(asked)]
         assert [completion.tokens.tolist() for completion in completions] == 2 * expected
-        # It walks the accepted path by itself, and must come to the same.
+        # It finds the accepted path by itself.
         assert drafter.stats.verified == sum(completion.drafted for completion in completions)
         assert drafter.stats.accepted == sum(completion.accepted for completion in completions) > 0
 
 
 def run_and_compare(model):
-    """On packed weights, whose products are rounded alike in any step."""
+    """Compare keys and values. With packed weights, rounding does not depend on the step."""
     asked = requests(10)
     expected = alone(model, asked)
-    engine = build_engine(model, CONFIG, RandomTrees(asked, expected))
+    engine = build_engine(model, CONFIG, RandomTrees(asked, expected, VOCAB))
     engine.generate(asked)
     pages = [
         page
@@ -145,7 +122,7 @@ def run_and_compare(model):
     assert len(pages) > 30
     for cached, fresh in pages:
         if torch.backends.mkldnn.is_available():
-            # The first layer's do not depend on what is attended to.
+            # The first layer's do not depend on attention.
             assert torch.equal(cached[:, 0], fresh[:, 0])
         assert torch.allclose(cached, fresh, rtol=0, atol=1e-4)
 
@@ -155,12 +132,12 @@ def packed(model_folder):
     return pack(load_model(model_folder))
 
 
-def test_keys_and_values_of_accepted_paths_are_those_of_a_fresh_computation(packed):
+def test_keys_and_values_of_accepted_paths_equal_recomputed_ones(packed):
     run_and_compare(packed)
 
 
 @pytest.mark.parametrize("fault", ["not moved", "values not moved"])
-def test_keys_and_values_in_the_wrong_place_are_noticed(packed, monkeypatch, fault):
+def test_misplaced_keys_and_values_are_detected(packed, monkeypatch, fault):
     move = PlainAttention.move
 
     def keys_alone(self, sources, targets):
@@ -173,7 +150,7 @@ def test_keys_and_values_in_the_wrong_place_are_noticed(packed, monkeypatch, fau
         run_and_compare(packed)
 
 
-def test_trees_change_nothing_of_the_shipped_model_but_the_steps():
+def test_trees_reduce_the_steps_of_the_shipped_model_without_changing_outputs():
     model, tokenizer = pack(load_model(SHIPPED_MODEL)), Tokenizer(SHIPPED_MODEL)
     prompts = read_prompts(SHIPPED_MODEL / "prompts.jsonl")[:4]
     config = EngineConfig(max_sequences=4, draft_shape="tree")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,15 +14,19 @@ from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models
 
 from drafter_service.client import DrafterClient
+from engine.commands import launch
 from engine.commands import main as cli
 from engine.commands.generate import CompletionWriter
+from engine.drafters.none import NoDrafter
 from engine.drafters.registry import KINDS
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
+from tests.engine.drafters.toy import ToyDrafter
 from tests.servers import served
 from tests.strategies import array
 
 PROMPT = "def add(left, right):"
+SAMPLING_DRAFTER = f"{__name__}:SamplingDrafter"
 
 
 @pytest.fixture
@@ -71,16 +76,62 @@ def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tm
     assert [line["tokens"] for line in completions(tmp_path / "dash")] == outputs[0][:1]
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address, temperature):
-    outputs = {}
-    for drafter in KINDS:
-        options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature, "--max-tokens", 40)
-        path = tmp_path / drafter
-        code, _, err = run("generate", "--model", model_folder, *options, "--output", path, PROMPT, PROMPT, "class")
+def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address):
+    for temperature in (0, 1):
+        outputs = {}
+        for drafter in KINDS:
+            options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature)
+            limits = ("--max-tokens", 30, "--output", tmp_path / drafter)
+            code, _, err = run("generate", "--model", model_folder, *options, *limits, PROMPT, PROMPT, "class")
+            assert code == 0, err
+            outputs[drafter] = completions(tmp_path / drafter)
+        assert all(output == outputs["none"] for output in outputs.values())
+
+
+class SamplingDrafter(ToyDrafter):
+    """A third-party drafter that samples its tokens; the option `depth` is their number."""
+
+    def __init__(self, config, target):
+        super().__init__(config, target, depth=int(config.options.get("depth", 3)))
+
+
+@pytest.fixture
+def verify_all_drafts(monkeypatch):
+    """Verify every draft token, so that results do not depend on the time that steps take."""
+    build = launch.build_engine
+    monkeypatch.setattr(launch, "build_engine", lambda *given, has_budget, **more: build(*given, **more))
+
+
+@pytest.mark.usefixtures("verify_all_drafts")
+def test_verification_by_rejection(run, model_folder, tmp_path):
+    def outputs(drafter, verification, temperature):
+        settings = ("--drafter", drafter, "--verification", verification, "--temperature", temperature)
+        limits = ("--max-tokens", 40, "--output", tmp_path / "out")
+        code, _, err = run("generate", "--model", model_folder, *settings, *limits, PROMPT, "class")
         assert code == 0, err
-        outputs[drafter] = completions(path)
-    assert all(output == outputs["none"] for output in outputs.values())
+        return [line["tokens"] for line in completions(tmp_path / "out")], err
+
+    plain, _ = outputs("none", "exact", 0.8)
+    assert outputs(SAMPLING_DRAFTER, "exact", 0.8)[0] == plain
+    rejection, summary = outputs(SAMPLING_DRAFTER, "rejection", 0.8)
+    assert rejection != plain  # Accepted drafts replace the tokens that the seed alone gives.
+    assert " 0 accepted" not in summary
+    assert outputs(SAMPLING_DRAFTER, "rejection", 0)[0] == outputs("none", "exact", 0)[0]
+
+
+@pytest.mark.usefixtures("verify_all_drafts")
+def test_drafter_options_reach_the_drafter(run, model_folder, monkeypatch):
+    base = ("generate", "--model", model_folder, "--max-tokens", 20, PROMPT)
+    drafted = {}
+    for depth in (1, 3):
+        code, _, err = run(*base, "--drafter", SAMPLING_DRAFTER, "--drafter-option", f"depth={depth}")
+        assert code == 0, err
+        drafted[depth] = int(re.search(r"(\d+) drafted", " ".join(err.split()))[1])
+    assert 0 < drafted[1] < drafted[3]
+    made = []
+    monkeypatch.setattr(launch, "build_drafter", lambda kind, config, *_, **__: made.append(config) or NoDrafter())
+    assert run(*base, "--drafter-option", "match_depth=8", "--drafter-option", "capacity=5000")[0] == 0
+    assert (made[0].match_depth, made[0].capacity) == (8, 5000)
 
 
 def test_completions_can_be_lines_on_stdout(run, model_folder):
@@ -215,17 +266,17 @@ def test_prompt_log_probabilities_equal_those_of_the_same_output(run, model_fold
     asked = ("generate", "--model", model_folder, "--drafter", "none")
     output = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out")
     assert run(*asked, *output, PROMPT)[0] == 0
-    [said] = completions(tmp_path / "out")
-    assert "prompt_logprobs" not in said
+    [generated] = completions(tmp_path / "out")
+    assert "prompt_logprobs" not in generated
     tokens = Tokenizer(model_folder).encode(PROMPT).tolist()
-    (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + said["tokens"]}) + "\n")
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + generated["tokens"]}) + "\n")
     scored = ("--file", tmp_path / "whole.jsonl", "--prompt-logprobs", 2, "--output", tmp_path / "scored")
     assert run(*asked, "--max-tokens", 1, *scored)[0] == 0
     [line] = completions(tmp_path / "scored")
-    assert line["prompt_tokens"] == tokens + said["tokens"]
+    assert line["prompt_tokens"] == tokens + generated["tokens"]
     assert len(line["prompt_logprobs"]) == len(line["prompt_tokens"])
     assert line["prompt_logprobs"][0] is None
-    for mine, theirs in zip(line["prompt_logprobs"][len(tokens) :], said["logprobs"], strict=True):
+    for mine, theirs in zip(line["prompt_logprobs"][len(tokens) :], generated["logprobs"], strict=True):
         assert mine["logprob"] == pytest.approx(theirs["logprob"], abs=1e-4)
         assert [token for token, _ in mine["top"]] == [token for token, _ in theirs["top"]]
     assert "logprobs" not in line
@@ -266,15 +317,17 @@ BAD_INPUT = {
     "empty prompt": ((), [""], "prompt 1: the prompt is empty"),
     "second prompt empty": ((), ["x", ""], "prompt 2: the prompt is empty"),
     "prompt too long": ((), ["x " * 2000], "context window of 512"),
+    "drafter option without a value": (("--drafter-option", "x"), ["x"], "--drafter-option must be KEY=VALUE, not 'x'"),
+    "unknown drafter option": (("--drafter-option", "x=1"), ["x"], "the drafter ssd has no option x; give "),
     "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
     "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
-    "log-probabilities without a place for them": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
+    "log-probabilities without an output file": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
     "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
-    "file that is no text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
-    "line that is no JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
+    "file that is not text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
+    "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
     "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
-    "token that is no id": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
+    "token id out of range": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
     "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
     "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
     "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is not an address"),
@@ -289,14 +342,14 @@ BAD_INPUT = {
     "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
     "an empty stop string": (("--stop", ""), ["x"], "stop must be"),
     "a bias out of range": (("--logit-bias", "5=101"), ["x"], "logit_bias of token 5 must be"),
-    "a bias that is none": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
-    "a bias of no token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
+    "a bias without a number": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
+    "a bias of an invalid token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
     "a bias of a token outside the vocabulary": (("--logit-bias", "300=5"), ["x"], "prompt 1: logit_bias holds"),
     "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
     "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
-    "more threads than a machine can have": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
+    "too many threads": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
     "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
-    "a device that holds nothing": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
+    "a device without data": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
     "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
 }
 
@@ -350,11 +403,12 @@ def test_no_prompt_at_a_terminal(run, model_folder):
     assert "no prompt" in err
 
 
+@pytest.mark.usefixtures("verify_all_drafts")
 @pytest.mark.parametrize("moment", ["between steps", "while an answer is awaited"])
 def test_a_killed_sidecar_costs_no_output(run, model_folder, tmp_path, socket_address, monkeypatch, moment):
     """The sidecar is killed during the run; all requests finish as without drafts, with one warning."""
-    prompts = [f"def f{number}():" for number in range(6)]
-    options = ("--max-tokens", 60, "--max-sequences", 2, *prompts)
+    prompts = [f"def f{number}():" for number in range(4)]
+    options = ("--max-tokens", 30, "--max-sequences", 2, *prompts)
     plain = ("--drafter", "none", "--output", tmp_path / "plain")
     assert run("generate", "--model", model_folder, *plain, *options)[0] == 0
     draft, steps = DrafterClient.draft, iter(range(10_000))
@@ -366,6 +420,7 @@ def test_a_killed_sidecar_costs_no_output(run, model_folder, tmp_path, socket_ad
                 until = time.monotonic() + 30
                 while client.lost is None:
                     assert time.monotonic() < until
+                    time.sleep(0.01)
             else:
                 # A stopped process does not answer; killing it ends the wait.
                 client._deadline_s = 30
@@ -379,7 +434,7 @@ def test_a_killed_sidecar_costs_no_output(run, model_folder, tmp_path, socket_ad
         code, _, err = run("generate", "--model", model_folder, *remote, *options)
     assert next(steps) > 10
     assert code == 0
-    assert " ".join(err.split()).count("going on without drafts") == 1
+    assert " ".join(err.split()).count("continuing without drafts") == 1
     assert completions(tmp_path / "remote") == completions(tmp_path / "plain")
 
 

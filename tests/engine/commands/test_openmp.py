@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from engine.commands.openmp import SPIN_COUNT, limit_spinning
+from engine.commands.main import SPIN_COUNT, limit_spinning
 
 PRINT_SPIN_COUNT = """
 import os, sys

@@ -10,9 +10,8 @@ from engine.drafters.none import NoDrafter
 from engine.drafters.tokens import innermost
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
-from tests.engine.attention.test_tree_attention import RandomTrees
 from tests.engine.conftest import VOCAB
-from tests.engine.trees import random_tree
+from tests.engine.trees import RandomTrees, random_tree
 
 ASKED = [
     Request(np.random.default_rng(seed).integers(1, 60, 20).astype(np.uint32), SamplingParams(max_tokens=40))
@@ -24,7 +23,7 @@ class ParityTrees(RandomTrees):
     """Odd tokens come from one source and even ones from the other."""
 
     def __init__(self, answers):
-        super().__init__(ASKED, answers)
+        super().__init__(ASKED, answers, VOCAB)
         self.drafts = {}
 
     def tree(self, sequence_id, right, limit):

@@ -11,7 +11,7 @@ from engine.speculation.draft_tree import DraftTree
 
 
 def random_entry(rng, page_size):
-    """Somewhere in its prompt, at the end of it, or behind it, with a path, with a tree or without a draft."""
+    """An entry within its prompt or at its end, with a path, a tree or no draft."""
     prompt = rng.integers(0, 1000, rng.integers(2, 60)).astype(np.uint32)
     asked = SamplingParams(prompt_logprobs=0 if rng.random() < 0.3 else None)
     sequence = Sequence(0, Request(prompt, asked), len(prompt) + 50)
@@ -29,7 +29,7 @@ def random_entry(rng, page_size):
 
 
 def depths(entry):
-    """How far each draft token lies behind the last committed one."""
+    """Distance of each draft token from the last committed one."""
     found = []
     for index in range(len(entry.draft)):
         parent = index - 1 if entry.tree is None else int(entry.tree.parents[index])
@@ -38,7 +38,7 @@ def depths(entry):
 
 
 def naive_batch(entries, page_size):
-    """Token by token."""
+    """Build the arrays token by token."""
     tokens, positions, slots, rows, offsets, scored, scored_counts = [], [], [], [], [0], [], [0]
     for entry in entries:
         start, sequence = len(tokens), entry.sequence
@@ -64,7 +64,7 @@ def naive_batch(entries, page_size):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_batch_is_what_a_loop_over_tokens_makes(seed):
+def test_build_batch_equals_a_loop_over_tokens(seed):
     rng = np.random.default_rng(seed)
     page_size = int(rng.integers(1, 20))
     entries = [random_entry(rng, page_size) for _ in range(rng.integers(1, 8))]

@@ -1,4 +1,4 @@
-"""Steps of fixed shapes: what they compute, where padding ends, and that captured ones are the same."""
+"""Steps of fixed shapes, and the shapes that steps are padded to."""
 
 from dataclasses import replace
 
@@ -15,9 +15,9 @@ from engine.executor.fixed_step import (
     OUTCOME_COLUMNS,
     SEQUENCE_COLUMNS,
     FixedStep,
+    HostInputs,
     Kind,
-    StepOrder,
-    order_columns,
+    table_columns,
 )
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import Drafts
@@ -32,13 +32,13 @@ from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
 
-PAGES, LONGEST, MOST_DRAFT = 40, 200, 6
+PAGES, LONGEST, MAX_DRAFT = 40, 200, 6
 GREEDY = Kind(samples=False, max_ranked=None)
 CPU = torch.device("cpu")
 
 
 def runner_of(model, backend, monkeypatch):
-    """A runner whose last page is nobody's."""
+    """A runner with one page for padding after the pages of sequences."""
     weights = model.embedding.weight
     settings = model.config, PAGES + 1, PAGE_SIZE, weights.dtype, str(weights.device)
     if backend == "plain":
@@ -54,7 +54,7 @@ def runner_of(model, backend, monkeypatch):
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory):
-    """A model with heads as FlashInfer has kernels for."""
+    """A model with a head dimension for which FlashInfer has kernels."""
     folder = tmp_path_factory.mktemp("models") / "wide"
     make_folder(folder, head_dim=64)
     return folder
@@ -65,8 +65,8 @@ def wide(wide_folder):
     return load_model(wide_folder)
 
 
-def decoding(rng, count, *, most_draft=MOST_DRAFT):
-    """Sequences all of whose tokens but the last are to be in the cache, each with a draft and pages for it."""
+def decoding(rng, count, *, most_draft=MAX_DRAFT):
+    """Sequences whose tokens but the last are to be in the cache, each with a draft and pages for it."""
     pages = iter(rng.permutation(PAGES).tolist())
     sequences = []
     for index in range(count):
@@ -79,7 +79,7 @@ def decoding(rng, count, *, most_draft=MOST_DRAFT):
 
 
 def fill(runner, sequences):
-    """Compute what is to be in the cache."""
+    """Compute the keys and values that are to be in the cache."""
     for one in sequences:
         if one.computed:
             runner.forward(build_batch([sequence_of(one.sequence.tokens[:-1], one.sequence.pages)], PAGE_SIZE))
@@ -88,15 +88,13 @@ def fill(runner, sequences):
 def state_of(sequences, *, slots=8, device=CPU):
     state = DeviceState.empty(slots, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
     for slot, entry in enumerate(sequences):
-        state.assign(slot, entry.sequence, entry.computed)
+        state.assign(slot, entry.sequence)
     return state
 
 
 def fixed_logits(runner, state, sequences, batch, spare, slack):
-    """Logits of the rows that count, from a step of a shape that is too large: for each sequence by `spare` rows, and
-    by some behind all.
-    """
-    drafted = MOST_DRAFT + spare
+    """Logits of tokens, from a shape with `spare` rows too many for each sequence, and some after the last one."""
+    drafted = MAX_DRAFT + spare
     widths = [*(1 + len(one.draft) + spare for one in sequences), *[0] * (batch - len(sequences))]
     shape = StepShape(batch, sum(widths) + 2 * spare, 1 + drafted, state.page_tables.shape[1])
     forward = runner.fixed(shape)
@@ -104,17 +102,16 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
     bounds = [min(sequence.computed + slack, LONGEST - 1) for sequence in sequences]
     forward.plan([*bounds, *[0] * padding], widths)
     device = state.lengths.device
-    seats = torch.tensor([*range(len(sequences)), *[state.idle] * padding], device=device)
+    slots = torch.tensor([*range(len(sequences)), *[state.idle] * padding], device=device)
     tokens = np.full((batch, drafted), 7, np.int32)
     for row, sequence in zip(tokens, sequences, strict=False):
         row[: len(sequence.draft)] = sequence.draft
     lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32, device=device)
     drafts = Drafts(torch.from_numpy(tokens).to(device), lengths)
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
-    ones = torch.ones(batch, dtype=torch.int32, device=device)
-    inputs = build_inputs(state, seats, ones, drafts, starts, shape.rows, PAGE_SIZE)
+    inputs = build_inputs(state, slots, drafts, starts, shape.rows, PAGE_SIZE)
     with torch.inference_mode():
-        logits = forward(inputs, state.page_tables[seats])
+        logits = forward(inputs, state.page_tables[slots])
     assert torch.isfinite(logits).all()
     return torch.cat([logits[starts[index] :][: 1 + len(one.draft)] for index, one in enumerate(sequences)])
 
@@ -122,7 +119,7 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
 @pytest.mark.parametrize("seed", range(6))
-def test_padded_steps_give_the_logits_of_ragged_ones(wide_folder, backend, seed, device, monkeypatch):
+def test_padded_steps_give_the_logits_of_ragged_steps(wide_folder, backend, seed, device, monkeypatch):
     rng = np.random.default_rng(seed)
     is_rounded = (backend, device) == ("flashinfer", "cuda")
     model = load_model(wide_folder, dtype=torch.bfloat16 if is_rounded else torch.float32, device=device)
@@ -130,7 +127,7 @@ def test_padded_steps_give_the_logits_of_ragged_ones(wide_folder, backend, seed,
     sequences = decoding(rng, int(rng.integers(1, 6)))
     fill(runner, sequences)
     expected = runner.forward(build_batch(sequences, PAGE_SIZE))
-    # All that a ragged step wrote is written again.
+    # The padded step overwrites what the ragged step wrote.
     state = state_of(sequences, device=torch.device(device))
     atol = 0.05 * expected.abs().max().item() if is_rounded else 2e-4
     for batch, spare, slack in ((len(sequences), 0, 0), (8, 3, 0), (8, 0, 40)):
@@ -139,37 +136,36 @@ def test_padded_steps_give_the_logits_of_ragged_ones(wide_folder, backend, seed,
 
 
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
-def test_lengths_are_those_of_the_device(wide, backend, monkeypatch):
-    """Bounds that are too high change nothing; contexts on the device that differ do."""
+def test_lengths_are_read_from_the_device(wide, backend, monkeypatch):
+    """Larger bounds do not change logits; other lengths on the device do."""
     rng = np.random.default_rng(1)
     runner = runner_of(wide, backend, monkeypatch)
     sequences = decoding(rng, 3, most_draft=0)
     fill(runner, sequences)
     state = state_of(sequences)
     right = fixed_logits(runner, state, sequences, 4, 0, 30)
-    state.computed[0] -= 1
     state.lengths[0] -= 1
     wrong = fixed_logits(runner, state, sequences, 4, 0, 30)
     assert not torch.allclose(right[0], wrong[0], atol=1e-3)
     torch.testing.assert_close(right[1:], wrong[1:])
 
 
-def order_for(sequences):
-    """What the host sends for sequences whose text it knows, each in the slot of its place."""
-    rows = np.zeros((len(sequences), order_columns(MOST_DRAFT)), np.int32)
+def host_inputs(sequences):
+    """Inputs for sequences whose text the host knows; each has the slot of its index."""
+    rows = np.zeros((len(sequences), table_columns(MAX_DRAFT)), np.int32)
     for slot, (row, entry) in enumerate(zip(rows, sequences, strict=True)):
         size, end = len(entry.draft), SEQUENCE_COLUMNS + OUTCOME_COLUMNS
         row[:end] = slot, 1 + size, len(entry.sequence), entry.sequence.tokens[-1], size
         row[end : end + size] = entry.draft
-    return StepOrder(rows, [entry.computed for entry in sequences])
+    return HostInputs(rows, [entry.computed for entry in sequences])
 
 
-def test_a_step_verifies_commits_and_counts(model, monkeypatch):
+def test_a_step_verifies_and_commits(model, monkeypatch):
     rng = np.random.default_rng(2)
     runner = runner_of(model, "plain", monkeypatch)
     sequences = decoding(rng, 3)
     fill(runner, sequences)
-    # The first one's draft is right, the second one's wrong, the third has none.
+    # The first draft is right, the second is wrong, the third is empty.
     draft = []
     for _ in range(4):
         trial = sequence_of(sequences[0].sequence.tokens, range(30, 38), draft=draft)
@@ -182,9 +178,9 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
         number = sequence.sequence.sequence_id
         sequence.sequence.pages += range(30 + 2 * number, 32 + 2 * number)
     state = state_of(sequences)
-    shape = StepShape(4, 20, 1 + MOST_DRAFT, state.page_tables.shape[1])
+    shape = StepShape(4, 20, 1 + MAX_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))
-    results = step.run(order_for(sequences), GREEDY).read()
+    results = step.run(host_inputs(sequences), GREEDY).read()
     assert results[:, 0].tolist() == [5, 1, 1, 0]
     assert results[:, 1].tolist() == [4, 4, 0, 0]
     assert results[0, 2:6].tolist() == draft
@@ -195,21 +191,21 @@ def test_a_step_verifies_commits_and_counts(model, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
-def test_no_value_is_looked_at(model_folder, kind):
-    """A whole step runs on tensors without any, so a graph can hold it."""
+def test_a_step_reads_no_values(model_folder, kind):
+    """A step runs on tensors without values, so it can be captured."""
     model = load_model(model_folder).to("meta")
     attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "meta")
-    shape = StepShape(4, 20, 1 + MOST_DRAFT, 13)
+    shape = StepShape(4, 20, 1 + MAX_DRAFT, 13)
     forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
     step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
     forward.plan([LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
-        assert step._step(kind).shape == (4, 2 + 1 + MOST_DRAFT)
+        assert step._step(kind).shape == (4, 2 + 1 + MAX_DRAFT)
 
 
 class Recorded:
-    """Stands in for steps; notes which shape runs what."""
+    """Makes fake steps and records which shape runs."""
 
     def __init__(self):
         self.runs = []
@@ -217,23 +213,23 @@ class Recorded:
     def make(self, sequences, rows):
         self.runs.append((sequences, rows, "made"))
         step = type("Step", (), {})()
-        step.run = lambda order, kind: self.runs.append((sequences, rows, len(order.contexts)))
+        step.run = lambda inputs, kind: self.runs.append((sequences, rows, len(inputs.contexts)))
         return step
 
 
-def test_the_least_shape_that_holds_a_step_runs_it():
+def test_a_step_runs_in_the_smallest_shape_that_holds_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, None, 12, 10)
     for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
-        rows = np.zeros((len(most), order_columns(10)), np.int32)
+        rows = np.zeros((len(most), table_columns(10)), np.int32)
         rows[:, 1] = 1 + np.array(most)
-        grid.run(StepOrder(rows, [0] * len(most)), GREEDY)
+        grid.run(HostInputs(rows, [0] * len(most)), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]
     assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
     assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
 
 
-def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
+def test_shapes_are_captured_largest_first(monkeypatch):
     captures, said = [], []
 
     def make(sequences, rows):
@@ -246,13 +242,13 @@ def test_every_shape_is_captured_at_start_the_largest_first(monkeypatch):
     assert grid.captured == (0, 0.0)
     grid.capture(said.append)
     shapes = [(2, 10), (2, 6), (2, 2), (1, 5), (1, 1)]
-    assert captures == [(*shape, draws, "pool") for shape in shapes for draws in (False, True)]
+    assert captures == [(*shape, samples, "pool") for shape in shapes for samples in (False, True)]
     assert grid.captured.graphs == 10
     assert said[0].startswith("capturing 10 CUDA graphs")
     assert said[1] == f"captured 10 CUDA graphs in {grid.captured.seconds:.1f} s"
 
 
-def test_few_kinds_of_drawing():
+def test_steps_have_few_kinds():
     grid = StepGrid(None, state_of([]), 2, 4)
     plain, drawn = SamplingParams(), SamplingParams(temperature=0.7)
     assert grid.kind_of([plain], VOCAB) == GREEDY
@@ -267,5 +263,5 @@ def test_few_kinds_of_drawing():
     ("first", "last", "sizes"),
     [(1, 1, [1]), (1, 8, [1, 2, 4, 8]), (4, 16, [4, 8, 16]), (4, 3, [3]), (1, 5, [1, 2, 4, 5])],
 )
-def test_sizes_double_up_to_the_last(first, last, sizes):
+def test_doubling_sizes(first, last, sizes):
     assert doubled(first, last) == sizes

@@ -1,4 +1,4 @@
-"""Steps of fixed shapes and steps in flight: the tokens of eager steps, whatever drafts."""
+"""Steps of fixed shapes and steps in flight give the tokens of eager steps, with any drafter."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -39,14 +39,14 @@ def make_drafter(request):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_drafter_gives_the_plain_output_with_a_step_in_flight(model, plain, make_drafter, kind, temperature):
+def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain, make_drafter, kind, temperature):
     drafter = make_drafter(kind)
     asked = requests(6, temperature=temperature)
     with closing(build_engine(model, replace(CONFIG, in_flight=1), drafter, has_budget=temperature == 1)) as engine:
         assert outputs(engine, asked) == plain[temperature]
         again = engine.generate(asked)
     assert [completion.tokens.tolist() for completion in again] == plain[temperature]
-    # Without a budget, what the corpus remembers is accepted in the second run.
+    # Without a budget, tokens of the corpus are accepted in the second run.
     if kind in ("ssd", "ssd-remote") and temperature == 0:
         assert sum(completion.accepted for completion in again) > 50
 
@@ -92,7 +92,7 @@ def test_every_drafter_survives_arrivals_cancellations_and_preemptions(make_draf
 
 
 def mixed_requests():
-    """Requests of every kind: truncated, greedy, sampled, and such as need the host."""
+    """Requests with all kinds of settings, some of which need the host."""
     settings = [
         {},
         {"temperature": 0.9, "top_k": 5},
@@ -114,8 +114,8 @@ def mixed_requests():
     ]
 
 
-def test_requests_that_need_the_host_run_among_others(model):
-    """They arrive one after another, so that the executors take turns."""
+def test_requests_that_need_the_host_can_be_mixed_with_others(model):
+    """At most three run at once, so that the executors alternate."""
     asked = mixed_requests()
     plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
     engine = build_engine(model, replace(CONFIG, in_flight=1, max_sequences=3), build_drafter("ssd", DrafterConfig()))
@@ -131,7 +131,7 @@ PROMPT = np.array([3, 1, 4, 1, 5], np.uint32)
 TOKENS = 60
 
 
-def journal_of(depth, right):
+def run_and_log(depth, right):
     """Run one request whose drafts are right for `right` tokens; return the order of launches and reads."""
     output = answer(PROMPT, TOKENS)
 
@@ -150,27 +150,27 @@ def journal_of(depth, right):
 
 
 @pytest.mark.parametrize("right", [0, 2, 100])
-def test_a_step_is_launched_before_the_one_before_is_read(right):
-    events, completion = journal_of(1, right)
+def test_with_a_step_in_flight_the_next_is_launched_before_it_is_read(right):
+    events, completion = run_and_log(1, right)
     assert events[:5] == ["launch", "launch", "read", "launch", "read"]
     assert 0 <= events.count("launch") - completion.steps <= 1
 
 
 @pytest.mark.parametrize("right", [0, 2, 100])
-def test_without_steps_in_flight_each_step_is_read_before_the_next_one(right):
-    events, completion = journal_of(0, right)
+def test_without_steps_in_flight_each_step_is_read_before_the_next_launch(right):
+    events, completion = run_and_log(0, right)
     assert events == ["launch", "read"] * completion.steps
     assert completion.steps == -(-TOKENS // (1 + min(right, 4)))
 
 
 def test_right_drafts_are_verified_in_every_step():
-    _, completion = journal_of(1, 100)
+    _, completion = run_and_log(1, 100)
     assert completion.accepted == completion.drafted
     assert completion.steps <= -(-TOKENS // 5) + 1
 
 
-def test_a_wrong_draft_costs_the_next_one_as_well():
-    """What is drafted for another outcome is not selected."""
-    _, completion = journal_of(1, 2)
+def test_the_draft_after_a_wrong_one_is_not_selected():
+    """It was drafted for another outcome."""
+    _, completion = run_and_log(1, 2)
     assert completion.accepted > 0
     assert completion.steps < TOKENS

@@ -11,7 +11,7 @@ SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
 """The first output of SplitMix64 seeded with 0, as published with the generator."""
 
 
-def draws(logits, temperature, count, *, seed_of=lambda index: index, position_of=lambda _: 7):
+def sampled_tokens_of(logits, temperature, count, *, seed_of=lambda index: index, position_of=lambda _: 7):
     """Return `count` tokens sampled from one row of logits, each with its own seed and position."""
     rows = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
     index = np.arange(count)
@@ -36,17 +36,17 @@ COUNT = 100_000
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_samples_follow_the_softmax_over_seeds(temperature):
-    assert fits_softmax(draws(LOGITS, temperature, COUNT), LOGITS, temperature)
+    assert fits_softmax(sampled_tokens_of(LOGITS, temperature, COUNT), LOGITS, temperature)
 
 
 def test_samples_follow_the_softmax_over_positions():
-    tokens = draws(LOGITS, 1.0, COUNT, seed_of=lambda _: 3, position_of=lambda index: index)
+    tokens = sampled_tokens_of(LOGITS, 1.0, COUNT, seed_of=lambda _: 3, position_of=lambda index: index)
     assert fits_softmax(tokens, LOGITS, 1.0)
 
 
-def test_rare_tokens_of_a_large_vocabulary_have_their_rate():
+def test_rare_tokens_of_a_large_vocabulary_have_the_right_rate():
     logits = [0.0] * 300 + [3.0] * 5
-    assert fits_softmax(draws(logits, 1.0, COUNT), logits, 1.0)
+    assert fits_softmax(sampled_tokens_of(logits, 1.0, COUNT), logits, 1.0)
 
 
 @pytest.mark.parametrize("fault", ["forgotten temperature", "uniform in place of Gumbel noise", "one noise for all"])
@@ -61,12 +61,12 @@ def test_planted_faults_are_caught(fault, monkeypatch):
         seed_of = lambda _: 1  # noqa: E731
     else:
         monkeypatch.setattr(sampling, "gumbel_noise", lambda *key: torch.exp(-torch.exp(-gumbel_noise(*key))))
-    assert not fits_softmax(draws(LOGITS, temperature, COUNT, seed_of=seed_of), LOGITS, 1.0)
+    assert not fits_softmax(sampled_tokens_of(LOGITS, temperature, COUNT, seed_of=seed_of), LOGITS, 1.0)
 
 
 def test_neighbouring_seeds_and_positions_are_independent():
     for shift in ({"seed_of": lambda index: index + 1}, {"position_of": lambda _: 8}):
-        left, right = draws(LOGITS, 1.0, COUNT), draws(LOGITS, 1.0, COUNT, **shift)
+        left, right = sampled_tokens_of(LOGITS, 1.0, COUNT), sampled_tokens_of(LOGITS, 1.0, COUNT, **shift)
         probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
         expected = np.outer(probabilities, probabilities).ravel() * COUNT
         assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6
@@ -99,8 +99,8 @@ def test_temperatures_that_would_overflow_are_greedy():
         assert sample_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
 
 
-def test_samples_of_a_request_have_seeds_of_their_own():
-    """The first is the request's own; no two of neighbouring seeds are the same, and all are seeds."""
+def test_samples_of_a_request_have_different_seeds():
+    """The first one is the request's; those of neighbouring seeds differ, and all are valid."""
     edges = [-(1 << 63), (1 << 63) - 1]
     seeds = {(seed, index): sample_seed(seed, index) for seed in (*range(50), *edges) for index in range(50)}
     assert all(seeds[seed, 0] == seed for seed, _ in seeds)
@@ -111,7 +111,7 @@ def test_samples_of_a_request_have_seeds_of_their_own():
 
 def test_samples_of_a_request_are_independent():
     count = 10_000
-    left, right = (draws(LOGITS, 1.0, count, seed_of=lambda s, i=i: sample_seed(s, i)) for i in (1, 2))
+    left, right = (sampled_tokens_of(LOGITS, 1.0, count, seed_of=lambda s, i=i: sample_seed(s, i)) for i in (1, 2))
     probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
     expected = np.outer(probabilities, probabilities).ravel() * count
     assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6

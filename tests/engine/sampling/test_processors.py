@@ -1,4 +1,4 @@
-"""Bias, penalties and forbidden ends against loops, at every row of a draft."""
+"""Compare bias, penalties and forbidden end tokens with loops, at every row of a draft."""
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ def plans(draw):
 
 @given(st.lists(plans(), min_size=1, max_size=4), st.integers(0, 1000), st.booleans())
 def test_rows_are_processed_as_if_the_draft_were_committed(entries, seed, only_last):
-    """All rows of the drafts, or those after their last tokens."""
+    """For all rows of the drafts, or only those after their last tokens."""
     counts = [1 if only_last else 1 + len(entry.draft) for entry in entries]
     starts = np.cumsum([0, *counts])
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (sum(counts), VOCAB)).astype(np.float32))
@@ -73,8 +73,8 @@ def test_logits_without_anything_to_apply_are_returned():
     assert process_logits(logits, [Rows(Sequence(0, request, 10), array([]), None, np.array([0]))]) is logits
 
 
-def test_rejected_drafts_leave_no_trace():
-    """The arrays have room for the sequence's tokens only."""
+def test_token_counts_ignore_rejected_drafts():
+    """The arrays have room only for the sequence's tokens."""
     counts = TokenCounts(array([1, 2]), 4)
     for start in range(0, 1000, 5):
         counts.along(array(range(start, start + 5)))

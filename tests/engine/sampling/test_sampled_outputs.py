@@ -1,6 +1,6 @@
-"""With any settings, drafts and other requests change neither tokens nor finish reasons nor log-probabilities.
+"""With any settings, drafts and other requests do not change tokens, finish reasons or log-probabilities.
 
-The plain outputs come from a loop that knows nothing of batches, pages or drafts.
+The expected outputs are computed by a loop without batches, pages or drafts.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine import naive_sampling as naive
 from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, fake_engine, logits_after
-from tests.engine.trees import batch_of_trees, random_tree
+from tests.engine.trees import RandomTrees
 from tests.strategies import array
 
 PIECES = "abcdefghij".ljust(VOCAB, "k")
@@ -66,7 +66,7 @@ requests = st.lists(
 )
 
 
-def obvious(request):
+def naive_output(request):
     """Return (tokens, finish reason, stop reason, text), computed one token at a time."""
     sampling, prompt = request.sampling, request.prompt.tolist()
     output = []
@@ -116,18 +116,6 @@ class MixedDrafter(NoDrafter):
         return DraftBatch.from_paths(paths)
 
 
-class MixedTreeDrafter(MixedDrafter):
-    """Trees of any size that are partly right."""
-
-    def draft(self, progress):
-        trees = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
-            right = self.texts[sequence_id][self.lengths[sequence_id] :]
-            trees.append(random_tree(self.rng, right, int(progress.max_draft[index]), VOCAB))
-        return batch_of_trees(trees)
-
-
 def as_tuple(request, completion):
     text = decode(completion.content) if completion.text is None else completion.text
     return completion.tokens.tolist(), completion.finish_reason.value, completion.stop_reason, text
@@ -153,10 +141,11 @@ def check_logprobs(request, completion):
 
 
 def check_all(asked, seed, max_sequences=4, max_step_tokens=40, shape="path", verified="path"):
-    """Run requests; `shape` is that of drafts, `verified` that which the engine verifies."""
-    expected = [obvious(request) for request in asked]
-    kind = MixedDrafter if shape == "path" else MixedTreeDrafter
-    drafter = kind(asked, [answer[0] for answer in expected], seed)
+    """Run requests with drafts of a shape; `verified`: the shape that the engine verifies."""
+    expected = [naive_output(request) for request in asked]
+    answers = [answer[0] for answer in expected]
+    is_path = shape == "path"
+    drafter = MixedDrafter(asked, answers, seed) if is_path else RandomTrees(asked, answers, VOCAB, seed)
     engine = fake_engine(
         drafter, decode, max_sequences=max_sequences, max_step_tokens=max_step_tokens, draft_shape=verified
     )
@@ -169,13 +158,13 @@ def check_all(asked, seed, max_sequences=4, max_step_tokens=40, shape="path", ve
 
 @settings(max_examples=100)
 @given(requests, st.integers(0, 1000), st.integers(1, 4))
-def test_outputs_equal_those_of_the_loop(asked, seed, max_sequences):
+def test_outputs_equal_the_naive_ones(asked, seed, max_sequences):
     check_all(asked, seed, max_sequences)
 
 
 @settings(max_examples=60)
 @given(requests, st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["path", "tree"]))
-def test_outputs_with_trees_equal_those_of_the_loop(asked, seed, max_sequences, verified):
+def test_outputs_with_trees_equal_the_naive_ones(asked, seed, max_sequences, verified):
     check_all(asked, seed, max_sequences, shape="tree", verified=verified)
 
 

@@ -1,4 +1,4 @@
-"""Ends of outputs, compared with a loop over characters, for tokens in steps of any size."""
+"""Compare ends of outputs with a loop over characters, for steps of any size."""
 
 import numpy as np
 from hypothesis import example, given
@@ -23,8 +23,8 @@ def stopping_of(eos=(), prompt=(1, 2), **settings):
 
 @given(st.lists(st.integers(0, 7), max_size=20), stops, st.integers(0, 4), st.data())
 @example([4, 2], ["abc", "b"], 0, None)
-def test_stop_strings_are_found_where_a_loop_over_characters_finds_them(tokens, stop, min_tokens, data):
-    """Tokens come in steps of any size, as accepted drafts do."""
+def test_stop_strings_equal_a_loop_over_characters(tokens, stop, min_tokens, data):
+    """Tokens are appended in steps of any size, as accepted drafts are."""
     text, found, used = naive.stopped([PIECES[token] for token in tokens], stop, min_tokens)
     stopping = stopping_of(stop=tuple(stop), min_tokens=min_tokens)
     left, taken, cut = array(tokens), 0, Cut(0)
@@ -37,7 +37,7 @@ def test_stop_strings_are_found_where_a_loop_over_characters_finds_them(tokens, 
     assert (cut.reason is FinishReason.STOP) == (found is not None)
 
 
-def test_the_end_token_a_stop_token_and_length():
+def test_end_tokens_stop_tokens_and_length():
     tokens = array([3, 5, 6, 7])
     assert stopping_of(eos=(5,)).cut(tokens, 9) == Cut(2, FinishReason.STOP)
     assert stopping_of(eos=(5,), ignore_eos=True).cut(tokens, 9) == Cut(4)
@@ -47,18 +47,18 @@ def test_the_end_token_a_stop_token_and_length():
     assert stopping_of(stop_token_ids=(7,)).cut(tokens, 4) == Cut(4, FinishReason.STOP, 7)
 
 
-def test_a_stop_string_in_the_prompt_does_not_count_nor_does_one_that_begins_there():
+def test_stop_strings_that_begin_in_the_prompt_are_ignored():
     stopping = stopping_of(prompt=(0, 1), stop=("ab", "bc"))
     assert stopping.cut(array([6]), 9) == Cut(1)
     assert stopping.text() == "c"
 
 
-def test_the_text_of_an_end_token_is_left_out():
+def test_the_text_excludes_the_end_token():
     stopping = stopping_of(eos=(6,), stop=("zz",))
     assert stopping.cut(array([0, 6]), 9).reason is FinishReason.STOP
     assert stopping.text() == "a"
 
 
-def test_min_tokens_forbids_both_kinds_of_end():
+def test_end_ids_include_end_tokens_and_stop_tokens():
     stopping = stopping_of(eos=(6, 1), stop_token_ids=(3,))
     assert np.array_equal(stopping.end_ids, [1, 3, 6])

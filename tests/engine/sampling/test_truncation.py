@@ -1,4 +1,4 @@
-"""Tokens that min-p, top-k and top-p keep, compared with loops, and the frequencies of the samples."""
+"""Compare the tokens that min-p, top-k and top-p keep with loops, and test the frequencies of samples."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def truncation_of(settings):
 
 
 @given(st.data())
-def test_kept_tokens_are_those_of_loops(data):
+def test_kept_tokens_equal_those_of_a_loop(data):
     """Rows with ties and forbidden tokens, each with its own settings, in one batch."""
     size = data.draw(st.integers(1, 12))
     score = st.one_of(st.integers(-16, 16).map(lambda n: n / 4), st.just(float("-inf")))
@@ -64,10 +64,10 @@ def fits(temperature, top_k, top_p, min_p):
     tokens = sample_tokens(logits, np.full(COUNT, temperature), np.arange(COUNT), np.full(COUNT, 5, np.int64), settings)
     expected = naive.distribution(LOGITS, temperature, top_k, top_p, min_p)
     observed = np.bincount(tokens, minlength=len(LOGITS))
-    drawn = expected > 0
-    if observed[~drawn].any():
+    possible = expected > 0
+    if observed[~possible].any():
         return False
-    return bool(chisquare(observed[drawn], expected[drawn] * COUNT).pvalue > 1e-6)
+    return bool(chisquare(observed[possible], expected[possible] * COUNT).pvalue > 1e-6)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
@@ -77,12 +77,12 @@ def test_samples_follow_the_truncated_softmax(settings):
 
 def noise_before_temperature(logits, temperatures, seeds, positions, settings):
     noise = sampling.gumbel_noise(torch.from_numpy(seeds), torch.from_numpy(positions), logits.shape[1])
-    warmth = torch.from_numpy(temperatures).to(logits)[:, None]
-    return (truncate(logits / warmth, settings) + noise / warmth).argmax(dim=-1).numpy()
+    temperature = torch.from_numpy(temperatures).to(logits)[:, None]
+    return (truncate(logits / temperature, settings) + noise / temperature).argmax(dim=-1).numpy()
 
 
 def crossing_token_dropped(scores, settings):
-    """top-p that keeps only the tokens that hold no more than the share."""
+    """top-p without the token that reaches the share."""
     best = scores.sort(dim=-1, descending=True)
     mass = torch.softmax(best.values, dim=-1).cumsum(dim=-1)
     drop = mass > torch.from_numpy(settings.top_p).float()[:, None]
@@ -95,7 +95,7 @@ def one_too_many(scores, settings):
 
 
 def min_p_of_one(scores, settings):
-    """min-p as a probability, not as a share of the largest one."""
+    """min-p as a probability instead of a share of the largest one."""
     return scores.masked_fill(
         torch.softmax(scores, dim=-1) < torch.from_numpy(settings.min_p).float()[:, None], float("-inf")
     )
@@ -120,7 +120,7 @@ def test_planted_faults_are_caught(monkeypatch, case, place, fault):
     assert not fits(*SETTINGS[case])
 
 
-def test_a_token_that_alone_holds_the_share_is_kept():
+def test_a_token_with_the_whole_share_is_kept():
     scores = torch.tensor([[5.0, 0.0, 1.0]])
     assert truncate(scores, truncation_of([(0, 1e-12, 0.0)])).isfinite().tolist() == [[True, False, False]]
 

@@ -1,4 +1,4 @@
-"""Hashes of pages: equal exactly where salt and everything up to the page's end are."""
+"""Hashes of pages are equal if and only if the salts and the texts up to the page's end are equal."""
 
 import numpy as np
 from hypothesis import given
@@ -18,14 +18,14 @@ def hashes_of(salt, text):
 
 
 @given(SALTS, TEXTS, SALTS, TEXTS)
-def test_names_are_equal_exactly_where_everything_before_is(salt, text, other_salt, other_text):
-    for index, name in enumerate(hashes_of(salt, text)):
+def test_hashes_are_equal_if_and_only_if_salt_and_prefix_are(salt, text, other_salt, other_text):
+    for index, own in enumerate(hashes_of(salt, text)):
         for other_index, other in enumerate(hashes_of(other_salt, other_text)):
             end, other_end = (index + 1) * SIZE, (other_index + 1) * SIZE
-            assert (name == other) == ((salt, text[:end]) == (other_salt, other_text[:other_end]))
+            assert (own == other) == ((salt, text[:end]) == (other_salt, other_text[:other_end]))
 
 
-def test_names_do_not_depend_on_the_order_in_which_they_are_asked_for():
+def test_hashes_do_not_depend_on_the_order_of_queries():
     tokens = np.arange(40, dtype=np.uint32)
     hashes = PageHashes("")
     last = hashes.of(tokens, 9, SIZE)
@@ -33,7 +33,7 @@ def test_names_do_not_depend_on_the_order_in_which_they_are_asked_for():
     assert hashes.of(tokens[:8], 1, SIZE) == hashes_of("", range(8))[1]
 
 
-def test_a_salt_cannot_pose_as_a_page():
-    """Whoever chooses a salt as the bytes that another tenant's page is hashed from gets another name."""
+def test_a_salt_has_another_hash_than_a_page_of_the_same_bytes():
+    """A salt of the bytes of another tenant's page has another hash."""
     tokens = np.frombuffer(b"page" * SIZE, np.uint32)
     assert salt_hash("page" * SIZE) != page_hash(b"", tokens)

@@ -1,4 +1,4 @@
-"""The pool against a plain reading of its rules, and what its check of itself notices."""
+"""Compare the page pool with a naive one, and test its integrity check."""
 
 import pytest
 from hypothesis import given
@@ -8,12 +8,12 @@ from engine.scheduling.pages import PagePool
 
 
 class NaivePool:
-    """Owners as lists, names as a list from the least recently used to the most."""
+    """Lists of owned pages, and a list of hashes in the order of their last use."""
 
     def __init__(self, count):
         self.count = count
         self.owned = []
-        self.named = []  # (name, page); idle ones in the order in which they became so
+        self.named = []  # (hash, page); idle ones in the order in which they became idle
 
     def owners(self, page):
         return sum(page in pages for pages in self.owned)
@@ -30,11 +30,11 @@ class NaivePool:
     def release(self, pages):
         for page in reversed(pages):
             if self.owners(page) == 0:
-                self.named.sort(key=lambda entry: entry[1] == page)  # to the end, the others as they were
+                self.named.sort(key=lambda entry: entry[1] == page)  # to the end, in stable order
 
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "free", "share", "register"]), st.integers(0, 11)), max_size=60))
-def test_the_pool_is_the_naive_one(actions):
+def test_the_pool_equals_the_naive_one(actions):
     pool, naive = PagePool(8, 16), NaivePool(8)
     for action, number in actions:
         if action == "allocate" and number > pool.free_count:
@@ -68,7 +68,7 @@ def test_the_pool_is_the_naive_one(actions):
         assert all((bytes([n]) in dict(naive.named)) == (pool.find(bytes([n])) is not None) for n in range(12))
 
 
-def test_integrity_notices_lost_shared_and_foreign_pages():
+def test_check_integrity_detects_lost_shared_and_unknown_pages():
     pool = PagePool(4, 8)
     pages = pool.allocate(2)
     pool.check_integrity([pages])
@@ -82,8 +82,8 @@ def test_integrity_notices_lost_shared_and_foreign_pages():
     pool.check_integrity([pages, pages[:1]])
 
 
-def test_the_end_of_what_was_given_back_is_evicted_before_its_start():
-    """A page in the middle is of no use without those before it."""
+def test_the_last_freed_page_is_evicted_first():
+    """A page cannot be reused without the pages before it."""
     pool = PagePool(4, 8)
     pages = pool.allocate(4)
     for page in pages:
@@ -93,5 +93,5 @@ def test_the_end_of_what_was_given_back_is_evicted_before_its_start():
     assert pool.find(bytes([pages[0]])) == pages[0]
 
 
-def test_pages_of_a_fresh_pool_are_neighbours():
+def test_pages_of_a_new_pool_are_consecutive():
     assert PagePool(8, 16).allocate(4) == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""The drafts that the host attributes to a step are those that the device selects."""
+"""The host selects the same drafts for a step as the device."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ def random_table(rng, sequences):
     return table
 
 
-def test_the_host_selects_as_the_device_does():
+def test_host_and_device_select_the_same_drafts():
     rng = np.random.default_rng(0)
     selected = 0
     for _ in range(60):
@@ -37,10 +37,10 @@ def test_the_host_selects_as_the_device_does():
         plan.select_drafts()
         state = DeviceState.empty(len(sequences), LENGTH, 4, 0, torch.device("cpu"))
         for slot, sequence in enumerate(sequences):
-            state.assign(slot, sequence, 7)
+            state.assign(slot, sequence)
         lengths = np.where(table.accepted >= 0, known[:, None] + table.accepted + 1, 0)
         columns = (lengths, table.bonus, table.lengths, table.tokens)
-        on_device = select.OutcomeTable(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
+        on_device = select.OutcomeTensors(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
         drafts = select.select_drafts(state, torch.arange(len(sequences)), on_device, WIDTH)
         for entry, tokens, size in zip(plan.producing, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
             assert entry.draft.tolist() == tokens[:size]

@@ -1,4 +1,4 @@
-"""Settings of a request: what is out of range is named, what is in range is taken."""
+"""Ranges of a request's settings, and the content of completions."""
 
 import numpy as np
 import pytest
@@ -49,14 +49,14 @@ def cases(settings):
 
 
 @pytest.mark.parametrize("setting", cases(OUT_OF_RANGE))
-def test_settings_out_of_range_are_named(setting):
+def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(UserError, match=next(iter(setting))) as refusal:
         SamplingParams(**setting)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("setting", cases(AT_THE_EDGE))
-def test_settings_at_the_edge_are_taken(setting):
+def test_settings_at_the_limits_are_accepted(setting):
     Request(array([1]), SamplingParams(**setting)).check(MODEL)
 
 
@@ -69,7 +69,7 @@ def test_tokens_outside_the_vocabulary_are_refused(setting):
         Request(array([1]), SamplingParams(**setting)).check(MODEL)
 
 
-def test_texts_outside_the_vocabulary_are_refused():
+def test_prompts_outside_the_vocabulary_are_refused():
     with pytest.raises(UserError, match=f"the prompt holds the token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"):
         Request(array([1, VOCAB, 2])).check(MODEL)
     with pytest.raises(UserError, match=f"the recorded output holds the token id {VOCAB}; the"):
@@ -78,13 +78,13 @@ def test_texts_outside_the_vocabulary_are_refused():
         Request(array([1]), recorded=recorded).check(MODEL)
 
 
-def test_an_output_that_may_hold_no_token_is_refused():
+def test_stop_tokens_that_forbid_every_token_are_refused():
     sampling = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(1, VOCAB)))
     with pytest.raises(UserError, match="stop_token_ids"):
         Request(array([1]), sampling).check(MODEL)
 
 
-def test_content_is_what_was_said_before_the_end():
+def test_content_excludes_the_end_token():
     def content(reason, stop_reason):
         return Completion(np.arange(3), reason, 1, 0, 0, stop_reason).content.tolist()
 

@@ -1,4 +1,4 @@
-"""Keys and values from the cache are those of a fresh computation, to the last bit, and outputs stay the same."""
+"""Cached keys and values equal recomputed ones bitwise, and the prefix cache does not change outputs."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def engine_on(model, *, prefix_cache, pages=PAGES):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_outputs_are_the_same_with_and_without_the_cache_on_scarce_pages(packed, temperature):
+def test_the_prefix_cache_does_not_change_outputs_when_pages_are_scarce(packed, temperature):
     asked = requests(temperature)
     alone = build_engine(packed, EngineConfig(max_sequences=1, max_draft=0, prefix_cache=False), NoDrafter())
     expected = [alone.generate([request])[0].tokens.tolist() for request in asked]
@@ -59,8 +59,8 @@ def test_outputs_are_the_same_with_and_without_the_cache_on_scarce_pages(packed,
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
-def test_cached_keys_and_values_are_those_of_a_fresh_computation_to_the_last_bit(packed):
-    """Computed in parts, token by token, in drafts that were half right, behind other cached pages."""
+def test_cached_keys_and_values_equal_recomputed_ones_bitwise(packed):
+    """Pages computed in chunks, token by token, with partly right drafts, after other cached pages."""
     asked = requests(0.0)
     engine = engine_on(packed, prefix_cache=True, pages=100)
     completions = [*engine.generate(asked[:5]), *engine.generate(asked[5:])]

@@ -1,4 +1,4 @@
-"""Random workloads against every request run alone, and what each rule of the scheduler is for."""
+"""Random workloads compared with single requests, and tests of the scheduler's rules."""
 
 from collections import Counter
 
@@ -29,13 +29,13 @@ WORKLOADS = 30
         (6, "path", True, "any"),
     ],
 )
-def test_random_workloads_give_every_request_what_it_gets_alone(block, shape, has_backoff, in_flight):
+def test_random_workloads_give_the_outputs_of_single_requests(block, shape, has_backoff, in_flight):
     seen = Counter()
     for seed in range(block * WORKLOADS, (block + 1) * WORKLOADS):
         workload = Workload(seed, shape, has_backoff, in_flight)
         workload.run()
         seen += workload.seen
-    # The workloads must meet all that they are for.
+    # The workloads must cover all of these.
     for what in ("finished", "refused", "cancelled", "accepted", "rejected", "cached", "preempted"):
         assert seen[what] >= WORKLOADS, seen
     for what in ("cancelled after preemption", "cancelled too late"):
@@ -57,7 +57,7 @@ def registers_pages_before_they_are_computed(monkeypatch):
     monkeypatch.setattr(Scheduler, "register_pages", register_early)
 
 
-def hashes_ignore_what_stands_before(monkeypatch):
+def hashes_ignore_previous_pages(monkeypatch):
     exact = page_hashes.page_hash
     monkeypatch.setattr(page_hashes, "page_hash", lambda before, tokens: exact(page_hashes.salt_hash(""), tokens))
 
@@ -76,17 +76,17 @@ def preempts_the_oldest(monkeypatch):
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, sequence: preempt(self, self.running[0]))
 
 
-def keeps_the_pages_of_the_cancelled(monkeypatch):
+def keeps_a_page_of_cancelled_sequences(monkeypatch):
     free = PagePool.free
     monkeypatch.setattr(PagePool, "free", lambda self, pages: free(self, pages[:-1]))
 
 
-def leaves_trees_where_they_are(monkeypatch):
+def does_not_move_accepted_paths(monkeypatch):
     monkeypatch.setattr(ChainRunner, "move", lambda self, sources, targets: None)
 
 
-def moves_one_token_after_the_other(monkeypatch):
-    """Right for one path, whose tokens only ever move to the front; wrong in the other order."""
+def moves_tokens_one_by_one(monkeypatch):
+    """Slots are overwritten before they are read if tokens move in this order."""
 
     def move(runner, sources, targets):
         for source, target in zip(sources[::-1], targets[::-1], strict=True):
@@ -95,15 +95,15 @@ def moves_one_token_after_the_other(monkeypatch):
     monkeypatch.setattr(ChainRunner, "move", move)
 
 
-TREE_FAULTS = [leaves_trees_where_they_are, moves_one_token_after_the_other]
+TREE_FAULTS = [does_not_move_accepted_paths, moves_tokens_one_by_one]
 FAULTS = [
     shares_without_counting,
     registers_pages_before_they_are_computed,
-    hashes_ignore_what_stands_before,
+    hashes_ignore_previous_pages,
     hashes_ignore_the_salt,
     recomputes_nothing_after_preemption,
     preempts_the_oldest,
-    keeps_the_pages_of_the_cancelled,
+    keeps_a_page_of_cancelled_sequences,
 ]
 
 
@@ -128,7 +128,7 @@ def engine_of(pages=24, **settings):
     return chain_engine(EngineConfig(**{**fields, **settings}), pages, NoDrafter())
 
 
-def test_a_request_takes_pages_as_it_grows():
+def test_a_sequence_gets_pages_as_it_grows():
     engine = engine_of()
     engine.add(Request(text(6), SamplingParams(max_tokens=40)))
     [sequence] = engine.scheduler.waiting
@@ -138,8 +138,8 @@ def test_a_request_takes_pages_as_it_grows():
             assert len(sequence.pages) == engine.scheduler.pages.pages_for(len(sequence) - 1)
 
 
-def test_drafts_never_cost_another_sequence_its_pages():
-    """With room for all without drafts, nobody is preempted with them either."""
+def test_drafts_do_not_cause_preemptions():
+    """If all sequences fit without drafts, none is preempted with drafts."""
     prompts = [text(4 * PAGE_SIZE, seed) for seed in range(4)]
     asked = [Request(prompt, SamplingParams(max_tokens=PAGE_SIZE)) for prompt in prompts]
     engine = engine_of(pages=4 * 5 + 1, max_draft=8, max_sequences=4)
@@ -156,8 +156,8 @@ def test_drafts_leave_the_watermark_free():
     assert entry.draft_room == PAGE_SIZE  # four pages were wanted, and six were free
 
 
-def test_who_comes_later_is_not_let_in_on_pages_that_a_prompt_still_needs():
-    """A prompt of 20 pages has taken 4 of 24: another one of 10 would fit now, and not to its end."""
+def test_pages_that_a_running_prompt_needs_are_reserved():
+    """A prompt of 20 pages has 4 of 24: another one of 10 pages would fit now, but not later."""
     engine = engine_of(pages=24, max_sequences=2, max_step_tokens=4 * PAGE_SIZE)
     first = engine.add(Request(text(20 * PAGE_SIZE - 1), SamplingParams(max_tokens=1)))
     engine.step()
@@ -182,7 +182,7 @@ def test_who_comes_later_is_not_let_in_on_pages_that_a_prompt_still_needs():
         (3, 11, [3, 4, 7, 8, 11]),
     ],
 )
-def test_parts_of_a_prompt_end_with_pages_where_they_reach_one_and_with_the_prompt(step_tokens, length, ends):
+def test_prompt_chunks_end_at_page_boundaries(step_tokens, length, ends):
     engine = engine_of(max_sequences=1, max_step_tokens=step_tokens)
     engine.add(Request(text(length), SamplingParams(max_tokens=2)))
     [sequence] = engine.scheduler.waiting
@@ -193,8 +193,8 @@ def test_parts_of_a_prompt_end_with_pages_where_they_reach_one_and_with_the_prom
     assert computed == ends
 
 
-def test_a_beginning_that_many_share_is_computed_once():
-    """At once, in parts, and by those that come later."""
+def test_a_shared_prefix_is_computed_once():
+    """By requests that arrive together, in chunks, and by later requests."""
     stem = text(40)
     asked = [Request(np.concatenate([stem, text(3, seed)]), SamplingParams(max_tokens=2)) for seed in range(1, 6)]
     engine = engine_of(pages=60, max_step_tokens=24)
@@ -209,7 +209,7 @@ def test_a_beginning_that_many_share_is_computed_once():
     assert [completion.cached_tokens for completion in again] == [40] * 5
 
 
-def test_the_last_token_of_a_cached_prompt_is_computed():
+def test_the_last_page_of_a_cached_prompt_is_computed_again():
     engine = engine_of()
     request = Request(text(5 * PAGE_SIZE), SamplingParams(max_tokens=3))
     [first] = engine.generate([request])
@@ -218,8 +218,8 @@ def test_the_last_token_of_a_cached_prompt_is_computed():
     assert second.tokens.tolist() == first.tokens.tolist()
 
 
-def test_outputs_are_cached_too():
-    """The next turn of a conversation begins with the last one's answer."""
+def test_outputs_are_cached():
+    """The next turn of a conversation begins with the previous output."""
     engine = engine_of()
     prompt = text(10)
     [completion] = engine.generate([Request(prompt, SamplingParams(max_tokens=20))])
@@ -237,8 +237,8 @@ def test_nothing_is_shared_across_salts_or_without_the_cache(settings, salt):
     assert completion.cached_tokens == 0
 
 
-def test_sharing_lets_more_run_than_would_fit_apart():
-    """Eight prompts of ten pages on 24 pages: once the beginning is there, each needs a page or two of its own."""
+def test_shared_pages_allow_more_running_sequences():
+    """Eight prompts of ten pages on 24 pages: with the prefix cached, each needs one or two pages of its own."""
     engine = engine_of(max_step_tokens=64)
     stem = text(36)
     engine.generate([Request(stem, SamplingParams(max_tokens=1))])
@@ -250,7 +250,7 @@ def test_sharing_lets_more_run_than_would_fit_apart():
     assert max(running) >= 6
 
 
-def test_a_short_request_is_not_kept_from_decoding_by_long_prompts():
+def test_long_prompts_do_not_delay_decoding():
     engine = engine_of(pages=200, max_sequences=4, max_step_tokens=8)
     short = engine.add(Request(text(3), SamplingParams(max_tokens=12)))
     engine.step()
@@ -261,8 +261,8 @@ def test_a_short_request_is_not_kept_from_decoding_by_long_prompts():
         assert short in engine.step().tokens
 
 
-def test_all_waiting_requests_finish_while_new_ones_keep_coming():
-    """Late requests never overtake: an old one on scarce pages ends before those that came long after it."""
+def test_requests_finish_in_about_the_order_of_arrival():
+    """On scarce pages, an old request ends before those that arrived much later."""
     engine = engine_of(pages=22, max_step_tokens=16)
     order, ids = [], []
     for seed in range(60):
@@ -275,7 +275,7 @@ def test_all_waiting_requests_finish_while_new_ones_keep_coming():
     assert all(abs(order.index(sequence_id) - sequence_id) <= 8 for sequence_id in ids)
 
 
-def test_cancelled_requests_return_every_page_at_every_moment():
+def test_cancelling_frees_all_pages_at_any_time():
     prompts = [text(30), text(30), text(9, 1)]
     for moment in range(14):
         engine = engine_of(max_step_tokens=8, max_sequences=2)

@@ -11,13 +11,13 @@ from tests.engine.fake_runner import fake_engine
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is set."""
+    """A clock that only advances when a test sets it."""
     now = [100.0]
     monkeypatch.setattr(times, "perf_counter", lambda: now[0])
     return now
 
 
-def test_a_stage_in_two_parts_is_added_up(clock):
+def test_laps_of_a_stage_are_summed(clock):
     watch = Stopwatch()
     for stage, seconds in (("schedule", 1), ("draft", 2), ("schedule", 4), ("forward", 8), ("verify", 16)):
         clock[0] += seconds
@@ -27,7 +27,7 @@ def test_a_stage_in_two_parts_is_added_up(clock):
 
 
 class SlowDrafter(NoDrafter):
-    """Takes a second to begin, two to draft, and four to end."""
+    """Takes 1 s to start, 2 s to draft, and 4 s to finish."""
 
     def __init__(self, clock):
         self._clock = clock
@@ -43,7 +43,7 @@ class SlowDrafter(NoDrafter):
         self._clock[0] += 4
 
 
-def test_a_step_says_how_long_its_stages_took(clock, monkeypatch):
+def test_a_step_reports_the_durations_of_its_stages(clock, monkeypatch):
     engine = fake_engine(SlowDrafter(clock), None)
     forward, schedule = engine._executor.runner.forward, engine.scheduler.plan
 

@@ -16,8 +16,8 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import PAD
 from ssd.types import ROOT
 from tests import naive
-from tests.addresses import uint32_at
 from tests.replay import progress_of
+from tests.ssd.addresses import uint32_at
 from tests.strategies import ALPHABETS, array, examples
 
 CAPACITY = 300

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ssd.corpus.live import BLOCK, LiveTier
 from tests import naive
-from tests.addresses import uint32_at
 from tests.replay import drafter_of, progress_of
+from tests.ssd.addresses import uint32_at
 from tests.strategies import ALPHABETS, array, examples
 
 DEPTH = 8

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ssd.corpus import ring as ring_module
 from ssd.corpus.ring import PAD, SEPARATOR, Ring, check_tokens
-from tests.addresses import uint32_at
+from tests.ssd.addresses import uint32_at
 from tests.strategies import LARGEST, array, examples
 
 CAPACITY = 300

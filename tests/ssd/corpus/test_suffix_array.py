@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ssd.corpus.suffix_array import find_places, merge_some, sort_positions, split, usable_positions
 from ssd.corpus.threads import sort_in_threads
 from tests import naive
-from tests.addresses import Text
+from tests.ssd.addresses import Text
 from tests.strategies import LARGEST, array, requests, tokens
 
 DEPTHS = st.sampled_from([1, 3, 32])

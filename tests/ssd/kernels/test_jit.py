@@ -7,7 +7,17 @@ import pytest
 from numba import types
 
 from ssd.errors import UserError
-from ssd.kernels.jit import Int, Longs, Tokens, _kept, bit_length, count_bits, drop_stale_kernels, equal_words, kernel
+from ssd.kernels.jit import (
+    Int,
+    Longs,
+    Tokens,
+    _cached,
+    bit_length,
+    count_bits,
+    drop_stale_kernels,
+    equal_words,
+    kernel,
+)
 
 
 def test_cached_kernels_are_removed_when_any_module_of_the_package_changes(tmp_path):
@@ -34,7 +44,7 @@ def test_the_error_without_a_cache_folder_says_what_to_do():
         raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
 
     with pytest.raises(UserError, match="set NUMBA_CACHE_DIR to a folder that you may write to"):
-        _kept(refuse)(len)
+        _cached(refuse)(len)
 
 
 def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path):

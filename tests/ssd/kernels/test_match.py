@@ -10,7 +10,7 @@ from ssd.kernels.evidence import BLOCK_BITS, GROWTH, ROUNDS, SearchedText, gathe
 from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
 from ssd.kernels.probabilities import LEVELS, SAMPLES
 from tests import naive
-from tests.addresses import Text
+from tests.ssd.addresses import Text
 from tests.strategies import ALPHABETS, LARGEST, array, corpus_and_context, examples
 
 BLOCK = 1 << BLOCK_BITS

@@ -10,8 +10,8 @@ from ssd.corpus.corpus import Corpus
 from ssd.sequences import local_index as local
 from ssd.sequences.local_index import FRESH_ROOM, LocalIndex
 from tests import naive
-from tests.addresses import uint32_at
 from tests.replay import progress_of
+from tests.ssd.addresses import uint32_at
 from tests.strategies import ALPHABETS, array, examples, tokens
 
 DEPTHS = st.sampled_from([1, 4, 32])

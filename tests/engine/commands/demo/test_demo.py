@@ -69,23 +69,24 @@ def test_the_number_of_requests_follows_from_their_time(seconds, prompts, expect
 @pytest.fixture(scope="module")
 def model_with_prompts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    make_folder(folder)
+    make_folder(folder, num_hidden_layers=1)
     prompts = [{"source": f"a.py:f{n}:1", "prompt": f"x{n} = [\n    left, right, {n}\n"} for n in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_refresh():
-    """Refresh the corpus at once: the whole run is shorter than the default interval."""
+def short_run():
+    """Probe with one request, and refresh the corpus at once: the run is shorter than the default interval."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "PROBE_REQUESTS", 1)
         patch.setattr(command, "SIDECAR_OPTIONS", (*command.SIDECAR_OPTIONS, "--refresh-interval", "0.001"))
         yield
 
 
 def run_demo(model, out, *more):
     """Run a short demonstration into `out` and return its exit code."""
-    arguments = ("demo", "--model", model, "--out", out, "--requests", 20, "--max-tokens", 24, *more)
+    arguments = ("demo", "--model", model, "--out", out, "--requests", 10, "--max-tokens", 16, *more)
     argv, sys.argv = sys.argv, ["ssd-engine", *map(str, arguments)]
     try:
         with pytest.raises(SystemExit) as ended:
@@ -97,25 +98,30 @@ def run_demo(model, out, *more):
 
 @pytest.fixture(scope="module")
 def demo(model_with_prompts, tmp_path_factory):
+    """Run a demonstration with sampling and return its folder and its exit code."""
     out = tmp_path_factory.mktemp("demo") / "out"
-    return out, run_demo(model_with_prompts, out)
+    return out, run_demo(model_with_prompts, out, "--temperature", 0.5)
 
 
-def test_run_json_has_every_figure(demo):
+def test_sampled_outputs_are_identical_and_run_json_has_every_figure(demo):
     out, code = demo
     run = json.loads((out / "run.json").read_text())
     assert code == 0
+    assert run["settings"]["temperature"] == 0.5
     assert run["identical"] is True
     for figure in ("speedup_last_tenth", "tokens_per_step_last_tenth", "loop_share"):
         assert run[figure] >= 0
     assert {"speedup_last_tenth_new", "tokens_per_step_last_tenth_new", "versions", "settings"} <= set(run)
-    assert len(run["requests"]) == 20
-    assert len(run["tenths"]) == 10
+    assert len(run["requests"]) == len(run["tenths"]) == 10
     assert {kind: part["requests"] for kind, part in run["kinds"].items()} == {
-        "new": 8,
-        "near repeat": 6,
-        "exact repeat": 6,
+        "new": 4,
+        "near repeat": 3,
+        "exact repeat": 3,
     }
+
+
+def test_exact_repeats_are_drafted(demo):
+    run = json.loads((demo[0] / "run.json").read_text())
     repeats = [request for request in run["requests"] if request["kind"] == "exact repeat"]
     assert sum(r["output_tokens"] for r in repeats) > 2 * sum(r["steps"] for r in repeats)
 
@@ -145,18 +151,9 @@ def test_the_page_loads_nothing(demo):
     checker = Checker()
     checker.feed(page)
     assert checker.open == []
-    assert checker.circles == 20
+    assert checker.circles == 10
     assert not re.search(r"https?://|@import|url\(", page)
     assert "tokens/s" in page
-
-
-def test_sampled_outputs_are_identical_and_exact_repeats_are_drafted(model_with_prompts, tmp_path):
-    assert run_demo(model_with_prompts, tmp_path, "--temperature", 0.5) == 0
-    run = json.loads((tmp_path / "run.json").read_text())
-    assert run["identical"] is True
-    assert run["settings"]["temperature"] == 0.5
-    repeats = [request for request in run["requests"] if request["kind"] == "exact repeat"]
-    assert sum(r["output_tokens"] for r in repeats) > 2 * sum(r["steps"] for r in repeats)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_first(model_with_prompts, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU of the Hopper generation; a process of its own, since other tests interpret them."""
+"""Compile all kernels for a Hopper GPU. A separate process, because other tests interpret them."""
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -25,7 +25,7 @@ TYPES = {
 
 
 def compile_kernel(kernel, warps, constants, **types):
-    """types: of arguments that are neither scalars, nor in `TYPES`, nor arrays of int32."""
+    """types: those of arguments that are neither scalars, nor in `TYPES`, nor arrays of int32."""
     compiled = kernel.compiled
     signature = {}
     for name in compiled.arg_names:

@@ -1,4 +1,4 @@
-"""A fixture for tests that run on every implementation of an operation."""
+"""A fixture with the implementations of an operation."""
 
 import pytest
 

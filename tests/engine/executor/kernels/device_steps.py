@@ -7,7 +7,7 @@ import torch
 
 from engine.executor.device_state import NOT_RECORDED, DeviceState
 from engine.executor.kernels.tensors import Drafts
-from engine.scheduling.plan import NO_TOKENS, SequencePlan
+from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 
@@ -20,33 +20,23 @@ MAX_LENGTH = 40
 
 
 def new_sequence(rng):
-    """A sequence with part of its prompt computed; every second one replays a recorded output."""
+    """A sequence whose prompt is computed except for its last token; every second one replays a recorded output."""
     prompt = rng.integers(0, VOCAB, rng.integers(1, 12)).astype(np.uint32)
     sampling = SamplingParams(temperature=1.0, seed=int(rng.integers(-(1 << 62), 1 << 62)))
     recorded = rng.integers(0, VOCAB, len(prompt)).astype(np.uint32) if sampling.seed % 2 else None
     sequence = Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + int(rng.integers(1, 20)))
-    sequence.computed = int(rng.integers(0, len(prompt)))
+    sequence.computed = len(prompt) - 1
     return sequence
 
 
-def give_drafts(sequences, rng, most):
-    """Schedule all or some of the tokens to run, with any draft behind them that fits."""
+def random_entries(sequences, rng, max_draft):
+    """Plan the last token of each sequence, and a draft for which it has room."""
+    entries = []
     for sequence in sequences:
-        left = len(sequence) - sequence.computed
-        sequence.scheduled = left if rng.random() < 0.7 else int(rng.integers(1, left + 1))
-        sequence.draft, sequence.tree = NO_TOKENS, None
-        sequence.produces = sequence.computed + sequence.scheduled == len(sequence)
-        if sequence.produces:
-            size = int(rng.integers(0, min(most, sequence.room - 1) + 1))
-            sequence.draft = rng.integers(0, VOCAB, size).astype(np.uint32)
-
-
-def planned(sequences):
-    """The step that `give_drafts` gave the sequences, as entries of a plan."""
-    return [
-        SequencePlan(each, each.computed, each.scheduled, each.produces, draft=each.draft, tree=each.tree)
-        for each in sequences
-    ]
+        size = int(rng.integers(0, min(max_draft, sequence.room - 1) + 1))
+        draft = rng.integers(0, VOCAB, size).astype(np.uint32)
+        entries.append(SequencePlan(sequence, sequence.computed, 1, True, draft=draft))
+    return entries
 
 
 def state_of(sequences, device):
@@ -54,19 +44,18 @@ def state_of(sequences, device):
     slots = list(range(len(sequences)))[::-1]
     state = DeviceState.empty(len(sequences) + 1, MAX_LENGTH, MAX_LENGTH // PAGE_SIZE, PAGES, torch.device(device))
     for slot, sequence in zip(slots, sequences, strict=True):
-        state.assign(slot, sequence, sequence.computed)
+        state.assign(slot, sequence)
     return state, torch.tensor(slots, dtype=torch.int64, device=device)
 
 
-def padded_drafts(sequences, most, device, *, rng):
+def padded_drafts(entries, max_draft, device, *, rng):
     """The drafts as the device gets them: random tokens as padding, and drafts longer than a sequence has room for."""
-    tokens = rng.integers(0, VOCAB, (len(sequences), most)).astype(np.int32)
-    lengths = np.zeros(len(sequences), np.int32)
-    for index, sequence in enumerate(sequences):
-        size = len(sequence.draft)
-        tokens[index, :size] = sequence.draft
-        is_cut = not sequence.produces or size == sequence.room - 1
-        lengths[index] = most if is_cut else size
+    tokens = rng.integers(0, VOCAB, (len(entries), max_draft)).astype(np.int32)
+    lengths = np.zeros(len(entries), np.int32)
+    for index, entry in enumerate(entries):
+        size = len(entry.draft)
+        tokens[index, :size] = entry.draft
+        lengths[index] = max_draft if size == entry.sequence.room - 1 else size
     return Drafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths)))
 
 
@@ -81,7 +70,6 @@ def same_state(state, sequences, slots):
     return all(
         (
             int(state.lengths[slot]) == len(sequence)
-            and int(state.computed[slot]) == sequence.computed
             and int(state.last_tokens[slot]) == int(sequence.tokens[-1])
             and state.history[slot].tolist() == history_of(sequence)
         )

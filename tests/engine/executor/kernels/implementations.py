@@ -1,4 +1,4 @@
-"""Implementations of the device's operations that tests run: reference, interpreted kernel, kernel on a GPU."""
+"""Implementations of operations: PyTorch reference, interpreted kernel, kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Implementation:
     name: str
     device: str
     cases: int
-    """How many random cases are tried: the interpreter is slow."""
+    """Number of random cases; few where the interpreter is slow."""
 
     def of(self, operation):
-        """The implementation of an `Operation`."""
+        """This implementation of an `Operation`."""
         return {"reference": operation.torch, "interpreted": operation.triton}.get(self.name, operation)
 
 
@@ -45,14 +45,14 @@ def require_interpreter():
 
 
 def on(device):
-    """The device, unless this machine lacks it: then the test is skipped."""
+    """Return the device; skip the test if it is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return device
 
 
 def planted(module, old, new, folder):
-    """The module with a piece of its source replaced; a file, since Triton reads the source of its kernels."""
+    """Load a module with a part of its source replaced, from a file, because Triton reads the source of kernels."""
     source = Path(module.__file__).read_text()
     assert source.count(old) == 1, old
     name = f"planted_{next(COUNTER)}"

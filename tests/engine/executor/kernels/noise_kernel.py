@@ -1,4 +1,4 @@
-"""Kernels that write keyed random numbers, each row of its own seed and position."""
+"""A kernel that writes keyed noise and its bounds, one row per seed and position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU that this machine need not have: the interpreter accepts what a compiler does not."""
+"""Kernels compile for a GPU, without one. The interpreter accepts code that the compiler does not."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The inputs that the device makes, against the batch that the host makes of the same sequences."""
+"""Compare the inputs that the device builds with the batch that the host builds for the same sequences."""
 
 import numpy as np
 import pytest
@@ -8,16 +8,15 @@ from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import inputs as inputs_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.tensors import Drafts, StepInputs
+from engine.executor.kernels.tensors import Drafts
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
 from tests.engine.executor.kernels.device_steps import (
     PAGE_SIZE,
     PAGES,
-    give_drafts,
     new_sequence,
     padded_drafts,
-    planned,
+    random_entries,
     state_of,
 )
 from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
@@ -26,63 +25,50 @@ SCRATCH = PAGES * PAGE_SIZE
 
 
 def random_step(seed, device):
-    """Sequences with drafts and pages, their state, and the arguments of a step that has a few rows too many."""
+    """Planned sequences with drafts and pages, their state, and the arguments of a step with a few rows too many."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
-    most = int(rng.integers(0, 7))
-    give_drafts(sequences, rng, most)
+    max_draft = int(rng.integers(0, 7))
+    entries = random_entries(sequences, rng, max_draft)
     free = iter(rng.permutation(PAGES).tolist())
-    for sequence in sequences:
-        held = sequence.computed + sequence.scheduled + len(sequence.draft)
-        sequence.pages = [next(free) for _ in range(-(-held // PAGE_SIZE))]
+    for entry in entries:
+        entry.sequence.pages = [next(free) for _ in range(-(-(len(entry.sequence) + len(entry.draft)) // PAGE_SIZE))]
     state, slots = state_of(sequences, device)
-    scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
-    drafts = padded_drafts(sequences, most, device, rng=rng)
-    widths = [sequence.scheduled + len(sequence.draft) + int(rng.integers(0, 3)) for sequence in sequences]
+    drafts = padded_drafts(entries, max_draft, device, rng=rng)
+    widths = [1 + len(entry.draft) + int(rng.integers(0, 3)) for entry in entries]
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
-    return sequences, state, (slots, scheduled, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
+    return entries, state, (slots, drafts, starts, sum(widths) + int(rng.integers(0, 3)), PAGE_SIZE)
 
 
-def matches(sequences, inputs):
+def matches(entries, slots, inputs):
     """Whether inputs are those of `build_batch`, and padding elsewhere."""
-    batch = build_batch(planned(sequences), PAGE_SIZE)
-    tokens, positions, cache_slots, request_slots, starts = (
-        getattr(inputs, name).tolist() for name in StepInputs._fields[:5]
-    )
-    rows_to_verify = inputs.verify_rows
-    row_tokens = rows_to_verify.tokens.tolist()
-    good = inputs.contexts.tolist() == [sequence.computed for sequence in sequences]
-    good &= rows_to_verify.scheduled.tolist() == [sequence.scheduled for sequence in sequences]
+    batch = build_batch(entries, PAGE_SIZE)
+    tokens, positions, cache_slots, request_slots, starts, contexts, counts = (part.tolist() for part in inputs)
+    good = contexts == [entry.computed for entry in entries]
+    good &= counts == np.diff(batch.logit_offsets).tolist()
     for index, span in enumerate(batch.spans):
         own = slice(span.start, span.start + span.length)
         rows = slice(starts[index], starts[index + 1])
         pad = starts[index + 1] - starts[index] - span.length
-        good &= int(inputs.lengths[index]) == span.length
         good &= tokens[rows] == [*batch.tokens[own].tolist(), *[0] * pad]
         good &= positions[rows] == [*batch.positions[own].tolist(), *[0] * pad]
         good &= cache_slots[rows] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
-        good &= request_slots[rows] == [int(rows_to_verify.request_slots[index])] * (starts[index + 1] - starts[index])
-        wanted = batch.logit_rows[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
-        count = int(rows_to_verify.counts[index])
-        good &= count == len(wanted)
-        start = int(rows_to_verify.starts[index])
-        good &= [start] * min(count, 1) == [row - span.start + starts[index] for row in wanted[:1].tolist()]
-        good &= row_tokens[start : start + count] == batch.tokens[wanted].tolist()
+        good &= request_slots[rows] == [int(slots[index])] * (starts[index + 1] - starts[index])
     behind = slice(starts[-1], None)
     return (
         good
         and not any(tokens[behind])
         and set(cache_slots[behind]) <= {SCRATCH}
-        and set(request_slots[behind]) <= {len(sequences) + 1}
+        and set(request_slots[behind]) <= {len(entries) + 1}
     )
 
 
 def agrees(operation, implementation, seed):
-    sequences, state, step = random_step(seed, implementation.device)
-    return matches(sequences, implementation.of(operation)(state, *step))
+    entries, state, step = random_step(seed, implementation.device)
+    return matches(entries, step[0], implementation.of(operation)(state, *step))
 
 
-def test_inputs_are_those_of_the_batch(implementation, monkeypatch):
+def test_inputs_equal_those_of_build_batch(implementation, monkeypatch):
     # Several blocks of the kernel for a sequence.
     monkeypatch.setattr(inputs_module, "BLOCK", 4)
     assert all(agrees(build_inputs, implementation, seed) for seed in range(implementation.cases))
@@ -92,16 +78,14 @@ REFERENCE_FAULTS = {
     "padding is written": ("torch.where(is_token, pages * page_size", "torch.where(within >= 0, pages * page_size"),
     "an empty sequence takes the next one's rows": ("right=True", "right=False"),
     "drafts beyond the room": ("torch.minimum(drafts.lengths, room - 1)", "drafts.lengths"),
-    "drafts within prompts": ("torch.where(produces, torch.minimum", "torch.where(runs > 0, torch.minimum"),
-    "pages of another token": ("slot, positions // page_size", "slot, (positions + 1) // page_size"),
-    "rows to verify begin early": ("starts[:-1] + scheduled - 1", "starts[:-1] + scheduled - 2"),
+    "pages of another token": ("(positions // page_size)", "((positions + 1) // page_size)"),
+    "the draft begins one token late": ("(within - 1).clamp(0", "within.clamp(0"),
 }
 KERNEL_FAULTS = {
     "padding is written": ("tl.where(is_token, page * page_size", "tl.where(is_own, page * page_size"),
-    "drafts beyond the room": (", room - 1), 0)\n        tl.store", ", room + 9), 0)\n        tl.store"),
-    "drafts within prompts": ("(context + runs == length) & ", ""),
+    "drafts beyond the room": ("+ sequence), room - 1)", "+ sequence), room + 9)"),
     "drafts of the first sequence": ("draft_tokens + sequence * draft_stride", "draft_tokens"),
-    "rows to verify begin early": ("start + asked - 1", "start + asked - 2"),
+    "the draft begins one token late": ("draft_stride + within - 1", "draft_stride + within"),
     "padding belongs to the last sequence": (
         "tl.full([], idle, tl.int64)",
         "tl.load(request_slots + batch - 1)",
@@ -123,18 +107,15 @@ def test_faults_in_the_kernel_are_caught(fault, tmp_path):
 
 
 def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
-    """Whatever the host still asks for."""
     sequence = Sequence(0, Request(np.arange(5, dtype=np.uint32)), 9)
-    sequence.pages, sequence.draft, sequence.produces = [3, 5], np.empty(0, np.uint32), True
+    sequence.pages = [3, 5]
     state, _ = state_of([sequence, sequence, sequence], "cpu")
     state.release(0)
     state.limits[1] = 5
     slots = torch.tensor([0, 1, state.idle, state.idle])
-    ones = torch.ones(4, dtype=torch.int32)
-    drafts = Drafts(torch.ones(4, 3, dtype=torch.int32), 3 * ones)
-    inputs = build_inputs(state, slots, ones, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
-    rows = inputs.verify_rows
-    for left in (inputs.tokens, inputs.positions, inputs.lengths, rows.counts, rows.scheduled):
+    drafts = Drafts(torch.ones(4, 3, dtype=torch.int32), torch.full((4,), 3, dtype=torch.int32))
+    inputs = build_inputs(state, slots, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
+    for left in (inputs.tokens, inputs.positions, inputs.counts):
         assert not left.any()
     assert (inputs.cache_slots == SCRATCH).all()
 

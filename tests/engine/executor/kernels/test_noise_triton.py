@@ -1,4 +1,4 @@
-"""Random numbers of kernels and GPUs, against those of PyTorch on the CPU."""
+"""Compare random numbers of kernels and GPUs with those of PyTorch on the CPU."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def random_keys(count=2000):
 
 
 def almost_equal(left, right):
-    """Float32: equal but for one in a million, and those within one part in 4 million or so (or near 0)."""
+    """Whether float32 numbers are equal, except for one in a million that differs in the last bits."""
     differ = left != right
     return differ.float().mean() < 1e-6 and torch.allclose(left, right, rtol=2**-22, atol=2**-30)
 
@@ -29,7 +29,7 @@ def device(request):
 
 
 def filled(module, device, shift=0):
-    """Noise and its bounds by the kernel, and the noise by PyTorch, float32 [ROWS, COLUMNS] each."""
+    """Noise and bounds of the kernel, and noise of PyTorch, float32 [ROWS, COLUMNS] each."""
     seeds, positions = (column[:ROWS].to(device) for column in random_keys())
     noise, bounds = (torch.empty(ROWS, COLUMNS, device=device) for _ in range(2))
     module.fill[(ROWS,)](seeds, positions, noise, bounds, COLUMNS, shift, 1024)
@@ -37,8 +37,8 @@ def filled(module, device, shift=0):
 
 
 @pytest.mark.gpu
-def test_noise_of_a_gpu_is_that_of_the_cpu():
-    """Keys and uniforms to the bit. A logarithm's last bit may differ: rarely, and only by one step of float32."""
+def test_noise_on_a_gpu_equals_noise_on_the_cpu():
+    """Keys and uniforms are equal. Logarithms may differ in the last bit of float32."""
     seeds, positions = random_keys()
     device = on("cuda")
     there = seeds.to(device), positions.to(device)
@@ -47,14 +47,14 @@ def test_noise_of_a_gpu_is_that_of_the_cpu():
     assert almost_equal(gumbel_noise(*there, 5000).cpu(), gumbel_noise(seeds, positions, 5000))
 
 
-@pytest.mark.parametrize("shift", [0, 1], ids=["as it is", "planted fault"])
-def test_noise_of_kernels_is_that_of_pytorch(device, shift):
+@pytest.mark.parametrize("shift", [0, 1], ids=["correct", "planted fault"])
+def test_noise_of_the_kernel_equals_that_of_pytorch(device, shift):
     noise, _, expected = filled(noise_kernel, device, shift)
     assert almost_equal(noise, expected) == (shift == 0)
 
 
-@pytest.mark.parametrize("wrong", [False, True], ids=["as it is", "planted fault"])
-def test_no_noise_is_above_its_bound(device, wrong, tmp_path):
+@pytest.mark.parametrize("wrong", [False, True], ids=["correct", "planted fault"])
+def test_noise_is_below_its_bound(device, wrong, tmp_path):
     module = planted(noise_kernel, "gumbel_bound(own, column)", "0.99 * gumbel_bound(own, column)", tmp_path)
     _, bounds, noise = filled(module if wrong else noise_kernel, device)
     above = bounds - noise

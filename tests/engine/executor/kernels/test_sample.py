@@ -1,4 +1,4 @@
-"""Tokens sampled on the device, against those sampled with all scores and noise laid out, and those of the host."""
+"""Compare tokens sampled on the device with those of one large computation and with those of the host."""
 
 import weakref
 
@@ -22,7 +22,7 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from engine.speculation.verify import select_part, target_tokens
-from tests.engine.executor.kernels.device_steps import PAGE_SIZE, give_drafts, padded_drafts, planned, state_of
+from tests.engine.executor.kernels.device_steps import PAGE_SIZE, padded_drafts, random_entries, state_of
 from tests.engine.executor.kernels.implementations import INTERPRETED, on, planted, require_interpreter
 
 CASES = 40
@@ -49,8 +49,8 @@ def random_rows(seed, device="cpu"):
     return *(torch.from_numpy(array).to(device) for array in given), limits
 
 
-def sampled_at_once(logits, temperatures, seeds, positions, limits):
-    """The token of every row, with all scores and all noise laid out."""
+def sampled_in_one_part(logits, temperatures, seeds, positions, limits):
+    """The token of every row, from all scores and all noise at once."""
     is_sampled = temperatures > GREEDY_BELOW
     scores = logits / torch.where(is_sampled, temperatures, 1).float()[:, None]
     if limits is not None:
@@ -63,7 +63,7 @@ def agrees(implementation, seed, device="cpu"):
     given = random_rows(seed, device)
     tokens = implementation(*given)
     assert tokens.dtype == torch.int64
-    return torch.equal(tokens, sampled_at_once(*given))
+    return torch.equal(tokens, sampled_in_one_part(*given))
 
 
 def test_rows_sampled_in_parts_give_the_same_tokens(monkeypatch):
@@ -72,7 +72,7 @@ def test_rows_sampled_in_parts_give_the_same_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("vocab", [70, 20])
-def test_rows_chosen_in_parts_give_the_same_tokens(vocab, monkeypatch):
+def test_rows_sampled_in_parts_by_the_host_give_the_same_tokens(vocab, monkeypatch):
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(0, 3, (50, vocab)).astype(np.float32))
     temperatures = rng.choice([0.0, 0.7, 2.0], 50)
@@ -86,11 +86,11 @@ def test_rows_chosen_in_parts_give_the_same_tokens(vocab, monkeypatch):
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, until they are freed."""
+    """Counts the bytes of tensors from their creation until they are freed."""
 
     def __init__(self):
         super().__init__()
-        self.now = self.most = 0
+        self.current = self.peak = 0
         self.seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -98,24 +98,24 @@ class Memory(TorchDispatchMode):
         owned = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if torch.is_tensor(tensor)}
         for tensor in tree_iter(result):
             if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in owned:
-                self.now += tensor.nbytes
-                self.most = max(self.most, self.now)
+                self.current += tensor.nbytes
+                self.peak = max(self.peak, self.current)
                 weakref.finalize(tensor, self._gone, tensor.nbytes)
         return result
 
     def _gone(self, size):
-        self.now -= size
+        self.current -= size
 
 
 def memory_of(function, most):
-    """Most bytes in use beside the logits, for many rows of tensors without values."""
+    """Largest number of bytes in use besides the logits, for many rows of tensors without values."""
     settings = {"device": "meta"}
     logits = torch.zeros(1088, 128_256, **settings)
     integers = torch.zeros(len(logits), dtype=torch.int64, **settings)
     numbers = torch.ones(len(logits), dtype=torch.float64, **settings)
     with Memory() as memory:
         function(logits, numbers, integers, Limits(integers, numbers, numbers, most))
-    return memory.most
+    return memory.peak
 
 
 def sampled_without_limits(logits, temperatures, seeds, _):
@@ -143,7 +143,7 @@ def test_memory_is_bounded(function, most, monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Make a module's kernel use several blocks for each part, and several parts for each row where rows are few."""
+    """Make a module's kernel use several blocks per part, and several parts per row."""
     require_interpreter()
 
     def of(module, programs=12):
@@ -155,30 +155,30 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("programs", [1, 12, 1000])
-def test_the_kernel_samples_the_same(programs, small_blocks):
+def test_the_kernel_equals_the_reference(programs, small_blocks):
     kernel = small_blocks(sample, programs)
     assert all(agrees(kernel, seed) for seed in range(12))
 
 
-def test_the_kernel_takes_rows_with_a_stride_and_no_rows(small_blocks):
+def test_the_kernel_accepts_strided_rows_and_no_rows(small_blocks):
     logits, *row_settings, _ = random_rows(2)
     assert logits.shape[1] > 1
     spaced = torch.nn.functional.pad(logits, (0, 5), value=99)[:, : logits.shape[1]]
     kernel = small_blocks(sample)
-    assert torch.equal(kernel(spaced, *row_settings), sampled_at_once(logits, *row_settings, None))
+    assert torch.equal(kernel(spaced, *row_settings), sampled_in_one_part(logits, *row_settings, None))
     assert kernel(*(column[:0] for column in (logits, *row_settings))).shape == (0,)
 
 
-def test_the_kernel_takes_nan_for_the_largest_score(small_blocks):
+def test_the_kernel_treats_nan_as_the_largest_score(small_blocks):
     logits = torch.tensor([[0.0, 1, float("nan"), 5, float("nan")], [0.0, 9, 2, 3, 4]])
     for temperature in (0.0, 1.0):
         row_settings = torch.full((2,), temperature, dtype=torch.float64), torch.arange(2), torch.arange(2)
-        expected = sampled_at_once(logits, *row_settings, None)
+        expected = sampled_in_one_part(logits, *row_settings, None)
         assert small_blocks(sample)(logits, *row_settings).tolist() == expected.tolist()
 
 
 @pytest.mark.gpu
-def test_the_kernel_on_a_gpu_samples_the_same():
+def test_the_kernel_on_a_gpu_equals_the_reference():
     pytest.importorskip("triton", reason="needs Triton")
     assert all(agrees(sample_tokens, seed, on("cuda")) for seed in range(CASES))
 
@@ -215,8 +215,8 @@ KERNEL_FAULTS = {
     "noise of other tokens": ("score += gumbel(own_key, token)", "score += gumbel(own_key, token - first)"),
     "noise of another row": ("tl.load(positions + row)", "tl.load(positions)"),
     "no floor": ("score < tl.load(floors + row)", "score < -1e30"),
-    "the floor itself is out": ("score < tl.load(floors + row)", "score <= tl.load(floors + row)"),
-    "tokens behind the vocabulary": ('mask=token < end, other=float("-inf")', "mask=token < end, other=9.0"),
+    "the floor is excluded": ("score < tl.load(floors + row)", "score <= tl.load(floors + row)"),
+    "tokens beyond the vocabulary": ('mask=token < end, other=float("-inf")', "mask=token < end, other=9.0"),
 }
 
 
@@ -238,7 +238,7 @@ settings_of_rows = st.tuples(
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=60)
 @given(rows=st.lists(settings_of_rows, min_size=1, max_size=6), truncates=st.booleans(), seed=st.integers(0, 1 << 40))
-def test_settings_on_the_device_sample_as_those_on_the_host(device, rows, truncates, seed):
+def test_settings_on_the_device_and_on_the_host_give_the_same_tokens(device, rows, truncates, seed):
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32)).to(on(device))
     temperatures, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
@@ -266,34 +266,30 @@ def random_step(seed, device):
         recorded = rng.integers(0, VOCAB, rng.integers(0, 9)).astype(np.uint32) if rng.random() < 0.5 else None
         sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
         sequences[-1].pages = list(range(8))
-    give_drafts(sequences, rng, 4)
-    entries = planned(sequences)
+        sequences[-1].computed = len(prompt) - 1
+    entries = random_entries(sequences, rng, 4)
     batch = build_batch(entries, PAGE_SIZE)
     state, slots = state_of(sequences, device)
-    scheduled = torch.tensor([sequence.scheduled for sequence in sequences], dtype=torch.int32, device=device)
-    drafts = padded_drafts(sequences, 4, device, rng=rng)
-    starts = torch.nn.functional.pad((scheduled + 4).cumsum(0, dtype=torch.int32), (1, 0))
-    inputs = build_inputs(state, slots, scheduled, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
+    drafts = padded_drafts(entries, 4, device, rng=rng)
+    starts = torch.arange(len(entries) + 1, dtype=torch.int32, device=device) * 5
+    inputs = build_inputs(state, slots, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
     return entries, batch, state, inputs, rng
 
 
 def step_agrees(module, seed, device="cpu"):
     entries, batch, state, inputs, rng = random_step(seed, device)
     logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
-    sampled = module.sampled_tokens(state, inputs, logits, draws=True, most=VOCAB)
+    sampled = module.sampled_tokens(state, inputs, logits, samples=True, max_ranked=VOCAB)
     tokens = module.replayed(state, inputs, sampled)
-    firsts, counts = inputs.verify_rows.starts[:, None], inputs.verify_rows.counts[:, None]
+    firsts, counts = inputs.starts[:-1, None], inputs.counts[:, None]
     row = torch.arange(len(logits), device=device)
     counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
-    if not counted.any():
-        return True
-    producing = [index for index, entry in enumerate(entries) if entry.produces]
-    expected = target_tokens(select_part(producing, StepPlan(entries), batch, logits[counted]))
+    expected = target_tokens(select_part(range(len(entries)), StepPlan(entries), batch, logits[counted]))
     return tokens[counted].tolist() == np.concatenate(expected).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_a_step_are_those_of_the_sampler(device):
+def test_tokens_of_a_step_equal_those_of_the_host_sampler(device):
     assert all(step_agrees(sample, seed, on(device)) for seed in range(60))
 
 
@@ -302,7 +298,7 @@ STEP_FAULTS = {
     "settings of other sequences": ("slots = inputs.request_slots", "slots = inputs.request_slots.roll(1)"),
     "the recorded token of the row itself": ("state.history[:, 1:]", "state.history"),
     "no token 0 is recorded": ("recorded == NOT_RECORDED", "recorded <= 0"),
-    "no truncation": ("None if most is None else Limits", "None if most else Limits"),
+    "no truncation": ("if max_ranked is not None:", "if not max_ranked:"),
 }
 
 
@@ -315,4 +311,4 @@ def test_faults_in_a_step_are_caught(fault, tmp_path):
 def test_greedy_steps_take_the_largest_logit():
     *_, state, inputs, rng = random_step(0, "cpu")
     logits = torch.from_numpy(rng.normal(size=(len(inputs.tokens), VOCAB)))
-    assert torch.equal(sampled_tokens(state, inputs, logits, draws=False), logits.argmax(dim=1))
+    assert torch.equal(sampled_tokens(state, inputs, logits, samples=False), logits.argmax(dim=1))

@@ -1,4 +1,4 @@
-"""The draft selected by a step's outcome, against a search in plain Python."""
+"""Compare the selected drafts with a search in plain Python."""
 
 from types import SimpleNamespace
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from engine.executor.kernels import select
-from engine.executor.kernels.select import OutcomeTable, select_drafts
+from engine.executor.kernels.select import OutcomeTensors, select_drafts
 from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
 
 
 def random_case(seed):
-    """Outcomes of a few sequences, among which the true one often is, and tables of paths for each."""
+    """Random states and outcome tables of a few sequences; tables often have the true outcome."""
     rng = np.random.default_rng(seed)
     batch, rows, size = (int(rng.integers(1, most)) for most in (5, 10, 6))
     slots = rng.permutation(batch + 2)[:batch]
@@ -34,11 +34,11 @@ def expected_draft(length, last_token, table, index, width):
 
 
 def views_of_one(table, device):
-    """The table as one copy brings it: all columns of a sequence, then those of the next."""
+    """The table as views of one tensor, as in a step."""
     batch, rows = table["lengths"].shape
-    parts = [np.reshape(table[name], (batch, rows, -1)) for name in OutcomeTable._fields]
+    parts = [np.reshape(table[name], (batch, rows, -1)) for name in OutcomeTensors._fields]
     joined = torch.from_numpy(np.concatenate(parts, axis=2).astype(np.int32)).to(device)
-    return OutcomeTable(joined[:, :, 0], joined[:, :, 1], joined[:, :, 2], joined[:, :, 3:])
+    return OutcomeTensors(joined[:, :, 0], joined[:, :, 1], joined[:, :, 2], joined[:, :, 3:])
 
 
 def agrees(operation, implementation, seed):

@@ -1,4 +1,4 @@
-"""No operation of a step reads a value: all run on tensors without values, and on a GPU without synchronisation."""
+"""Operations of a step run on tensors without values, and on a GPU without synchronisation."""
 
 from dataclasses import fields
 
@@ -8,7 +8,7 @@ import torch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.select import OutcomeTable, select_drafts
+from engine.executor.kernels.select import OutcomeTensors, select_drafts
 from engine.executor.kernels.verify import verify
 from tests.engine.executor.kernels.implementations import on
 
@@ -16,10 +16,9 @@ SLOTS, BATCH, OUTCOMES, DRAFT, PAGE_SIZE, VOCAB = 6, 4, 3, 5, 16, 100
 
 
 def arguments_of_a_step(device):
-    """A state and what the host sends for a step."""
+    """A state and the host's inputs of a step."""
     state = DeviceState.empty(SLOTS, 64, 4, 9, torch.device(device))
     state.lengths.fill_(10)
-    state.computed.fill_(9)
     state.limits.fill_(40)
     state.temperatures.fill_(0.7)
     state.top_k.fill_(20)
@@ -28,21 +27,21 @@ def arguments_of_a_step(device):
     logits = torch.zeros(BATCH * (DRAFT + 1), VOCAB, device=device)
     slots = torch.arange(BATCH, device=device)
     starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)
-    return state, table, slots, torch.ones(BATCH, **integers), starts, logits
+    return state, table, slots, starts, logits
 
 
-def step(state, table, slots, scheduled, starts, logits, read=lambda tensor: tensor):
+def step(state, table, slots, starts, logits, read=lambda tensor: tensor):
     """Run steps, truncated or not."""
-    outcomes = OutcomeTable(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
-    for most in (None, 0, 30):
+    outcomes = OutcomeTensors(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
+    for max_ranked in (None, 0, 30):
         drafts = select_drafts(state, slots, outcomes, DRAFT)
-        inputs = build_inputs(state, slots, read(scheduled), drafts, starts, len(logits), PAGE_SIZE)
-        tokens = sampled_tokens(state, inputs, logits, draws=True, most=most)
-        verified = verify(state, inputs.verify_rows, replayed(state, inputs, tokens), DRAFT + 1)
+        inputs = build_inputs(state, slots, drafts, read(starts), len(logits), PAGE_SIZE)
+        tokens = sampled_tokens(state, inputs, logits, samples=True, max_ranked=max_ranked)
+        verified = verify(state, slots, inputs, replayed(state, inputs, tokens), DRAFT + 1)
     return drafts, inputs, verified
 
 
-def test_no_value_is_read():
+def test_operations_read_no_values():
     step(*arguments_of_a_step("meta"))
 
 
@@ -67,7 +66,7 @@ def test_no_step_synchronises_with_a_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_state_keeps_its_addresses():
+def test_the_state_is_changed_in_place():
     """CUDA graphs hold the addresses of its tensors."""
     arguments = arguments_of_a_step("cpu")
     state = arguments[0]
@@ -75,8 +74,7 @@ def test_the_state_keeps_its_addresses():
     addresses = [tensor.data_ptr() for tensor in tensors]
     drafts, inputs, verified = step(*arguments)
     assert [tensor.data_ptr() for tensor in tensors] == addresses
-    rows = inputs.verify_rows
     wide = (inputs.tokens, inputs.positions, inputs.cache_slots, inputs.request_slots)
     assert all(tensor.dtype == torch.int64 for tensor in wide)
-    narrow = (inputs.lengths, inputs.contexts, rows.counts, rows.starts, rows.scheduled, *verified, *drafts)
+    narrow = (inputs.contexts, inputs.counts, inputs.starts, *verified, *drafts)
     assert all(tensor.dtype == torch.int32 for tensor in narrow)

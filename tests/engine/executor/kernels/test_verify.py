@@ -1,4 +1,6 @@
-"""Verification on the device, against the host's: over steps that follow one another, and on any rows."""
+"""Compare verification on the device with the host's, over several steps and on arbitrary rows."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,68 +12,55 @@ from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import verify as verify_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.tensors import VerifyRows
 from engine.speculation.verify import accepted_length
 from tests import naive
 from tests.engine.executor.kernels.device_steps import (
     PAGE_SIZE,
     VOCAB,
-    give_drafts,
     new_sequence,
     padded_drafts,
-    planned,
+    random_entries,
     same_state,
     state_of,
 )
 from tests.engine.executor.kernels.implementations import INTERPRETED, REFERENCE, planted, require_interpreter
 
 
-def commit_on_host(sequences, chosen):
-    """What each produces, as the eager executor and the engine do it."""
-    entries = planned(sequences)
-    batch = build_batch(entries, PAGE_SIZE)
-    produced = []
-    for index, entry in enumerate(entries):
-        sequence = entry.sequence
-        sequence.computed += sequence.scheduled - sequence.produces
-        if not entry.produces:
-            produced.append([])
-            continue
-        target = chosen[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
-        kept = np.arange(accepted_length(entry.draft, target))
-        tokens = target[: len(kept) + 1]
-        sequence.commit(tokens, drafted=len(entry.draft), accepted=len(kept))
-        produced.append(tokens.tolist())
+def commit_on_host(entries, target):
+    """Commit a step as the eager executor and the engine do; return the tokens that each sequence produced."""
+    produced, bounds = [], build_batch(entries, PAGE_SIZE).logit_offsets
+    for entry, start in zip(entries, bounds.tolist(), strict=False):
+        own = target[start : start + 1 + len(entry.draft)]
+        accepted = accepted_length(entry.draft, own)
+        entry.sequence.commit(own[: accepted + 1], drafted=len(entry.draft), accepted=accepted)
+        produced.append(own[: accepted + 1].tolist())
     return produced
 
 
 def steps_agree(verify, device, seed):
-    """Whether a few steps on the device and on the host produce, move and leave the same."""
+    """Whether a few steps on the device and on the host produce the same tokens and leave the same state."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     for index, sequence in enumerate(sequences):
         sequence.pages = list(range(index * 10, index * 10 + 10))
     state, slots = state_of(sequences, device)
-    most = int(rng.integers(0, 7))
+    max_draft = int(rng.integers(0, 7))
     for _ in range(4):
-        give_drafts(sequences, rng, most)
-        scheduled = [sequence.scheduled for sequence in sequences]
-        drafts = padded_drafts(sequences, most, device, rng=rng)
-        # A batch is filled up with idle slots.
-        filled = torch.cat([slots, torch.full((2,), state.idle, device=slots.device)])
+        entries = random_entries(sequences, rng, max_draft)
+        drafts = padded_drafts(entries, max_draft, device, rng=rng)
+        # A batch is padded with idle slots.
+        padded = torch.cat([slots, torch.full((2,), state.idle, device=slots.device)])
         drafts = type(drafts)(*(torch.cat([part, part[:1], part[:1]]) for part in drafts))
-        asked = torch.tensor([*scheduled, 1, 1], dtype=torch.int32, device=device)
-        widths = [count + most + int(rng.integers(2)) for count in scheduled]
+        widths = [1 + max_draft + int(rng.integers(2)) for _ in entries]
         starts = torch.tensor(np.cumsum([0, *widths, 0, 0]), dtype=torch.int32, device=device)
-        inputs = build_inputs(state, filled, asked, drafts, starts, sum(widths) + int(rng.integers(3)), PAGE_SIZE)
-        firsts, counts = inputs.verify_rows.starts.tolist(), inputs.verify_rows.counts.tolist()
-        chosen = rng.integers(0, VOCAB, len(inputs.tokens))
-        of_host = np.concatenate([chosen[first:][:count] for first, count in zip(firsts, counts, strict=True)])
-        verified = verify(state, inputs.verify_rows, torch.from_numpy(chosen).to(device), most + 1)
-        produced = commit_on_host(sequences, of_host.astype(np.uint32))
-        produced += [[], []]
+        inputs = build_inputs(state, padded, drafts, starts, sum(widths) + int(rng.integers(3)), PAGE_SIZE)
+        target = rng.integers(0, VOCAB, len(inputs.tokens))
+        bounds = zip(starts.tolist(), inputs.counts.tolist(), strict=False)
+        of_host = np.concatenate([target[first : first + count] for first, count in bounds])
+        verified = verify(state, padded, inputs, torch.from_numpy(target).to(device), max_draft + 1)
+        produced = [*commit_on_host(entries, of_host.astype(np.uint32)), [], []]
         for index, tokens in enumerate(produced):
-            padding = [0] * (most + 1 - len(tokens))
+            padding = [0] * (max_draft + 1 - len(tokens))
             if verified.tokens[index].tolist() != tokens + padding:
                 return False
         if verified.counts.tolist() != list(map(len, produced)):
@@ -81,7 +70,7 @@ def steps_agree(verify, device, seed):
         sequences, slots = still_running(sequences, slots)
         if not sequences:
             break
-    return all(not column[state.idle] for column in (state.lengths, state.computed, state.last_tokens))
+    return all(not column[state.idle] for column in (state.lengths, state.last_tokens))
 
 
 def still_running(sequences, slots):
@@ -89,13 +78,13 @@ def still_running(sequences, slots):
     return [sequences[index] for index in going], slots[going]
 
 
-def test_steps_are_those_of_the_host(implementation):
+def test_steps_equal_those_of_the_host(implementation):
     check = implementation.of(verify_module.verify)
     assert all(steps_agree(check, implementation.device, seed) for seed in range(implementation.cases))
 
 
 def random_rows(data):
-    """Rows of some sequences, with unused rows between them: tokens, starts, counts, the target's choices."""
+    """Rows of some sequences, with unused rows between them: tokens, starts, counts, the target's tokens."""
     tokens, starts, counts = [9], [], []
     for _ in range(data.draw(st.integers(1, 4))):
         tokens += [9] * data.draw(st.integers(0, 2))
@@ -104,53 +93,51 @@ def random_rows(data):
         counts.append(count)
         if count:
             tokens += [9, *data.draw(st.lists(st.integers(0, 1), min_size=count - 1, max_size=count - 1))]
-    chosen = data.draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens)))
-    return tokens, starts, counts, chosen
+    target = data.draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens)))
+    return tokens, starts, counts, target
 
 
 # The implementation does not change between examples.
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_ragged_rows_are_verified_as_by_the_slow_twin(implementation, data):
-    tokens, starts, counts, chosen = random_rows(data)
+def test_ragged_rows_are_verified_like_the_naive_twin(implementation, data):
+    tokens, starts, counts, target = random_rows(data)
     device, batch = implementation.device, len(starts)
     state = DeviceState.empty(batch, 20, 1, 0, device)
     integers = {"dtype": torch.int32, "device": device}
-    rows = VerifyRows(
+    inputs = SimpleNamespace(
         tokens=torch.tensor(tokens, device=device),
-        starts=torch.tensor(starts, **integers),
+        starts=torch.tensor([*starts, len(tokens)], **integers),
         counts=torch.tensor(counts, **integers),
-        scheduled=torch.ones(batch, **integers),
-        request_slots=torch.arange(batch, device=device),
     )
-    verified = implementation.of(verify_module.verify)(state, rows, torch.tensor(chosen, device=device), 8)
+    verified = implementation.of(verify_module.verify)(
+        state, torch.arange(batch, device=device), inputs, torch.tensor(target, device=device), 8
+    )
     assert all(part.dtype == torch.int32 for part in verified)
     for index, (start, count) in enumerate(zip(starts, counts, strict=True)):
         draft = slice(start + 1, start + count)
         path = list(range(-1, count - 2))
-        accepted = naive.accepted_path(tokens[draft], path, chosen[start : start + count]) if count else []
-        produced = chosen[start : start + len(accepted) + 1] if count else []
+        accepted = naive.accepted_path(tokens[draft], path, target[start : start + count]) if count else []
+        produced = target[start : start + len(accepted) + 1] if count else []
         assert int(verified.counts[index]) == len(produced) == int(state.lengths[index])
         assert verified.tokens[index].tolist() == produced + [0] * (8 - len(produced))
         assert state.history[index].tolist() == produced + [0] * (20 - len(produced))
         assert int(state.last_tokens[index]) == (produced[-1] if produced else 0)
-        assert int(state.computed[index]) == 1 + len(accepted)
 
 
 REFERENCE_FAULTS = {
     "agrees with its own row": ("tokens[:, 1:] == own[:, :-1]", "tokens[:, 1:] == own[:, 1:]"),
-    "keeps tokens behind a wrong one": ("is_kept.cumprod(dim=1)", "is_kept.int()"),
+    "keeps tokens after a wrong one": ("is_kept.cumprod(dim=1)", "is_kept.int()"),
     "rows of others": ("value=True) & exists", "value=True)"),
-    "computed without accepted": ("rows.scheduled + accepted.int()", "rows.scheduled"),
-    "computed counts the bonus token": ("rows.scheduled + accepted.int()", "rows.scheduled + counts.int()"),
+    "lengths without the bonus token": ("lengths + counts.int()", "lengths + counts.int() - 1"),
     "history overwritten": ("lengths[:, None] + column, 0", "lengths[:, None] + column - 1, 0"),
-    "last token of the draft": ("produced.gather(1, accepted", "tokens.int().gather(1, accepted"),
+    "last token of the draft": ("produced.gather(1, (counts", "tokens.int().gather(1, (counts"),
 }
 KERNEL_FAULTS = {
     "agrees with its own row": ("target_tokens + start + row - 1,", "target_tokens + start + row,"),
     "rows of others": ("tl.minimum(first_wrong, count)", "first_wrong"),
     "bonus of the first row": ("target_tokens + start + produced - 1", "target_tokens + start"),
-    "computed without accepted": ("tl.load(scheduled + sequence) + accepted", "tl.load(scheduled + sequence)"),
+    "lengths without the bonus token": ("lengths + slot, length + produced", "lengths + slot, length + produced - 1"),
     "history overwritten": ("slot * history_stride + length + row", "slot * history_stride + length - 1 + row"),
     "rest not cleared": ("own, mask=row < width)", "own, mask=row < produced)"),
 }

@@ -1,5 +1,5 @@
-"""Parts about whole requests: recorded traffic with and without drafts, drafts that never fit, transformers, and how
-much of drafting on the CPU is visible on the GPU's timeline.
+"""Parts that serve requests: recorded traffic with and without drafts, drafts that are always rejected, transformers,
+and the idle time that drafting on the CPU adds on the GPU.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from statistics import median
 from time import sleep
 
 from benchmarks.engine_rows import overhead, share
-from benchmarks.gpu.bench import DRAFT, Bench
+from benchmarks.gpu.bench import MAX_DRAFT, Bench
 from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
 from benchmarks.gpu.stepping import FixedDrafter, Stream, path, random_requests
-from benchmarks.gpu.timeline import LEAST_GAP_US, gaps, span
-from benchmarks.gpu.traffic import Traffic, shortened, teach, traffic
+from benchmarks.gpu.timeline import MIN_GAP_US, gaps, span
+from benchmarks.gpu.traffic import Traffic, shortened, traffic, warm_up
 from benchmarks.requests import Item
 from benchmarks.serving import Run, serve
 from engine.commands.demo.sidecar import running_sidecar
@@ -29,28 +29,27 @@ from ssd.types import Drafter
 
 SPEEDUPS = {1: 2.2, 16: 1.8, 64: 1.3, 256: 1.0}
 """Target speed-ups of `ssd` on recorded traffic, by concurrency."""
-NEVER_SLOWER = 0.98
-PEERS_BEHIND = 4.0
-MISFIT_PROMPT = 128
-"""Longest prompt; with many streams, prompts would take most of the time."""
-MIN_MISFIT_REQUESTS = 4
-MANY = 64
+REJECTED_SPEED = 0.98
+"""Target speed with drafts that are always rejected, by that without drafts."""
+PEER_SPEEDUP = 4.0
+REJECTED_PROMPT = 128
+"""Largest prompt length with rejected drafts; longer prompts would take most of the time."""
+MIN_REJECTED_REQUESTS = 4
+MANY_STREAMS = 64
 """Concurrency from which at most two rounds run."""
 LEARNING_S = 1.0
-"""Wait for a sidecar to learn; it needs 25 ms from the end of a request until drafts can come from it."""
-
-
-WATCHED_STEPS = 16
-ROOM = 512
-"""Output tokens that no stream reaches in those steps; after the recorded ones the model samples its own."""
-VISIBLE = {"ssd": 1.0, "ssd-remote": 3.0}
-"""Targets: percent of a step that drafting adds to the GPU's idle time."""
+"""Time for a sidecar to index what it learned; it needs 25 ms from the end of a request."""
+TIMED_STEPS = 16
+ENDLESS_OUTPUT = 512
+"""Output length that no stream reaches in the timed steps; after the recorded tokens the model continues by itself."""
+MAX_ADDED_IDLE = {"ssd": 1.0, "ssd-remote": 3.0}
+"""Target: idle time of the GPU that drafting adds, in percent of a step, by drafter."""
 
 
 def replay(bench: Bench) -> Iterator[Figure]:
     """Compare `ssd` with `none` on recorded traffic that continues from round to round."""
     for concurrency, count in zip(bench.scale.concurrencies, bench.scale.served, strict=True):
-        rounds = bench.scale.rounds if concurrency < MANY else min(2, bench.scale.rounds)
+        rounds = bench.scale.rounds if concurrency < MANY_STREAMS else min(2, bench.scale.rounds)
         asked = traffic(bench, count * rounds, concurrency * rounds)
         runs = {name: serve_traffic(bench, name, asked, concurrency, rounds) for name in ("none", "ssd")}
         target = SPEEDUPS.get(concurrency)
@@ -64,20 +63,20 @@ def replay(bench: Bench) -> Iterator[Figure]:
         )
 
 
-def misfits(bench: Bench) -> Iterator[Figure]:
-    """Compare a drafter of wrong tokens with high accept_prob, which the token budget has to stop, with none."""
-    prompt_tokens = min(MISFIT_PROMPT, bench.scale.context)
+def rejected(bench: Bench) -> Iterator[Figure]:
+    """Compare a drafter of wrong tokens with a high accept_prob, which the token budget has to stop, with none."""
+    prompt_tokens = min(REJECTED_PROMPT, bench.scale.context)
     for concurrency in bench.scale.concurrencies:
-        count = max(MIN_MISFIT_REQUESTS, concurrency)
-        drafters = {"none": NoDrafter(), "misfits": FixedDrafter(path(DRAFT), bench.config.vocab_size)}
+        count = max(MIN_REJECTED_REQUESTS, concurrency)
+        drafters = {"none": NoDrafter(), "rejected": FixedDrafter(path(MAX_DRAFT), bench.config.vocab_size)}
         warm, *rounds = (random_items(bench, count, prompt_tokens, seed) for seed in range(1 + bench.scale.rounds))
         runs = {
             name: serve_rounds(bench, name, drafter, warm, rounds, concurrency) for name, drafter in drafters.items()
         }
         details = serving_details(runs, concurrency)
-        ratio = speedup(runs["misfits"], runs["none"])
-        name = f"drafts that never fit by none, {concurrency} at a time"
-        yield Figure(name, ratio, "x", len(rounds), at_least(NEVER_SLOWER), details)
+        ratio = speedup(runs["rejected"], runs["none"])
+        name = f"rejected drafts by none, {concurrency} at a time"
+        yield Figure(name, ratio, "x", len(rounds), at_least(REJECTED_SPEED), details)
 
 
 def peers(bench: Bench) -> Iterator[Figure]:
@@ -103,30 +102,30 @@ def peers(bench: Bench) -> Iterator[Figure]:
         theirs = tokens_per_s(runs[name][0])
         details = {**asked.notes, "tokens_per_s": round(ours, 1), f"{name}_tokens_per_s": round(theirs, 1)}
         details |= {"cache": caches[name], "torch.compile": False}
-        yield Figure(f"ssd by {name}", ours / theirs, "x", len(runs["ssd"]), at_least(PEERS_BEHIND), details)
+        yield Figure(f"ssd by {name}", ours / theirs, "x", len(runs["ssd"]), at_least(PEER_SPEEDUP), details)
 
 
 def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int, rounds: int) -> list[Run]:
-    """Serve all requests, a part in each round, with this drafter, which has seen the earlier ones."""
+    """Serve the requests in several rounds with this drafter, which has learned the earlier ones."""
     size = -(-len(asked.served) // rounds)
     parts = [asked.served[first : first + size] for first in range(0, len(asked.served), size)]
     with ExitStack() as stack:
-        drafter = taught_drafter(stack, bench, name, asked)
-        # Warm up with requests that the drafter knows, so that it learns nothing of the served ones.
+        drafter = warmed_drafter(stack, name, asked)
+        # The drafter must not learn the served requests from the warm-up.
         return serve_rounds(bench, name, drafter, asked.learned, parts, concurrency)
 
 
-def taught_drafter(stack: ExitStack, bench: Bench, name: str, asked: Traffic) -> Drafter:
-    """Return a drafter that has learned the earlier requests; a sidecar runs until `stack` is closed."""
+def warmed_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
+    """Return a drafter that has learned the earlier requests; its sidecar, if any, runs until `stack` is closed."""
     address = stack.enter_context(running_sidecar()) if name == "ssd-remote" else ""
     drafter = build_drafter(
         name,
-        DrafterConfig(max_draft=bench.longest_draft),
+        DrafterConfig(max_draft=MAX_DRAFT),
         address=address,
         warn=lambda text: print(text, flush=True),
     )
     if name != "none":
-        teach(drafter, asked.learned)
+        warm_up(drafter, asked.learned)
     if isinstance(drafter, SuffixDrafter):
         drafter.corpus.refresh()
     elif name == "ssd-remote":
@@ -183,35 +182,35 @@ def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, o
         details[f"{name}_tokens_per_step"] = round(median(run.tokens / run.deliveries for run in own), 3)
         details[f"{name}_drafted_per_step"] = round(median((run.drafted or 0) / run.deliveries for run in own), 3)
         details[f"{name}_overhead_ms"] = round(median(1e3 * overhead(run, concurrency) for run in own), 3)
-        details[f"{name}_begun_early"] = round(median(run.launched_ahead / len(run.steps) for run in own), 3)
+        details[f"{name}_launched_ahead"] = round(median(run.launched_ahead / len(run.steps) for run in own), 3)
         details[f"{name}_draft_share"] = round(median(share(run, "draft") for run in own), 4)
         details[f"{name}_peak_mib"] = max(run.peak_bytes for run in own) >> 20
     return details
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """Figures of one step of a batch of streams; microseconds."""
+class DraftingTimes:
+    """Median times of the steps of a batch of streams, in microseconds."""
 
     step_us: float
     drafting_us: float
-    """Time of drafting by the engine's clock."""
+    """Time of the stage `draft`, measured by the engine."""
     idle_us: float | None
     """The GPU's idle time in gaps between kernels; None without a GPU."""
-    begun_early: float
+    launched_ahead: float
     """Share of steps that were launched before the results of the previous one were known."""
 
 
 def drafting(bench: Bench) -> Iterator[Figure]:
-    """Measure how much longer the GPU waits in a step with drafts than in one without, on recorded traffic."""
+    """Measure the idle time of the GPU that drafting adds to a step, on recorded traffic."""
     asked = longest_outputs(traffic(bench, bench.scale.served[-1], 1), bench.scale.streams)
-    plain = waiting(bench, "none", asked)
-    for name, limit in VISIBLE.items():
-        own = waiting(bench, name, asked)
+    plain = drafting_times(bench, "none", asked)
+    for name, limit in MAX_ADDED_IDLE.items():
+        own = drafting_times(bench, name, asked)
         details = {"step_us": round(own.step_us), "step_without_us": round(plain.step_us), "streams": len(asked.served)}
-        details["begun_early"] = round(own.begun_early, 3)
+        details["launched_ahead"] = round(own.launched_ahead, 3)
         share = 100 * own.drafting_us / own.step_us
-        yield Figure(f"drafting with {name}, by the engine's clock", share, "% of a step", WATCHED_STEPS, None, details)
+        yield Figure(f"drafting with {name}, by the engine's clock", share, "% of a step", TIMED_STEPS, None, details)
         if own.idle_us is not None and plain.idle_us is not None:
             details |= {"idle_us": round(own.idle_us, 1), "idle_without_us": round(plain.idle_us, 1)}
             seen = 100 * (own.idle_us - plain.idle_us) / own.step_us
@@ -227,19 +226,19 @@ def longest_outputs(asked: Traffic, count: int) -> Traffic:
 
 def endless(item: Item, session: int) -> Item:
     """Return the same request with room for more output."""
-    sampling = replace(item.request.sampling, max_tokens=ROOM)
+    sampling = replace(item.request.sampling, max_tokens=ENDLESS_OUTPUT)
     return replace(item, request=replace(item.request, sampling=sampling), session=session)
 
 
-def waiting(bench: Bench, name: str, asked: Traffic) -> Waiting:
-    """Time some steps of a new engine with this drafter, then record the kernels of some more."""
-    longest = max(len(item.request.prompt) for item in asked.served) + ROOM
+def drafting_times(bench: Bench, name: str, asked: Traffic) -> DraftingTimes:
+    """Time steps of a new engine with this drafter, then record the kernels of some more."""
+    longest = max(len(item.request.prompt) for item in asked.served) + ENDLESS_OUTPUT
     with ExitStack() as stack:
-        engine = drafting_engine(bench, name, taught_drafter(stack, bench, name, asked), len(asked.served), longest)
+        engine = drafting_engine(bench, name, warmed_drafter(stack, name, asked), len(asked.served), longest)
         stack.enter_context(closing(engine))
         stream = Stream(engine, [item.request for item in asked.served])
-        seconds, reports = stream.timed(WATCHED_STEPS)
-        kernels = stream.recorded(WATCHED_STEPS) if bench.on_gpu else []
-    idle = sum(gap for gap in gaps(kernels) if gap >= LEAST_GAP_US) / WATCHED_STEPS if span(kernels) else None
+        seconds, reports = stream.timed(TIMED_STEPS)
+        kernels = stream.recorded(TIMED_STEPS) if bench.on_gpu else []
+    idle = sum(gap for gap in gaps(kernels) if gap >= MIN_GAP_US) / TIMED_STEPS if span(kernels) else None
     early = sum(report.is_ahead for report in reports) / len(reports)
-    return Waiting(1e6 * median(seconds), 1e6 * median(report.times.draft for report in reports), idle, early)
+    return DraftingTimes(1e6 * median(seconds), 1e6 * median(report.times.draft for report in reports), idle, early)

@@ -1,4 +1,4 @@
-"""Parts about steps: ceilings, plain decoding, verification, many streams without drafts."""
+"""Parts that time steps: ceilings, start, plain decoding, verification, trees, many streams without drafts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.gpu.bench import CEILING_TRIES, DRAFT, Bench
+from benchmarks.gpu.bench import CEILING_TRIES, MAX_DRAFT, Bench
 from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
 from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
 from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
-from benchmarks.gpu.timeline import LEAST_GAP_US, Interval, by_name, idle_share, span
+from benchmarks.gpu.timeline import MIN_GAP_US, Interval, by_name, idle_share, span
 from engine.drafters.none import NoDrafter
 
 RECORDED_STEPS = 20
 TREE_NODES = 32
-SHORT = 256
-"""Context of engines that run no sequence."""
+IDLE_CONTEXT = 256
+"""Context length of engines that run no sequence."""
 CAPTURE_S = 60.0
 """Target for capturing at an engine's start, in seconds."""
 
@@ -34,19 +34,18 @@ def ceilings(bench: Bench) -> Iterator[Figure]:
 
 
 def start(bench: Bench) -> Iterator[Figure]:
-    """Time the capture of all graphs of the largest engine; a smaller engine has compiled all kernels before."""
+    """Time the capture of all graphs of the largest engine, after a smaller engine has compiled all kernels."""
     if not bench.on_gpu:
         raise SkippedError("graphs are captured on a CUDA device")
-    counts = {"small": 1, "large": max(bench.scale.concurrencies)}
-    found = {}
-    for name, sequences in counts.items():
+    streams = max(bench.scale.concurrencies)
+    for sequences in (1, streams):
         began = perf_counter()
-        with closing(bench.engine(NoDrafter(), sequences, SHORT, has_budget=True)) as engine:
-            found[name] = engine.captured, perf_counter() - began
-    (graphs, seconds), whole = found["large"]
+        with closing(bench.engine(NoDrafter(), sequences, IDLE_CONTEXT, has_budget=True)) as engine:
+            graphs, seconds = engine.captured
+            whole = perf_counter() - began
     details = {"graphs": graphs, "ms_a_graph": round(1e3 * seconds / graphs, 1), "whole_start_s": round(whole, 2)}
     details |= {"peak_mib": torch.cuda.max_memory_allocated() >> 20}
-    name = f"capturing the graphs of {counts['large']} streams, drafts of up to {DRAFT}"
+    name = f"capturing the graphs of {streams} streams, drafts of up to {MAX_DRAFT}"
     yield Figure(name, seconds, "s", 1, at_most(CAPTURE_S), details)
 
 
@@ -69,21 +68,21 @@ def decode(bench: Bench) -> Iterator[Figure]:
 
 
 def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
-    """Yield how long the GPU waits between steps, and the kernels' shares of its time."""
+    """Yield the share of time in which the GPU is idle between steps, with each kernel's share of the time."""
     details = {
         "idle_with_all_gaps_%": round(100 * idle_share(kernels), 2),
         "recorded_ms": round(span(kernels) / 1e3, 2),
         "kernels": by_name(kernels),
     }
-    name = f"GPU idle between steps, gaps of {LEAST_GAP_US:g} us or more"
-    yield Figure(name, 100 * idle_share(kernels, LEAST_GAP_US), "%", 1, at_most(2), details)
+    name = f"GPU idle between steps, gaps of {MIN_GAP_US:g} us or more"
+    yield Figure(name, 100 * idle_share(kernels, MIN_GAP_US), "%", 1, at_most(2), details)
 
 
 def verify(bench: Bench) -> Iterator[Figure]:
-    """Time steps that verify 16 wrong draft tokens against steps without drafts, in turns."""
-    # With a step in flight, the draft is what follows the token that this step adds.
+    """Compare steps that verify 16 wrong draft tokens with steps without drafts."""
+    # With a step in flight, a draft begins with the token that this step adds.
     right = 1 if bench.setting.in_flight == 1 else 0
-    wrong = FixedDrafter(path(right + DRAFT), bench.config.vocab_size, right=right)
+    wrong = FixedDrafter(path(right + MAX_DRAFT), bench.config.vocab_size, right=right)
     timed = time_steps(bench, {"plain": NoDrafter(), "verify": wrong}, 1, bench.scale.context)
     ratio = median(ratios(timed["verify"], timed["plain"]))
     results = [result for report in timed["verify"].reports for result in report.results]
@@ -95,7 +94,7 @@ def verify(bench: Bench) -> Iterator[Figure]:
 
 
 def trees(bench: Bench) -> Iterator[Figure]:
-    """Time steps that verify a wrong draft tree against steps with a wrong path of as many tokens, in turns."""
+    """Compare steps that verify a wrong draft tree with steps that verify a wrong path of as many tokens."""
     shapes = {"path": path(TREE_NODES), "tree": binary_tree(TREE_NODES)}
     drafters = {name: FixedDrafter(parents, bench.config.vocab_size) for name, parents in shapes.items()}
     timed = time_steps(bench, drafters, 1, bench.scale.long_context, max_draft=TREE_NODES, shape="tree")
