@@ -280,6 +280,14 @@ class CorpusDrafter(ABC):
         """End sessions that have been idle since before `time`, by the corpus's clock."""
         self._idle.drop(lambda idle: idle.since < time)
 
+    def accepted(self, sequence_id: int, tokens: np.ndarray, verified: int) -> int:
+        """Return how many of the committed `tokens`, uint32 [n], a sequence's last draft had; 0 if it is not running.
+
+        verified: as in `Progress`.
+        """
+        running = self._running.get(sequence_id)
+        return 0 if running is None else self._sequences.accepted(running.row, tokens, verified)
+
     def offered(self) -> dict[int, int]:
         """Return the number of tokens in the last draft of each running sequence, by sequence id."""
         nodes = self._sequences.state[:, NODES]

@@ -41,10 +41,10 @@ class RedisServer:
         raise AssertionError(b"".join(said).decode())
 
     def hang(self) -> None:
-        """Answer nothing until `go_on`."""
+        """Answer nothing until `resume`."""
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:

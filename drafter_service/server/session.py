@@ -281,10 +281,11 @@ class Session:
                 return
 
     def _note_passages(self, batch: Progress, passages: Passages) -> None:
-        for index, verified in enumerate(batch.verified.tolist()):
-            first, end = batch.offsets[index : index + 2].tolist()
-            # The last token is the target's own.
-            passages.note(batch.tokens[first : min(end - 1, first + verified)], self.namespace.corpus)
+        bounds, verified = batch.offsets.tolist(), batch.verified.tolist()
+        for index, sequence_id in enumerate(batch.sequence_ids.tolist()):
+            committed = batch.tokens[bounds[index] : bounds[index + 1]]
+            accepted = self._drafter.accepted(sequence_id, committed, verified[index])
+            passages.note(committed[:accepted], self.namespace.corpus)
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
         """Add the increase since the client's last message."""

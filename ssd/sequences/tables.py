@@ -89,12 +89,29 @@ class Sequences:
     def record_draft(self, row: int, tokens: np.ndarray) -> None:
         """Record a sequence's last draft, a path without candidates; tokens: uint32 [n], at most `max_draft`."""
         self.tables[1][row, 1 : 1 + len(tokens), TOKEN] = tokens.view(np.int32)
+        self.tables[1][row, 1 : 1 + len(tokens), PARENT] = np.arange(len(tokens))
         self.state[row, NODES] = len(tokens) + 1
 
     def last_draft(self, row: int) -> np.ndarray:
         """Return the tokens of a sequence's last draft, uint32 [n]."""
         nodes = self.tables[1][row, 1 : max(1, int(self.state[row, NODES])), TOKEN]
         return np.ascontiguousarray(nodes).view(np.uint32)
+
+    def accepted(self, row: int, tokens: np.ndarray, verified: int) -> int:
+        """Return how many tokens at the beginning of `tokens`, uint32 [n], are a path of the last draft.
+
+        verified: the number of tokens of the draft, from its beginning, that may be on the path.
+        """
+        end = min(1 + verified, int(self.state[row, NODES]))
+        draft = self.tables[1][row, 1:end]
+        keys = zip(draft[:, PARENT].tolist(), draft[:, TOKEN].astype(np.uint32).tolist(), strict=True)
+        children = {key: node for node, key in enumerate(keys, 1)}
+        node = accepted = 0
+        for token in tokens.tolist():
+            if (node, token) not in children:
+                break
+            node, accepted = children[node, token], accepted + 1
+        return accepted
 
     def local(self, row: int) -> LocalIndex:
         """Return a sequence's index, with up-to-date sizes."""

@@ -1,4 +1,4 @@
-"""`ssd-drafter`: its commands against a real server, and what it says of arguments that cannot be."""
+"""Commands of `ssd-drafter` against a real server, and their error messages."""
 
 import json
 import re
@@ -29,13 +29,13 @@ TEXT, OTHER = list(range(1000, 1040)), list(range(2000, 2040))
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command in this process; returns its exit code, what it said, and its complaint."""
-    # It would take over the logs of all tests.
+    """Return a function that runs a command in this process and returns its exit code, stdout and stderr."""
+    # Otherwise the command would redirect the logs of all tests.
     monkeypatch.setattr("drafter_service.observability.logs.configure_logs", lambda *_: None)
 
-    def run(*arguments, says=""):
+    def run(*arguments, answer=""):
         monkeypatch.setattr(sys, "argv", ["ssd-drafter", *map(str, arguments)])
-        monkeypatch.setattr("click.termui.visible_prompt_func", lambda _: says)
+        monkeypatch.setattr("click.termui.visible_prompt_func", lambda _: answer)
         try:
             cli.main()
         except SystemExit as ended:
@@ -48,7 +48,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def service():
-    """A server that wants tokens; `admin` holds every right, `reader` one."""
+    """A server that requires tokens; the caller `admin` has all rights, `reader` only one."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         path = Path(folder)
         address, callers = f"unix:{folder}/drafter.sock", path / "callers.toml"
@@ -68,39 +68,39 @@ def service():
             "--callers",
             callers,
             "--snapshot-folder",
-            path / "kept",
+            path / "snapshots",
         ]
         with served(*map(str, arguments)):
             yield SimpleNamespace(
                 address=address,
-                kept=path / "kept",
+                folder=path / "snapshots",
                 admin=["--server", address, "--token-file", path / "admin"],
                 reader=["--server", address, "--token-file", path / "reader"],
                 token=[("authorization", "Bearer admin")],
             )
 
 
-def test_health_is_for_everybody(run, service):
+def test_health_needs_no_token(run, service):
     assert run("health", "--server", service.address) == (0, "serving\n", "")
 
 
 def test_health_waits_for_a_service_that_is_starting(run, socket_address):
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(run, "health", "--server", socket_address, "--wait", "60")
+        health = pool.submit(run, "health", "--server", socket_address, "--wait", "60")
         with served("--listen", socket_address):
-            assert asked.result(60) == (0, "serving\n", "")
+            assert health.result(60) == (0, "serving\n", "")
 
 
-def test_a_snapshot_folder_has_one_service(run, service, tmp_path):
-    code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.kept)
+def test_a_snapshot_folder_cannot_be_shared(run, service, tmp_path):
+    code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.folder)
     assert (code, err) == (
         2,
-        f"error: snapshots.folder: another service uses {service.kept}; give each a folder of its own\n",
+        f"error: snapshots.folder: another service uses {service.folder}; give each a folder of its own\n",
     )
     assert not list(tmp_path.glob("s*"))
 
 
-def test_a_namespaces_life(run, service):
+def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
     assert run("namespaces", *service.admin)[1] == "no namespaces yet\n"
     with connected(service.address, service.token) as caller:
         caller.observe("team-a", TEXT, OTHER, names=["one", "two"])
@@ -112,25 +112,25 @@ def test_a_namespaces_life(run, service):
 
         code, out, _ = run("snapshot", *service.admin, "--namespace", "team-a")
         assert re.fullmatch(r"team-a: [\d.]+ MB in [\d.]+ s\n", out)
-        assert (service.kept / "team-a" / "corpus.ssd").exists()
+        assert (service.folder / "team-a" / "corpus.ssd").exists()
 
-        told = "forgotten, and the snapshot saved again\n"
-        assert run("forget", "team-a", "--request", "one", *service.admin) == (0, told, "")
+        printed = "forgotten, and the snapshot saved again\n"
+        assert run("forget", "team-a", "--request", "one", *service.admin) == (0, printed, "")
         assert caller.probe("team-a", TEXT[:8], 1) == []
         assert caller.probe("team-a", OTHER[:8], 1) == [OTHER[8]]
-        assert run("forget", "team-a", "--older-than", "3600", *service.admin) == (0, told, "")
+        assert run("forget", "team-a", "--older-than", "3600", *service.admin) == (0, printed, "")
         assert caller.probe("team-a", OTHER[:8], 1) == [OTHER[8]]
-        assert run("forget", "team-a", "--everything", *service.admin) == (0, told, "")
+        assert run("forget", "team-a", "--everything", *service.admin) == (0, printed, "")
         assert caller.probe("team-a", OTHER[:8], 1) == []
 
-        assert run("drop", "team-a", *service.admin, says="n")[0] == 1
-        assert (service.kept / "team-a").exists()
+        assert run("drop", "team-a", *service.admin, answer="n")[0] == 1
+        assert (service.folder / "team-a").exists()
         assert run("drop", "team-a", "--yes", *service.admin) == (0, "dropped team-a\n", "")
-        assert not (service.kept / "team-a").exists()
+        assert not (service.folder / "team-a").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "error"),
     [
         (["namespaces", "--server", "{address}"], "refused: a bearer token is needed"),
         (["snapshot", "--server", "{address}", "--token-file", "/nowhere"], "token: cannot read /nowhere"),
@@ -157,21 +157,21 @@ def test_a_namespaces_life(run, service):
         (["namespaces", "--server", "10.0.0.1:1", "--token-file", "{token}"], "the token would be sent to 10.0.0.1:1"),
     ],
 )
-def test_what_goes_wrong_is_one_line_and_exit_code_2(run, service, arguments, complaint):
+def test_errors_are_one_line_with_exit_code_2(run, service, arguments, error):
     names = {"{admin}": service.admin, "{reader}": service.reader, "{token}": service.admin[-1:]}
     names["{address}"] = [service.address]
     code, out, err = run(*(part for argument in arguments for part in names.get(argument, [argument])))
     assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: .*{re.escape(complaint)}.*\n", err)
+    assert re.fullmatch(f"error: .*{re.escape(error)}.*\n", err)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "error"),
     [
         (["--older-than", "-1", "forget"], "No such option"),
         (["forget", "a", "--older-than", "-1"], "'--older-than': -1.0 is not in the range"),
         (["forget"], "Missing argument 'NAMESPACE'"),
-        (["sing"], "No such command 'sing'"),
+        (["unknown"], "No such command 'unknown'"),
         (["serve", "--capacity", "many"], "'--capacity': 'many' is not a number such as 16000000, 500k or 16M"),
         (["serve", "--capacity", "inf"], "is not a number"),
         (["serve", "--capacity", "5kk"], "is not a number"),
@@ -179,14 +179,14 @@ def test_what_goes_wrong_is_one_line_and_exit_code_2(run, service, arguments, co
         (["serve", "--cost", "much"], "'--cost': 'much' is not a valid float"),
     ],
 )
-def test_the_usage_of_a_command_is_told(run, arguments, complaint):
+def test_usage_errors_are_explained(run, arguments, error):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert complaint in err.splitlines()[-1]
+    assert error in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "error"),
     [
         (["--listen", "nonsense"], "'nonsense' is not an address"),
         (["--listen", "host:99999"], "is not an address"),
@@ -226,7 +226,7 @@ def test_the_usage_of_a_command_is_told(run, arguments, complaint):
         (["--listen", "{used}"], "is in use by another server; stop that one or choose another path"),
     ],
 )
-def test_a_service_that_cannot_start_says_why_in_one_line(run, service, tmp_path, arguments, complaint):
+def test_start_errors_are_one_line(run, service, tmp_path, arguments, error):
     (tmp_path / "file").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -242,8 +242,8 @@ def test_a_service_that_cannot_start_says_why_in_one_line(run, service, tmp_path
         code, out, err = run("serve", *map(filled, arguments))
     assert code == 2
     assert "listening" not in out
-    assert re.fullmatch(f"error: .*{re.escape(filled(complaint))}.*\n", err)
-    # The server that has the address goes on.
+    assert re.fullmatch(f"error: .*{re.escape(filled(error))}.*\n", err)
+    # The server at the address keeps running.
     assert run("health", "--server", service.address)[0] == 0
 
 
@@ -269,7 +269,7 @@ def test_printed_settings_are_read_back(run, tmp_path):
             "--memory-limit",
             "8G",
             "--snapshot-folder",
-            "/kept",
+            "/snapshots",
             "--snapshot-interval",
             "60",
         ],
@@ -290,18 +290,16 @@ def test_printed_settings_are_read_back(run, tmp_path):
     assert 'draft_shape = "path"' in run("serve", "--config", file, "--draft-shape", "path", "--print-config")[1]
 
 
-def test_every_flag_stands_for_a_setting(run):
-    """Nothing that is not said is set."""
+def test_every_flag_is_a_setting_without_a_default(run):
     from drafter_service.commands.serve import FLAGS, serve
 
-    beside = {"config", "settings", "print_config"}
-    assert {option.name for option in serve.params if option.name not in beside} == FLAGS.keys()
+    others = {"config", "settings", "print_config"}
+    assert {option.name for option in serve.params if option.name not in others} == FLAGS.keys()
     assert run("serve", "--print-config")[1] == run("serve", "--set", "limits.streams=1024", "--print-config")[1]
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["forget"], ["health"], ["token"]])
-def test_help_is_quick_to_load(command):
-    """The help pages import neither numba nor gRPC."""
+def test_help_imports_no_heavy_modules(command):
     script = (
         "import sys; from click.testing import CliRunner; from drafter_service.commands.main import cli;"
         f"result = CliRunner().invoke(cli, [*{command!r}, '--help']); assert result.exit_code == 0, result.output;"
@@ -310,15 +308,15 @@ def test_help_is_quick_to_load(command):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def drained(process, number):
-    """What a server says when a signal has ended it."""
+def stop(process, number):
+    """Send a signal to a server; return its stdout and stderr."""
     process.send_signal(number)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     return out, errors
 
 
-def test_a_port_is_served_as_the_options_say_until_interrupted():
+def test_options_apply_and_interrupting_stops_the_server():
     options = [
         "--draft-shape",
         "tree",
@@ -343,21 +341,21 @@ def test_a_port_is_served_as_the_options_say_until_interrupted():
             assert len(drafts.tokens) == 5
             assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
             assert drafted(stream.ask(batch=batch({1: ()}, limit=9, cost=1.0))) == []
-            out, errors = drained(process, signal.SIGINT)
+            out, errors = stop(process, signal.SIGINT)
             assert re.fullmatch(r"stopped: 0 tokens committed, 0 drafted, 0 accepted, 0\.00 tokens per step\n", out)
             assert [json.loads(line)["event"] for line in errors.splitlines()] == ["namespace loaded"]
-            # The stream has ended in order.
+            # The stream was ended without an error.
             stream.end()
             assert stream.call.code() is grpc.StatusCode.OK
 
 
-def test_a_dead_servers_socket_is_taken_over_and_a_stopped_server_saves(socket_address, tmp_path):
+def test_stale_socket_is_replaced_and_stopping_saves(socket_address, tmp_path):
     path = Path(socket_address.removeprefix("unix:"))
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
     with served("--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)) as process:
         assert path.stat().st_mode & 0o777 == 0o600
         with connected(socket_address) as caller:
             caller.observe("a", TEXT)
-            drained(process, signal.SIGTERM)
+            stop(process, signal.SIGTERM)
     assert load(tmp_path / "a" / "corpus.ssd", 100_000, 32).corpus.requests == 1

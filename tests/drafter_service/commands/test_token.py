@@ -35,7 +35,7 @@ def test_tokens_are_unique():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "error"),
     [
         (["--name", "a", "--namespaces", "a", "--rights", "write"], r"--rights\[0\]: Input should be 'read'"),
         (["--name", "", "--namespaces", "a"], "--name: String should have at least 1 character"),
@@ -43,8 +43,8 @@ def test_tokens_are_unique():
         (["--name", "a\x7f", "--namespaces", "a"], "Illegal character"),
     ],
 )
-def test_invalid_entries_are_refused_without_a_token(arguments, complaint):
+def test_invalid_entries_are_refused_without_a_token(arguments, error):
     made = make(*arguments)
     assert isinstance(made.exception, UserError)
     assert made.stdout == ""
-    assert re.search(complaint, str(made.exception))
+    assert re.search(error, str(made.exception))

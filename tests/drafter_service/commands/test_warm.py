@@ -24,7 +24,7 @@ from tests.drafter_service.ingest.loads import MODEL, Collected, tokenized, writ
 
 
 def invoke(*arguments):
-    """What the command prints. Raises what it raises."""
+    """Run the command; return what it prints. Raises its errors."""
     result = CliRunner(env={"COLUMNS": "300"}).invoke(
         warm, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False
     )
@@ -32,7 +32,7 @@ def invoke(*arguments):
 
 
 def text_of(path):
-    """All tokens of a snapshot, a list for each request."""
+    """Return the tokens of each request in a snapshot."""
     corpus = snapshot.load(path, 1 << 20, DrafterConfig.match_depth).corpus
     state = corpus.state()
     text = state.ring.read(state.oldest, state.head)
@@ -79,7 +79,7 @@ def test_larger_snapshot_keeps_its_size_by_default(tmp_path, monkeypatch):
 
 
 def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
-    """What would be overwritten before the corpus is saved is let go at once."""
+    """Text that would be overwritten before the corpus is saved is dropped at once."""
     rows = [{"tokens": [index] * 99} for index in range(400)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     appended = []
@@ -120,7 +120,7 @@ def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypat
 
 
 def test_loads_that_learn_nothing_fail(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"strange": 1}, {"stranger": 2}])
+    write_jsonl(tmp_path / "a.jsonl", [{"unknown": 1}, {"unknown": 2}])
     with pytest.raises(UserError, match="nothing could be learned"):
         invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
 

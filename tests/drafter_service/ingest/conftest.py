@@ -1,4 +1,4 @@
-"""Fixtures of the tests of loads."""
+"""Fixtures for tests of loads."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the tests of loads share: reading files to documents, sinks, tokenizers."""
+"""Helpers for tests of loads: reading files to documents, a sink, tokenizers."""
 
 import functools
 import json
@@ -26,14 +26,14 @@ TEMPLATE = (
 
 
 def documents_in(*paths, reading=None, resume=None):
-    """All documents of files, {name: token ids}, and the reading with its faults."""
+    """Return all documents of files, {name: token ids}, and the reading with its faults."""
     reading = reading or Reading()
     batches = read_batches(list_files(map(str, paths)), resume or Resume(None, ""), reading, Counter())
     return dict(pair for batch in batches for pair in pairs_of(encode(batch.items, reading))), reading
 
 
 def pairs_of(documents):
-    """Names and token ids of documents."""
+    """Return pairs of name and token ids."""
     bounds = documents.offsets.tolist()
     assert bounds[0] == 0
     assert bounds[-1] == len(documents.tokens)
@@ -43,18 +43,18 @@ def pairs_of(documents):
 
 
 def counts_of(faults):
-    """{reason: how often}."""
+    """Return the number of faults by reason."""
     return {reason: fault.count for reason, fault in faults.by_reason.items()}
 
 
 def write_jsonl(path, records):
-    """Records as lines."""
+    """Write records as lines."""
     path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
     return path
 
 
 def model_folder(path, template=TEMPLATE):
-    """A copy of the shipped tokenizer, with a chat template."""
+    """Copy the shipped tokenizer to a folder, with a chat template."""
     path.mkdir()
     shutil.copy(MODEL / "tokenizer.json", path)
     config = {"bos_token": {"content": "<s>"}, **({"chat_template": template} if template else {})}
@@ -64,17 +64,17 @@ def model_folder(path, template=TEMPLATE):
 
 @functools.cache
 def shipped():
-    """The shipped tokenizer."""
+    """Return the shipped tokenizer."""
     return Vocabulary(MODEL)
 
 
 def tokenized(text):
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     return shipped().encode([text])[0].tolist()
 
 
 class Collected:
-    """A sink that keeps everything."""
+    """A sink that keeps all documents."""
 
     def __init__(self, window=1 << 30):
         self.window = window

@@ -1,4 +1,4 @@
-"""Sources to files, and what users are told about those that cannot be had."""
+"""Listing files of sources, and errors for sources that cannot be read."""
 
 import fsspec
 import pytest
@@ -86,7 +86,7 @@ def test_streams_without_seek_are_skipped_by_reading(tree):
 
 
 class OneWay:
-    """A stream from a service that sends a file once, in small parts."""
+    """A stream that cannot seek and returns at most 3 bytes at a time."""
 
     def __init__(self, stream):
         self.read = lambda size: stream.read(min(size, 3))

@@ -1,4 +1,4 @@
-"""Every kind of file, to documents."""
+"""Reading each file format."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Loads: order, bounds on what is under way, errors, text without a tokenizer."""
+"""Loads: order, bounds on work in flight, errors, text without a tokenizer."""
 
 import threading
 from contextlib import closing
@@ -15,9 +15,9 @@ from drafter_service.ingest.resume import Resume
 from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import Collected, counts_of, model_folder, tokenized, write_jsonl
 
-PATIENCE_S = 30
-MOST_UNDER_WAY = BATCHES_READ + 1 + TOKENIZERS + 1 + BATCHES_ENCODED + 1
-"""Batches that were read and not accepted: in both queues, on the way into each, at the tokenizers, at the sink."""
+TIMEOUT_S = 30
+MAX_IN_FLIGHT = BATCHES_READ + 1 + TOKENIZERS + 1 + BATCHES_ENCODED + 1
+"""Batches that were read and not accepted yet: in both queues, entering each, at the tokenizers, and at the sink."""
 
 
 def load(sources, sink, reading=None, watch=lambda _: None):
@@ -46,7 +46,7 @@ def test_documents_keep_the_order_of_their_files(tmp_path, vocabulary):
 
 
 def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
-    """The reader stops when the sink does: memory does not grow with the size of a load."""
+    """The reader waits for the sink, so memory does not grow with the size of a load."""
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": list(range(100))} for _ in range(5000)])
     changed = threading.Condition()
     produced, weights = [0], []
@@ -67,15 +67,15 @@ def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
             super().accept(documents)
             with changed:
                 if self.accepted == 0:
-                    assert changed.wait_for(lambda: produced[0] >= MOST_UNDER_WAY, PATIENCE_S)
-                    assert not changed.wait_for(lambda: produced[0] > MOST_UNDER_WAY, 0.3)
+                    assert changed.wait_for(lambda: produced[0] >= MAX_IN_FLIGHT, TIMEOUT_S)
+                    assert not changed.wait_for(lambda: produced[0] > MAX_IN_FLIGHT, 0.3)
                 self.most = max(self.most, produced[0] - self.accepted)
                 self.accepted += 1
 
     monkeypatch.setattr(pipeline, "read_batches", counted)
     sink = Slow()
     load([tmp_path], sink, Reading(block_bytes=4000))
-    assert sink.most == MOST_UNDER_WAY < sink.accepted
+    assert sink.most == MAX_IN_FLIGHT < sink.accepted
     assert max(weights) < 2 * 4000
     assert len(sink.pairs) == 5000
 
@@ -93,7 +93,7 @@ def test_errors_of_the_sink_end_the_load(tmp_path, where):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1] * 100}] * 1000)
 
     class Broken(Collected):
-        """Its disk is full."""
+        """A sink that fails."""
 
     def fail(*_):
         raise UserError("full")

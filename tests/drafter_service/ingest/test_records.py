@@ -1,4 +1,4 @@
-"""Forms of records: what is output, what is prompt, what is neither."""
+"""Finding outputs and prompts in records."""
 
 import json
 
@@ -18,7 +18,7 @@ CHOICES = [{"index": 0, "message": ANSWER}]
 
 
 def seen(record, fields=()):
-    """(prompt, output) of each output, as plain values."""
+    """Return (prompt, output) of each output, as plain values."""
     return [(plain(found.prompt), plain(found.output)) for found in find_outputs(record, fields)]
 
 
@@ -103,14 +103,14 @@ def test_known_formats_are_read(record, expected):
         ({"token_ids": [1, None]}, BAD_IDS),
     ],
 )
-def test_others_are_refused_with_a_reason(record, reason):
+def test_other_records_are_refused_with_a_reason(record, reason):
     with pytest.raises(RecordError) as problem:
         find_outputs(record)
     assert str(problem.value) == reason
 
 
 def test_configured_fields_are_read():
-    record = {"a": {"b": "deep"}, "c.d": "dotted", "ids": [7], "response": "not asked for"}
+    record = {"a": {"b": "deep"}, "c.d": "dotted", "ids": [7], "response": "unused"}
     assert seen(record, ("a.b",)) == [(None, "deep")]
     assert seen(record, ("c.d",)) == [(None, "dotted")]
     assert seen(record, ("a.b", "c.d", "ids")) == [("deep\ndotted", [7])]
@@ -120,7 +120,7 @@ def test_configured_fields_are_read():
 
 
 def test_requests_keep_their_names():
-    """Names in a log's own numbering are not taken: other files number their records alike."""
+    """Numbers that a log assigns itself are not used as names: other files have the same ones."""
 
     def names(record):
         return [found.request for found in find_outputs(record)]
@@ -131,7 +131,7 @@ def test_requests_keep_their_names():
     assert names({"id": 1, "text": "t"}) == [None]
 
 
-def test_tool_calls_are_left_to_the_chat_template():
+def test_tool_calls_are_kept_for_the_chat_template():
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
     (found,) = find_outputs({"messages": [USER], "choices": [{"message": {"role": "assistant", "tool_calls": [call]}}]})
     assert isinstance(found.output, Reply)
@@ -156,7 +156,6 @@ VALUES = st.recursive(
 
 @given(value=VALUES)
 def test_any_value_is_read_or_counted(value):
-    """Never an exception: a line of a log is no reason to stop a load."""
     reading = Reading(faults=Faults())
     items = reading.items_of(value, FILE, 1)
     assert bool(items) or reading.faults.count == 1

@@ -1,4 +1,4 @@
-"""A load that is interrupted anywhere and goes on learns what one that was not interrupted learns."""
+"""An interrupted load that is continued learns the same as an uninterrupted one."""
 
 import gzip
 
@@ -24,16 +24,16 @@ from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import write_jsonl
 
 BLOCK = 1500
-"""Bytes: so small that there are many places to be interrupted at."""
+"""Bytes; small, so that a load has many blocks."""
 
 
 class KilledError(Exception):
-    """The process was killed here."""
+    """Simulates that the process is killed."""
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A file of each kind, together several times what the corpus remembers."""
+    """A file of each format; together they have several times the capacity of the corpus."""
     folder = tmp_path_factory.mktemp("sources")
     rng = np.random.default_rng(0)
 
@@ -59,15 +59,15 @@ def sources(tmp_path_factory):
 
 
 def run(files, folder, vocabulary):
-    """A load into `folder`."""
+    """Load files into a snapshot in `folder`."""
     sink = OfflineSink(folder / "corpus.ssd", MIN_CAPACITY)
-    resume = Resume(folder / "resume.json", "it")
+    resume = Resume(folder / "resume.json", "destination")
     reading = Reading(vocabulary, block_bytes=BLOCK)
     return pipeline.load(files, reading, sink, resume, lambda _: None)
 
 
 def learned(folder):
-    """What a load left behind: texts and names. Times differ."""
+    """Return the texts and names in a snapshot; times differ between loads."""
     sections = read_sections(folder / "corpus.ssd")
     return {name: sections[name].tolist() for name in ("text", "requests.first", "requests.name")}
 
@@ -80,17 +80,17 @@ def test_every_format_continues_from_any_position(sources, vocabulary, index, mo
     def chunks_from(position):
         return list(read_as(kind_of(file), file, position, reading))
 
-    def told(chunks):
+    def items_of(chunks):
         return [(item.name, list(item.output)) for chunk in chunks for item in chunk.items]
 
     chunks = chunks_from(Position())
     assert len(chunks) > 3
     for done, chunk in enumerate(chunks, 1):
-        assert told(chunks_from(chunk.position)) == told(chunks[done:])
+        assert items_of(chunks_from(chunk.position)) == items_of(chunks[done:])
 
 
-class Saboteur:
-    """Kills the load at its n-th step: before or after a batch is accepted, a snapshot is saved, or the position is."""
+class Interruption:
+    """Interrupts a load at its n-th step: before or after a batch is accepted, a snapshot saved, or progress stored."""
 
     def __init__(self, monkeypatch, at):
         self.steps, self.at = [], at
@@ -98,13 +98,13 @@ class Saboteur:
             monkeypatch.setattr(owner, name, self.around(getattr(owner, name)))
 
     def around(self, function):
-        def sabotaged(*arguments):
+        def interrupted(*arguments):
             self.step(f"before {function.__name__}")
             result = function(*arguments)
             self.step(f"after {function.__name__}")
             return result
 
-        return sabotaged
+        return interrupted
 
     def step(self, name):
         if len(self.steps) == self.at:
@@ -112,7 +112,7 @@ class Saboteur:
         self.steps.append(name)
 
     def chosen(self):
-        """Of each kind of step some, at different times of the load; all of them if there is time to soak."""
+        """Return some steps of each kind, at different times of the load; all steps in the profile `soak`."""
         steps = range(len(self.steps))
         if settings.get_current_profile_name() == "soak":
             return list(steps)
@@ -124,17 +124,17 @@ class Saboteur:
 def test_interrupted_loads_continue_to_the_same_corpus(sources, tmp_path, vocabulary, monkeypatch):
     (tmp_path / "whole").mkdir()
     with monkeypatch.context() as patch:
-        saboteur = Saboteur(patch, at=-1)
+        interruption = Interruption(patch, at=-1)
         summary = run(sources, tmp_path / "whole", vocabulary)
     expected = learned(tmp_path / "whole")
     assert summary.learned.tokens > 4 * MIN_CAPACITY, "the oldest must have been overwritten"
     assert summary.learned.duplicates == 0
     assert summary.faults.count == 2
-    for at in saboteur.chosen():
+    for at in interruption.chosen():
         folder = tmp_path / str(at)
         folder.mkdir()
         with monkeypatch.context() as patch:
-            Saboteur(patch, at)
+            Interruption(patch, at)
             with pytest.raises(KilledError):
                 run(sources, folder, vocabulary)
         run(sources, folder, vocabulary)
@@ -142,7 +142,7 @@ def test_interrupted_loads_continue_to_the_same_corpus(sources, tmp_path, vocabu
 
 
 def test_resumed_load_equals_an_uninterrupted_one(sources, tmp_path, vocabulary):
-    """Commits on the way change nothing about the newest text."""
+    """Additional commits do not change the newest text."""
     (tmp_path / "whole").mkdir()
     run(sources, tmp_path / "whole", vocabulary)
     sink = OfflineSink(tmp_path / "corpus.ssd", MIN_CAPACITY)
@@ -170,7 +170,7 @@ def test_changed_files_are_read_again_and_only_new_documents_are_learned(tmp_pat
 def test_other_files_are_refused_as_progress(tmp_path, content):
     (tmp_path / "r").write_bytes(content)
     with pytest.raises(UserError, match="remove it"):
-        Resume(tmp_path / "r", "it")
+        Resume(tmp_path / "r", "destination")
 
 
 def test_progress_of_another_load_is_refused(tmp_path):
@@ -181,6 +181,6 @@ def test_progress_of_another_load_is_refused(tmp_path):
 
 
 def test_unwritable_progress_file_is_an_error(tmp_path):
-    resume = Resume(tmp_path / "missing" / "r", "it")
+    resume = Resume(tmp_path / "missing" / "r", "destination")
     with pytest.raises(UserError, match="cannot be written"):
         resume.write()

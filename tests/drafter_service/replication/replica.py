@@ -1,4 +1,4 @@
-"""A replica of the sidecar as the shared log sees it, which keeps all that it takes."""
+"""A replica that records the events it reads from the shared log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 
 
 def in_loop(test):
-    """A test that is a coroutine."""
+    """Run a coroutine function as a test, with a timeout."""
 
     @functools.wraps(test)
     def run(*arguments, **named):
@@ -31,12 +31,12 @@ def in_loop(test):
 
 
 def request(name, *tokens, time=1.0):
-    """A finished request."""
+    """Return a finished request."""
     return Finished(name, np.array(tokens or (1, 2, 3), np.uint32), time)
 
 
 async def eventually(condition):
-    """Returns when a condition holds that something in the background brings about."""
+    """Wait until a condition holds."""
     until = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < until
@@ -44,7 +44,7 @@ async def eventually(condition):
 
 
 class Replica:
-    """Publishes when told to, and takes what others publish from the moment that it is told to read."""
+    """Publishes events, and after `read` takes the events of others."""
 
     def __init__(self, log):
         self.log = log
@@ -56,27 +56,27 @@ class Replica:
 
     @property
     def names(self):
-        """Of the requests that it took."""
+        """Names of the requests that it took."""
         return [event.request for event in self.taken if isinstance(event, Finished)]
 
     def read(self, after=OLDEST, known=()):
-        """Begin to read."""
+        """Start reading."""
         self.reader = self.log.reader(after, known)
         self._reading = asyncio.create_task(self.reader.run(self._take))
 
     async def publish(self, *events):
-        """Returns when Redis has them."""
+        """Publish events, and wait until Redis has them."""
         for event in events:
             self.log.publish(event)
         await self.log.flush()
 
     async def has(self, number):
-        """Returns when it took so many events; it took no more."""
+        """Wait until it took `number` events; fails if it took more."""
         await eventually(lambda: len(self.taken) >= number and self.reader.lag == (0, 0))
         assert len(self.taken) == number
 
     async def stop_reading(self):
-        """Returns when it has ended."""
+        """Stop reading, and wait until the task has ended."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
@@ -95,7 +95,7 @@ class Replica:
 
 @asynccontextmanager
 async def replicas(url, number, *, namespace="namespace", **options):
-    """So many replicas that share a log."""
+    """Yield `number` replicas that share a log."""
     logs = [SharedLog(url, **options) for _ in range(number)]
     members = [Replica(log.open(namespace)) for log in logs]
     try:

@@ -1,4 +1,4 @@
-"""What goes into an entry comes out; anything else is refused in so many words."""
+"""Encoding and decoding of entries; invalid entries are refused."""
 
 import math
 import tracemalloc
@@ -26,7 +26,7 @@ GOOD = encode([Finished("a", array([1, 2]), 1.0), Forgotten("é", 2.0), Finished
 
 
 def plain(event):
-    """An event as something that can be compared."""
+    """Return an event in a form that can be compared."""
     if isinstance(event, Finished):
         return event.request, event.tokens.dtype, event.tokens.tolist(), event.time
     return event
@@ -45,7 +45,7 @@ def test_encoded_events_are_decoded_unchanged(events, writer):
 
 @given(st.dictionaries(st.sampled_from(FIELDS).map(str.encode), st.binary(max_size=64)))
 def test_any_bytes_are_decoded_or_refused(columns):
-    """Both when they are all there is, and when they replace some of an entry."""
+    """Any fields alone, and any fields in place of those of an entry."""
     for fields in (columns, columns | {b"version": b"1"}, GOOD | columns, GOOD | columns | {b"version": b"1"}):
         try:
             entry = decode(fields)
@@ -76,7 +76,7 @@ def test_every_column_is_required(missing):
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         ({"version": b"2"}, "version"),
         ({"kinds": b"\0\1\4"}, "kinds contains 4"),
@@ -93,12 +93,12 @@ def test_every_column_is_required(missing):
         ({"names": b"a\xff\xff"}, "UTF-8"),
     ],
 )
-def test_inconsistent_columns_are_refused(columns, said):
-    with pytest.raises(WireError, match=said):
+def test_inconsistent_columns_are_refused(columns, message):
+    with pytest.raises(WireError, match=message):
         decode(changed(**columns))
 
 
-def test_a_small_entry_cannot_claim_much_memory():
+def test_false_lengths_do_not_allocate_memory():
     claims = changed(lengths=pack(np.array([0xFFFF_FFFE, 1, 4]), "u4"))
     tracemalloc.start()
     try:
@@ -110,6 +110,6 @@ def test_a_small_entry_cannot_claim_much_memory():
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf])
-def test_a_time_to_forget_before_is_finite(time):
+def test_forgetting_needs_a_finite_time(time):
     with pytest.raises(ValueError, match="not finite"):
         ForgottenBefore(time)

@@ -1,4 +1,4 @@
-"""Requests are learned once, and not after they were forgotten."""
+"""Requests are learned once, and not after they have been forgotten."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +32,7 @@ def passed(events, known=()):
 
 
 def naive(events):
-    """Which events pass, going through all that came before for each."""
+    """Return whether each event passes, by searching all earlier events."""
     passes = []
     for index, event in enumerate(events):
         if not isinstance(event, Finished):
@@ -66,7 +66,7 @@ def test_requests_of_a_snapshot_are_not_new():
 def test_only_the_newest_names_are_kept(monkeypatch):
     monkeypatch.setattr(reader, "MAX_NAMES", 2)
     names = ["a", "b", "a", "c", "b", "a"]
-    # The third makes "a" newer than "b", so that "c" takes the place of "b", and that in turn the place of "a".
+    # The third event makes "a" newer than "b". Then "c" replaces "b", and "b" replaces "a".
     assert passed([finished(name) for name in names]) == [True, True, False, True, True, True]
     forgets = [Forgotten(name, 9.0) for name in "abc"]
     assert passed([*forgets, finished("a"), finished("b")]) == [True, True, True, True, False]

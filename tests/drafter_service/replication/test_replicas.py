@@ -1,4 +1,4 @@
-"""Two real sidecars and a real Redis: what one has learned, both draft."""
+"""Two real sidecars that share a log in a real Redis."""
 
 from contextlib import ExitStack
 
@@ -20,16 +20,16 @@ def redis():
 
 @pytest.fixture
 def replica(redis, tmp_path):
-    """Starts sidecars, each with a folder of its own; returns a caller of it, and what stops it."""
-    with ExitStack() as everything:
+    """Return a function that starts a sidecar and returns a caller and a function that stops it."""
+    with ExitStack() as services:
 
         def start(name):
             folder = tmp_path / name
             folder.mkdir(exist_ok=True)
-            mine = everything.enter_context(ExitStack())
-            options = ("--capacity", "100k", "--snapshot-folder", str(folder / "kept"), "--log", redis.url)
-            mine.enter_context(served("--listen", f"unix:{folder}/s", *options))
-            return mine.enter_context(connected(f"unix:{folder}/s")), mine.close
+            service = services.enter_context(ExitStack())
+            options = ("--capacity", "100k", "--snapshot-folder", str(folder / "snapshots"), "--log", redis.url)
+            service.enter_context(served("--listen", f"unix:{folder}/s", *options))
+            return service.enter_context(connected(f"unix:{folder}/s")), service.close
 
         yield start
 
@@ -86,7 +86,7 @@ def test_replicas_continue_alone_without_redis_and_publish_later(replica, redis)
     eventually(lambda: drafts(two))
 
 
-def test_a_dropped_namespace_is_dropped_everywhere(replica):
+def test_dropping_a_namespace_forgets_its_text_in_all_replicas(replica):
     one, _ = replica("one")
     two, _ = replica("two")
     one.observe("shared", TEXT, names=["first"])

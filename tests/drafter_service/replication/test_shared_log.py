@@ -1,4 +1,4 @@
-"""Replicas that share a log, over a real Redis: all learn the same, once, and forget the same."""
+"""Replicas that share a log in a real Redis learn and forget the same requests, once each."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ PREFIXES = (f"test-{number}" for number in itertools.count())
 
 @dataclass(frozen=True)
 class Log:
-    """Where replicas meet, and what they cannot see."""
+    """A shared log, and a direct client of its Redis."""
 
     url: str
     client: Redis
@@ -49,32 +49,32 @@ def replicas_of(log, number, **options):
 
 @in_loop
 async def test_replicas_learn_the_same(log):
-    """Each takes what the others publish, in their order, and nothing of its own."""
+    """Each takes the events of the others in their order, and none of its own."""
     rng = np.random.default_rng(0)
     async with replicas_of(log, 3) as members:
         for member in members:
             member.read()
-        told = [
+        published = [
             [request(f"{who}-{number}", *rng.integers(0, 1 << 20, rng.integers(1, 300))) for number in range(400)]
             for who in range(3)
         ]
         for number in range(400):
-            for member, requests in zip(members, told, strict=True):
+            for member, requests in zip(members, published, strict=True):
                 member.log.publish(requests[number])
             await asyncio.sleep(0)
         for who, member in enumerate(members):
             await member.has(800)
             for other in range(3):
                 theirs = [event for event in member.taken if event.request.startswith(f"{other}-")]
-                expected = told[other] if other != who else []
+                expected = published[other] if other != who else []
                 assert [(event.request, event.tokens.tolist(), event.time) for event in theirs] == [
                     (event.request, event.tokens.tolist(), event.time) for event in expected
                 ]
-        for member, requests in zip(members, told, strict=True):
+        for member, requests in zip(members, published, strict=True):
             await member.log.flush()
             assert member.log.counters.published_tokens == sum(len(event.tokens) for event in requests)
             assert member.log.counters.consumed_tokens == sum(len(event.tokens) for event in member.taken)
-        # Many requests travel together.
+        # Entries contain many requests.
         assert log.client.xlen(log.key) < 200
 
 
@@ -83,15 +83,15 @@ async def test_namespaces_and_prefixes_are_isolated(log):
     async with (
         replicas_of(log, 2) as (one, two),
         replicas_of(log, 1, namespace="other") as (elsewhere,),
-        replicas(log.url, 1, prefix=log.prefix + "2") as (stranger,),
+        replicas(log.url, 1, prefix=log.prefix + "2") as (other_prefix,),
     ):
-        for member in (two, elsewhere, stranger):
+        for member in (two, elsewhere, other_prefix):
             member.read()
         await one.publish(request("a"))
         await elsewhere.publish(request("b"))
         await two.has(1)
         await elsewhere.has(0)
-        await stranger.has(0)
+        await other_prefix.has(0)
 
 
 @in_loop
@@ -106,7 +106,7 @@ async def test_request_published_by_several_replicas_is_learned_once(log):
 
 
 @in_loop
-async def test_an_empty_request_is_not_published(log):
+async def test_empty_requests_are_not_published(log):
     async with replicas_of(log, 1) as (one,):
         await one.publish(Finished("a", np.empty(0, np.uint32), 1.0))
         assert not log.client.exists(log.key)
@@ -114,20 +114,20 @@ async def test_an_empty_request_is_not_published(log):
 
 @in_loop
 async def test_new_replica_reads_from_its_position(log):
-    """From the position beside a snapshot on, and without what the snapshot holds."""
+    """It starts at the position stored with a snapshot, and skips requests that the snapshot contains."""
     async with replicas_of(log, 4) as (one, two, new, from_own):
         two.read()
         await one.publish(request("a"), request("b"))
         await two.has(2)
         position = str(two.reader.position)
-        # A snapshot at this position may hold what came a moment later.
+        # A snapshot with this position may contain later requests.
         await one.publish(request("c"), request("d"))
         await two.publish(request("e"))
         new.read(LogPosition.parse(position), known=[hash_of("a"), hash_of("c")])
         await new.has(2)
         assert new.names == ["d", "e"]
         await eventually(lambda: two.reader.position == new.reader.position)
-        # Own entries move the position too.
+        # Own entries advance the position, too.
         await two.publish(request("f"))
         await eventually(lambda: two.reader.position > new.reader.position or new.names == ["d", "e", "f"])
         from_own.read(two.reader.position)
@@ -152,13 +152,17 @@ async def test_order_of_forgetting_and_learning_is_kept(log):
         two.read()
         await one.publish(request("a"), Forgotten("a", 2.0), request("a", time=3.0), request("b", time=3.0))
         await two.has(4)
-        told = [(type(event), event.time) for event in two.taken]
-        assert told == [(Finished, 1.0), (Forgotten, 2.0), (Finished, 3.0), (Finished, 3.0)]
+        assert [(type(event), event.time) for event in two.taken] == [
+            (Finished, 1.0),
+            (Forgotten, 2.0),
+            (Finished, 3.0),
+            (Finished, 3.0),
+        ]
 
 
 @in_loop
 async def test_forgotten_requests_that_arrive_late_are_not_learned(log):
-    """From a replica that was cut off, or as a duplicate. That holds for what this replica said itself, too."""
+    """They may be duplicates, or come from a replica that was disconnected; events of this replica count, too."""
     async with replicas_of(log, 3) as (one, two, late):
         for member in (one, two):
             member.read()
@@ -170,7 +174,7 @@ async def test_forgotten_requests_that_arrive_late_are_not_learned(log):
 
 
 @in_loop
-async def test_the_text_of_a_dropped_namespace_leaves_redis(log):
+async def test_text_of_a_dropped_namespace_is_removed_from_redis(log):
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a", 7, 7, 7))
         await one.publish(request("b"), Dropped(2.0), request("c", time=3.0))
@@ -182,8 +186,8 @@ async def test_the_text_of_a_dropped_namespace_leaves_redis(log):
 
 @pytest.mark.parametrize(("age_s", "kept"), [(3600, 3), (-3600, 1), (-1e300, 1), (1e300, 3)])
 @in_loop
-async def test_old_text_leaves_redis_when_it_is_forgotten(log, age_s, kept):
-    """By the clock of Redis; whatever the clocks say, the order to forget stays."""
+async def test_forgotten_old_text_is_removed_from_redis(log, age_s, kept):
+    """Its age is measured by the clock of Redis. The event that forgets is always kept."""
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
         await one.publish(request("b"))
@@ -206,7 +210,7 @@ async def test_trimmed_position_is_a_gap(log):
         await new.has(3)
         assert new.names == ["b", "c", "d"]
         assert new.log.counters.gaps == 1
-        # From the oldest, and from a position that is still there, nothing is missed.
+        # There is no gap from the oldest position, or from one that was not trimmed.
         for position in (OLDEST, second, two.reader.position):
             async with replicas_of(log, 1) as (other,):
                 other.read(position)
@@ -233,7 +237,7 @@ async def test_reader_notices_trimming_beyond_its_position(log, monkeypatch):
 
 @in_loop
 async def test_reader_continues_after_redis_lost_entries(log):
-    """As when Redis comes back with an older state; even with a clock that was set back."""
+    """Redis may restart with an older state, or with a clock that was set back."""
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
         two.read(LogPosition(int((time.time() + 3600) * 1000), 0))
@@ -250,7 +254,7 @@ async def test_log_size_is_bounded(log, monkeypatch):
     async with replicas_of(log, 2, max_bytes=bound) as (one, two):
         rng = np.random.default_rng(0)
         used = []
-        # Few large entries, then many small ones, then large ones again.
+        # A few large entries, many small ones, and large ones again.
         for entries, tokens in ((60, 10_000), (400, 500), (60, 10_000)):
             for number in range(entries):
                 await one.publish(request(f"{entries}-{number}", *rng.integers(0, 50_000, tokens)))
@@ -271,15 +275,15 @@ async def test_reader_waits_for_learning(log, monkeypatch):
         two.read()
         await eventually(lambda: two.taken)
         position = two.reader.position
-        asked = log.client.info("commandstats")["cmdstat_xread"]["calls"]
-        # Long enough for another read, if there were one.
+        reads = log.client.info("commandstats")["cmdstat_xread"]["calls"]
+        # Publishing takes long enough for another read.
         await one.publish(request("10"))
         await one.publish(request("11"))
         assert two.names == ["0"]
         assert two.reader.position == position
-        assert log.client.info("commandstats")["cmdstat_xread"]["calls"] == asked
+        assert log.client.info("commandstats")["cmdstat_xread"]["calls"] == reads
         two.may_take.set()
-        # Sooner than a read that waits would end: a reader that is behind does not wait.
+        # A reader that is behind does not block in Redis, so this takes less than `BLOCK_S`.
         async with asyncio.timeout(redis_stream.BLOCK_S / 2):
             await two.has(12)
 
@@ -290,8 +294,8 @@ async def test_lag_is_reported(log):
         two.read()
         await two.has(0)
         assert two.reader.lag == (0, 0)
-        log.client.xadd(log.key, {"no": "entry"}, id="1000-0")
-        log.client.xadd(log.key, {"no": "entry"}, id="9000-0")
+        log.client.xadd(log.key, {"invalid": "entry"}, id="1000-0")
+        log.client.xadd(log.key, {"invalid": "entry"}, id="9000-0")
         await one.publish(request("a"))
         ages = {"oldest": OLDEST, "newer": LogPosition(1000, 0)}
         for position in ages.values():
@@ -322,7 +326,7 @@ async def test_malformed_entries_are_skipped_and_counted(log):
         for _ in range(50):
             name = list(good)[rng.integers(len(good))]
             log.client.xadd(log.key, {**good, name: rng.bytes(rng.integers(1, 40)), b"version": b"1"})
-        log.client.xadd(log.key, {b"something": b"else"})
+        log.client.xadd(log.key, {b"unknown": b"field"})
         log.client.xadd(log.key, {**good, b"version": b"2"})
         await one.publish(request("z"))
         await eventually(lambda: "z" in two.names)
@@ -345,7 +349,7 @@ async def test_exceptions_of_the_consumer_end_the_reader(log):
 
 @in_loop
 async def test_reader_can_be_cancelled(log, monkeypatch):
-    """Whatever it was doing."""
+    """At any point of its work."""
     monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
     async with replicas_of(log, 1) as (one,):
         for number in range(40):

@@ -1,4 +1,4 @@
-"""What goes wrong around the shared log: a replica goes on without it and catches up. No secret or text is said."""
+"""Faults of Redis: replicas continue without it and catch up, and log neither secrets nor text."""
 
 import asyncio
 import sys
@@ -21,19 +21,18 @@ from tests.drafter_service.replication.replica import eventually, in_loop, repli
 from tests.redis import free_port, running_redis
 
 KEY = "ssd:{default}:namespace"
-KEPT = ("--appendonly", "yes", "--appendfsync", "always")
+PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """Nobody wants to wait for the next attempt, or for a Redis that will not come back."""
+def short_pauses(monkeypatch):
     monkeypatch.setattr(redis_stream, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(redis_stream, "MAX_PAUSE_S", 0.05)
     monkeypatch.setattr(shared_log, "FLUSH_S", 0.2)
 
 
 @pytest.fixture
-def said():
+def logged():
     with structlog.testing.capture_logs() as lines:
         yield lines
 
@@ -43,7 +42,7 @@ def events_of(lines):
 
 
 class Proxy:
-    """Between a replica and Redis. Loses the answer to the next request that holds `loses_answer_to`, and hangs up."""
+    """A proxy of Redis. It drops the answer to the next request that contains `loses_answer_to`, and disconnects."""
 
     def __init__(self, port):
         self.loses_answer_to: bytes | None = None
@@ -87,7 +86,7 @@ class Proxy:
 
 
 @in_loop
-async def test_request_is_rewritten_after_a_lost_answer_and_learned_once(said):
+async def test_request_is_rewritten_after_a_lost_answer_and_learned_once(logged):
     with running_redis() as server, Redis.from_url(server.url) as client:
         async with (
             Proxy(server.port).running() as proxy,
@@ -102,12 +101,12 @@ async def test_request_is_rewritten_after_a_lost_answer_and_learned_once(said):
             assert proxy.lost == 1
             assert client.xlen(KEY) == 3
             assert two.names == ["a", "b", "c"]
-            # What is to be forgotten comes twice, and is last.
+            # The event that forgets is read twice.
             assert [event for event in two.taken if not isinstance(event, Finished)] == [Forgotten("b", 2.0)] * 2
             assert two.log.counters.duplicates == 1
             assert one.log.counters.errors == 1
             assert one.log.counters.published_tokens == 9
-            assert events_of(said) == ["shared_log_unavailable", "shared_log_available"]
+            assert events_of(logged) == ["shared_log_unavailable", "shared_log_available"]
 
 
 @in_loop
@@ -126,9 +125,9 @@ async def test_reader_misses_nothing_after_a_lost_answer():
             assert two.log.counters.duplicates == 0
 
 
-@pytest.mark.parametrize("kept", [(), KEPT], ids=["forgetful", "with-a-file"])
+@pytest.mark.parametrize("kept", [(), PERSISTENT], ids=["in-memory", "persistent"])
 @in_loop
-async def test_redis_is_killed_and_restarted(kept, said):
+async def test_redis_is_killed_and_restarted(kept, logged):
     with running_redis(*kept) as server:
         async with replicas(server.url, 2) as (one, two):
             for member in (one, two):
@@ -153,15 +152,15 @@ async def test_redis_is_killed_and_restarted(kept, said):
             ]
             assert one.names == [f"two-{number}" for number in range(50)]
             assert one.log.counters.dropped_tokens == two.log.counters.dropped_tokens == 0
-            # It cannot be known what others had written before it was lost.
+            # Entries of others may have been lost with Redis.
             assert two.log.counters.gaps == (0 if kept else 1)
-            # Once for each of two writers and two readers, however many attempts there were.
-            assert events_of(said).count("shared_log_unavailable") == 4
-            assert events_of(said).count("shared_log_available") == 4
+            # Two writers and two readers log it once each, whatever the number of attempts.
+            assert events_of(logged).count("shared_log_unavailable") == 4
+            assert events_of(logged).count("shared_log_available") == 4
 
 
 @in_loop
-async def test_newest_requests_and_all_forgetting_wait_for_redis(said):
+async def test_newest_requests_and_all_forgetting_wait_for_redis(logged):
     room, weight = 100, 3 + len("0000") // 4 + EVENT_WEIGHT
     with running_redis() as server:
         async with replicas(server.url, 2, outbox_tokens=room * weight) as (one, two):
@@ -178,7 +177,7 @@ async def test_newest_requests_and_all_forgetting_wait_for_redis(said):
             await two.has(2 + room)
             assert two.taken[1] == Forgotten("first", 2.0)
             assert two.names == ["first", *(f"{number:04}" for number in range(10_000 - room, 10_000))]
-            assert events_of(said).count("shared_log_drops_requests") == 1
+            assert events_of(logged).count("shared_log_drops_requests") == 1
 
 
 @in_loop
@@ -198,7 +197,7 @@ async def test_publishing_does_not_wait_for_a_hanging_redis(monkeypatch):
                 assert time.perf_counter() - began < 1
                 await eventually(lambda: one.log.counters.errors and two.log.counters.errors)
             finally:
-                server.go_on()
+                server.resume()
             await two.has(1001)
 
 
@@ -206,16 +205,16 @@ async def test_publishing_does_not_wait_for_a_hanging_redis(monkeypatch):
 async def test_key_of_another_type_does_not_affect_other_namespaces():
     with running_redis() as server, Redis.from_url(server.url) as client:
         client.set(KEY, "something else")
-        async with replicas(server.url, 1) as (harmed,), replicas(server.url, 2, namespace="other") as (one, two):
-            harmed.read()
+        async with replicas(server.url, 1) as (affected,), replicas(server.url, 2, namespace="other") as (one, two):
+            affected.read()
             two.read()
-            harmed.log.publish(request("a"))
+            affected.log.publish(request("a"))
             await one.publish(request("b"))
             await two.has(1)
-            await eventually(lambda: harmed.log.counters.errors > 3)
+            await eventually(lambda: affected.log.counters.errors > 3)
             client.delete(KEY)
-            await harmed.log.flush()
-            assert harmed.log.counters.published_tokens == 3
+            await affected.log.flush()
+            assert affected.log.counters.published_tokens == 3
 
 
 @in_loop
@@ -255,15 +254,15 @@ async def test_tls_with_a_password(tmp_path):
             two.read()
             await one.publish(request("a"))
             await two.has(1)
-        # Not to a server that cannot show who it is.
-        async with replicas(f"rediss://:secret%2Fpass@localhost:{port}", 1) as (stranger,):
-            stranger.read()
-            await eventually(lambda: stranger.log.counters.errors)
-            assert not stranger.taken
+        # A server without a known certificate is refused.
+        async with replicas(f"rediss://:secret%2Fpass@localhost:{port}", 1) as (refusing,):
+            refusing.read()
+            await eventually(lambda: refusing.log.counters.errors)
+            assert not refusing.taken
 
 
 @in_loop
-async def test_logs_contain_no_passwords_text_or_names(said):
+async def test_logs_contain_no_passwords_text_or_names(logged):
     with running_redis("--requirepass", "right-secret") as server:
         wrong, right = (server.url.replace("//", f"//:{which}-secret@") for which in ("wrong", "right"))
         client = Redis.from_url(right)
@@ -281,15 +280,15 @@ async def test_logs_contain_no_passwords_text_or_names(said):
             entry = dict(client.xrange(KEY)[0][1])
             client.xadd(KEY, {**entry, b"kinds": b"x"})
             await eventually(lambda: one.log.counters.malformed)
-        assert set(events_of(said)) == {
+        assert set(events_of(logged)) == {
             "shared_log_unavailable",
             "shared_log_available",
             "shared_log_drops_requests",
             "shared_log_entries_malformed",
         }
-        assert {"AuthenticationError", "ResponseError"} <= {line.get("error") for line in said}
+        assert {"AuthenticationError", "ResponseError"} <= {line.get("error") for line in logged}
         for secret in ("secret", "name-of-a-user", "text of", str(int(finished.tokens[0]))):
-            assert secret not in str(said)
+            assert secret not in str(logged)
 
 
 @pytest.mark.parametrize(

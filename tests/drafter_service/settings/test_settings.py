@@ -1,4 +1,4 @@
-"""Where settings come from, which of them wins, and what is said of those that cannot be."""
+"""Sources of settings, their precedence, and error messages."""
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ SAMPLES = {
     "reports.log_format": "json",
     "reports.tracing": True,
 }
-"""Values unlike the defaults; for numbers one is made."""
+"""Values that differ from the defaults; for numbers see `different_values`."""
 NUMBERS = {
     "drafting.capacity": 5000,
     "drafting.max_draft": 9,
@@ -50,7 +50,7 @@ def loaded(file=None, flags=None, environment=None):
 
 
 def leaves(section=ServiceConfig, path=""):
-    """The dotted keys of all settings but capacities and options, with their types."""
+    """Yield the dotted keys of all settings and their types, except mappings."""
     hints = get_type_hints(section)
     for field in fields(section):
         if is_dataclass(hints[field.name]):
@@ -65,17 +65,17 @@ def value_of(config, key):
     return config
 
 
-def wanted():
-    """A value for every setting, unlike its default."""
+def different_values():
+    """Return a value for every setting that differs from its default."""
     return {key: SAMPLES[key] if key in SAMPLES else NUMBERS.get(key, 4321) for key, _ in leaves()}
 
 
-def test_without_anything_the_defaults_hold():
+def test_defaults_without_any_source():
     assert loaded() == ServiceConfig()
 
 
-def test_every_setting_can_come_from_a_flag_from_the_environment_and_from_a_file(tmp_path):
-    values = wanted()
+def test_every_setting_is_read_from_flags_environment_and_file(tmp_path):
+    values = different_values()
     texts = {key: str(value) for key, value in values.items()}
     by_flag = loaded(flags=read_assignments([f"{key}={text}" for key, text in texts.items()]))
     variables = {"SSD_DRAFTER_" + key.upper().replace(".", "__"): text for key, text in texts.items()}
@@ -87,7 +87,7 @@ def test_every_setting_can_come_from_a_flag_from_the_environment_and_from_a_file
     assert loaded(tmp_path / "settings.toml") == by_flag
 
 
-def test_flags_override_the_environment_and_that_overrides_the_file(tmp_path):
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text("[limits]\nstreams = 1\nsequences = 1\nwaiting_tokens = 1\n")
     environment = {"SSD_DRAFTER_LIMITS__SEQUENCES": "2", "SSD_DRAFTER_LIMITS__WAITING_TOKENS": "2"}
@@ -95,8 +95,8 @@ def test_flags_override_the_environment_and_that_overrides_the_file(tmp_path):
     assert (limits.streams, limits.sequences, limits.waiting_tokens) == (1, 2, 3)
 
 
-def test_other_variables_are_left_alone():
-    """Kubernetes gives these to every pod beside a Service called ssd-drafter."""
+def test_variables_of_kubernetes_are_ignored():
+    """Kubernetes sets these in every pod if there is a Service named ssd-drafter."""
     environment = {
         "HOME": "/root",
         "SSD_DRAFTER_SERVICE_HOST": "10.0.0.1",
@@ -109,14 +109,14 @@ def test_other_variables_are_left_alone():
     assert loaded(environment=environment) == ServiceConfig()
 
 
-def test_quantities_may_be_written_short(tmp_path):
+def test_integers_may_have_suffixes(tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text('[drafting]\ncapacity = "32M"\n[namespaces.capacities]\n"Llama-3.1" = "500k"\nother = 5000\n')
     config = loaded(file, {"limits.streams": "2k"})
     assert (config.drafting.capacity, config.limits.streams) == (32_000_000, 2000)
     assert dict(config.namespaces.capacities) == {"Llama-3.1": 500_000, "other": 5000}
-    given_as_a_table = loaded(flags=read_assignments(["namespaces.capacities={'Llama-3.1' = '500k'}"]))
-    assert dict(given_as_a_table.namespaces.capacities) == {"Llama-3.1": 500_000}
+    from_table = loaded(flags=read_assignments(["namespaces.capacities={'Llama-3.1' = '500k'}"]))
+    assert dict(from_table.namespaces.capacities) == {"Llama-3.1": 500_000}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_errors_name_the_key_in_one_line(flags, message):
     assert "\n" not in str(refused.value)
 
 
-def test_an_error_in_the_environment_or_a_file_says_so(tmp_path):
+def test_errors_name_the_environment_or_the_file(tmp_path):
     with pytest.raises(UserError, match=r"environment: there is no setting limits.stream; did you mean limits.streams"):
         loaded(environment={"SSD_DRAFTER_LIMITS__STREAM": "1"})
     file = tmp_path / "settings.toml"
@@ -170,7 +170,7 @@ def test_an_error_in_the_environment_or_a_file_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["limits.streams", "=5", ""])
-def test_an_assignment_needs_a_key_and_a_value(text):
+def test_assignments_need_a_key_and_an_equals_sign(text):
     with pytest.raises(UserError, match="is not of the form KEY=VALUE"):
         read_assignments([text])
 
@@ -179,14 +179,14 @@ def test_an_assignment_needs_a_key_and_a_value(text):
     ("text", "number"),
     [("5", 5), ("16M", 16_000_000), ("1.5k", 1500), ("4.35m", 4_350_000), ("2G", 2_000_000_000), ("1_000", 1000)],
 )
-def test_a_quantity_is_read(text, number):
+def test_quantities_are_parsed(text, number):
     assert parse_quantity(text) == number
 
 
 @pytest.mark.parametrize(
     "text", ["", "k", "5kk", "many", "inf", "nan", "1e400", "1e999999999", "1.5", "0.0001k", "5 6"]
 )
-def test_what_is_no_quantity_is_refused(text):
+def test_invalid_quantities_are_refused(text):
     with pytest.raises(ValueError, match="is not a number"):
         parse_quantity(text)
 
@@ -202,7 +202,7 @@ NAMES = st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size
     st.one_of(st.none(), NAMES.map(Path)),
     st.one_of(st.none(), NAMES),
 )
-def test_what_is_printed_is_read_back(tmp_path_factory, capacities, streams, interval_s, folder, url):
+def test_printed_settings_are_read_back(tmp_path_factory, capacities, streams, interval_s, folder, url):
     tree = {
         "namespaces": {"capacities": capacities},
         "limits": {"streams": streams},
@@ -228,7 +228,7 @@ def test_passwords_are_not_printed(url, printed):
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
-def test_any_assignment_is_taken_or_refused(key, value):
+def test_any_assignment_is_accepted_or_refused(key, value):
     try:
         config = loaded(flags=read_assignments([f"{key}={value}"]))
     except UserError:
