@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 
@@ -244,6 +245,9 @@ def time_feed(corpus: ssd.Corpus, writer: Writer, contexts: list[np.ndarray]) ->
 
 def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str, object]:
     """Measure all figures for a corpus of `tokens` tokens."""
+    # Kernels are loaded first, since their memory is not the corpus's.
+    for module in ("ssd.drafter", "ssd.corpus.search"):
+        import_module(module)
     writer = Writer(seed=1)
     say(f"writing {tokens:,} tokens")
     requests = writer.take(tokens)

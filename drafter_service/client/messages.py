@@ -114,18 +114,10 @@ class Counters:
 
 def hello_message(model: ModelIdentity | None, namespace: str, policy: str) -> pb.Hello:
     """Return the first message of a stream: the client's version and the served model."""
-    described = pb.Model()
-    if model is not None:
-        described = pb.Model(
-            name=model.name,
-            tokenizer=model.tokenizer,
-            adapter=model.adapter,
-            vocabulary_size=model.vocabulary_size,
-        )
     return pb.Hello(
         protocol=PROTOCOL,
         client=f"ssd-drafter/{version('ssd-drafter')}",
-        model=described,
+        model=pb.Model() if model is None else pb.Model(**vars(model)),
         namespace=namespace,
         policy=policy,
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from drafter_service.client.messages import Ended, OutgoingRequest, Registered
 from drafter_service.client.pending import PendingRequests
-from drafter_service.client.sequences import Finished, RunningSequences
+from drafter_service.client.sequences import RunningSequences, UnconfirmedEnd
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_MESSAGE_BYTES
 
@@ -47,9 +47,9 @@ class Registration:
         self._max_sequences = math.inf
         self._awaited: int | None = None
         """Number of the unanswered request with the last part of running sequences."""
-        self._finished: deque[Finished] = deque()
+        self._finished: deque[UnconfirmedEnd] = deque()
         """Unsent ends."""
-        self._unconfirmed: dict[int, list[Finished]] = {}
+        self._unconfirmed: dict[int, list[UnconfirmedEnd]] = {}
         """Unanswered ends, by request."""
         self._finished_bytes = 0
         """Text of `_finished` and `_unconfirmed`."""
@@ -67,7 +67,7 @@ class Registration:
         else:
             self._running.has_unregistered = True
 
-    def finish(self, finished: Finished) -> None:
+    def finish(self, finished: UnconfirmedEnd) -> None:
         """Send the end of a sequence, now or later. If there is no room for it, the oldest ends are discarded."""
         if not (finished.learn or finished.is_registered):
             return
@@ -172,7 +172,7 @@ class Registration:
                 nbytes, room = nbytes + 4 * size, room - size
         return chosen
 
-    def _next_finished(self) -> list[Finished]:
+    def _next_finished(self) -> list[UnconfirmedEnd]:
         """Remove the ends to send next from the queue: about `PART_BYTES` of text, at least one if there is room.
 
         An unregistered sequence waits until there is room to register it.
@@ -182,8 +182,8 @@ class Registration:
             # Within a request sequences start before others end, so the ends to send do not make room yet.
             registered = sum(finished.size for finished in self._finished if finished.is_registered)
             room -= self._running.load()[1] + registered
-        part: list[Finished] = []
-        waiting: list[Finished] = []
+        part: list[UnconfirmedEnd] = []
+        waiting: list[UnconfirmedEnd] = []
         size = 0
         while self._finished and (not part or size + self._finished[0].unsent_bytes <= PART_BYTES):
             finished = self._finished.popleft()
@@ -211,9 +211,9 @@ class Registration:
                 self._finished.remove(finished)
                 self._discard(finished)
 
-    def _discard(self, finished: Finished) -> None:
+    def _discard(self, finished: UnconfirmedEnd) -> None:
         self.discarded += finished.learn
         self._release([finished])
 
-    def _release(self, part: Iterable[Finished]) -> None:
+    def _release(self, part: Iterable[UnconfirmedEnd]) -> None:
         self._finished_bytes -= sum(finished.nbytes for finished in part)

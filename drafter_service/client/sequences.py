@@ -47,8 +47,8 @@ class SequenceInfo:
 
 
 @dataclass(eq=False)
-class Finished:
-    """A finished sequence whose end was not confirmed by the service."""
+class UnconfirmedEnd:
+    """A finished sequence whose end the service has not confirmed."""
 
     info: SequenceInfo
     committed: np.ndarray
@@ -135,13 +135,13 @@ class RunningSequences:
         self._table[PROMPT, row] = len(info.prompt)
         return row
 
-    def remove(self, sequence_id: int, learn: bool) -> Finished:
+    def remove(self, sequence_id: int, learn: bool) -> UnconfirmedEnd:
         """Remove a sequence that has ended."""
         row = self.row_of.pop(sequence_id)
         self._last_ids = None
         unsent, _, verified, steps, wire_id, _, is_registered, *_ = self._table[:, row].tolist()
         info, committed = self.info(row), self._history.tokens(row)
-        finished = Finished(
+        finished = UnconfirmedEnd(
             info,
             committed=committed,
             wire_id=wire_id,

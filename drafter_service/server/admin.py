@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,18 +24,6 @@ from ssd.corpus.sections import SnapshotError
 
 TEXTS_PER_TURN = 256
 """Number of texts learned before other tasks of the event loop run."""
-
-
-@dataclass(frozen=True)
-class Learned:
-    """Amount of text learned."""
-
-    tokens: int = 0
-    texts: int = 0
-    duplicates: int = 0
-
-    def __add__(self, other: Learned) -> Learned:
-        return Learned(self.tokens + other.tokens, self.texts + other.texts, self.duplicates + other.duplicates)
 
 
 class Admin:
@@ -63,8 +50,9 @@ class Admin:
             name = request.namespace or default_namespace(model)
             authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
-                learned = await learn(namespace, request.texts)
-                return pb.ObserveResponse(tokens=learned.tokens, texts=learned.texts, duplicates=learned.duplicates)
+                response = pb.ObserveResponse()
+                await learn(namespace, request.texts, response)
+                return response
 
     async def warm(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -79,12 +67,15 @@ class Admin:
             name = first.namespace or default_namespace(model)
             authorized.require(Right.LEARN, name)
             async with self._namespaces.use(name, model) as namespace:
-                total = await learn(namespace, first.texts)
-                yield _warm_response(total, namespace.corpus.waiting)
+                total = pb.WarmResponse()
+                await learn(namespace, first.texts, total)
+                total.waiting_tokens = namespace.corpus.waiting
+                yield total
                 async for data in requests:
                     authorized.require(Right.LEARN, name)
-                    total += await learn(namespace, _read_warm(data).texts)
-                    yield _warm_response(total, namespace.corpus.waiting)
+                    await learn(namespace, _read_warm(data).texts, total)
+                    total.waiting_tokens = namespace.corpus.waiting
+                    yield total
 
     async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
         """Forget text, wait until no draft can contain it, and save the namespace again."""
@@ -187,21 +178,22 @@ class Admin:
         return message
 
 
-async def learn(namespace: Namespace, message: pb.Texts) -> Learned:
-    """Learn finished texts at the rate of the index.
+async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse | pb.WarmResponse) -> None:
+    """Learn finished texts at the rate of the index, and add their counts to `total`.
 
     Raises WireError, with no effect, for an invalid message, and ClosedError.
     """
     texts = read_texts(message, namespace.model.vocabulary_size)
-    tokens = learned = 0
     for index, name in enumerate(texts.request_ids):
         if index % TEXTS_PER_TURN == 0:
             await asyncio.sleep(0)
             await namespace.wait_for_room()
         text = texts.text(index)
         if namespace.learn(text, name):
-            tokens, learned = tokens + len(text), learned + 1
-    return Learned(tokens, learned, len(texts) - learned)
+            total.tokens += len(text)
+            total.texts += 1
+        else:
+            total.duplicates += 1
 
 
 @asynccontextmanager
@@ -221,7 +213,3 @@ def _read_warm(data: bytes) -> pb.WarmRequest:
         return pb.WarmRequest.FromString(data)
     except DecodeError:
         raise WireError(f"the message is not a WarmRequest of {pb.DESCRIPTOR.package}") from None
-
-
-def _warm_response(total: Learned, waiting: int) -> pb.WarmResponse:
-    return pb.WarmResponse(tokens=total.tokens, texts=total.texts, duplicates=total.duplicates, waiting_tokens=waiting)

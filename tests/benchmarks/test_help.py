@@ -13,6 +13,7 @@ BENCHMARKS = (
     "sidecar",
     "soak",
     "startup",
+    "steps",
     "warm",
 )
 

@@ -14,7 +14,7 @@ import pytest
 
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.admin import TEXTS_PER_TURN, Admin, Learned, learn
+from drafter_service.server.admin import TEXTS_PER_TURN, Admin, learn
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace
@@ -278,18 +278,20 @@ async def waits(task):
 async def test_a_caller_with_much_text_waits_for_the_index():
     async with learning() as namespace:
         many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
-        task = asyncio.create_task(learn(namespace, many))
+        total = pb.WarmResponse()
+        task = asyncio.create_task(learn(namespace, many, total))
         for turn in range(1, 4):
             assert await waits(task) == (turn < 3)
             assert namespace.corpus.waiting == TEXTS_PER_TURN
             await asyncio.to_thread(namespace.corpus.refresh)
-        assert await task == Learned(3 * TEXTS_PER_TURN, 3 * TEXTS_PER_TURN, 0)
+        await task
+        assert total == pb.WarmResponse(tokens=3 * TEXTS_PER_TURN, texts=3 * TEXTS_PER_TURN)
 
 
 @run
 async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
     async with learning() as namespace:
-        task = asyncio.create_task(learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN))))
+        task = asyncio.create_task(learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN)), pb.WarmResponse()))
         assert await waits(task)
         namespace.close()
         with pytest.raises(ClosedError, match="namespace 'some' was dropped"):
@@ -308,7 +310,7 @@ async def test_other_tasks_run_while_many_texts_are_learned():
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)))
+        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)), pb.WarmResponse())
         counting.cancel()
         assert turns >= 20
 
@@ -317,7 +319,7 @@ async def test_other_tasks_run_while_many_texts_are_learned():
 async def test_an_invalid_text_has_no_effect():
     async with learning() as namespace:
         with pytest.raises(WireError):
-            await learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)))
+            await learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)), pb.WarmResponse())
         assert namespace.corpus.appended == 0
 
 
@@ -438,7 +440,7 @@ async def test_everything_is_forgotten_though_the_clock_was_ahead():
 async def test_a_failed_merge_is_repeated(monkeypatch):
     """Otherwise callers would wait for their text for ever."""
     async with learning() as namespace:
-        await learn(namespace, texts(counted(100)))
+        await learn(namespace, texts(counted(100)), pb.WarmResponse())
         with monkeypatch.context() as patch:
             patch.setattr(namespace.corpus._index, "add", lambda _: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):
