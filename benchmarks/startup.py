@@ -51,14 +51,14 @@ class Environment:
 
     @property
     def packages(self) -> Path:
-        """The folder that packages are installed in."""
+        """Folder that packages are installed in."""
         return Path(sysconfig.get_path("purelib", vars={"base": str(self.folder)}))
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command line of a program of the environment."""
         return [str(self.folder / "bin" / arguments[0]), *arguments[1:]]
 
-    def take_kernels(self) -> None:
+    def copy_kernels(self) -> None:
         """Copy the compiled kernels of this checkout, which the environment would compile for about a minute.
 
         A kernel is cached beside its source and is valid for that source's time of change, so both are copied. Raises
@@ -110,7 +110,7 @@ def main() -> None:
         )
         sizes = environment.distributions()
         total = sum(path.stat().st_size for path in environment.packages.rglob("*") if path.is_file()) / 1e6
-        environment.take_kernels()
+        environment.copy_kernels()
         times = _start_up_times(environment, Path(folder), rounds)
     for name, size in sizes.items():
         if size >= SHOWN_MB:

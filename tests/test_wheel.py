@@ -30,7 +30,7 @@ def environment(tmp_path_factory):
     if not can_install():
         pytest.skip("pip finds packages neither in its cache nor in a registry")
     made = Environment(tmp_path_factory.mktemp("wheel"))
-    made.take_kernels()
+    made.copy_kernels()
     return made
 
 

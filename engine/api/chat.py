@@ -23,14 +23,14 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[s
     """Answer a chat. Raises ApiError and UserError."""
     service.check_model(body.model)
     prompt = await _prompt(service, body)
-    max_tokens = body.max_completion_tokens or body.max_tokens or service.max_output_tokens(prompt)
+    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.max_tokens - len(prompt))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = service.requests(body, prompt, max_tokens, logprobs=logprobs)
     return await respond(service, body, requests, _ChatFormat(service, body, requests), http)
 
 
 async def _prompt(service: Service, body: ChatRequest) -> np.ndarray:
-    """Token ids of the messages, uint32 [P]. Raises ApiError."""
+    """Return the token ids of the messages, uint32 [P]. Raises ApiError."""
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     render = partial(service.served.chat.tokens, messages, arguments=body.chat_template_kwargs)
     try:
@@ -47,7 +47,7 @@ class _ChatFormat(ResponseFormat):
     chunk_name = "chat.completion.chunk"
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Chunks with the role, one per output."""
+        """Return a chunk with the role per output."""
         content = {"delta": {"role": "assistant", "content": ""}}
         return [self.chunk([self.choice(index, content, None)]) for index in range(len(self.requests))]
 
@@ -64,7 +64,7 @@ class _ChatFormat(ResponseFormat):
 
 
 def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, Any]:
-    """Log-probabilities of `tokens`, uint32 [N]."""
+    """Return the log-probabilities of `tokens`, uint32 [N]."""
     rows = zip(tokens.tolist(), logprobs.tokens.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True)
     return {
         "content": [

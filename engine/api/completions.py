@@ -37,7 +37,7 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray]:
-    """Token ids of all prompts, uint32 [P] each."""
+    """Return the token ids of all prompts, uint32 [P] each."""
     given = body.prompt
     is_single = isinstance(given, str) or isinstance(given[0], int)
     encode = service.served.tokenizer.encode
@@ -62,7 +62,7 @@ class _CompletionFormat(ResponseFormat):
         """Characters of each output's tokens so far."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Chunks with the prompts, if they were requested."""
+        """Return chunks with the prompts, if they were requested."""
         if not self._has_echo:
             return []
         return [
@@ -94,7 +94,7 @@ class _CompletionFormat(ResponseFormat):
 
 
 def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offset: int) -> dict[str, list[Any]]:
-    """Log-probabilities of `tokens`, uint32 [N], whose text begins `offset` characters into the output."""
+    """Return the log-probabilities of `tokens`, uint32 [N], whose text begins `offset` characters into the output."""
     texts = [token_text(token, decode) for token in tokens.tolist()]
     starts = offset + np.cumsum([0, *map(len, texts)])[: len(texts)]
     return {
@@ -109,7 +109,7 @@ def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offs
 
 
 def _prompt_logprobs(prompt: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, list[Any]]:
-    """Log-probabilities of a prompt, uint32 [P]; its first token has none."""
+    """Return the log-probabilities of a prompt, uint32 [P]; its first token has none."""
     first = token_text(int(prompt[0]), decode)
     rest = _token_logprobs(prompt[1:], logprobs, decode, len(first))
     head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}

@@ -1,4 +1,4 @@
-"""The engine as the HTTP process sees it: requests go in, each request's events come out."""
+"""The HTTP process's end of the pipe to the engine process: sends requests and yields their events."""
 
 from __future__ import annotations
 

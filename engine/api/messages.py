@@ -106,7 +106,7 @@ class CorpusSize:
     """Most tokens; the oldest are overwritten beyond it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """Event: totals since the engine started, and its current load."""
 

@@ -63,10 +63,6 @@ class Metrics:
         # All series exist from the start: the rate of a series that appears later misses its first event.
         self._finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
 
-    def recorder(self, requests: Sequence[Request], n: int) -> RequestRecorder:
-        """Return a recorder for the requests of one HTTP request, `n` consecutive ones per prompt."""
-        return RequestRecorder(self, requests, n)
-
     def observe(self, name: str, value: float) -> None:
         """Add a value to the histogram `vllm:<name>`."""
         self._histograms[f"vllm:{name}"].observe(value)
@@ -80,6 +76,7 @@ class RequestRecorder:
     """Measures the outputs of one HTTP request, from its creation on."""
 
     def __init__(self, metrics: Metrics, requests: Sequence[Request], n: int) -> None:
+        """`requests`: `n` consecutive ones per prompt."""
         self._metrics = metrics
         self._requests = requests
         self._n = n

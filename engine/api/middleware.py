@@ -19,7 +19,7 @@ REQUEST_ID = "x-request-id"
 VALID_ID = re.compile(r"[\w.:-]{1,128}")
 
 STALL_TIMEOUT_S = 60.0
-"""A response is given up after this time without the client reading anything while buffers are full."""
+"""A response is aborted when buffers are full and the client has read nothing for this time."""
 
 
 class StalledError(Exception):

@@ -86,7 +86,7 @@ class OutputText:
         return released
 
     def _stop_prefix_length(self) -> int:
-        """Number of characters at the end that are the beginning of a stop string."""
+        """Return the number of characters at the end that are the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         sizes = range(min(longest, len(self._held)), 0, -1)
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)

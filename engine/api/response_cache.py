@@ -50,7 +50,7 @@ class ResponseCache:
 
 
 def _key(request: Request) -> tuple[object, ...]:
-    """Everything that the output depends on, and the tenant, so that no tenant learns what others asked."""
+    """Return all that the output depends on, and the salt, so that no tenant learns of the requests of others."""
     sampling = request.sampling if request.sampling.is_sampled else replace(request.sampling, seed=0)
     return request.salt, request.prompt.tobytes(), repr(astuple(sampling))
 

@@ -16,9 +16,11 @@ from fastapi.responses import Response, StreamingResponse
 
 from engine.api.engine_process import EngineGoneError
 from engine.api.errors import ApiError, error_body, from_engine
-from engine.api.outputs import Delta, Piece, stream_deltas
+from engine.api.metrics import RequestRecorder
+from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
 from engine.api.schemas import SamplingFields
 from engine.api.service import Service
+from engine.models.detokenize import Detokenizer
 from engine.scheduling.request import Completion, Request
 from ssd.errors import UserError
 
@@ -51,7 +53,7 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Chunks at the beginning of a stream."""
+        """Return the chunks at the beginning of a stream."""
 
     @abstractmethod
     def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
@@ -64,7 +66,7 @@ class ResponseFormat(ABC):
         return self._header | {"object": self.object_name, "choices": choices, "usage": self._usage()}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Chunks for a delta: one, or none if nothing in it is visible."""
+        """Return the chunks for a delta: one, or none if nothing in it is visible."""
         if delta.completion is not None:
             self.completions[delta.index] = delta.completion
         elif not delta.pieces and delta.logprobs is None:
@@ -72,7 +74,7 @@ class ResponseFormat(ABC):
         return [self.chunk([self.choice_of(delta, is_chunk=True)])]
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """Chunks at the end of a stream."""
+        """Return the chunks at the end of a stream."""
         if self._body.stream_options is None or not self._body.stream_options.include_usage:
             return []
         return [self.chunk([]) | {"usage": self._usage()}]
@@ -125,7 +127,7 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
 
 
 def _cached_tokens(n: int, completions: Mapping[int, Completion]) -> int:
-    """Prompt tokens that were cached before the HTTP request: the least over the `n` outputs of each prompt.
+    """Return how many prompt tokens were cached before the HTTP request: the least over the `n` outputs of a prompt.
 
     Later outputs of a prompt find the pages of the first one.
     """
@@ -148,8 +150,9 @@ async def respond(
 
 async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
     """Admit requests and yield their deltas. Raises ApiError."""
-    recorder = service.metrics.recorder(requests, body.n)
-    texts = [service.output_text(request) for request in requests]
+    recorder = RequestRecorder(service.metrics, requests, body.n)
+    decode = service.served.tokenizer.decode
+    texts = [OutputText(Detokenizer(decode, request.prompt), request.sampling.stop) for request in requests]
     try:
         service.admission.admit(len(requests))
         run, release = service.runner(body, requests), service.admission.release

@@ -58,7 +58,7 @@ class ServerConfig:
     """Capacity of the response cache in tokens; 0: no cache."""
 
 
-async def serve(options: EngineOptions, config: ServerConfig, name: str, say: Callable[[str], None]) -> None:
+async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
     """Serve until a signal. Raises UserError if the server cannot start, or the engine process ends by itself."""
     bind(config.host, config.port).close()  # Fails before a large model is loaded, not after.
     folder = options.model
@@ -74,14 +74,14 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, say: Ca
         prefix_cache=options.config.prefix_cache,
     )
     engine = EngineProcess(partial(build_engine_from, options))
-    say(f"loading {name} ...")
+    notify(f"loading {name} ...")
     try:
         ready = await engine.start()
         admission = Admission(options.config.max_sequences + config.max_waiting)
         cache = ResponseCache(config.cached_responses) if config.cached_responses else None
         service = Service(engine, ready, served, admission, cache)
         app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
-        await _listen(app, engine, config, say)
+        await _listen(app, engine, config, notify)
         if engine.gone is not None:
             raise UserError(f"the engine has stopped: {engine.gone}")
     finally:
@@ -95,10 +95,7 @@ def build_engine_from(options: EngineOptions) -> Engine:
     def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    return launch(load(options), Tokenizer(options.model), options, warn, say)
+    return launch(load(options), Tokenizer(options.model), options, warn, partial(print, flush=True))
 
 
 def read_keys(path: Path) -> frozenset[str]:
@@ -126,17 +123,17 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, say: Callable[[str], None]) -> None:
+async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, notify: Callable[[str], None]) -> None:
     settings = uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False,
         timeout_graceful_shutdown=int(config.drain_s), server_header=False, lifespan="off",
     )  # fmt: skip
     sockets = [bind(config.host, config.port)]
     host, port = sockets[0].getsockname()[:2]
-    server = _UvicornServer(settings, lambda: say(f"serving at http://{host}:{port}"))
+    server = _UvicornServer(settings, lambda: notify(f"serving at http://{host}:{port}"))
 
     def stop() -> None:
-        say("stopping at once" if server.should_exit else f"waiting up to {config.drain_s:g} s for running requests")
+        notify("stopping at once" if server.should_exit else f"waiting up to {config.drain_s:g} s for running requests")
         server.force_exit, server.should_exit = server.should_exit, True
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -16,11 +16,11 @@ from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError
 from engine.api.messages import EngineReady
 from engine.api.metrics import EngineCollector, Metrics
-from engine.api.outputs import OutputText, Run, prompt_only
+from engine.api.outputs import Run, prompt_only
 from engine.api.response_cache import ResponseCache
 from engine.api.schemas import SamplingFields
 from engine.models.chat import ChatPrompts
-from engine.models.detokenize import Decode, Detokenizer
+from engine.models.detokenize import Decode
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import Request, SamplingParams
@@ -103,7 +103,8 @@ class Service:
         collector = EngineCollector(served.name, lambda: engine.stats, lambda: admission.refused, kv_cache)
         self.metrics = Metrics(served.name, collector, max_tokens=ready.max_tokens)
         self._cache = cache
-        self._max_tokens = ready.max_tokens
+        self.max_tokens = ready.max_tokens
+        """Most tokens of a prompt and its output together."""
 
     def model_entry(self) -> dict[str, Any]:
         """Return the model as `/v1/models` lists it."""
@@ -112,7 +113,7 @@ class Service:
             "object": "model",
             "created": self.served.created,
             "owned_by": "ssd",
-            "max_model_len": self._max_tokens,
+            "max_model_len": self.max_tokens,
         }
 
     def figures(self) -> dict[str, Any]:
@@ -156,14 +157,6 @@ class Service:
             )
             for index in range(body.n)
         ]
-
-    def output_text(self, request: Request) -> OutputText:
-        """Return an empty text for the output of a request."""
-        return OutputText(Detokenizer(self.served.tokenizer.decode, request.prompt), request.sampling.stop)
-
-    def max_output_tokens(self, prompt: np.ndarray) -> int:
-        """Return the most tokens that fit after a prompt, uint32 [P]."""
-        return max(1, self._max_tokens - len(prompt))
 
 
 async def encode_in_background(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:

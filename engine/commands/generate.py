@@ -60,7 +60,7 @@ def run_generate(options: GenerateOptions) -> None:
         tokenizer,
         options.engine,
         warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
-        say=lambda text: console.print(escape(text)),
+        notify=lambda text: console.print(escape(text)),
     )
     with closing(engine):
         for number, request in enumerate(requests[:: options.samples], start=1):

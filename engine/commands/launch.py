@@ -69,9 +69,9 @@ def launch(
     tokenizer: Tokenizer,
     options: EngineOptions,
     warn: Callable[[str], None],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Engine:
-    """Build the engine around a loaded model. `warn`: as in `build_drafter`. `say`: `notify` of `build_engine`.
+    """Build the engine around a loaded model. `warn`: as in `build_drafter`. `notify`: as in `build_engine`.
 
     Raises UserError.
     """
@@ -93,5 +93,5 @@ def launch(
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
-        common=replace(COMMON_SAMPLING, **common), notify=say,
+        common=replace(COMMON_SAMPLING, **common), notify=notify,
     )  # fmt: skip

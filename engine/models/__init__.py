@@ -1,1 +1,1 @@
-"""The models: their shape, their layers, and how they come out of folders."""
+"""Decoders, their configurations and operations, model folders, tokenizers and chat templates."""

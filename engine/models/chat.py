@@ -24,19 +24,7 @@ class ChatPrompts:
         self._template = load_chat_template(folder)
         self._tokenizer = tokenizer
 
-    @property
-    def has_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return self._template is not None
-
-    def text(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> str:
+    def text(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
         """Return the prompt that the template renders; `arguments`: further variables, such as `enable_thinking`.
 
         Raises UserError for a model without a template and for messages that its template refuses.
@@ -48,23 +36,13 @@ class ChatPrompts:
             )
         normalized = [_normalize(message) for message in messages]
         try:
-            return self._template.render(
-                normalized, tools=tools, add_generation_prompt=add_generation_prompt, arguments=arguments
-            )
+            return self._template.render(normalized, arguments=arguments)
         except RefusedMessagesError as problem:
             raise UserError(f"the model's chat template refuses the messages: {_single_line(problem)}") from None
 
-    def tokens(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> np.ndarray:
+    def tokens(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> np.ndarray:
         """Return the token ids of `text`, uint32 [N]; the template has rendered all special tokens."""
-        text = self.text(messages, tools=tools, add_generation_prompt=add_generation_prompt, arguments=arguments)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(self.text(messages, arguments), add_special_tokens=False)
 
 
 def _normalize(message: Message) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A decoder of the Llama kind over a flat row of tokens.
 
-The model gets tokens, their positions, and a callable that computes attention. It knows nothing of sequences, pages or
-batches, so that training, plain inference and paged inference run the same code. The differences between model families
-(biases, normalised queries and keys, scaled positions) are in its config.
+The model gets tokens, their positions, and a callable that computes attention. It is independent of sequences, pages
+and batches, so that training, plain inference and paged inference run the same code. The differences between model
+families (biases, normalised queries and keys, scaled positions) are in its config.
 """
 
 from __future__ import annotations

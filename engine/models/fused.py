@@ -13,7 +13,7 @@ class FusedOps(Ops):
     """One kernel for each operation, with float32 inside. For inference only: inputs may be overwritten."""
 
     def __init__(self) -> None:
-        """Raises UserError where FlashInfer cannot be imported."""
+        """Raise UserError if FlashInfer cannot be imported."""
         self._flashinfer = flashinfer()
 
     def add_norm(self, residual: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.models.tokenizer import TOKENIZER_FILE
-from engine.training.sources import SourceFile, Split, read_files, split, stdlib_root
+from engine.training.sources import Split, read_files, split, stdlib_root
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -46,7 +46,7 @@ class TrainingText:
     """`python`, `train` and `held_out`: the version and the paths on each side of the split."""
 
 
-def prepare(work: Path, vocab_size: int, say: Callable[[str], None]) -> TrainingText:
+def prepare(work: Path, vocab_size: int, notify: Callable[[str], None]) -> TrainingText:
     """Read the library, split it, learn the vocabulary and encode both sides; reuse the files in `work`.
 
     Raises ValueError if `work` was made with another version of Python.
@@ -54,12 +54,12 @@ def prepare(work: Path, vocab_size: int, say: Callable[[str], None]) -> Training
     work.mkdir(parents=True, exist_ok=True)
     if not (work / FILES_FILE).exists():
         root = stdlib_root()
-        say(f"reading the standard library in {root}")
+        notify(f"reading the standard library in {root}")
         sides = split(read_files(root))
-        say("learning the vocabulary")
+        notify("learning the vocabulary")
         tokenizer = train_tokenizer((file.text for file in sides.train), vocab_size)
         tokenizer.save(str(work / TOKENIZER_FILE))
-        say("encoding")
+        notify("encoding")
         np.savez(
             work / TOKENS_FILE,
             train=encode_texts(tokenizer, (file.text for file in sides.train)),
@@ -80,12 +80,6 @@ def load(work: Path) -> TrainingText:
     files = json.loads((work / FILES_FILE).read_text())
     tokenizer = Tokenizer.from_file(str(work / TOKENIZER_FILE))
     return TrainingText(tokenizer, train, held_out, files["held_out_bytes"], files)
-
-
-def held_out_files(files: Sequence[SourceFile], listed: Sequence[str]) -> list[SourceFile]:
-    """Return the files whose paths are `listed`, in the listed order."""
-    by_path = {file.path: file for file in files}
-    return [by_path[path] for path in listed]
 
 
 def _file_list(sides: Split) -> dict[str, object]:
@@ -118,11 +112,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """Return the id of the special token. Raises ValueError for a vocabulary without it."""
+    """Return the id of the special token of a vocabulary that `train_tokenizer` learned."""
     token = tokenizer.token_to_id(END_OF_TEXT)
-    if token is None:
-        raise ValueError(f"the vocabulary has no {END_OF_TEXT}")
-    return int(token)
+    assert token is not None
+    return token
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:

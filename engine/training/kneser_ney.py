@@ -74,7 +74,7 @@ class KneserNey:
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """Discounts of counts 0, 1, 2 and 3 or more (Chen and Goodman 1999, equation 17)."""
+    """Return the discounts of counts 0, 1, 2 and 3 or more (Chen and Goodman 1999, equation 17)."""
     n1, n2, n3, n4 = (max(1, int(np.count_nonzero(counts == value))) for value in (1, 2, 3, 4))
     y = n1 / (n1 + 2 * n2)
     raw = np.array([0.0, 1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3])

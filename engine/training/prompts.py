@@ -65,10 +65,7 @@ def _prompts_of(file: SourceFile, tokenizer: Tokenizer) -> Iterator[FunctionProm
             continue
         prompt = _last_lines(lines[:cut], tokenizer)
         if prompt is not None:
-            yield FunctionPrompt(
-                source=f"{file.path}:{node.name}:{node.lineno}",
-                prompt=prompt,
-            )
+            yield FunctionPrompt(f"{file.path}:{node.name}:{node.lineno}", prompt)
 
 
 def _last_lines(lines: Sequence[str], tokenizer: Tokenizer) -> str | None:

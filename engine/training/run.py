@@ -17,7 +17,7 @@ from engine.models.loader import load_model, save_model
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import TOKENIZER_FILE
 from engine.training.card import score_model, score_ngram, write_card
-from engine.training.dataset import END_OF_TEXT, FILES_FILE, TrainingText, end_of_text, held_out_files, prepare
+from engine.training.dataset import END_OF_TEXT, FILES_FILE, TrainingText, end_of_text, prepare
 from engine.training.prompts import function_prompts, write_prompts
 from engine.training.sources import read_files, stdlib_root
 from engine.training.target import Recipe, Run, resume, train
@@ -40,7 +40,7 @@ def train_with_progress(work: Path, out: Path, tokens: int | None, compiled: boo
                 work,
                 out,
                 compiled=compiled,
-                say=console.print,
+                notify=console.print,
                 progress=lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.3f}"),
             )
         except ValueError as problem:
@@ -53,26 +53,26 @@ def train_target(
     out: Path,
     *,
     compiled: bool,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     progress: Callable[[int, float], None],
 ) -> None:
     """Train by `recipe` in the folder `work`, from its last checkpoint if it has one, and write the model to `out`.
 
-    `say` is called with a line per stage, `progress` with the number of steps done and their loss.
+    `notify` is called with a line per stage, `progress` with the number of steps done and their loss.
     Raises ValueError if `work` belongs to another recipe.
     """
-    text = prepare(work, recipe.vocab_size, say)
+    text = prepare(work, recipe.vocab_size, notify)
     run = resume(recipe, recipe.model_config(end_of_text(text.tokenizer)), work)
-    say(f"training from step {run.step:,} of {recipe.steps:,}")
+    notify(f"training from step {run.step:,} of {recipe.steps:,}")
     train(run, text, work, compiled=compiled, progress=progress)
-    say(f"writing {out}")
+    notify(f"writing {out}")
     _write_folder(run, text, work, out)
-    say("scoring the shipped weights on the held-out files")
+    notify("scoring the shipped weights on the held-out files")
     # Loaded from the folder, since saving rounds the weights.
     model = score_model(load_model(out), text)
-    say(f"perplexity {model.perplexity:.2f}, {model.bits_per_byte:.3f} bits per byte; counting n-grams")
+    notify(f"perplexity {model.perplexity:.2f}, {model.bits_per_byte:.3f} bits per byte; counting n-grams")
     ngram = score_ngram(text, recipe.vocab_size)
-    say(f"the n-gram model: perplexity {ngram.perplexity:.2f}, {ngram.bits_per_byte:.3f} bits per byte")
+    notify(f"the n-gram model: perplexity {ngram.perplexity:.2f}, {ngram.bits_per_byte:.3f} bits per byte")
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     write_card(out, recipe, text, model, ngram, parameters=parameters, seconds=run.seconds)
 
@@ -95,7 +95,8 @@ def _write_folder(run: Run, text: TrainingText, work: Path, out: Path) -> None:
     licence = stdlib_root() / LICENCE_FILE
     if licence.exists():
         shutil.copy(licence, out / LICENCE_FILE)
-    held_out = held_out_files(read_files(stdlib_root()), text.files["held_out"])
+    by_path = {file.path: file for file in read_files(stdlib_root())}
+    held_out = [by_path[path] for path in text.files["held_out"]]
     write_prompts(function_prompts(held_out, text.tokenizer), out / PROMPTS_FILE)
 
 

@@ -1,4 +1,4 @@
-"""Where the demonstration ends outputs, and how much of an output is a loop.
+"""Ends of outputs in the demonstration, and loops within outputs.
 
 Greedy decoding of a small model soon repeats itself, and a loop is trivial to draft. So an output ends where
 a programmer would stop reading: see `end_of_block`. The model alone decides it: the ends are found in a run that is

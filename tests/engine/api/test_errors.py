@@ -11,7 +11,7 @@ from engine.api.schemas import ChatRequest, CompletionRequest
 @pytest.mark.parametrize(
     ("field", "param", "message"),
     [
-        # Some of these may be one of several types: what is said is of the type that was sent.
+        # Fields of several possible types: the message is about the type that was sent.
         ({"stop": ["a"] * 65}, "stop", "at most 64 items"),
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": [[]]}, "prompt.0", "at least 1 item"),
@@ -30,7 +30,7 @@ def test_the_first_error_names_its_parameter(field, param, message):
     assert message in error.message
 
 
-def test_what_is_refused_by_name_is_not_told_of_lists():
+def test_unsupported_fields_are_refused_by_name():
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{}]})
     [found] = caught.value.errors()

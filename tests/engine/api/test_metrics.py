@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import metrics as metrics_module
 from engine.api.messages import CorpusSize, EngineStats, RequestTimes
-from engine.api.metrics import EngineCollector, Metrics, bucket_bounds
+from engine.api.metrics import EngineCollector, Metrics, RequestRecorder, bucket_bounds
 from engine.api.outputs import Delta
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 
@@ -145,7 +145,7 @@ def test_measurements_of_one_request(monkeypatch):
     times = iter([10.0, 12.0, 15.0, 15.0])
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     metrics = build()
-    recorder = metrics.recorder(requests(1), 1)
+    recorder = RequestRecorder(metrics, requests(1), 1)
     for delta in (some(0, 1), some(0, 3), end(0, 4)):
         recorder.record(delta)
     for name, expected in {
@@ -169,7 +169,7 @@ def test_measurements_of_one_request(monkeypatch):
 
 def test_measurements_per_prompt():
     metrics = build()
-    recorder = metrics.recorder(requests(4), 2)
+    recorder = RequestRecorder(metrics, requests(4), 2)
     for index, tokens in ((0, 5), (3, 30), (2, 20)):
         recorder.record(end(index, tokens))
     assert total(metrics, "request_params_n") == (1, 2)
@@ -181,14 +181,14 @@ def test_measurements_per_prompt():
 
 def test_a_cached_output_has_no_engine_times():
     metrics = build()
-    metrics.recorder(requests(1), 1).record(end(0, 4, times=None))
+    RequestRecorder(metrics, requests(1), 1).record(end(0, 4, times=None))
     assert total(metrics, "request_generation_tokens") == (1, 4)
     assert total(metrics, "request_queue_time_seconds") == (0, 0)
 
 
 def test_abandoned_outputs_are_counted_as_aborted():
     metrics = build()
-    recorder = metrics.recorder(requests(3), 3)
+    recorder = RequestRecorder(metrics, requests(3), 3)
     recorder.record(end(1, 4))
     recorder.record_abort()
     assert samples(metrics, "vllm:request_success_total") == {("stop",): 0, ("length",): 1, ("abort",): 2}

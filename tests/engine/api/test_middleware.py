@@ -65,7 +65,7 @@ async def test_responses_have_request_ids():
         assert invalid.headers["x-request-id"] != "a b\tc"
 
 
-async def test_a_client_that_reads_nothing_is_given_up():
+async def test_a_response_that_is_not_read_is_aborted():
     ended = []
 
     async def endless(scope, receive, send):

@@ -220,8 +220,8 @@ def test_invalid_bodies_are_refused(http, body, status):
 def test_a_missing_content_type_is_explained(http, kind):
     asked = b'{"model": "stdlib-7m", "prompt": "x", "max_tokens": 1}'
     answer = http.post("/v1/completions", content=asked, headers={"Content-Type": kind})
-    said = answer.json()["error"]["message"]
-    assert (answer.status_code, said) == (400, "send the header Content-Type: application/json")
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, message) == (400, "send the header Content-Type: application/json")
     assert http.post("/v1/completions", json=[]).json()["error"]["message"] == "the body must be a JSON object"
 
 

@@ -266,17 +266,17 @@ def test_prompt_log_probabilities_equal_those_of_the_same_output(run, model_fold
     asked = ("generate", "--model", model_folder, "--drafter", "none")
     output = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out")
     assert run(*asked, *output, PROMPT)[0] == 0
-    [said] = completions(tmp_path / "out")
-    assert "prompt_logprobs" not in said
+    [generated] = completions(tmp_path / "out")
+    assert "prompt_logprobs" not in generated
     tokens = Tokenizer(model_folder).encode(PROMPT).tolist()
-    (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + said["tokens"]}) + "\n")
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + generated["tokens"]}) + "\n")
     scored = ("--file", tmp_path / "whole.jsonl", "--prompt-logprobs", 2, "--output", tmp_path / "scored")
     assert run(*asked, "--max-tokens", 1, *scored)[0] == 0
     [line] = completions(tmp_path / "scored")
-    assert line["prompt_tokens"] == tokens + said["tokens"]
+    assert line["prompt_tokens"] == tokens + generated["tokens"]
     assert len(line["prompt_logprobs"]) == len(line["prompt_tokens"])
     assert line["prompt_logprobs"][0] is None
-    for mine, theirs in zip(line["prompt_logprobs"][len(tokens) :], said["logprobs"], strict=True):
+    for mine, theirs in zip(line["prompt_logprobs"][len(tokens) :], generated["logprobs"], strict=True):
         assert mine["logprob"] == pytest.approx(theirs["logprob"], abs=1e-4)
         assert [token for token, _ in mine["top"]] == [token for token, _ in theirs["top"]]
     assert "logprobs" not in line
@@ -321,13 +321,13 @@ BAD_INPUT = {
     "unknown drafter option": (("--drafter-option", "x=1"), ["x"], "the drafter ssd has no option x; give "),
     "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
     "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
-    "log-probabilities without a place for them": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
+    "log-probabilities without an output file": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
     "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
-    "file that is no text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
-    "line that is no JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
+    "file that is not text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
+    "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
     "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
-    "token that is no id": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
+    "token id out of range": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
     "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
     "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
     "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is not an address"),
@@ -342,14 +342,14 @@ BAD_INPUT = {
     "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
     "an empty stop string": (("--stop", ""), ["x"], "stop must be"),
     "a bias out of range": (("--logit-bias", "5=101"), ["x"], "logit_bias of token 5 must be"),
-    "a bias that is none": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
-    "a bias of no token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
+    "a bias without a number": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
+    "a bias of an invalid token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
     "a bias of a token outside the vocabulary": (("--logit-bias", "300=5"), ["x"], "prompt 1: logit_bias holds"),
     "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
     "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
-    "more threads than a machine can have": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
+    "too many threads": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
     "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
-    "a device that holds nothing": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
+    "a device without data": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
     "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
 }
 

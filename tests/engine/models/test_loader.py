@@ -82,7 +82,7 @@ def damage(folder, name, text):
 DAMAGES = {
     "no folder": (lambda folder: shutil.rmtree(folder), "no model folder"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "config is no JSON": (lambda folder: damage(folder, "config.json", "{"), "cannot be read"),
+    "config is not JSON": (lambda folder: damage(folder, "config.json", "{"), "cannot be read"),
     "config is a list": (lambda folder: damage(folder, "config.json", "[]"), "not a JSON object"),
     "another architecture": (
         lambda folder: edit_config(folder, architectures=["MambaForCausalLM"]),
@@ -94,17 +94,17 @@ DAMAGES = {
     "no heads": (lambda folder: edit_config(folder, num_attention_heads=0), "num_heads must be at least 1"),
     "heads that cannot share": (lambda folder: edit_config(folder, num_key_value_heads=3), "cannot share 3"),
     "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
-    "a size beyond all measure": (
+    "a size out of range": (
         lambda folder: edit_config(folder, hidden_size=10**30),
         "hidden_size must be less than",
     ),
-    "an end token beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
+    "an end token out of the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
     "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
-    "an end token that is no number": (
+    "an end token that is not a number": (
         lambda folder: edit_config(folder, eos_token_id="</s>"),
         "invalid field: .*</s>",
     ),
-    "generation's end token that is no number": (
+    "an end token of the generation config that is not a number": (
         lambda folder: damage(folder, "generation_config.json", '{"eos_token_id": "</s>"}'),
         "generation_config.json .*</s>",
     ),
@@ -120,15 +120,15 @@ DAMAGES = {
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
         "'longrope', which this engine does not support",
     ),
-    "a rope scaling without its numbers": (
+    "a rope scaling without its parameters": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
         "lacks the field 'low_freq_factor'",
     ),
-    "a rope scaling that cannot be": (
+    "a rope scaling factor out of range": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 0}),
         "factor of rope scaling must be a number above 0",
     ),
-    "a rope base that cannot be": (
+    "a rope base out of range": (
         lambda folder: edit_config(folder, rope_parameters={"rope_theta": float("nan")}),
         "rope_theta must be a number above 1, not nan",
     ),
@@ -144,18 +144,18 @@ DAMAGES = {
         lambda folder: edit_config(folder, layer_types=["full_attention", "chunked_attention"]),
         "chunked_attention",
     ),
-    "kinds of layers that are no list": (lambda folder: edit_config(folder, layer_types=5), "has an invalid field"),
+    "kinds of layers that are not a list": (lambda folder: edit_config(folder, layer_types=5), "has an invalid field"),
     "a mixture of experts": (
         lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
         "'Qwen3MoeForCausalLM', which this engine does not support; give a folder with one of LlamaForCausalLM, ",
     ),
-    "architectures that are no list": (lambda folder: edit_config(folder, architectures={}), "none"),
+    "architectures that are not a list": (lambda folder: edit_config(folder, architectures={}), "none"),
     "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
-    "biases that are not there": (
+    "missing biases": (
         lambda folder: edit_config(folder, attention_bias=True),
         "lacks model.layers.0.self_attn.k_proj.bias and 7 more",
     ),
-    "norms that are not there": (
+    "missing norms": (
         lambda folder: edit_config(folder, architectures=["Qwen3ForCausalLM"], head_dim=16),
         "lacks model.layers.0.self_attn.k_norm.weight and 3 more",
     ),
@@ -177,7 +177,7 @@ DAMAGES = {
         lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
         "quantized weights",
     ),
-    "weights that are no floats": (
+    "weights that are not floats": (
         lambda folder: edit_weights(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
         "stored as I8",
     ),
@@ -259,7 +259,7 @@ print(before, kib("VmHWM"), sum(parameter.nbytes for parameter in model.paramete
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("files", ["whole", "sharded"])
 def test_loading_makes_no_second_copy_of_the_weights(tmp_path, model_folder, files):
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128}

@@ -132,8 +132,9 @@ def test_held_out_loss_scores_every_token_once():
 
 
 def test_training_end_to_end(library, tmp_path):
-    said = []
-    train_target(TINY, tmp_path / "work", tmp_path / "model", compiled=False, say=said.append, progress=lambda *_: None)
+    train_target(
+        TINY, tmp_path / "work", tmp_path / "model", compiled=False, notify=lambda _: None, progress=lambda *_: None
+    )
     folder = tmp_path / "model"
     prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     listed = json.loads((folder / "files.json").read_text())
