@@ -41,7 +41,7 @@ class RedisServer:
         raise AssertionError(b"".join(said).decode())
 
     def hang(self) -> None:
-        """Answer nothing until `resume`."""
+        """Stop answering until `resume`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -1,6 +1,6 @@
 """Find outputs and their prompts in one record of a log, from JSON or a table row.
 
-This module knows the formats of records, and nothing about tokenizers, files or positions.
+Only the formats of records are handled here, not tokenizers, files or positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTML pages with SVG charts: small functions from numbers and text to markup. They know nothing about drafting.
+"""HTML pages with SVG charts: small functions from numbers and text to markup. Nothing here is specific to drafting.
 
 A page loads nothing and runs no script. Colors are classes (`green`, `blue`, `amber`, `violet`, `gray`) of the style
 sheet `charts.css`, for light and dark screens.

@@ -119,7 +119,7 @@ class Outbox:
                 tokens += len(finished.tokens)
                 entry.append(finished)
             elif entry and isinstance(self._forgetting[0].event, ForgottenBefore | Dropped):
-                # These come first in their entry, so that all earlier entries can be trimmed.
+                # These events must be first in their entry, so that all earlier entries can be trimmed.
                 break
             else:
                 entry.append(self._forgetting.popleft().event)

@@ -112,7 +112,7 @@ class Namespace:
         corpus.maintain(config.refresh_interval_s)
 
     def adopt(self, model: ModelIdentity) -> None:
-        """Add what a client says about its model. Raises IdentityError if its token ids mean something else."""
+        """Complete the model's identity with a client's. Raises IdentityError if they contradict each other."""
         own = self.model
         if own.tokenizer and model.tokenizer and own.tokenizer != model.tokenizer:
             raise IdentityError(f"namespace {self.name!r} belongs to another tokenizer; choose another namespace")

@@ -61,7 +61,7 @@ class Attention(ABC):
 
 
 class FixedAttention(ABC):
-    """Attention for steps of one shape in CUDA graphs: only the device knows the lengths.
+    """Attention for steps of one shape in CUDA graphs; the lengths are known only on the device.
 
     Drafts are paths: each token attends to its sequence's tokens up to itself. The output of padding rows is finite.
     """

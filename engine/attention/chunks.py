@@ -46,7 +46,7 @@ class Chunks:
         self._firsts = numbers(FIRSTS, requests + 1)
         self._merged = numbers(MERGED, rows + 1)
         self._valid = integers[plan[VALID] : plan[VALID] + tiles].view(torch.bool)
-        # Entries behind the valid ones are undefined.
+        # Entries after the valid ones are undefined.
         self._requests = numbers(REQUESTS, tiles)
         self._chunks = numbers(CHUNKS, tiles)
 

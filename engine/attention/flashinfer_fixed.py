@@ -1,6 +1,6 @@
 """Attention of a fixed shape on FlashInfer's FA2 kernel, planned with upper bounds of lengths.
 
-A plan divides the work by what the host knows: the number of rows of each sequence, and upper bounds of the contexts.
+The host plans with the number of rows of each sequence and upper bounds of the contexts.
 In a CUDA graph the true lengths and page tables, which are on the device, replace those bounds: FA2 reads them there,
 and `chunks.py` corrects the plan.
 """

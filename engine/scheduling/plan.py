@@ -74,7 +74,7 @@ class SequencePlan:
 
 @dataclass(eq=False)
 class StepPlan:
-    """What one step runs."""
+    """The sequences of one step, with their drafts."""
 
     entries: list[SequencePlan]
     """One per sequence, in the order of their arrival."""

@@ -17,7 +17,7 @@ class Sequence:
     def __init__(self, sequence_id: int, request: Request, max_length: int, stopping: Stopping | None = None) -> None:
         """max_length: largest number of tokens, prompt and output together.
 
-        `stopping` knows the model's end tokens; without it only the request's own settings end the output.
+        `stopping`: by default only the request's own settings end the output, not the model's end tokens.
         """
         self.sequence_id = sequence_id
         self.request = request

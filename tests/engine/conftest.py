@@ -74,3 +74,11 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def model(model_folder):
     return load_model(model_folder)
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory):
+    """A model with a head dimension for which FlashInfer has kernels."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    make_folder(folder, head_dim=64)
+    return folder

@@ -101,7 +101,7 @@ def test_wrong_drafts_do_not_change_outputs(model, plain, temperature):
 
 
 def scripted_by(asked, answers, *, wrong_every=0):
-    """A drafter that knows the answers; every `wrong_every`-th token is wrong."""
+    """A drafter of the right tokens, except that every `wrong_every`-th one is wrong."""
 
     def script(sequence_id, length):
         start = length - len(asked[sequence_id].prompt)

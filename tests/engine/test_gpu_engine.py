@@ -89,14 +89,6 @@ def library(request):
         yield there
 
 
-@pytest.fixture(scope="module")
-def wide_folder(tmp_path_factory):
-    """A model with a head dimension for which FlashInfer has kernels."""
-    folder = tmp_path_factory.mktemp("models") / "wide"
-    make_folder(folder, head_dim=64)
-    return folder
-
-
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder, kv_dtype, record_property):
     model = pack(load_model(wide_folder, dtype=library.dtype, device=library.device))

@@ -98,8 +98,8 @@ class Row:
 class NamespaceRows:
     """The rows, from one scrape to the next.
 
-    A namespace keeps its own row while it is in memory. Sums never decrease although namespaces come and go and their
-    counters may restart at 0: Prometheus takes a decreasing counter for a restart.
+    A namespace keeps its own row while it is in memory. Sums never decrease when namespaces are unloaded, or when
+    their counters restart at 0: Prometheus interprets a decreasing counter as a restart.
     """
 
     def __init__(self, max_own: int) -> None:

@@ -49,7 +49,7 @@ def _lead(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
 def _footer(report: Report) -> str:
     taken = units.moment(report.taken_at)
     if report.service is None:
-        return f"From a snapshot of {taken}. What only a running service knows is left out."
+        return f"From a snapshot of {taken}. Values of the running service are not included."
     return escape(f"{taken} · ssd-drafter {report.service.version}")
 
 

@@ -1,4 +1,4 @@
-"""Panels of the report page: what it shows of one namespace, and of the service."""
+"""Panels of the report page for a namespace and for the service."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def print_report(report: Report, console: Console) -> None:
 def _head(report: Report) -> list[str]:
     taken = units.moment(report.taken_at)
     if report.service is None:
-        return [f"snapshot of {taken}; what only a running service knows is left out"]
+        return [f"snapshot of {taken}; values of the running service are not included"]
     return [f"{taken} · {' · '.join(service_facts(report.service))}", *log_facts(report.service.log)]
 
 

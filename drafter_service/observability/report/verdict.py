@@ -14,7 +14,7 @@ from drafter_service.observability.report.schema import (
 MIN_GAIN = 0.01
 """A smaller share of saved steps is not noticeable."""
 USUAL_COST = 0.02
-"""Cost of one more verified token, as a fraction of a step, where nobody measured it."""
+"""Cost of one more verified token, as a fraction of a step, where it was not measured."""
 MAX_LATE_SHARE, MIN_LATE = 0.001, 100
 MAX_CALIBRATION_ERROR = 0.05
 MIN_CALIBRATION_TOKENS = 10_000

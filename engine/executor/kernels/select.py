@@ -1,4 +1,4 @@
-"""Select drafts by the outcome of the previous step, which only the device knows when the next step is launched.
+"""Select drafts by the outcome of the previous step, which is known only on the device when a step is launched.
 
 The host sends each sequence's drafts for the likely outcomes of the step in flight, keyed by the length of the text
 after it, which gives the number of accepted tokens, and its last token, the bonus token.

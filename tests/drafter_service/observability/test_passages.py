@@ -31,7 +31,7 @@ def test_most_accepted_passage_comes_first_with_its_age(texts, corpus):
     first, second, third = found.most_productive(corpus)
     assert [first.accepted, second.accepted, third.accepted] == [200, 80, 40]
     assert first.tokens == texts[7][10 : 10 + MAX_LENGTH].tolist()
-    # After it come the rest of its text and 12 others, each with a separator.
+    # The rest of its text and 12 other texts follow, each with a separator.
     assert first.age_tokens == 100 - 42 + 1 + 12 * 101
 
 

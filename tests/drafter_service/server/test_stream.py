@@ -177,11 +177,6 @@ def test_a_stream_without_a_handshake_is_refused(caller, first):
     assert stream.refusal() == (INVALID_ARGUMENT, "the first request of a stream has no hello")
 
 
-def test_unknown_sequences_are_reported(caller, name):
-    stream = caller.stream(name)
-    assert lost(stream.ask(finishes=[finish(4)], batch=batch({5: ()}))) == [4, 5]
-
-
 def test_streams_learn_from_each_other_and_have_separate_sequences(caller, name):
     first, second = caller.stream(name), caller.stream(name)
     first.ask(starts=[start(1, [1, 2, 3])])

@@ -35,6 +35,6 @@ def http(server):
         yield http
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend():
     return "asyncio"

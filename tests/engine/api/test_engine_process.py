@@ -39,6 +39,12 @@ async def running(build=FakeEngine):
         await engine.stop()
 
 
+@pytest.fixture(scope="module")
+async def engine():
+    async with running() as engine:
+        yield engine
+
+
 async def eventually(condition):
     until = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -61,55 +67,52 @@ async def tokens_of(events):
 
 
 @pytest.mark.anyio
-async def test_requests_cancelled_at_any_time_free_their_pages():
+async def test_requests_cancelled_at_any_time_free_their_pages(engine):
     ended = []
-    async with running() as engine:
-        assert await tokens_of(engine.run(request(5))) == [1, 2, 3, 4, 5]
-        with pytest.raises(UserError, match="empty"):
-            await tokens_of(engine.run(request(prompt=())))
-        for events in (0, 1, 3):
-            deltas = stream_deltas(engine.run, [request(100_000)] * 3, [NoText()] * 3, lambda: ended.append(1))
-            async with aclosing(deltas):
-                for _ in range(events):
-                    await anext(deltas)
-        unread = asyncio.create_task(tokens_of(engine.run(request(100_000))))
-        await asyncio.sleep(0)
-        unread.cancel()
-        await eventually(lambda: engine.stats.pages > 0 and engine.stats.running == 0)
-        await eventually(lambda: engine.stats.kv_usage == 0)
+    assert await tokens_of(engine.run(request(5))) == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="empty"):
+        await tokens_of(engine.run(request(prompt=())))
+    for events in (0, 1, 3):
+        deltas = stream_deltas(engine.run, [request(100_000)] * 3, [NoText()] * 3, lambda: ended.append(1))
+        async with aclosing(deltas):
+            for _ in range(events):
+                await anext(deltas)
+    unread = asyncio.create_task(tokens_of(engine.run(request(100_000))))
+    await asyncio.sleep(0)
+    unread.cancel()
+    await eventually(lambda: engine.stats.pages > 0 and engine.stats.running == 0)
+    await eventually(lambda: engine.stats.kv_usage == 0)
     # The iterator that was closed before its first event never created its tasks.
     assert len(ended) == 6
 
 
 @pytest.mark.anyio
-async def test_a_slow_reader_does_not_block_admission():
+async def test_a_slow_reader_does_not_block_admission(engine):
     admission = Admission(2)
-    async with running() as engine:
+    admission.admit(2)
+    deltas = stream_deltas(engine.run, [request(40), request(40)], [NoText()] * 2, admission.release)
+    async with aclosing(deltas):
+        await anext(deltas)  # reads nothing after this
+        await eventually(lambda: admission.admitted == 0)
         admission.admit(2)
-        deltas = stream_deltas(engine.run, [request(40), request(40)], [NoText()] * 2, admission.release)
-        async with aclosing(deltas):
-            await anext(deltas)  # reads nothing after this
-            await eventually(lambda: admission.admitted == 0)
-            admission.admit(2)
 
 
 @pytest.mark.anyio
-async def test_exact_repeats_come_from_the_cache():
+async def test_exact_repeats_come_from_the_cache(engine):
     cache = ResponseCache(max_tokens=20)
-    async with running() as engine:
-        first = [event async for event in cache.run(engine, request(5))]
-        steps = engine.stats.steps
-        second = [event async for event in cache.run(engine, request(5))]
-        assert cache.hits == 1
-        assert second[-1].completion.tokens.tolist() == first[-1].completion.tokens.tolist() == [1, 2, 3, 4, 5]
-        assert second[0].tokens.tolist() == [1, 2, 3, 4, 5]
-        assert second[-1].completion.steps == 0
-        for other in (request(5, salt="other"), request(5, temperature=1.0), request(6), request(5, (3, 2, 1))):
-            await tokens_of(cache.run(engine, other))
-        assert cache.hits == 1
-        await tokens_of(cache.run(engine, request(5)))  # evicted: 20 tokens hold two of these
-        assert cache.hits == 1
-        assert engine.stats.steps >= steps
+    first = [event async for event in cache.run(engine, request(5))]
+    steps = engine.stats.steps
+    second = [event async for event in cache.run(engine, request(5))]
+    assert cache.hits == 1
+    assert second[-1].completion.tokens.tolist() == first[-1].completion.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert second[0].tokens.tolist() == [1, 2, 3, 4, 5]
+    assert second[-1].completion.steps == 0
+    for other in (request(5, salt="other"), request(5, temperature=1.0), request(6), request(5, (3, 2, 1))):
+        await tokens_of(cache.run(engine, other))
+    assert cache.hits == 1
+    await tokens_of(cache.run(engine, request(5)))  # evicted: 20 tokens hold two of these
+    assert cache.hits == 1
+    assert engine.stats.steps >= steps
 
 
 @pytest.mark.anyio

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import stats
@@ -29,6 +29,7 @@ def results(draw):
     return SequenceResult(plan, tokens, kept)
 
 
+@settings(max_examples=60)
 @given(st.lists(st.lists(results(), max_size=5, unique_by=lambda result: result.sequence_id), max_size=6))
 def test_totals_equal_counting_token_by_token(steps):
     totals = EngineTotals(FakeEngine())

@@ -158,11 +158,11 @@ def test_workspaces_are_large_enough(heads, sequences, tokens, longest):
         patch.setattr(fa2, "LEAST_CHUNK", 128)
         for counts in (pages, np.full(sequences, longest + 1), np.ones(sequences, int)):
             spread = random_rows(rng, shape)
-            behind = [shape.rows - sum(spread), *[0] * (requests - sequences - 1)]
-            others = [-(-behind[0] // PAGE_SIZE), *behind[1:]]
+            after = [shape.rows - sum(spread), *[0] * (requests - sequences - 1)]
+            others = [-(-after[0] // PAGE_SIZE), *after[1:]]
             tables, queries = (
                 torch.from_numpy(np.cumsum([0, *own, *more]).astype(np.int32))
-                for own, more in ((counts, others), (spread, behind))
+                for own, more in ((counts, others), (spread, after))
             )
             sizes = (shape.rows, requests, heads[0], heads[1], PAGE_SIZE, True, heads[2], heads[2])
             rest = (True, -1, -1, False, 0, 0)

@@ -28,7 +28,7 @@ from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.ops import PLAIN
 from engine.scheduling.request import SamplingParams
-from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.conftest import VOCAB
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
 
@@ -50,14 +50,6 @@ def runner_of(model, backend, monkeypatch):
             monkeypatch.setattr(f"{module}.flashinfer", lambda: TWIN)
         monkeypatch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
     return Runner(model, FlashInferAttention(*settings), settings[-1], FusedOps())
-
-
-@pytest.fixture(scope="module")
-def wide_folder(tmp_path_factory):
-    """A model with a head dimension for which FlashInfer has kernels."""
-    folder = tmp_path_factory.mktemp("models") / "wide"
-    make_folder(folder, head_dim=64)
-    return folder
 
 
 @pytest.fixture(scope="module")

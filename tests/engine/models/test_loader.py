@@ -9,40 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.loader import load_config, load_model, save_model
-from engine.models.packed import pack
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.forward import prompt_logits
-
-SHAPES = {
-    "tied, shared key heads": {},
-    "untied": {"tie_word_embeddings": False},
-    "one head a key": {"num_key_value_heads": 4},
-    "heads wider than the model": {"head_dim": 32},
-    "another rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("packed", [False, True])
-def test_logits_equal_those_of_transformers(tmp_path, shape, packed):
-    reference = make_folder(tmp_path, **shape)
-    model = load_model(tmp_path)
-    if packed:
-        pack(model)
-    tokens = torch.randint(0, VOCAB, (200,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = reference(tokens[None]).logits[0]
-    assert (prompt_logits(model, tokens.numpy()) - expected).abs().max() < 1e-4
-
-
-def test_sharded_weights_are_read(tmp_path):
-    reference = make_folder(tmp_path, max_shard_size="50KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    tokens = torch.arange(50)
-    with torch.inference_mode():
-        expected = reference(tokens[None]).logits[0]
-    assert (prompt_logits(load_model(tmp_path), tokens.numpy()) - expected).abs().max() < 1e-4
 
 
 def test_the_older_rope_format_is_read(tmp_path):

@@ -157,9 +157,9 @@ return [...found];
 def test_page_fits_the_screen_and_requests_nothing(tab, page_of, name):
     page = page_of(name)
     for width, dark in ((400, True), (1400, False)):
-        said, asked = tab.show(page, width, dark=dark)
-        assert said == []
-        assert asked == [page.as_uri()]
+        messages, requests = tab.show(page, width, dark=dark)
+        assert messages == []
+        assert requests == [page.as_uri()]
         assert tab.run("return innerWidth") == width
         tab.run("for (const one of document.querySelectorAll('details')) one.open = true;")
         assert tab.run(OUTSIDE) == [False, []]

@@ -54,12 +54,12 @@ def matches(entries, slots, inputs):
         good &= positions[rows] == [*batch.positions[own].tolist(), *[0] * pad]
         good &= cache_slots[rows] == [*batch.slots[own].tolist(), *[SCRATCH] * pad]
         good &= request_slots[rows] == [int(slots[index])] * (starts[index + 1] - starts[index])
-    behind = slice(starts[-1], None)
+    after = slice(starts[-1], None)
     return (
         good
-        and not any(tokens[behind])
-        and set(cache_slots[behind]) <= {SCRATCH}
-        and set(request_slots[behind]) <= {len(entries) + 1}
+        and not any(tokens[after])
+        and set(cache_slots[after]) <= {SCRATCH}
+        and set(request_slots[after]) <= {len(entries) + 1}
     )
 
 
