@@ -65,7 +65,7 @@ class ClassicDrafter(CorpusDrafter):
             view.arrays[2],
             int(state[TEXT]),
             int(state[SIZE]),
-            min(config.classic_context, config.match_depth),
+            config.classic_context,
             config.classic_matches,
             draft,
         )

@@ -59,6 +59,10 @@ class DrafterConfig:
         ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
+        if self.policy == "classic" and self.classic_context > self.match_depth:
+            raise ValueError(
+                f"classic_context must not exceed match_depth, {self.match_depth}, not {self.classic_context}"
+            )
         check_cost(self.cost)
         if not 0 < self.refresh_interval_s <= MAX_REFRESH_INTERVAL_S:
             raise ValueError(

@@ -44,7 +44,8 @@ class SamplingParams:
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
-    """The same seed, prompt and settings give the same output, with any drafter and in any batch."""
+    """With exact verification, the same seed, prompt and settings give the same output, with any drafter and in any
+    batch."""
     top_k: int = 0
     """Sample from this many most likely tokens, and those as likely as the last of them; 0 or -1: from all."""
     top_p: float = 1.0

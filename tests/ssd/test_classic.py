@@ -132,3 +132,9 @@ def test_impossible_input_is_refused():
     with pytest.raises(ValueError, match="cost"):
         drafter.draft(progress_of({1: [1]}, limit=1, cost=0.0))
     assert drafter.stats.steps == drafter.stats.committed == 0
+
+
+def test_more_context_than_is_matched_is_refused():
+    with pytest.raises(ValueError, match="classic_context must not exceed match_depth, 8, not 10"):
+        DrafterConfig(policy="classic", match_depth=8)
+    assert DrafterConfig(match_depth=8).match_depth == 8
