@@ -8,9 +8,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
-from engine.drafters.registry import KINDS, build_drafter
+from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, build_drafter
 from engine.engine import build_engine
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.test_core import CONFIG, ScriptedDrafter, outputs, requests
@@ -23,14 +23,24 @@ def plain(model):
     return {temperature: outputs(engine, requests(6, temperature=temperature)) for temperature in (0.0, 1.0)}
 
 
+@pytest.fixture
+def make_drafter(request):
+    """A function that builds a drafter by the name of its kind, and a sidecar if the kind needs one."""
+
+    def make(kind):
+        address = DEFAULT_ADDRESS
+        if kind == "ssd-remote":
+            request.getfixturevalue("server")
+            address = request.getfixturevalue("socket_address")
+        return build_drafter(kind, DrafterConfig(capacity=10_000, max_draft=13), address=address, warn=pytest.fail)
+
+    return make
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(
-    model, plain, server, socket_address, kind, temperature
-):
-    drafter = build_drafter(
-        kind, DrafterConfig(capacity=10_000, max_draft=13), address=socket_address, warn=pytest.fail
-    )
+def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain, make_drafter, kind, temperature):
+    drafter = make_drafter(kind)
     asked = requests(6, temperature=temperature)
     with closing(build_engine(model, replace(CONFIG, in_flight=1), drafter, has_budget=temperature == 1)) as engine:
         assert outputs(engine, asked) == plain[temperature]
@@ -39,6 +49,46 @@ def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(
     # Without a budget, tokens of the corpus are accepted in the second run.
     if kind in ("ssd", "ssd-remote") and temperature == 0:
         assert sum(completion.accepted for completion in again) > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_flight", [None, 0, 1, "any"])
+def test_every_drafter_survives_arrivals_cancellations_and_preemptions(make_drafter, kind, in_flight):
+    """None: the eager executor. Otherwise the graph executor with this depth, which `any` changes at random."""
+    rng, depths = np.random.default_rng(7), np.random.default_rng(8)
+    config = EngineConfig(max_sequences=5, max_draft=4, max_step_tokens=40, watermark=0.0)
+    depth = (lambda: int(depths.integers(2))) if in_flight == "any" else lambda: in_flight
+    has_graph = in_flight is not None
+    prompts = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.uint32) for _ in range(6)]
+    expected, finished = {}, {}
+    with closing(
+        chain_engine(config, 30, make_drafter(kind), has_graph=has_graph, depth=depth if has_graph else None)
+    ) as engine:
+        for step in range(250):
+            if step < 200 and rng.random() < 0.25:
+                prompt, length = prompts[rng.integers(6)], int(rng.integers(1, 50))
+                sequence_id = engine.add(Request(prompt, SamplingParams(max_tokens=length)))
+                expected[sequence_id] = answer(prompt, length)
+            if expected and rng.random() < 0.03:
+                sequence_id = int(rng.choice(list(expected)[-4:]))
+                cancelled = engine.cancel(sequence_id)
+                if cancelled is not None:
+                    finished[sequence_id] = cancelled
+            finished.update(engine.step().finished)
+            engine.scheduler.check_integrity()
+        while engine.scheduler.has_work:
+            finished.update(engine.step().finished)
+        assert engine.scheduler.preemptions > 0
+        assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
+    aborted = {key for key, each in finished.items() if each.finish_reason is FinishReason.ABORT}
+    assert len(expected) > 30
+    assert 0 < len(aborted) < 20
+    assert finished.keys() == expected.keys()
+    for sequence_id, tokens in expected.items():
+        produced = finished[sequence_id].tokens.tolist()
+        assert produced == (tokens[: len(produced)] if sequence_id in aborted else tokens)
+    if kind in ("ssd", "ngram", "classic"):
+        assert sum(each.accepted for each in finished.values()) > 0
 
 
 def mixed_requests():

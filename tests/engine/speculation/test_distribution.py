@@ -1,4 +1,4 @@
-"""Sampled outputs of the whole engine have the target's distribution, however they were drafted and verified.
+"""Sampled outputs of the whole engine have the target's distribution, for each way of drafting and verifying.
 
 A tiny model, the same prompt with many seeds, and a chi-square test of the first tokens against the exact
 probabilities. Planted faults must be caught by the same test.
@@ -18,11 +18,13 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sampling.noise import uniforms
 from engine.scheduling.request import Request, SamplingParams
-from engine.speculation import rejection
+from engine.speculation import rejection, verify
 from engine.speculation import speculation as speculation_module
-from engine.speculation.token_budget import Selection
+from engine.speculation.token_budget import Selection, TokenBudget
 from ssd.config import DrafterConfig
 from tests.engine.drafters.toy import ToyDrafter, attend_densely
+from tests.engine.speculation.test_rejection import FAULTS as REJECTION_FAULTS
+from tests.engine.speculation.test_rejection import planted
 
 VOCAB = 32
 COUNT = 1500
@@ -81,7 +83,7 @@ def expected(target):
 
 
 class ByOwnProbability:
-    """A token budget that drops every token that its drafter calls unlikely."""
+    """A token budget that drops every token with a low `accept_prob`."""
 
     is_backing_off = False
 
@@ -100,7 +102,7 @@ class ByOwnProbability:
 
 
 class BoastfulDrafter(ToyDrafter):
-    """Passes a token's own probability for its acceptance, against the rules."""
+    """Sets accept_prob to a sampled token's own probability, which verification must not depend on."""
 
     def drafts(self, plan, entries, candidates, q, has_q):
         drafts = super().drafts(plan, entries, candidates, q, has_q)
@@ -118,7 +120,7 @@ def outputs_of(target, config, drafter, budget=None):
 
 
 def fits(outputs, expected):
-    """Whether these could be samples of the distribution: chi-square at one in a million, rare outputs together."""
+    """Return whether outputs fit the distribution: a chi-square test at one in a million, rare outputs in one cell."""
     order = sorted(expected, key=expected.__getitem__)
     mass = np.cumsum([expected[output] for output in order])
     rare = set(order[: int(np.searchsorted(mass, 10 / COUNT)) + 1])
@@ -158,6 +160,25 @@ def test_the_budget_does_not_see_what_was_sampled(target, expected):
     assert fits(outputs_of(target, CONFIG, drafter, ByOwnProbability()), expected)
 
 
+class FixedCost:
+    """A cost at which a part of the drafts pays; it is not corrected, so that the test is deterministic."""
+
+    def seconds(self, tokens, sequences):
+        return 1 + 0.002 * np.asarray(tokens, np.float64)
+
+    def of_one_more(self, tokens, sequences):
+        return 0.02
+
+    def record(self, *_, **__):
+        pass
+
+
+def test_outputs_have_the_targets_distribution_with_the_token_budget(target, expected, monkeypatch):
+    monkeypatch.setattr(speculation_module, "perf_counter", lambda: 0.0)  # No backoff from measured times.
+    drafter = toy(target, width=3, depth=2)
+    assert fits(outputs_of(target, CONFIG, drafter, TokenBudget(FixedCost())), expected)
+
+
 def budget_sees_tokens(monkeypatch):
     monkeypatch.setattr(speculation_module, "sampled_drafts", lambda _drafts, entries: [False] * len(entries))
 
@@ -183,17 +204,16 @@ def q_of_another_row(monkeypatch):
     monkeypatch.setattr(ToyDrafter, "drafts", shifted)
 
 
-FAULTS = [
-    budget_sees_tokens,
-    residual_is_p,
-    one_number_for_all_trials,
-    q_of_another_row,
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(target, expected, monkeypatch, fault):
+@pytest.mark.parametrize("fault", [budget_sees_tokens, residual_is_p, one_number_for_all_trials, q_of_another_row])
+def test_faults_planted_in_paths_are_caught(target, expected, monkeypatch, fault):
     fault(monkeypatch)
     budget = ByOwnProbability() if fault is budget_sees_tokens else None
     drafter = toy(target, BoastfulDrafter, width=1)
     assert not fits(outputs_of(target, CONFIG, drafter, budget), expected)
+
+
+@pytest.mark.parametrize("fault", ["residual of the first rejection", "q stays for the next candidate"])
+def test_faults_planted_among_siblings_are_caught(target, expected, monkeypatch, fault):
+    faulty = planted(*REJECTION_FAULTS[fault])
+    monkeypatch.setattr(verify, "verify_by_rejection", faulty.verify_by_rejection)
+    assert not fits(outputs_of(target, CONFIG, toy(target, width=3, depth=2)), expected)
