@@ -24,7 +24,6 @@ from time import perf_counter, sleep
 from typing import Any
 
 import pytest
-import torch
 
 GPU_MARKS = ("mark.gpu", "tests.engine.flashinfer_libraries")
 """Texts in files with tests that need a GPU: the marker, or the module whose parameters have it."""
@@ -142,6 +141,8 @@ def title(file: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run or list the tests; return 1 if one failed, else 0."""
+    import torch  # not at the top, because pytest loads this module as a plugin in every process
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.tests")
     parser.add_argument(
         "--time", type=float, default=1.0, metavar="FACTOR", help=f"multiplies the limit of {LIMIT_S:.0f} s (1)"
