@@ -14,7 +14,7 @@ import numpy as np
 from ssd.corpus.memory import Buffer
 
 SEPARATOR = np.uint32(0xFFFF_FFFF)
-"""Follows every request; no token may have this id."""
+"""Token id that follows every request; text must not contain it."""
 
 MAX_TOKEN_ID = int(SEPARATOR) - 1
 
@@ -57,7 +57,7 @@ class Ring:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Raise ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
+        """Make an empty ring. Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
         check_capacity(capacity)
         self.capacity = capacity
         self.head = 0

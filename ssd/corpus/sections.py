@@ -26,12 +26,12 @@ MAGIC = b"SSDSNAP\n"
 VERSION = 1
 BLOCK = 4096
 CHECKED_AT_ONCE = 1 << 22
-"""Bytes checked at a time."""
+"""Number of bytes whose checksum is computed at a time."""
 
 _START = struct.Struct("<8sIIQ")
 """Magic, version, sections, size of the file."""
 _ENTRY = struct.Struct("<24s8sQQI4x")
-"""Name, dtype, where it begins, bytes, CRC-32."""
+"""Name, dtype, offset and size in bytes, CRC-32."""
 _CRC = struct.Struct("<I")
 _DTYPES = ("<u4", "<i8", "<f4", "<f8")
 MAX_SECTIONS = (BLOCK - _START.size - _CRC.size) // _ENTRY.size
