@@ -31,7 +31,7 @@ class Phase(Enum):
 
     OFFLINE = auto()
     HANDSHAKE = auto()
-    """The hello was sent and is not answered."""
+    """The hello was sent and has not been answered."""
     READY = auto()
 
 

@@ -53,7 +53,7 @@ class SocketStream:
     """A `Stream` over a connected socket."""
 
     def __init__(self, connection: socket.socket, authorization: str) -> None:
-        """Take over the connection, even if this raises OSError."""
+        """Take ownership of the connection, even if this raises OSError."""
         self.failure: StreamError | WireError | None = None
         """See `Stream.failure`."""
         self._socket = connection

@@ -36,7 +36,7 @@ FLAGS = {
     "log_level": "reports.log_level",
     "log_format": "reports.log_format",
 }
-"""Settings of the flags. A flag that is not given is None."""
+"""Setting of each flag. The value of a flag that is not given is None."""
 
 
 @click.command()

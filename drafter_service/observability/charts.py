@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 Scale = Callable[[float], float]
-"""From a value to a position in pixels."""
+"""Function from a value to a position in pixels."""
 Point = tuple[float, float]
 
 MAX_TICKS = 5
@@ -25,7 +25,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 class Value(NamedTuple):
-    """A number and the function that formats it for people. None: not known."""
+    """A number and the function that formats it for display. None: not known."""
 
     number: float | None
     format: Callable[[float | None], str]
@@ -61,11 +61,11 @@ class Frame(NamedTuple):
         return self.height - self.bottom
 
     def x_scale(self, first: float, last: float) -> Scale:
-        """Scale from `first` at the left end of the plotting area to `last` at its right end."""
+        """Return a scale from `first` at the left end of the plotting area to `last` at its right end."""
         return linear(first, last, self.left, self.right_edge)
 
     def y_scale(self, first: float, last: float) -> Scale:
-        """Scale from `first` at the lower end of the plotting area to `last` at its upper end."""
+        """Return a scale from `first` at the lower end of the plotting area to `last` at its upper end."""
         return linear(first, last, self.floor, self.top)
 
 
@@ -258,7 +258,7 @@ def description_list(rows: Iterable[tuple[str, Value]]) -> str:
 
 
 def card(name: str, value: Cell, hint: str = "", more: str = "", kind: str = "") -> str:
-    """Return a large value with its name above and a hint below; `more` is markup that follows."""
+    """Return a large value with its name above and a hint below, followed by the markup `more`."""
     below = f"<p>{escape(hint)}</p>" if hint else ""
     return f'<div class="card {kind}"><span>{escape(name)}</span><b>{cell_markup(value)}</b>{below}{more}</div>'
 

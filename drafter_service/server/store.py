@@ -23,7 +23,7 @@ DESCRIPTION = "namespace.json"
 REFUSED = "corpus.refused"
 LOCK = ".lock"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
-"""Valid names of namespaces; each is the name of a folder, too."""
+"""Pattern of valid names of namespaces; each is also the name of a folder."""
 
 
 class Description(BaseModel):
@@ -50,7 +50,7 @@ class Description(BaseModel):
 
 @contextlib.contextmanager
 def exclusive_use(folder: Path | None) -> Iterator[None]:
-    """Lock a folder of snapshots: two services would overwrite each other's files.
+    """Lock a folder of snapshots, so that two services do not overwrite each other's files.
 
     Raises UserError if another service uses it.
     """
@@ -69,7 +69,7 @@ class Store:
     """A folder of namespaces, for one process at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if the folder cannot be made or written to."""
+        """Make the folder if necessary. Raises UserError if it cannot be made or written to."""
         self.folder = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Store:
         (self.folder / name).mkdir(mode=0o700, exist_ok=True)
 
     def write_description(self, description: Description) -> None:
-        """Replace the description atomically. Raises OSError, after which the old file is still there."""
+        """Replace the description atomically. Raises OSError, after which the old file remains."""
         write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
 
     def move_refused(self, name: str) -> Path:

@@ -17,7 +17,7 @@ PROBE_TIMEOUT_S = 1.0
 STEPS = ".steps"
 """Suffix of the path of a service's step socket."""
 MAX_SOCKET_PATH_BYTES = 103 - len(STEPS)
-"""Limit for both sockets; macOS has the lowest limit of all systems."""
+"""Maximum length of the paths of both sockets; macOS has the lowest limit of all systems."""
 OWNER_ONLY = 0o600
 
 
@@ -72,7 +72,7 @@ class Address:
     def claim(self) -> None:
         """Check that no server listens at a Unix socket, and remove a stale socket file.
 
-        gRPC itself would silently take the path over from a running server. Raises UserError.
+        Otherwise gRPC would silently replace the socket of a running server. Raises UserError.
         """
         path = self.socket_path
         if path is None:
@@ -93,9 +93,9 @@ class Address:
 
     @contextmanager
     def permissions(self, mode: int) -> Iterator[None]:
-        """Give a Unix socket that is bound within the block this mode; only its owner can use it before.
+        """Set the mode of a Unix socket that is bound within the block; until then only its owner can use it.
 
-        This sets the umask of the process, so only the owner can use files that other threads create meanwhile.
+        The umask of the process changes within the block, so only the owner can use files that other threads create.
         """
         path = self.socket_path
         if path is None:

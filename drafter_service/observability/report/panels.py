@@ -171,7 +171,7 @@ def _speed(namespace: NamespaceReport) -> list[str]:
 
 
 def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:
-    """The cells under `TALLY_HEADS`."""
+    """Return the cells under `TALLY_HEADS`."""
     return (
         Value(tally.acceptance, units.share),
         Value(tally.drafted, units.count),

@@ -12,13 +12,13 @@ from drafter_service.observability.report.schema import (
 )
 
 MIN_GAIN = 0.01
-"""A smaller share of saved steps is not noticeable."""
+"""Minimum share of saved steps that is reported as a gain."""
 USUAL_COST = 0.02
-"""Cost of one more verified token, as a fraction of a step, where it was not measured."""
+"""Cost of one more verified token, as a fraction of a step, if it was not measured."""
 MAX_LATE_SHARE, MIN_LATE = 0.001, 100
 MAX_CALIBRATION_ERROR = 0.05
 MIN_CALIBRATION_TOKENS = 10_000
-"""Fewer draft tokens do not show whether probabilities are calibrated."""
+"""Minimum number of draft tokens from which calibration is judged."""
 MAX_LOG_LAG_S = 5.0
 
 
