@@ -77,9 +77,8 @@ class Progress:
             counts.append(self.steps)
         for array in (self.tokens, self.offsets, *counts):
             if array.dtype != UINT32 or array.ndim != 1 or not array.flags.c_contiguous:
-                raise ValueError(
-                    f"{self._name_of(array)} must be a contiguous row of uint32, not {array.dtype} {list(array.shape)}"
-                )
+                given = f"{array.dtype} {list(array.shape)}"
+                raise ValueError(f"{self._name_of(array)} must be a contiguous 1-D uint32 array, not {given}")
         sequences, bounds = len(self.sequence_ids), self.offsets.tolist()
         if len(bounds) != sequences + 1:
             raise ValueError(f"offsets has {len(bounds)} elements, not {sequences + 1}: one more than sequences")

@@ -91,7 +91,7 @@ def test_a_replay_gives_the_recorded_output_with_every_drafter(items):
             with closing(build_engine(model, config, drafts)) as engine:
                 run = serve(engine, items, concurrency, lambda: None)
             assert [output.tolist() for output in run.outputs] == [item.request.recorded.tolist() for item in items]
-            # The phrase is known from the prompt on.
+            # The prompt already contains the phrase.
             assert (run.tokens / run.deliveries > 2) == (drafter != "none")
 
 

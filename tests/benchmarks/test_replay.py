@@ -1,4 +1,4 @@
-"""The replay benchmark: its figures compared with a slow replay, the order of requests, and what it refuses."""
+"""The replay benchmark: its figures compared with a slow replay, the order of requests, and invalid input."""
 
 import json
 from contextlib import suppress

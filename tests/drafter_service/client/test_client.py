@@ -1,4 +1,4 @@
-"""The client over real sockets, against a service that fails as a test asks for."""
+"""The client over real sockets, against a service whose failures tests control."""
 
 import errno
 import socket
@@ -36,14 +36,14 @@ from tests.strategies import array
 
 @pytest.fixture(params=[False, True], ids=["grpc", "steps"])
 def fake(socket_address, request):
-    """Over gRPC, or over the step socket."""
+    """Yield a fake service, over gRPC or over the step socket."""
     with fake_server_thread(socket_address, FakeService(counting), has_steps=request.param) as server:
         yield server
 
 
 @pytest.fixture
 def connect(socket_address):
-    """Makes clients that are closed in the end, with long deadlines, since the machine may be busy."""
+    """Return a function that connects clients, with long deadlines for busy machines; all are closed at the end."""
     clients = []
 
     def connected(**options):
@@ -323,7 +323,7 @@ def test_after_violations_of_the_protocol_only_drafts_are_missing(fake, connect)
 
 
 class Failing:
-    """Replaces a function: fails some times, then calls it."""
+    """Replaces a function: raises an exception `times` times, then calls it."""
 
     def __init__(self, function, problem, times=2):
         self.function, self.problem, self.times = function, problem, times
@@ -408,7 +408,7 @@ BAD_FRAMES = {
 
 @contextmanager
 def answering(address, data):
-    """Answer every stream over the step socket with the same bytes; yields the handshakes that arrived."""
+    """Answer every stream over the step socket with the same bytes; yield the handshakes that arrived."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address.removeprefix("unix:") + ".steps")
     listening.listen()
@@ -486,7 +486,7 @@ def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
     waits = [state.ended(gone)[0] for _ in range(100)]
     assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
     assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
-    for _ in range(2):  # A service that fails after a few responses is not a good one.
+    for _ in range(2):  # A stream that fails after a few responses does not shorten the waits.
         respond(GOOD_RESPONSES - 1)
         assert state.ended(gone) == (LONGEST_BACKOFF_S, None)
     respond(GOOD_RESPONSES)

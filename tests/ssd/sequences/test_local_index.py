@@ -153,6 +153,6 @@ def test_tokens_of_single_steps_are_indexed_like_a_prompt(seed, kinds, prompt_si
             at += size
             assert_indexes(index_in(drafter, 1), text[:at].tolist(), depth)
         drafter.finish(1, text[at:])
-        # The next turn begins with all of that.
+        # The next turn begins with the prompt and the output.
         drafter.start(2, np.append(text, array([1, 2])), session_id="s")
         assert_indexes(index_in(drafter, 2), [*text.tolist(), 1, 2], depth)
