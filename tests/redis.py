@@ -33,12 +33,12 @@ class RedisServer:
         self._process = subprocess.Popen(
             [*command, "--save", "", *self._arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        said = []
+        output = []
         for line in self._process.stdout:
-            said.append(line)
+            output.append(line)
             if b"Ready to accept connections" in line:
                 return
-        raise AssertionError(b"".join(said).decode())
+        raise AssertionError(b"".join(output).decode())
 
     def hang(self) -> None:
         """Suspend the process until `resume`."""

@@ -60,7 +60,7 @@ def test_lines_have_time_logger_and_event(logs):
     }
 
 
-def test_logs_of_libraries_take_the_same_path(logs):
+def test_logs_of_libraries_are_processed_in_the_same_way(logs):
     logging.getLogger("redis").warning("lost %s, attempt %d", "localhost:6379", 2)
     logging.getLogger("redis").debug("unseen")
     warnings.warn("old", stacklevel=1)
@@ -126,7 +126,7 @@ def test_possible_tokens_and_text_are_redacted_under_any_name(logs, value):
 
 
 @pytest.mark.parametrize("name", ["tokens", "prompt", "text", "prompt_text", "completion", "draft", "Content", "token"])
-def test_names_of_text_may_only_have_numbers(logs, name):
+def test_values_under_names_of_text_are_redacted_unless_numbers(logs, name):
     structlog.get_logger("drafter_service.x").info("learned", **{name: SECRET})
     structlog.get_logger("drafter_service.x").info("learned", **{name: 512})
     first, second = logs()

@@ -1,4 +1,4 @@
-"""Frames, against a slow twin, and invalid frames."""
+"""Frames compared with a slow reference, and invalid frames."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
 
 
 def slow_frames(data):
-    """All complete frames at the beginning, each with whether it is the last."""
+    """Return all complete frames at the beginning, each with whether it is the last."""
     if len(data) < 4:
         return []
     length = int.from_bytes(data[:4], "little")
