@@ -135,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--k",
         type=list_of(draft_size),
         default=[32],
-        help=f"most tokens in a draft, at most {MAX_DRAFT} (32); arctic has a grid of its own",
+        help=f"most tokens in a draft, at most {MAX_DRAFT} (32); arctic has its own grid",
     )
     add(
         "--shape",

@@ -163,7 +163,7 @@ def sha256_of(token: str) -> str:
 
 
 def read_callers(path: Path, *, certificates: bool) -> Callers:
-    """Read a callers file; `certificates` says whether clients present certificates.
+    """Read a callers file; certificates: whether clients present certificates.
 
     Raises UserError, with the key, for a file that cannot be used or that is writable by everybody.
     """

@@ -27,7 +27,7 @@ class ClientAccess:
     """Files with which a client authenticates the service and itself. All are PEM except the token."""
 
     ca: Path | None = None
-    """CAs of the service's certificate. Setting it switches TLS on."""
+    """CAs of the service's certificate. Setting it enables TLS."""
     certificate: Path | None = None
     """The client's certificate and intermediate ones, for a service with `client_ca`."""
     key: Path | None = None

@@ -44,7 +44,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text that the model gets. Raises RefusedMessagesError.
+        """Return the text of the model's input. Raises RefusedMessagesError.
 
         arguments: further variables of the template, such as `enable_thinking`.
         """

@@ -163,7 +163,7 @@ class SocketStream:
         try:
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(timeout_s * 1e3))
-        except (ValueError, OSError):  # It was closed meanwhile.
+        except (ValueError, OSError):  # The stream was closed concurrently.
             return self._closed.wait(timeout_s)
 
     def _wake_pump(self) -> None:

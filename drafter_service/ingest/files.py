@@ -115,7 +115,7 @@ def _files_of(source: str) -> list[File]:
         infos = []
     except ImportError as problem:
         raise UserError(f"{source}: a package is missing to read it: {problem}") from None
-    except Exception as problem:  # Object stores raise errors of their own kinds.
+    except Exception as problem:  # Object stores raise exceptions of many types.
         raise UserError(f"{source}: cannot be read: {problem or type(problem).__name__}") from None
     if not infos:
         raise UserError(f"{source}: there is no such file; give a path, a folder, a glob or a URL")

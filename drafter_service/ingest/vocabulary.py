@@ -93,7 +93,7 @@ class ChatFormatter:
             self.note = f"{problem}; {WITHOUT}"
 
     def prompt_text(self, chat: Chat) -> str:
-        """Return the text that the model gets before its answer. Raises RecordError."""
+        """Return the text of the model's input before its answer. Raises RecordError."""
         if self._template is None:
             self.was_missing = True
             return "".join(f"{plain_text(message)}\n" for message in chat.messages)

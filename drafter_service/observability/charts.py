@@ -223,7 +223,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def cell_markup(cell: Cell) -> str:
-    """Return the markup of a cell; a number keeps its exact value beside the formatted one."""
+    """Return the markup of a cell; a number has its exact value in addition to the formatted one."""
     if isinstance(cell, Markup):
         return cell.html
     if isinstance(cell, str):

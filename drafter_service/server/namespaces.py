@@ -115,7 +115,7 @@ class Namespaces:
             namespace.last_used = time.monotonic()
 
     async def save(self, namespace: Namespace) -> Saved:
-        """Write a namespace to its folder, even if the caller is cancelled meanwhile.
+        """Write a namespace to its folder, even if the caller is cancelled during the write.
 
         Raises ClosedError, and SnapshotError, after which the old files remain.
         """

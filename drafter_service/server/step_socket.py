@@ -1,4 +1,4 @@
-"""Draft streams over a Unix socket beside the gRPC socket, for engines on the same machine (see `frames`)."""
+"""Draft streams over a second Unix socket without gRPC, for engines on the same machine (see `frames`)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
 
 
 class Description(BaseModel):
-    """Data of a namespace that is stored beside its corpus."""
+    """Data of a namespace that is stored in addition to its corpus."""
 
     name: str
     model: ModelIdentity
@@ -61,7 +61,7 @@ def exclusive_use(folder: Path | None) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"snapshots.folder: another service uses {folder}; give each a folder of its own") from None
+            raise UserError(f"snapshots.folder: another service uses {folder}; give each its own folder") from None
         yield
 
 

@@ -40,7 +40,7 @@ class AccessConfig:
     """Certificates, callers and permissions. Files are reloaded when they change."""
 
     certificate: Path | None = None
-    """PEM file with the server's certificate and intermediate ones. With `key` it switches TLS on."""
+    """PEM file with the server's certificate and intermediate ones. Together with `key` it enables TLS."""
     key: Path | None = None
     """PEM file with the certificate's private key, not encrypted."""
     client_ca: Path | None = None

@@ -40,12 +40,12 @@ class Address:
 
     @property
     def socket_path(self) -> Path | None:
-        """The file of a Unix socket; None for a port."""
+        """Path of a Unix socket; None for a port."""
         return Path(self.text.removeprefix("unix:")) if self.text.startswith("unix:") else None
 
     @property
     def steps(self) -> Address | None:
-        """The step socket (see `frames`), beside the gRPC socket; None for a port."""
+        """Address of the step socket (see `frames`) in the folder of the gRPC socket; None for a port."""
         return None if self.socket_path is None else Address(self.text + STEPS)
 
     @property

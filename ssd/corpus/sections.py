@@ -1,6 +1,6 @@
 """A file of named arrays: written to a temporary file and renamed, checksummed, and memory-mapped on reading.
 
-The file has a header of one block, then the sections, each in blocks of its own, all little-endian. The header has the
+The file has a header of one block, then the sections, each in separate blocks, all little-endian. The header has the
 magic, the version, the file's size, an entry for each section, and in its last four bytes the CRC-32 of the bytes
 before them; an entry has the CRC-32 of its section's blocks. This module does not interpret the arrays.
 """
@@ -130,7 +130,7 @@ def _write(file: BinaryIO, sections: Iterable[Section]) -> int:
 def _write_section(file: BinaryIO, section: Section) -> _Entry:
     begin, crc = file.tell(), 0
     for chunk in section.chunks:
-        # A copy, so that the checksum is that of the written bytes even if the array changes meanwhile.
+        # A copy, so that the checksum matches the written bytes even if the array changes concurrently.
         data = chunk.astype(section.dtype).tobytes()
         crc = zlib.crc32(data, crc)
         file.write(data)

@@ -96,7 +96,7 @@ def add_child(growing, parent, child, kind, probs, pointers):  # type: ignore[no
     node = nodes[child]
     node[TOKEN], node[PARENT], node[DEPTH] = candidate[0], parent, depth + 1
     row = candidate[FOUND_IN]
-    # A token that follows no sample comes from a pointer; the pointer into the own text takes precedence.
+    # A token that follows no sample comes from a pointer; the pointer into the request's text takes precedence.
     source = (
         row // LEVELS
         if row >= 0

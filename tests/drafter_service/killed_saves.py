@@ -72,7 +72,7 @@ def main(folder, rounds, seed):
     size = save(corpus_of(version), path)
     kept = 0
     for _ in range(rounds):
-        # Some sizes exceed the file's: then the kill comes between the last byte and the rename.
+        # Some sizes exceed the file's: then the process is killed between the last write and the rename.
         kill_at(saved_by_a_process(corpus_of(version + 1), path), path, rng.randrange(1, int(1.1 * size)))
         found = version_on_disk(path)
         assert found in (version, version + 1), f"the file has version {found}, neither {version} nor the next"

@@ -103,13 +103,13 @@ class NamespaceRows:
     """
 
     def __init__(self, max_own: int) -> None:
-        """Make an empty table; max_own: maximum number of namespaces with a row of their own."""
+        """Make an empty table; max_own: maximum number of namespaces with a separate row."""
         self._max_own = max_own
         self._own: set[str] = set()
         self._last: dict[str, np.ndarray] = {}
         """Counters at the last scrape, most recently present namespaces last."""
         self._rest: np.ndarray | None = None
-        """Sums over namespaces without a row of their own; None if there never was one."""
+        """Sums over namespaces without a separate row; None if there never was one."""
 
     def update(self, namespaces: Iterable[NamespaceFacts]) -> list[Row]:
         """Return the current rows of these namespaces: at most `max_own`, and one for the rest."""

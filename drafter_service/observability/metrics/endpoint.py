@@ -1,4 +1,4 @@
-"""The HTTP endpoint of the metrics, in threads of its own."""
+"""The HTTP endpoint of the metrics, in separate threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssd.errors import UserError
 logger = structlog.get_logger(__name__)
 
 MAX_NAMESPACES = 20
-"""Maximum number of namespaces with series of their own. Each has about 170; collecting 20 takes about 30 ms."""
+"""Maximum number of namespaces with separate series. Each has about 170; collecting 20 takes about 30 ms."""
 ANSWER_S = 5.0
 """Maximum time for the event loop to return the facts; Prometheus itself waits for 10 s."""
 POLL_S = 0.1
@@ -39,8 +39,8 @@ class MetricsEndpoint:
     ) -> None:
         """Make an endpoint that does not listen yet.
 
-        facts: called in other threads; see `facts_from_loop`. max_namespaces: maximum number of namespaces with series
-        of their own. Raises UserError if `address` is not HOST:PORT.
+        facts: called in other threads; see `facts_from_loop`. max_namespaces: maximum number of namespaces with
+        separate series. Raises UserError if `address` is not HOST:PORT.
         """
         self.address = Address.parse(address)
         """After `start`, with the actual port."""

@@ -1,4 +1,4 @@
-"""Sentences about a report: what drafting saves, and what needs attention."""
+"""Sentences about a report: the savings from drafting, and problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LOG_LAG_S = 5.0
 
 
 def saving(drafting: Drafting) -> str:
-    """Return a predicate for a sentence whose subject is the namespace: what drafting saves."""
+    """Return the predicate of a sentence about the savings, whose subject is the namespace."""
     if drafting.steps == 0:
         return "has not been asked for a draft yet."
     if drafting.drafted == 0:
@@ -47,7 +47,7 @@ def worth(drafting: Drafting) -> str:
 
 
 def remarks(namespace: NamespaceReport) -> list[str]:
-    """Return what needs attention in a namespace."""
+    """Return sentences about problems of a namespace."""
     found = []
     steps, clients, error = namespace.drafting.steps, namespace.clients, namespace.calibration.error
     if clients is not None and clients.timeouts > max(MIN_LATE, MAX_LATE_SHARE * steps):
@@ -64,7 +64,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
 
 
 def service_remarks(report: Report) -> list[str]:
-    """Return what needs attention in the service."""
+    """Return sentences about problems of the service."""
     log = None if report.service is None else report.service.log
     if log is None:
         return []

@@ -95,7 +95,7 @@ def test_a_snapshot_folder_cannot_be_shared(run, service, tmp_path):
     code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.folder)
     assert (code, err) == (
         2,
-        f"error: snapshots.folder: another service uses {service.folder}; give each a folder of its own\n",
+        f"error: snapshots.folder: another service uses {service.folder}; give each its own folder\n",
     )
     assert not list(tmp_path.glob("s*"))
 

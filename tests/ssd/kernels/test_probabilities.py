@@ -201,7 +201,7 @@ def test_broken_learning_is_detected(bug):
 
 
 def draft_two_siblings(steps, bug=None):
-    """Draft two tokens for each context, of which the target produces one.
+    """Draft two tokens for each context; the target produces one of them.
 
     In one long request a token follows context k with probability CHANCES[k], and another token otherwise. Returns a
     row per step: context, accept_prob of both, whether the target produced the first.
