@@ -30,7 +30,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         """sources: templates by name; tokens: special tokens by the name that templates have for them.
 
-        Raises whatever jinja2 raises about the sources.
+        Raises the exceptions of jinja2 for invalid sources.
         """
         environment = _environment()
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}

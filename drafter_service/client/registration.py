@@ -96,7 +96,7 @@ class Registration:
         return self._running.unregister(lost) if lost else 0
 
     def connection_lost(self) -> int:
-        """Record that the service has no sequence any more; return the number of running ones that it had."""
+        """Record that the service has lost all sequences; return the number of running ones that it had."""
         again = [finished for part in self._unconfirmed.values() for finished in part]
         self._unconfirmed.clear()
         self._finished.extendleft(reversed(again))

@@ -21,7 +21,7 @@ MAX_TICKS = 5
 LABEL_GAP = 8
 """Pixels between an axis and its labels."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Content security policy: nothing is loaded and no script runs, whatever a name or text on the page contains."""
+"""Content security policy: nothing is loaded and no script runs, even if a text on the page contains markup."""
 
 
 class Value(NamedTuple):

@@ -85,7 +85,7 @@ class Namespaces:
         self._saves: set[asyncio.Task[Saved]] = set()
 
     def names(self) -> list[str]:
-        """Names of all namespaces, including those on disk."""
+        """Return the names of all namespaces, including those on disk."""
         return sorted({*self.loaded, *(self.store.names() if self.store else [])})
 
     @asynccontextmanager

@@ -80,15 +80,15 @@ class Store:
             raise UserError(f"snapshots.folder: cannot write to {folder}: {problem.strerror}") from None
 
     def names(self) -> list[str]:
-        """Names of the stored namespaces."""
+        """Return the names of the stored namespaces."""
         return sorted({path.parent.name for file in (CORPUS, DESCRIPTION) for path in self.folder.glob(f"*/{file}")})
 
     def has(self, name: str) -> bool:
-        """Whether a namespace is stored."""
+        """Return whether a namespace is stored."""
         return any((self.folder / name / file).exists() for file in (CORPUS, DESCRIPTION))
 
     def corpus_path(self, name: str) -> Path:
-        """Path of the snapshot of a namespace's corpus, whether it exists or not."""
+        """Return the path of the snapshot of a namespace's corpus, which need not exist."""
         return self.folder / name / CORPUS
 
     def describe(self, name: str) -> Description | None:

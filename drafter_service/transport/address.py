@@ -52,7 +52,7 @@ class Address:
     def is_local(self) -> bool:
         """Whether the address is reachable from this machine only: a Unix socket, loopback, or `localhost`.
 
-        Other names count as remote, whatever they resolve to now.
+        Other names count as remote, even if they currently resolve to this machine.
         """
         if self.socket_path is not None:
             return True

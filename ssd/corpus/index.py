@@ -138,7 +138,7 @@ class Index:
             self._remove_old()
 
     def forget(self, forgets: Sequence[Forget]) -> None:
-        """Remove requests from all tiers, and their text from the ring. Waits until nobody reads it."""
+        """Remove requests from all tiers, and their text from the ring. Waits until the text has no readers."""
         spans = self.log.remove(forgets, self.ring.head)
         if len(spans) == 0:
             return
@@ -265,7 +265,7 @@ class Index:
         self._merged = oldest, self.ring.head
 
     def _finish_merge(self) -> None:
-        """Finish the merge in progress, if there is one. Waits until nobody reads the text that it removes."""
+        """Finish the merge in progress, if there is one. Waits until the removed text has no readers."""
         while self._merge is not None:
             if self._merge.step():
                 self._adopt()
@@ -282,7 +282,7 @@ class Index:
         self.view = self._make_view()
 
     def _remove_old(self) -> None:
-        """Allow text before the oldest position to be overwritten; waits until nobody reads it."""
+        """Allow text before the oldest position to be overwritten; waits until it has no readers."""
         self._base.release()
         self.ring.oldest = self._oldest
         self._is_removing = False

@@ -53,7 +53,7 @@ def check_capacity(capacity: int) -> None:
 class Ring:
     """Slots of tokens and separators; positions `oldest` to `head` - 1 are remembered.
 
-    The owner advances `oldest` once nobody reads the text before it.
+    The owner advances `oldest` once the text before it has no readers.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -41,7 +41,7 @@ class Tier:
         self._retired: weakref.ref[SuffixArray] | None = None
 
     def next_buffer(self) -> Buffer:
-        """Return the buffer for the next suffix array, after waiting until nobody reads its old contents."""
+        """Return the buffer for the next suffix array, after waiting until its old contents have no readers."""
         self.wait_until_unread()
         return self._back
 
@@ -63,7 +63,7 @@ class Tier:
         return self._unread.wait(timeout_s)
 
     def release(self) -> None:
-        """Release the memory of the next buffer, after waiting until nobody reads it."""
+        """Release the memory of the next buffer, after waiting until it has no readers."""
         self.wait_until_unread()
         self._back.release()
 

@@ -28,7 +28,7 @@ SMALL = ("--shape", "tiny", "--requests", "3", "--max-tokens", "6", "--prompt-to
 
 @pytest.fixture
 def trace():
-    """6 requests of 2 sessions that repeat one phrase, with token ids beyond small vocabularies."""
+    """Return a trace of 6 requests of 2 sessions that repeat one phrase, with token ids above small vocabularies."""
     phrase = np.random.default_rng(0).integers(150_000, 200_000, 7).astype(np.uint32)
     return Trace("phrase", [Request(np.tile(phrase, 6), 20, number % 2) for number in range(6)])
 

@@ -118,7 +118,7 @@ class FakeService:
             self.evicted += 1
 
     def texts(self) -> list[list[int]]:
-        """The texts of all running sequences."""
+        """Texts of all running sequences."""
         return [one.text for one in self.sequences.values()]
 
     def _draft(self, batch: pb.Batch, lost: list[int]) -> DraftBatch:

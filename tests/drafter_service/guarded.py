@@ -1,4 +1,4 @@
-"""A small service behind access control, and calls to it."""
+"""A small service with access control, and calls to it."""
 
 from __future__ import annotations
 

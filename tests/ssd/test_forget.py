@@ -123,7 +123,7 @@ def test_forgetting_nothing_changes_nothing():
     assert corpus.times.forgotten == 0
 
 
-def test_text_is_erased_once_nobody_reads_it():
+def test_text_is_erased_once_it_has_no_readers():
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, [SECRET, *some_requests(20)], "mine")
     held, done = corpus.view, threading.Event()

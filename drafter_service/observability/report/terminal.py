@@ -52,7 +52,7 @@ Row = tuple[str, float | None, int]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a sentence about each namespace, then the tables. 80 columns wide, whatever the terminal's width."""
+    """Print a sentence about each namespace, then the tables, 80 columns wide in any terminal."""
     namespaces = by_saving(report)
     for line in _head(report):
         console.print(Text(line, "dim"))

@@ -58,7 +58,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
     if error is not None and error > MAX_CALIBRATION_ERROR and namespace.drafting.drafted >= MIN_CALIBRATION_TOKENS:
         found.append(
             f"Acceptance probabilities are off by {units.share(error)} on average, so drafts are longer or shorter "
-            "than pays. They are learned from the numbers of verified tokens that engines report; check those."
+            "than optimal. They are learned from the numbers of verified tokens that engines report; check those."
         )
     return found
 

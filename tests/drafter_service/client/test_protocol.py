@@ -33,7 +33,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.client = self.wire.client
 
     def guess(self, text, limit):
-        """Guess what follows, except for every seventh token."""
+        """Draft the tokens that follow, with every seventh one wrong."""
         return [
             token + (place % 7 == 0)
             for place, token in enumerate(self.texts[text[0]][len(text) : len(text) + limit], len(text))

@@ -132,7 +132,7 @@ def test_a_request_without_room_continues_after_a_gap():
     assert evidence_in(tier) == evidence_of([5, 6, 7, 8, 9], [10])
 
 
-def test_a_block_is_reused_only_when_nobody_reads_it():
+def test_a_block_is_reused_only_when_it_has_no_readers():
     tier = LiveTier(blocks=2, depth=DEPTH)
     tier.start(1, array([1]))
     tier.extend(1, array([2]))

@@ -66,7 +66,7 @@ def test_tokens_committed_in_many_steps_have_the_same_probabilities_as_a_prompt(
 
 
 def test_room_is_made_for_a_step_that_commits_many_tokens():
-    # Each token is so rare that all of its occurrences are sampled, whatever the order of equal keys is.
+    # Each token is so rare that all of its occurrences are sampled, for any order of equal keys.
     texts = [np.random.default_rng(seed).integers(0, 500, 5000).astype(np.uint32) for seed in range(3)]
     with drafter_of(cost=0.001) as drafter, drafter_of(cost=0.001) as another:
         for sequence_id, text in enumerate(texts):
