@@ -97,7 +97,7 @@ def import_graph():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_only_what_is_allowed(package):
+def test_a_package_imports_only_allowed_modules(package):
     def allowed(module):
         if any(module == name or module.startswith(name + ".") for name in ALLOWED[package]):
             return True

@@ -196,7 +196,7 @@ def draft_of_second(drafter, tokens):
 
 
 @pytest.mark.parametrize("from_another", [False, True])
-def test_a_running_request_is_forgotten_too(from_another):
+def test_a_running_request_is_forgotten(from_another):
     corpus = Corpus(100_000, DEPTH)
     drafter, another = (SuffixDrafter(CONFIG, corpus=corpus) for _ in range(2))
     start_two(drafter)

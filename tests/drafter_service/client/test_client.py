@@ -196,7 +196,7 @@ def test_the_client_waits_once_for_a_late_service_and_sends_nothing_before_its_a
     assert client.lost is None
 
 
-def test_a_stream_that_is_not_answered_for_too_long_is_closed(fake, connect):
+def test_an_unanswered_stream_is_closed(fake, connect):
     news = []
     client = connect(deadline_s=0.01, patience_s=0.05, on_lost=news.append)
     client.start(1, array([5]))
@@ -235,7 +235,7 @@ def test_a_refusal_is_final_and_reported_once(fake, connect, code, socket_addres
     assert draft_of(client, []) == []
 
 
-def test_a_refusal_after_a_loss_is_final_too(fake, connect):
+def test_a_refusal_after_a_lost_connection_is_final(fake, connect):
     news = []
     client = connect(on_lost=news.append)
     fake.server.refusal = (grpc.StatusCode.PERMISSION_DENIED, "no more")
@@ -287,7 +287,7 @@ def test_no_service_at_the_address(connect, socket_address, monkeypatch):
     assert not news  # The error has the reason.
 
 
-def test_something_else_at_the_address(connect, socket_address):
+def test_another_server_at_the_address(connect, socket_address):
     from concurrent.futures import ThreadPoolExecutor
 
     server = grpc.server(ThreadPoolExecutor(1))

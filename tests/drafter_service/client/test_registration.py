@@ -234,7 +234,7 @@ def test_many_ends_are_sent_in_parts():
     assert not wire.requests
 
 
-def test_an_end_for_which_there_is_no_room_waits():
+def test_an_end_waits_until_there_is_room():
     wire = Wire(FakeService(counting, max_tokens=1000))
     wire.connect()
     wire.settle()

@@ -137,7 +137,7 @@ async def test_new_replica_reads_from_its_position(log):
 
 
 @in_loop
-async def test_restarted_replica_reads_what_it_published_before(log):
+async def test_restarted_replica_reads_its_own_earlier_entries(log):
     """The replica's snapshot may be older than the entries that it published."""
     async with replicas_of(log, 1) as (before,):
         await before.publish(request("a"))

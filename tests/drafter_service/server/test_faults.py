@@ -122,7 +122,7 @@ def test_a_killed_server_restores_everything_that_was_saved():
                 assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_snapshot_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(tmp_path):
+def test_a_killed_save_leaves_the_old_or_the_new_snapshot(tmp_path):
     rounds = 1000 if IS_SOAK else 14
     command = [sys.executable, "-m", "tests.drafter_service.killed_saves", tmp_path, rounds, 5]
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=10 * TIMEOUT_S, check=False)

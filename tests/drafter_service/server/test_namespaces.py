@@ -172,7 +172,7 @@ async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
 
 
 @run
-async def test_the_namespace_that_is_idle_for_longest_is_unloaded_and_restored(tmp_path):
+async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
     async with opened(tmp_path, fit=2) as namespaces:
         for name, last in (("a", 4), ("b", 5), ("c", 6)):
             await learned(namespaces, name, [1, 2, 3, last])
@@ -497,7 +497,7 @@ def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):
     assert namespace.learn(nothing, "0")
 
 
-def test_everything_is_forgotten_although_the_clock_was_set_back(namespace, clock):
+def test_everything_is_forgotten_after_the_clock_was_set_back(namespace, clock):
     """The clock was a day ahead when the text was learned."""
     for now, text in ((1000.0, [1, 2, 3, 4]), (90_000.0, [5, 6, 7, 8]), (1001.0, [2, 4, 6, 8])):
         clock.now = now
@@ -531,7 +531,7 @@ def test_the_time_in_the_shared_log_is_finite(namespace, clock):
     assert [event.time for event in published] == [clock.now, 5.0]
 
 
-def test_a_namespace_that_is_used_is_not_idle(namespace):
+def test_a_used_namespace_is_not_idle(namespace):
     assert namespace.is_idle
     session = Session(namespace, Limits())
     assert not namespace.is_idle

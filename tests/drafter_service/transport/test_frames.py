@@ -19,7 +19,7 @@ def slow_frames(data):
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.booleans(), st.data())
-def test_frames_are_found_however_the_bytes_arrive(messages, has_end, data):
+def test_frames_are_found_for_any_split_of_the_bytes(messages, has_end, data):
     stream = b"".join(map(framed, messages)) + (last_frame(7, "no") if has_end else b"")
     whole = data.draw(st.integers(0, len(stream)))
     cuts = sorted(data.draw(st.lists(st.integers(0, whole), max_size=6)))

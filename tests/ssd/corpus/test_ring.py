@@ -55,7 +55,7 @@ def test_each_end_repeats_the_other_after_any_writes(steps):
 
 @given(st.integers(0, 3 * CAPACITY), st.integers(0, CAPACITY))
 @examples(100)
-def test_erased_positions_are_separators_in_the_padding_too(position, size):
+def test_erased_positions_are_separators_also_in_the_padding(position, size):
     ring = Ring(CAPACITY)
     for _ in range(4):
         ring.write(np.full(CAPACITY - 1, 5, np.uint32))

@@ -72,7 +72,7 @@ def test_a_loaded_corpus_drafts_the_same(path, count):
     assert_same_drafts(corpus, loaded, requests[-100:])
 
 
-def test_text_in_the_smaller_tiers_is_loaded_too(path):
+def test_text_in_the_smaller_tiers_is_loaded(path):
     requests = some_requests(1200, ids=1_000_000)
     corpus = built(requests[:400])
     fill(corpus, requests[400:])

@@ -148,7 +148,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("progress", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_step_that_is_refused_has_no_effect(progress, message):
+def test_a_refused_step_has_no_effect(progress, message):
     def run(with_refusal):
         with drafter_of(cost=0.001) as drafter:
             for sequence_id in (1, 2):

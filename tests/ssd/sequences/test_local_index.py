@@ -75,7 +75,7 @@ def turns():
 @example(([1, 2, 3], [(1.0, [])]), 32)  # the same prompt again
 @example(([1, 2, 3], [(0.0, [])]), 32)  # an empty one
 @example(([1, 2, 3, 4], [(0.5, [3, 9])]), 32)  # shares one more token than the drawn part
-def test_a_turn_indexes_only_what_differs(drawn, depth):
+def test_a_turn_indexes_only_tokens_after_the_common_prefix(drawn, depth):
     text, prompts = drawn
     index = new_index(text, depth)
     sorted_sizes = []
