@@ -69,8 +69,8 @@ def workspaces(
 ) -> tuple[int, int]:
     """Return upper bounds of the bytes that a graph-mode plan needs in the float and integer workspaces.
 
-    A plan reserves space for the result of every tile, independent of the lengths. The number of tiles is that which
-    fills the device twice, or the number that the queries need if larger.
+    A plan reserves space for the result of every tile, independent of the lengths. There are enough tiles to fill the
+    device twice, or as many as the queries need if that is more.
     """
     sharing = heads // kv_heads
     # Largest number of rows of a request.

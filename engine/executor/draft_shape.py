@@ -1,7 +1,7 @@
-"""Chooses the shape of drafts, path or tree, from what verifying a tree costs on this machine.
+"""Choose the draft shape, path or tree, from the measured cost of verifying each on this machine.
 
-At a low cost of one more token trees gain up to 16 % over paths, at a high cost nothing; a step with a tree may take
-longer, because attention needs a mask.
+If an additional token is cheap, trees gain up to 16 % throughput over paths; if it is expensive, they gain nothing. A
+step with a tree may take longer, because attention needs a mask.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ssd.config import DraftShape
 
 COSTS = (0.005, 0.02, 0.05, 0.1)
 TREE_GAINS = (1.160, 1.070, 1.023, 1.005)
-"""Throughput of tree drafts relative to paths at these costs of one more token, on recorded traffic; section 6 of
-docs/drafting.md."""
+"""Throughput of trees relative to paths on recorded traffic, if an additional token costs `COSTS` (fractions of a
+step); see section 6 of docs/drafting.md."""
 DRAFT_TOKENS = 8
-"""Tokens of the measured drafts; on recorded traffic trees have 9 at a cost of 0.02."""
+"""Number of tokens in the measured drafts; on recorded traffic, trees have 9 tokens at a cost of 0.02."""
 CONTEXT = 256
 PAGE_SIZE = 16
 MAX_ROUNDS = 15
 MIN_ROUNDS = 2
 MEASURING_S = 1.0
-"""Time after which no further round begins; large models need seconds for a round."""
+"""Seconds after which no further round starts, since large models need seconds per round."""
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step of one sequence."""
+    """Durations of steps of one sequence, in seconds."""
 
     plain: float
     """Without a draft."""
@@ -50,8 +50,8 @@ class StepTimes(NamedTuple):
 def choose_draft_shape(model: Decoder, attention: str) -> DraftShape:
     """Return the shape with the higher expected throughput for a loaded model.
 
-    attention: as in `choose_backend`. It is `path` on a GPU, where CUDA graphs run paths only. Raises UserError for an
-    attention that is not available.
+    Always `path` on a GPU, where CUDA graphs only run paths. attention: as in `choose_backend`. Raises UserError for an
+    attention backend that is not available.
     """
     if model.embedding.weight.is_cuda:
         return "path"
@@ -59,14 +59,14 @@ def choose_draft_shape(model: Decoder, attention: str) -> DraftShape:
 
 
 def faster_shape(times: StepTimes) -> DraftShape:
-    """Return the shape with the higher expected throughput, given what steps take."""
+    """Return the shape with the higher expected throughput, given measured step times."""
     cost = (times.path / times.plain - 1) / DRAFT_TOKENS
     gain = np.interp(np.log(max(cost, COSTS[0])), np.log(COSTS), TREE_GAINS)
     return "tree" if gain * times.path > times.tree else "path"
 
 
 def _measure(model: Decoder, attention: str) -> StepTimes:
-    """Time the three kinds of steps in turns; the fastest of each counts, because other load can only slow it down."""
+    """Time the three kinds of steps alternately and return the minimum of each; other load only slows steps down."""
     dtype, device = model.embedding.weight.dtype, str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     context = min(CONTEXT, model.config.max_positions - DRAFT_TOKENS - 1)
