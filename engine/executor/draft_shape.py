@@ -36,7 +36,7 @@ drafts, so that near ties may be decided differently, and measurements differ by
 MAX_ROUNDS = 40
 MIN_ROUNDS = 2
 MEASURING_S = 1.0
-"""Time in seconds after which no further round begins; large models need seconds for a round."""
+"""Seconds after which no further round starts, since large models need seconds per round."""
 
 
 class StepRatios(NamedTuple):
