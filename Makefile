@@ -36,7 +36,7 @@ run: $(READY) ## serve one workload with and without drafts and compare them (ab
 
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 GPU_ARGS ?=
 # A GPU machine may have no network: if $(PYTHON) already has PyTorch, the source tree is used without installing it.

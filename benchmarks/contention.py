@@ -1,14 +1,13 @@
-"""Time of the engine alone and beside busy processes, for several OpenMP settings.
+"""Measure the engine alone and beside busy processes, for several OpenMP settings.
 
     python -m benchmarks.contention [--rounds 3] [--busy 2] [--settings shipped,default,spin=0]
 
-Each measurement is one `ssd-engine generate` with the shipped model: 24 prompts, 64 tokens each, at most eight at a
-time, in a process of its own. Settings and loads alternate; times are medians over the rounds. Ratios are relative to
-the setting `default` alone. The last line is one JSON document. Other load on the machine makes the figures
-meaningless.
+Each measurement is one `ssd-engine generate` process with the shipped model: 24 prompts, 64 tokens each, at most eight
+at a time. Settings and loads alternate; times are medians over the rounds. Ratios are relative to the setting `default`
+without busy processes. The last line is one JSON document. Other load on the machine makes the figures meaningless.
 
-Settings: `shipped` leaves the choice to the command; `default` is GNU OpenMP's own spin count; `spin=N` is
-GOMP_SPINCOUNT; `passive` is OMP_WAIT_POLICY; `threads=N` is OMP_NUM_THREADS with the shipped spin count.
+Settings: `shipped` uses the command's default; `default` is GNU OpenMP's default spin count; `spin=N` sets
+GOMP_SPINCOUNT; `passive` sets OMP_WAIT_POLICY; `threads=N` sets OMP_NUM_THREADS with the shipped spin count.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def generation_seconds(prompts: Path, setting: str) -> float:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Run `count` processes that compute all the time."""
+    """Run `count` processes that keep a core busy."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY_PROGRAM]) for _ in range(count)]
     try:
         yield

@@ -211,7 +211,13 @@ def path_probs_of(parents: list[int], probs: list[float]) -> list[float]:
     return path_probs
 
 
-def own_entries(drafter: str, ks: Sequence[int], shapes: Sequence[str], costs: Sequence[float]) -> Iterator[Entry]:
+def own_entries(
+    drafter: str,
+    ks: Sequence[int],
+    shapes: Sequence[str],
+    costs: Sequence[float],
+    classic_matches: Sequence[int] = (32,),
+) -> Iterator[Entry]:
     """Return the settings of one of the project's drafters."""
     if drafter == "none":
         yield Entry("none", "", lambda _trace: Embedded(NoDrafter(), 0))
@@ -220,12 +226,18 @@ def own_entries(drafter: str, ks: Sequence[int], shapes: Sequence[str], costs: S
         if drafter == "ngram":
             yield Entry("ngram", f"k={k}", lambda _trace, k=k: Embedded(NgramDrafter(), k), k)
         elif drafter == "classic":
-            config = {"policy": "classic", "max_draft": k}
-            yield Entry("classic", f"k={k}", lambda trace, config=config: Remembering(trace, config, sessions=False), k)
+            for matches in classic_matches:
+                yield _classic_entry(k, matches)
         else:
             for shape in shapes:
                 for cost in costs:
                     yield _ssd_entry(k, shape, cost)
+
+
+def _classic_entry(k: int, matches: int) -> Entry:
+    config = {"policy": "classic", "max_draft": k, "classic_matches": matches}
+    settings = f"k={k} matches={matches or 'all'}"
+    return Entry("classic", settings, lambda trace: Remembering(trace, config, sessions=False), k)
 
 
 def _ssd_entry(k: int, shape: str, cost: float) -> Entry:

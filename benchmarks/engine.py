@@ -6,17 +6,17 @@
 
 Requests are those of the demo's workload, or with --replay recorded traffic: the model's outputs are then replaced by
 the recorded ones, so that a shape with random weights has the acceptance of real text. A trace is an .npz file, see
-benchmarks/traces.py. Every run begins with an empty cache and an empty corpus. Contestants take turns, forwards and
-backwards; figures are medians over the rounds:
+benchmarks/traces.py. Every run begins with an empty cache and an empty corpus. Contestants alternate, in reversed order
+every second round; figures are medians over the rounds:
 
     tokens_per_s          output tokens divided by the time of the whole run, prompts included
-    speedup_vs_none       ratio of it to `none` at the same concurrency in the same round
-    itl_ms                time between two tokens of a request; tokens of one step share its time
+    speedup_vs_none       ratio to `none` at the same concurrency in the same round
+    itl_ms                time between two tokens of a request; tokens of one step share its duration
     ttft_ms               time from adding a request to its first token
     tokens_per_step       per sequence; drafted_per_step likewise
-    overhead_ms_per_step  time outside model and drafter, median of the steps in which the whole batch produced
-    share                 share of each stage in the time of all steps; commit includes drafters' work at the end
-    peak_mib              peak memory of the process, models of all contestants included; on a GPU: GPU memory
+    overhead_ms_per_step  time outside model and drafter, median of the steps in which every sequence produced tokens
+    share                 share of each stage in the time of all steps; commit includes drafters' `finish`
+    peak_mib              peak memory of the process, including the models of all contestants; on a GPU: GPU memory
     identical_to_none     whether all outputs equal those of `none`; null without `none`, and with --replay
 
 The last line is one JSON document. Times depend on the machine: compare only within one run.

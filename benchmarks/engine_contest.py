@@ -1,4 +1,4 @@
-"""The contest of `benchmarks.engine`: one model, its requests, and the contestants that run them in turns."""
+"""The contest of `benchmarks.engine`: one model, its requests, and the contestants that alternately run them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Contest:
         attention: str = "auto",
         in_flight: int | None = None,
     ) -> None:
-        """folder: the model's. attention: as in `build_engine`. in_flight: as in `EngineConfig`."""
+        """folder: the model's folder. attention: as in `build_engine`. in_flight: as in `EngineConfig`."""
         self._model = model
         self._items = items
         self._peers = peers
@@ -66,7 +66,7 @@ class Contest:
         return len(self._items)
 
     def warm_up(self, contestant: Contestant) -> None:
-        """Run a few tokens, so that nothing is compiled or first allocated while it is timed."""
+        """Run a few tokens, so that compilation and first allocations are not timed."""
         short = [
             replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))
             for item in self._items[: contestant[1]]
@@ -75,7 +75,7 @@ class Contest:
         self.run(contestant, short)
 
     def run(self, contestant: Contestant, items: Sequence[Item] | None = None, progress: Progress | None = None) -> Run:
-        """Run all items, or those given."""
+        """Run `items`; None: all items of the contest."""
         drafter, concurrency = contestant
         items = self._items if items is None else items
 
@@ -177,7 +177,7 @@ def read_items(options: argparse.Namespace, folder: Path | None, model: ModelCon
 
 
 def run_rounds(contest: Contest, contestants: Sequence[Contestant], rounds: int) -> dict[Contestant, list[Run]]:
-    """Run every contestant once per round, in turns forwards and backwards, with progress on stderr."""
+    """Run every contestant once per round, in reversed order every second round, with progress on stderr."""
     runs: dict[Contestant, list[Run]] = {contestant: [] for contestant in contestants}
     with Progress(console=Console(stderr=True)) as progress:
         progress.add_task("warming up", total=rounds * len(contestants) * contest.size)

@@ -49,7 +49,7 @@ def row_of(drafter: str, concurrency: int, runs: Sequence[Run], plain: Sequence[
 
 
 def overhead(run: Run, concurrency: int) -> float:
-    """Return the seconds of a step outside model and drafter: median of the steps in which all produced, if any."""
+    """Return the median seconds of a step outside model and drafter, over full steps if there are any."""
     full = [times.overhead for times, sequences in run.steps if sequences == concurrency]
     return median(full or [times.overhead for times, _ in run.steps])
 
@@ -72,7 +72,7 @@ def _gaps(run: Run) -> list[float]:
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, 0 without values: an output of one token has no gap."""
+    """Return a percentile; 0 without values, since an output of one token has no gaps."""
     return float(np.percentile(values, percent)) if values else 0.0
 
 

@@ -1,10 +1,10 @@
-"""Share of accepted tokens that is kept when drafts are made while a step is in flight.
+"""Measure the share of accepted tokens that remains when drafts are made while a step is in flight.
 
     python -m benchmarks.late_drafts shared/traces/*.npz
 
-Replays recorded outputs without a model, one request at a time. `waiting`: each draft is made when the results of the
-previous step are known. `path`: it is made one step earlier, as a longer path, which fits one outcome of the step in
-flight. `tree of n`: the branches of a draft tree give drafts for up to n outcomes. The engine works as `path`.
+Replays recorded outputs without a model, one request at a time. `waiting`: each draft is made after the results of the
+previous step are known. `path`: it is made one step earlier, as a longer path, which matches one outcome of the step in
+flight. `tree of n`: the branches of a draft tree give drafts for up to n outcomes. The engine uses `path`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ssd.types import ROOT, DraftBatch, Progress
 DRAFT = 16
 """Largest number of draft tokens of a step."""
 COST = 0.02
-"""Price of a draft token."""
+"""Cost of a draft token, as a fraction of a step."""
 TREE_COST = COST / 4
-"""Price for trees: their nodes are shared by several outcomes."""
+"""Cost for trees, lower because several outcomes share their nodes."""
 
 Outcome = tuple[int, int]
 """Number of accepted draft tokens, bonus token."""
@@ -40,7 +40,7 @@ class Mode(NamedTuple):
     name: str
     shape: str
     outcomes: int
-    """Largest number of outcomes that have a draft; 0: drafts are made when the outcome is known."""
+    """Largest number of outcomes that have a draft; 0: drafts are made after the outcome is known."""
 
 
 MODES = (
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Counts:
-    """Replay requests one after the other until that many tokens are produced."""
+    """Replay requests one after the other until `tokens` tokens are produced."""
     cost = TREE_COST if mode.shape == "tree" else COST
     drafter = ssd.SuffixDrafter(DrafterConfig(capacity=1_000_000, max_draft=MAX_DRAFT, draft_shape=mode.shape))
     tally = Counts()
@@ -103,7 +103,7 @@ def replay(requests: Sequence[Request], mode: Mode, tokens: int) -> Counts:
 def replay_one(
     drafter: ssd.SuffixDrafter, number: int, request: Request, mode: Mode, cost: float, tally: Counts
 ) -> None:
-    """Replay one request: `draft` is that of the step in flight, `sent` the number of tokens sent to the drafter."""
+    """Replay one request and add its counts to `tally`."""
     output, done, sent, verified = request.output.tolist(), 0, 0, 0
     drafter.start(number, request.prompt)
     draft: list[int] = []

@@ -22,7 +22,7 @@ class Limits:
     """Settings of all requests."""
 
     prompt_tokens: int
-    """Most tokens of a prompt; a longer one loses its beginning."""
+    """Largest number of prompt tokens; longer prompts are truncated at the start."""
     max_tokens: int
     temperature: float = 0.0
     ignore_eos: bool = False
@@ -34,11 +34,11 @@ class Item:
 
     request: Request
     session: int
-    """Requests of a session run one after the other."""
+    """Session id; requests of a session run one after the other."""
 
 
 def demo_items(model: Path | None, count: int, limits: Limits, *, repeats: bool, seed: int = 0) -> list[Item]:
-    """Return requests of the demo's workload in the vocabulary of `model`, None: of the shipped model.
+    """Return requests of the demo's workload, encoded with the tokenizer of `model` (None: the shipped model).
 
     Without `repeats`, all prompts differ. Raises UserError if there are too few prompts.
     """

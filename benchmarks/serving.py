@@ -1,4 +1,4 @@
-"""Runs requests with an engine at a fixed concurrency, and records what a client and a profiler would measure."""
+"""Run requests with an engine at a fixed concurrency, and record latencies, stage times and memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Clock:
     """Arrival times of the tokens of one request."""
 
     began: float
-    """When the request was added."""
+    """Time at which the request was added."""
     last: float = 0.0
-    """When the latest tokens arrived."""
+    """Time at which the latest tokens arrived."""
     ttft: float = 0.0
     """Seconds to the first token."""
     gaps: list[float] = field(default_factory=list)
-    """Seconds between tokens; tokens of one step share its time."""
+    """Seconds between tokens; tokens of one step share its duration."""
     deliveries: int = 0
 
     def note(self, tokens: int) -> None:
@@ -49,9 +49,9 @@ class Run:
     """uint32, in the order of the requests."""
     clocks: list[Clock]
     peak_bytes: int
-    """Peak memory of the process; on a GPU, of its memory there."""
+    """Peak memory of the process; on a GPU, peak GPU memory."""
     drafted: int | None = None
-    """Draft tokens; None if the contestant does not report them."""
+    """Number of draft tokens; None if the contestant does not report it."""
     steps: list[tuple[StageTimes, int]] = field(default_factory=list)
     """Stage times of every step, and the number of sequences that produced in it."""
     launched_ahead: int = 0

@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights: as fast as the real ones, with meaningless outputs."""
+"""Models of well-known shapes with random weights: as fast as the originals, with meaningless outputs."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ SHAPES = {
 """Llama 3 8B, Llama 3.2 1B, Qwen3 0.6B, and one for tests, with the shipped model's vocabulary."""
 
 DEVIATION = 0.02
-"""Standard deviation of the weights; that of these families at the start of training."""
+"""Standard deviation of the weights; the initialisation of these families."""
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> Decoder:
-    """Return a decoder with weights sampled on its device with seed 0, ready to run; devices give different weights.
+    """Return a decoder with random weights, sampled on its device with seed 0; weights differ between device types.
 
     Raises UserError if they do not fit into memory.
     """

@@ -1,12 +1,12 @@
-"""Installed size of the base install, and start-up times of both commands.
+"""Measure the size of the base install and the start-up times of both commands.
 
     python -m benchmarks.startup [--rounds 5]
 
-The base is installed from a wheel into an empty environment, with packages from pip's cache or the registry in the
-versions of this environment. Printed are the size of each distribution in MB (10^6 bytes, compiled Python files
-included) and the median time in seconds until `ssd-drafter serve` listens (base, kernels compiled), until `ssd-engine
-serve` answers (this environment, shipped model), and until `ssd-engine --help` ends. The first start is not counted.
-The last line is one JSON document.
+The base is installed from a wheel into an empty environment, with the package versions of this environment from pip's
+cache or the registry. Printed are the size of each distribution in MB (10^6 bytes, compiled Python files included) and
+the median time in seconds until `ssd-drafter serve` listens (base, kernels compiled), until `ssd-engine serve` answers
+(this environment, shipped model), and until `ssd-engine --help` ends. The first start is not counted. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NAME = "ssd-drafter"
 PROBE = "click"
-"""A small dependency. If pip cannot get it, it cannot get any."""
+"""A small dependency that is used to check whether pip can download packages."""
 SHOWN_MB = 2.0
 TIMEOUT_S = 600.0
 
@@ -38,7 +38,7 @@ class Environment:
     """An empty virtual environment with the base install, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        """Build the wheel and install it. Raises subprocess.CalledProcessError, whose stderr says why, if pip fails."""
+        """Build and install the wheel. Raises subprocess.CalledProcessError with pip's stderr if that fails."""
         wheels, self.folder = folder / "wheels", folder / "environment"
         _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
         (self.wheel,) = wheels.iterdir()
@@ -59,9 +59,9 @@ class Environment:
         return [str(self.folder / "bin" / arguments[0]), *arguments[1:]]
 
     def copy_kernels(self) -> None:
-        """Copy the compiled kernels of this checkout, which the environment would compile for about a minute.
+        """Copy the compiled kernels of this checkout; compiling them would take about a minute.
 
-        A kernel is cached beside its source and is valid for that source's time of change, so both are copied. Raises
+        numba caches a kernel beside its source and checks the source's modification time, so both are copied. Raises
         ValueError if the installed sources differ from the checkout's.
         """
         for source in sorted((ROOT / "ssd").rglob("*.py")):

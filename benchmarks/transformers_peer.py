@@ -22,11 +22,11 @@ from engine.models.loader import checkpoint_views
 from engine.scheduling.request import Request
 
 PEERS = ("transformers", "transformers-pld")
-"""Without drafts, and with prompt lookup."""
+"""Names of the contestants: without drafts, and with prompt lookup."""
 LOOKUP_TOKENS = 10
 """Draft tokens of prompt lookup; the value in transformers' documentation."""
 CACHES = (None, "static")
-"""Kinds of cache; None: transformers' default, a cache that grows."""
+"""Kinds of KV cache; None: transformers' default, a growing cache."""
 PROBE_TOKENS = 32
 PROBES = 3
 
@@ -37,7 +37,7 @@ def is_installed() -> bool:
 
 
 def same_model(folder: Path | None, decoder: Decoder, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a folder, or without one with the weights of `decoder`, which is not packed.
+    """Return transformers' model of a folder; without a folder, a model that shares the weights of unpacked `decoder`.
 
     It is on the decoder's device.
     """
@@ -50,11 +50,11 @@ def same_model(folder: Path | None, decoder: Decoder, dtype: torch.dtype) -> Any
         config = AutoConfig.for_model(**{name: value for name, value in fields.items() if name != "rope_theta"})
         with torch.device(decoder.embedding.weight.device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        # Assigned, not copied: the weights can fill more than half of a GPU.
+        # Assign instead of copying, because the weights can fill more than half of a GPU's memory.
         missing, unexpected = model.load_state_dict(checkpoint_views(decoder), strict=False, assign=True)
         assert not [*unexpected, *(name for name in missing if name != "lm_head.weight")]
         model.tie_weights()
-    # The folder's recommendations would replace defaults below.
+    # The folder's recommendations would override the settings of `_generate`.
     model.generation_config = GenerationConfig()
     return model.eval()
 
@@ -69,7 +69,7 @@ class TransformersPeer:
         self.cache: str | None = None
 
     def find_best_cache(self, item: Item) -> None:
-        """Measure all kinds of cache and keep the fastest. Prompt lookup works only with the default."""
+        """Measure all kinds of cache and select the fastest. Prompt lookup only supports the default."""
         if self._lookup:
             return
         seconds: dict[str | None, float] = {}
@@ -123,7 +123,7 @@ class TransformersPeer:
 
 
 class _Replay:
-    """Allows only the recorded token. Called for verified drafts as well, with the text before each token."""
+    """Logits processor that allows only the recorded token; also called for each draft token that is verified."""
 
     def __init__(self, request: Request) -> None:
         assert request.recorded is not None
@@ -138,7 +138,7 @@ class _Replay:
 
 
 class _Arrivals:
-    """A streamer that records when tokens arrive; its first tokens are the prompt."""
+    """Streamer that records when tokens arrive; the first tokens it gets are the prompt."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -13,33 +13,34 @@ Verification = Literal["exact", "rejection"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How much runs at once, and in how much memory."""
+    """Limits on concurrency and memory, and how drafts are verified."""
 
     max_sequences: int = 64
     """Largest number of sequences that run at the same time; more wait."""
     max_step_tokens: int = 2048
-    """Largest number of tokens in a step; longer prompts run in chunks, beside the decoding of other sequences."""
+    """Largest number of tokens in a step; longer prompts run in chunks, batched with the decoding of other
+    sequences."""
     page_size: int = 16
     """Tokens in a page of KV cache."""
     kv_memory_mib: int = 256
-    """Memory for the KV cache; less is used if `max_sequences` full context windows need less."""
+    """Memory for the KV cache in MiB; less is allocated if `max_sequences` full context windows need less."""
     kv_dtype: KvDtype = "auto"
     """Dtype of the KV cache. `auto`: the model's. `fp8`: float8_e4m3fn without a scale; needs FlashInfer."""
     prefix_cache: bool = True
     """Whether requests reuse the keys and values of a prefix that they share with earlier ones."""
     watermark: float = 0.01
-    """Share of the pages that stays free when a request is admitted, for running sequences to grow; vLLM's value."""
+    """Fraction of the pages kept free for running sequences when a request is admitted; vLLM's value."""
     max_draft: int = 16
     """Largest number of draft tokens verified for a sequence in a step."""
     draft_shape: DraftShape = "path"
-    """`path`: of a draft tree only the part up to its first branch is verified. `tree`: all of it."""
+    """`path`: verify a draft tree only up to its first branch. `tree`: verify the whole tree."""
     verification: Verification = "exact"
     """How drafts are accepted when sampling, unless a request says otherwise. `exact`: a draft token is accepted if it
     is the one that decoding without drafts produces. `rejection`: speculative sampling; outputs have the same
     distribution."""
     in_flight: int | None = None
-    """Number of launched steps whose results are unknown while the next one is planned: 0 or 1. None: decided while
-    the engine runs, from what each gains. For debugging and benchmarks."""
+    """Number of launched steps whose results are unknown while the next one is planned: 0 or 1. None: chosen at run
+    time from the measured gain. For debugging and benchmarks."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a setting that is out of range."""

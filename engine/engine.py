@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from engine.drafters.registry import AnyDrafter
 
 COMMON_SAMPLING = SamplingParams(temperature=1.0)
-"""Assumed settings of most requests."""
+"""Settings that most requests are assumed to have; their CUDA graphs are captured at start."""
 
 
 @dataclass
 class StepReport:
-    """What one step did."""
+    """Results and timing of one step."""
 
     results: list[SequenceResult] = field(default_factory=list)
-    """Results of the sequences that produced tokens."""
+    """One per sequence that produced tokens."""
     finished: dict[int, Completion] = field(default_factory=dict)
     """Completions by the ids that `Engine.add` returned."""
     times: StageTimes = field(default_factory=StageTimes)
@@ -75,7 +75,7 @@ class StepReport:
 
 
 class Engine:
-    """Runs requests to completion, many at a time."""
+    """Runs requests to completion with continuous batching."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Engine:
         graph: GraphExecutor | None = None,
         depth: InFlightDepth | None = None,
     ) -> None:
-        """Without `decode`, the tokenizer's, requests with stop strings are refused. Without a `budget` all draft
-        tokens are verified. `graph` runs steps in which no request needs the host, `executor` all others.
-        `depth`: by default made from `config.in_flight`.
+        """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `budget`: selects the
+        draft tokens to verify; without it, all are verified. `graph`: runs steps in which no request needs the host;
+        `executor` runs all others. `depth`: by default created from `config.in_flight`.
         """
         self.model = model
         self.scheduler = Scheduler(config, pages)
@@ -126,7 +126,7 @@ class Engine:
         return self._queue(request).sequence_id
 
     def check(self, request: Request) -> int:
-        """Return the largest length, prompt and output, that a request may reach.
+        """Return the largest number of tokens, prompt and output, that a request may reach.
 
         Raises UserError for a request that cannot run.
         """
@@ -143,7 +143,7 @@ class Engine:
         return longest
 
     def step(self) -> StepReport:
-        """Run one step: each running sequence advances by one token or more, or by a chunk of its prompt."""
+        """Run one step. Each running sequence advances by at least one token or by a chunk of its prompt."""
         watch = Stopwatch()
         if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
             self._in_flight.popleft()
@@ -205,7 +205,7 @@ class Engine:
         return is_on_graph and self._speculation.can_propose_ahead and self._depth.current == 1
 
     def _launch(self, watch: Stopwatch) -> bool:
-        """Plan a step and launch it; return whether one was launched.
+        """Plan and launch a step; return whether one was launched.
 
         With a step in flight, none is launched if there is nothing to run or the next step needs the host.
         """
@@ -220,7 +220,7 @@ class Engine:
             for entry in plan.producing:
                 entry.in_flight_draft = drafts.get(entry.sequence.sequence_id) if entry.sequence.in_flight else None
             self._speculation.propose_ahead(plan)
-            # Drafting delays the step only if the device has finished the previous one.
+            # Drafting only delays the step if the device is idle.
             plan.drafting_s = watch.lap("draft") if before.is_done else 0.0
         else:
             self._speculation.propose(plan)
@@ -228,7 +228,7 @@ class Engine:
         self._in_flight.append(executor.launch(plan))
         watch.lap("forward")
         for entry in plan.entries:
-            # The last committed token counts as computed once its successor is known.
+            # The last committed token counts as computed once the next token is known.
             ahead = entry.scheduled - entry.produces
             if ahead:
                 entry.sequence.computed += ahead
@@ -238,11 +238,11 @@ class Engine:
         return True
 
     def _executor_for(self, plan: StepPlan) -> Executor:
-        """Return the executor of a step; the graph executor only runs steps in which no request needs the host."""
+        """Return the executor for a step: the graph executor if no running request needs the host."""
         if self._graph is None:
             return self._executor
         if any(self._needs_host(sequence) for sequence in self.scheduler.running):
-            # From here on the host advances all sequences, so the state on the device becomes outdated.
+            # The eager executor advances sequences on the host only, which outdates the state on the device.
             if plan.entries and not self._in_flight:
                 self._graph.release()
             return self._executor
@@ -328,11 +328,11 @@ def build_engine(
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
-    `decode`: of the tokenizer, for requests with stop strings. `has_budget`: measure for a few seconds what a step
-    costs, and verify only draft tokens that pay; otherwise all of them are verified. `attention`: as in
-    `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called with a line before
-    and after long preparations. Raises UserError for an attention or a KV cache that is not available, and for a
-    drafter that cannot be bound to the model.
+    `decode`: the tokenizer's decoder, needed for stop strings. `has_budget`: measure the cost of steps for a few
+    seconds and verify only draft tokens whose expected gain exceeds their cost; otherwise all are verified.
+    `attention`: as in `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called
+    with a progress line before and after slow preparations. Raises UserError for an attention backend or KV cache dtype
+    that is not available, and for a drafter that cannot be bound to the model.
     """
     drafter = adapt(drafter)
     with _reported(drafter):
@@ -352,7 +352,7 @@ def build_engine(
 
 @contextmanager
 def _reported(drafter: Drafter) -> Iterator[None]:
-    """Convert an exception of a drafter's preparation to a UserError."""
+    """Convert an exception that a drafter raises during setup to a UserError."""
     try:
         yield
     except Exception as problem:

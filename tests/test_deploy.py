@@ -348,9 +348,9 @@ def test_engine_drafter_and_probes_use_one_socket():
     assert mounts("drafter")["socket"] == mounts("engine")["socket"] == folder
     assert {"name": "DRAFTER_ADDRESS", "value": address} in container("engine")["env"]
     for probe in ("startupProbe", "livenessProbe"):
-        assert container("drafter")[probe]["exec"]["command"] == ["ssd-drafter", "health", "--server", address]
+        assert container("drafter")[probe]["exec"]["command"] == ["ssd-drafter", "health", "--address", address]
     assert "readinessProbe" not in container("drafter"), "an engine without drafts is slower, but in service"
-    assert "--server" in CliRunner().invoke(cli, ["health", "--help"]).output
+    assert "--address" in CliRunner().invoke(cli, ["health", "--help"]).output
 
 
 def test_prometheus_finds_and_may_read_the_metrics():
@@ -389,7 +389,7 @@ def test_image_uses_existing_flags():
     (command,) = instructions("CMD")
     settings = settings_of(json.loads(command))
     (health,) = re.findall(r"CMD (\[.*\])", instructions("HEALTHCHECK")[0])
-    assert json.loads(health) == ["ssd-drafter", "health", "--server", settings["listen"]]
+    assert json.loads(health) == ["ssd-drafter", "health", "--address", settings["listen"]]
     (volumes,) = instructions("VOLUME")
     assert json.loads(volumes) == [
         str(Path(settings["listen"].removeprefix("unix:")).parent),

@@ -1,1 +1,1 @@
-"""Benchmark of the engine on a GPU, in named parts with target figures."""
+"""Benchmark of the engine on a GPU, divided into named parts with target figures."""

@@ -1,13 +1,13 @@
-"""Measure the engine on a GPU, in named parts, against target figures.
+"""Measure the engine on a GPU and compare the figures with targets.
 
     python -m benchmarks.gpu [--list] [--part NAME]... [--device cuda] [--in-flight 1]
         [--shape llama3-8b] [--trace FILE.npz]
 
-Weights are random, of a well-known shape; acceptance comes from recorded traffic, whose token ids are renumbered if
-the model has fewer. Each part is a fixed amount of work in its own process, with a time limit; time that it does not
-use is added to the limits of later parts. With the tests that need a GPU they take at most 9 minutes. Results are
-written to benchmarks/results/gpu-DATE.json and to the tables of docs/gpu.md. Without a GPU the parts are listed.
-`--device cpu --shape tiny --dtype float32 --scale tiny` tries the benchmark itself.
+Weights are random, of a well-known shape. Acceptance is that of recorded traffic, whose token ids are renumbered if
+they exceed the model's vocabulary. Each part is a fixed amount of work in its own process with a time limit; unused
+time is added to the limits of later parts. Together with the tests that need a GPU, the parts take at most 9 minutes.
+Results are written to benchmarks/results/gpu-DATE.json and to the tables of docs/gpu.md. Without a GPU the parts are
+listed. `--device cpu --shape tiny --dtype float32 --scale tiny` tests the benchmark itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and write their results."""
     parser = build_parser(__doc__)
     options = parser.parse_args(arguments)
-    # The default trace may be missing: parts that need it are then skipped.
+    # If the default trace is missing, the parts that need it are skipped.
     if options.trace != TRACE and not options.trace.is_file():
         parser.error(f"--trace {options.trace}: there is no such file; give a recorded trace, .npz")
     parts = [part for part in PARTS if not options.part or part.name in options.part]
@@ -108,7 +108,7 @@ def new_results_path(folder: Path, date: str) -> Path:
 
 
 def describe(device: str, commit: str | None) -> dict[str, object]:
-    """Return the head of a document: date, device, versions, commit."""
+    """Return the metadata of a run: date, device, versions, commit."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "gpu": device_name(device),

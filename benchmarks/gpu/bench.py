@@ -1,4 +1,4 @@
-"""The device, the model, the amounts of work and the engines that all parts share."""
+"""Settings, amounts of work, the model and the engines that all parts share."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ssd.config import DraftShape
 from ssd.types import Drafter
 
 MAX_DRAFT = 16
-"""Largest number of draft tokens of a sequence in a step, also of those that a drafter is asked for."""
+"""Largest number of draft tokens of a sequence in a step, for the engine and the drafters."""
 PROMPT_STEP_TOKENS = 4096
 """Number of prompt tokens in a step, in addition to a draft for every sequence."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Amounts of work. They are fixed, so that runs are comparable and all parts keep within their time limits."""
+    """Amounts of work, fixed so that runs are comparable and all parts stay within their time limits."""
 
     copy_bytes: int
     product: int
@@ -53,7 +53,7 @@ class Scale:
     """Largest prompt length; requests with longer ones are left out, so that turns of a session keep their prefix."""
     output_tokens: int
     streams: int
-    """Number of streams in one batch, where a figure names no concurrency."""
+    """Number of streams in a batch for figures without a stated concurrency."""
     peer_requests: int
 
 
@@ -92,7 +92,7 @@ SCALES = {"full": FULL, "tiny": TINY}
 
 @dataclass(frozen=True)
 class Setting:
-    """The choices of the command line."""
+    """Settings from the command line."""
 
     device: str
     dtype: str
@@ -116,16 +116,16 @@ class Bench:
 
     @cached_property
     def model(self) -> Decoder:
-        """Random weights of the shape, with room for the long context."""
+        """Packed model with random weights of the shape, with room for the long context."""
         return pack(self.plain_model())
 
     def plain_model(self) -> Decoder:
-        """Return another copy of the model, not packed."""
+        """Return a new copy of the model that is not packed."""
         return random_model(self.config, self.dtype, self.setting.device)
 
     @property
     def config(self) -> ModelConfig:
-        """The shape; its context window holds the long context."""
+        """The shape, with a context window that holds the long context."""
         shape = SHAPES[self.setting.shape]
         # No measured time depends on the size of the window.
         return replace(shape, max_positions=max(shape.max_positions, self.scale.long_context + 4096))
@@ -140,7 +140,7 @@ class Bench:
         shape: DraftShape = "path",
         has_budget: bool = False,
     ) -> Engine:
-        """Return an engine as users run it, with room for `sequences` of up to `context` tokens."""
+        """Return an engine with the same setup as in production, for `sequences` of up to `context` tokens."""
         return build_engine(
             self.model,
             self.engine_config(sequences, context, max_draft, shape),
@@ -150,7 +150,7 @@ class Bench:
         )
 
     def engine_config(self, sequences: int, context: int, max_draft: int, shape: DraftShape) -> EngineConfig:
-        """Return settings with a KV cache for `sequences`, or as large as the memory allows."""
+        """Return settings with a KV cache for `sequences`, or as large as memory allows."""
         usual = EngineConfig()
         wanted = sequences * (context + max_draft + 2 * usual.page_size) * self.kv_bytes
         free = free_bytes(self.setting.device)
@@ -195,7 +195,7 @@ CEILING_TRIES = 20
 
 
 def measure_ceilings(bench: Bench) -> Ceilings:
-    """Time a large copy and a large matrix product of random numbers; zeros would be multiplied faster."""
+    """Time a large copy and a large matrix product of random numbers (zeros would be faster)."""
     count = bench.scale.copy_bytes // 2  # bytes read and bytes written are both counted
     source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=bench.setting.device)
     target = torch.empty_like(source)

@@ -57,7 +57,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
 
 
 def child_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the command line of a part's process, without the part."""
+    """Return the command line of a part's process, without `--part`."""
     names = ("device", "dtype", "attention", "in_flight", "shape", "scale", "trace")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]

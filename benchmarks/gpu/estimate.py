@@ -18,7 +18,7 @@ class Ceilings:
 
 
 def matrix_weights(model: ModelConfig) -> int:
-    """Return the number of weights that multiply every token: those of the layers and the output projection."""
+    """Return the number of weights that every token is multiplied with: the layers and the output projection."""
     heads = model.num_heads + 2 * model.num_kv_heads
     attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
     feed_forward = 3 * model.hidden_size * model.intermediate_size
@@ -33,8 +33,8 @@ def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
 def step_bytes(model: ModelConfig, contexts: list[int], tokens: int, itemsize: int) -> int:
     """Return the bytes that a step reads and writes: weights once, keys and values of contexts and of new tokens.
 
-    contexts: number of tokens before the step, of each sequence. tokens: number that each sequence runs. Hidden states
-    and logits are left out: less than 1 % of the bytes for the models measured here.
+    contexts: number of tokens of each sequence before the step. tokens: number of tokens that each sequence runs.
+    Hidden states and logits are left out: less than 1 % of the bytes for the models measured here.
     """
     weights = matrix_weights(model) * itemsize
     kept = kv_bytes_per_token(model, itemsize) * (sum(contexts) + tokens * len(contexts))
@@ -49,7 +49,7 @@ def step_flops(model: ModelConfig, contexts: list[int], tokens: int) -> int:
 
 
 def step_seconds(model: ModelConfig, contexts: list[int], tokens: int, itemsize: int, ceilings: Ceilings) -> float:
-    """Return the time to load plus the time to compute; kernels that overlap the two are faster."""
+    """Return the time to load plus the time to compute; kernels that overlap them are faster."""
     loading = step_bytes(model, contexts, tokens, itemsize) / ceilings.bytes_per_s
     return loading + step_flops(model, contexts, tokens) / ceilings.flops_per_s
 

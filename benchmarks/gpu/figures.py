@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 class SkippedError(Exception):
-    """A part cannot run here; the message says why."""
+    """Raised if a part cannot run here; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Figure:
     value: float
     unit: str
     of: int
-    """Number of values whose median it is; 1 for a count or a derived value."""
+    """Number of values that it is the median of; 1 for a count or a derived value."""
     target: Target | None = None
     details: dict[str, Any] = field(default_factory=dict)
-    """Further values of the same run; names contain units."""
+    """Additional values of the same run; names contain units."""
 
     def as_row(self) -> dict[str, Any]:
         """Return the figure as a row of a document."""

@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 
 def read_results(path: Path) -> Document:
-    """Read a document of results. Raises UserError for a file that holds none."""
+    """Read a document of results. Raises UserError for a file that does not contain one."""
     try:
         document: Document = json.loads(path.read_text())
         if {"date", "gpu", "versions", "commit", "settings", "parts"} <= document.keys():
@@ -27,7 +27,7 @@ def read_results(path: Path) -> Document:
 
 
 def merged(documents: Sequence[Document]) -> Document:
-    """Merge results of several runs on one kind of GPU; if a part ran twice, the later results are taken.
+    """Merge results of several runs on one kind of GPU; the last results of a part replace earlier ones.
 
     Raises UserError for results with different GPUs or settings.
     """
@@ -39,7 +39,7 @@ def merged(documents: Sequence[Document]) -> Document:
 
 
 def update_page(page: Path, document: Document | None) -> None:
-    """Write the tables between the page's markers. Raises UserError for a page that has none."""
+    """Write the tables between the page's markers. Raises UserError if the markers are missing."""
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -49,7 +49,7 @@ def update_page(page: Path, document: Document | None) -> None:
 
 
 def tables(document: Document | None) -> str:
-    """Return the text between the markers, Markdown."""
+    """Return the Markdown between the markers."""
     if document is None:
         return NOTHING
     settings, versions = document["settings"], document["versions"]

@@ -1,7 +1,7 @@
 """Run a part of the benchmark in its own process, within its time limit.
 
-So a part that runs out of time or memory, or into an illegal access, does not affect other parts. The process prints
-its figures to stdout, one JSON document per line.
+A part that exceeds its time or memory, or makes an illegal memory access, does not affect other parts. The process
+prints its figures to stdout, one JSON document per line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_part(part: Part, arguments: Sequence[str], limit_s: float) -> dict[str, 
     command = [sys.executable, "-m", "benchmarks.gpu.processes", "--part", part.name, *arguments]
     began = perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        # In its own process group, so that a sidecar is killed with it.
+        # Use a separate process group, so that a sidecar is killed as well.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0)
         is_late = False
         try:

@@ -1,5 +1,5 @@
-"""Parts that serve requests: recorded traffic with and without drafts, drafts that are always rejected, transformers,
-and the idle time that drafting on the CPU adds on the GPU.
+"""Parts that serve requests: recorded traffic with and without drafts, drafts that are always rejected, a comparison
+with transformers, and the GPU idle time that drafting on the CPU adds.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ssd.types import Drafter
 SPEEDUPS = {1: 2.2, 16: 1.8, 64: 1.3, 256: 1.0}
 """Target speed-ups of `ssd` on recorded traffic, by concurrency."""
 REJECTED_SPEED = 0.98
-"""Target speed with drafts that are always rejected, by that without drafts."""
+"""Target throughput with drafts that are always rejected, relative to that without drafts."""
 PEER_SPEEDUP = 4.0
 REJECTED_PROMPT = 128
 """Largest prompt length with rejected drafts; longer prompts would take most of the time."""
 MIN_REJECTED_REQUESTS = 4
 MANY_STREAMS = 64
-"""Concurrency from which at most two rounds run."""
+"""Smallest concurrency that is limited to two rounds."""
 LEARNING_S = 1.0
-"""Time for a sidecar to index what it learned; it needs 25 ms from the end of a request."""
+"""Time for a sidecar to index learned outputs, in seconds; it takes 25 ms after the end of a request."""
 TIMED_STEPS = 16
 ENDLESS_OUTPUT = 512
-"""Output length that no stream reaches in the timed steps; after the recorded tokens the model continues by itself."""
+"""Output length that no stream reaches in the timed steps; the model's own tokens follow the recorded ones."""
 MAX_ADDED_IDLE = {"ssd": 1.0, "ssd-remote": 3.0}
-"""Target: idle time of the GPU that drafting adds, in percent of a step, by drafter."""
+"""Target: GPU idle time added by each drafter, in percent of a step."""
 
 
 def replay(bench: Bench) -> Iterator[Figure]:
@@ -64,7 +64,7 @@ def replay(bench: Bench) -> Iterator[Figure]:
 
 
 def rejected(bench: Bench) -> Iterator[Figure]:
-    """Compare a drafter of wrong tokens with a high accept_prob, which the token budget has to stop, with none."""
+    """Compare decoding without drafts to wrong drafts with a high accept_prob, which the token budget has to stop."""
     prompt_tokens = min(REJECTED_PROMPT, bench.scale.context)
     for concurrency in bench.scale.concurrencies:
         count = max(MIN_REJECTED_REQUESTS, concurrency)
@@ -106,7 +106,7 @@ def peers(bench: Bench) -> Iterator[Figure]:
 
 
 def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int, rounds: int) -> list[Run]:
-    """Serve the requests in several rounds with this drafter, which has learned the earlier ones."""
+    """Serve the requests in several rounds with a drafter that has learned the earlier requests."""
     size = -(-len(asked.served) // rounds)
     parts = [asked.served[first : first + size] for first in range(0, len(asked.served), size)]
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def warmed_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
 
 
 def drafting_engine(bench: Bench, name: str, drafter: Drafter, sequences: int, longest: int) -> Engine:
-    """Return an engine as users run it with this drafter; `none` needs no steps with drafts."""
+    """Return an engine for a drafter; for `none`, without steps that have drafts."""
     if name == "none":
         return bench.engine(drafter, sequences, longest, max_draft=0)
     return bench.engine(drafter, sequences, longest, has_budget=True)
@@ -148,9 +148,9 @@ def serve_rounds(
     rounds: Sequence[Sequence[Item]],
     concurrency: int,
 ) -> list[Run]:
-    """Serve each round's requests with one new engine and a drafter of this name.
+    """Serve each round's requests with one new engine and this drafter.
 
-    Requests of `warm` run before for a few tokens, so that the timed rounds neither compile nor allocate.
+    The requests in `warm` first run for a few tokens, so that the timed rounds neither compile nor allocate.
     """
     longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in chain(warm, *rounds))
     with closing(drafting_engine(bench, name, drafter, concurrency, longest)) as engine:
@@ -175,7 +175,7 @@ def speedup(runs: Sequence[Run], others: Sequence[Run]) -> float:
 
 
 def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, object]:
-    """Return further figures of the runs, medians."""
+    """Return additional figures of the runs, as medians over the rounds."""
     details: dict[str, object] = {}
     for name, own in runs.items():
         details[f"{name}_tokens_per_s"] = round(median(tokens_per_s(run) for run in own), 1)
@@ -198,11 +198,11 @@ class DraftingTimes:
     idle_us: float | None
     """The GPU's idle time in gaps between kernels; None without a GPU."""
     launched_ahead: float
-    """Share of steps that were launched before the results of the previous one were known."""
+    """Fraction of steps that were launched before the results of the previous step were known."""
 
 
 def drafting(bench: Bench) -> Iterator[Figure]:
-    """Measure the idle time of the GPU that drafting adds to a step, on recorded traffic."""
+    """Measure the GPU idle time that drafting adds to a step on recorded traffic."""
     asked = longest_outputs(traffic(bench, bench.scale.served[-1], 1), bench.scale.streams)
     plain = drafting_times(bench, "none", asked)
     for name, limit in MAX_ADDED_IDLE.items():
@@ -231,7 +231,7 @@ def endless(item: Item, session: int) -> Item:
 
 
 def drafting_times(bench: Bench, name: str, asked: Traffic) -> DraftingTimes:
-    """Time steps of a new engine with this drafter, then record the kernels of some more."""
+    """Time steps of a new engine with this drafter, then record the kernels of additional steps."""
     longest = max(len(item.request.prompt) for item in asked.served) + ENDLESS_OUTPUT
     with ExitStack() as stack:
         engine = drafting_engine(bench, name, warmed_drafter(stack, name, asked), len(asked.served), longest)

@@ -20,13 +20,13 @@ from engine.drafters.none import NoDrafter
 RECORDED_STEPS = 20
 TREE_NODES = 32
 IDLE_CONTEXT = 256
-"""Context length of engines that run no sequence."""
+"""Context length of engines that run no sequences."""
 CAPTURE_S = 60.0
 """Target for capturing at an engine's start, in seconds."""
 
 
 def ceilings(bench: Bench) -> Iterator[Figure]:
-    """Measure the ceilings of the device, with which other figures are compared."""
+    """Measure the ceilings of the device, to which other figures are compared."""
     reached = bench.ceilings
     yield Figure("copy bandwidth, read and write", reached.bytes_per_s / 1e9, "GB/s", CEILING_TRIES)
     size = bench.scale.product
@@ -50,7 +50,7 @@ def start(bench: Bench) -> Iterator[Figure]:
 
 
 def decode(bench: Bench) -> Iterator[Figure]:
-    """Compare the bandwidth of one stream without drafts with that of a copy."""
+    """Compare the bandwidth of one stream without drafts to that of a copy."""
     context = bench.scale.context
     timed = time_steps(bench, {"none": NoDrafter()}, 1, context, max_draft=0, recorded=RECORDED_STEPS)["none"]
     step, count = median(chain(*timed.rounds)), sum(map(len, timed.rounds))
@@ -68,7 +68,7 @@ def decode(bench: Bench) -> Iterator[Figure]:
 
 
 def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
-    """Yield the share of time in which the GPU is idle between steps, with each kernel's share of the time."""
+    """Yield the fraction of time in which the GPU is idle between steps, with each kernel's share of the time."""
     details = {
         "idle_with_all_gaps_%": round(100 * idle_share(kernels), 2),
         "recorded_ms": round(span(kernels) / 1e3, 2),
@@ -79,8 +79,8 @@ def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
 
 
 def verify(bench: Bench) -> Iterator[Figure]:
-    """Compare steps that verify 16 wrong draft tokens with steps without drafts."""
-    # With a step in flight, a draft begins with the token that this step adds.
+    """Compare steps that verify 16 wrong draft tokens to steps without drafts."""
+    # With a step in flight, a draft must begin with the token that this step adds, or it is dropped.
     right = 1 if bench.setting.in_flight == 1 else 0
     wrong = FixedDrafter(path(right + MAX_DRAFT), bench.config.vocab_size, right=right)
     timed = time_steps(bench, {"plain": NoDrafter(), "verify": wrong}, 1, bench.scale.context)
@@ -94,7 +94,7 @@ def verify(bench: Bench) -> Iterator[Figure]:
 
 
 def trees(bench: Bench) -> Iterator[Figure]:
-    """Compare steps that verify a wrong draft tree with steps that verify a wrong path of as many tokens."""
+    """Compare steps that verify a wrong draft tree to steps that verify a wrong path of equal size."""
     shapes = {"path": path(TREE_NODES), "tree": binary_tree(TREE_NODES)}
     drafters = {name: FixedDrafter(parents, bench.config.vocab_size) for name, parents in shapes.items()}
     timed = time_steps(bench, drafters, 1, bench.scale.long_context, max_draft=TREE_NODES, shape="tree")
@@ -105,7 +105,7 @@ def trees(bench: Bench) -> Iterator[Figure]:
 
 
 def streams(bench: Bench) -> Iterator[Figure]:
-    """Compare steps of many streams without drafts with the estimate from bytes and products."""
+    """Compare steps of many streams without drafts to the estimate from bytes and operations."""
     count, context = bench.scale.streams, bench.scale.context
     timed = time_steps(bench, {"none": NoDrafter()}, count, context, max_draft=0)["none"]
     measured, steps = median(chain(*timed.rounds)), sum(map(len, timed.rounds))

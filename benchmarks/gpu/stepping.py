@@ -22,9 +22,9 @@ WARM_STEPS = 5
 
 
 def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the recorded output of all requests at some positions of it, uint32.
+    """Return the recorded output of all requests at `positions`, uint32 with the same shape.
 
-    Neighbouring positions have different tokens, so that no drafter finds them earlier in the text.
+    Adjacent positions have different tokens, so that no drafter finds them earlier in the text.
     """
     return (positions % vocab_size).astype(np.uint32)
 
@@ -45,7 +45,7 @@ class FixedDrafter:
         """Do nothing."""
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Return the same shape for every sequence, cut to `max_draft` tokens."""
+        """Return a draft of the same shape for every sequence, truncated to `max_draft` tokens."""
         lengths = np.minimum(progress.max_draft, len(self._parents)).astype(np.uint32)
         parents = [self._parents[:length] for length in lengths.tolist()]
         tokens, offsets = int(lengths.sum()), offsets_of(lengths)
@@ -76,7 +76,7 @@ def path(length: int) -> np.ndarray:
 
 
 def binary_tree(nodes: int) -> np.ndarray:
-    """Return the parents of a tree in which every token has two successors, int32 [nodes]."""
+    """Return the parents of a tree in which every token has two children, int32 [nodes]."""
     return ((np.arange(nodes, dtype=np.int32) + 1) // 2 - 1).astype(np.int32)
 
 
@@ -92,7 +92,7 @@ def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens:
 
 
 class Stream:
-    """An engine whose sequences have all run their prompts, for timing its steps."""
+    """Times the steps of an engine after all its sequences have run their prompts."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self._engine = engine
@@ -113,7 +113,7 @@ class Stream:
 
     def timed(self, steps: int) -> tuple[list[float], list[StepReport]]:
         """Return the seconds of each step, from the end of the previous one, and the steps' reports."""
-        # A step in flight may have ended while other streams ran.
+        # A step in flight may have finished while other streams ran.
         self.step()
         seconds, reports = [], []
         last = perf_counter()
@@ -125,7 +125,7 @@ class Stream:
         return seconds, reports
 
     def recorded(self, steps: int) -> list[Interval]:
-        """Return the kernels of some steps."""
+        """Return the kernels of `steps` steps."""
         return record(lambda: [self.step() for _ in range(steps)])
 
 
@@ -155,14 +155,14 @@ def time_steps(
     shape: DraftShape = "path",
     recorded: int = 0,
 ) -> dict[str, Timed]:
-    """Time steps with about `context` tokens before them, with each drafter in turns of `bench.scale.steps`.
+    """Time steps with about `context` tokens before them, alternating drafters every `bench.scale.steps` steps.
 
     Each drafter has one engine for all rounds. At the end, `recorded` more steps run with the profiler.
     """
-    # Sequences whose prompts run first produce tokens while the other prompts run.
+    # Sequences whose prompts finish first produce tokens while the other prompts run.
     prompt_steps = -(-sequences * context // PROMPT_STEP_TOKENS)
     max_steps = prompt_steps + WARM_STEPS + bench.scale.rounds * (1 + bench.scale.steps) + recorded + 2
-    # After the last step there is room for two more drafts: one in flight, and the next one.
+    # Leave room for two more drafts after the last step: one in flight and the next one.
     longest = max_steps + 2 * max_draft
     requests = random_requests(bench, sequences, max(1, context - max_steps // 2), longest)
     with ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Run the tests that need a GPU, or list them.
 
 Only files with such tests are collected, because others may need packages that a GPU machine lacks. Files run in
-parallel processes, because most of the time is spent on compiling kernels, each on one core. As a pytest plugin, this
-module prints what tests recorded with `record_property`.
+parallel processes, because most of the time is spent compiling kernels, each on one core. As a pytest plugin, this
+module prints the values that tests recorded with `record_property`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 import pytest
 
 GPU_MARKS = ("mark.gpu", "tests.engine.flashinfer_libraries")
-"""Texts in files with tests that need a GPU: the marker, or the module whose parameters have it."""
+"""Strings that identify files with tests that need a GPU: the marker, or the module whose parameters have it."""
 LIMIT_S = 150.0
-"""Time limit for all tests. Compiled kernels are kept, so a second run gets further."""
+"""Time limit for all tests in seconds. Compiled kernels are cached, so a second run gets further."""
 POLL_S = 0.2
 SUCCESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-"""Exit codes of success. A file may have a fixture for a GPU, but no test that needs one."""
+"""Exit codes that count as success. A file may have a GPU fixture, but no test that needs a GPU."""
 PYTEST_ARGUMENTS = ("-m", "gpu", "-q", "-ra", "--durations=3")
 
 
@@ -50,7 +50,7 @@ class Running:
     """The process that runs a test file."""
 
     def __init__(self, file: str, output: Path) -> None:
-        """output: where its output is written."""
+        """output: file that the process's output is written to."""
         self._file = file
         self._output = output
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.tests", *PYTEST_ARGUMENTS, file]
@@ -58,7 +58,7 @@ class Running:
         # FlashInfer's compilers run in parallel with those of other files, and need gigabytes each.
         settings = {**os.environ, "MAX_JOBS": str(max(2, (os.cpu_count() or 1) // 4))}
         with output.open("w") as out:
-            # In its own process group, so that compilers are killed with it.
+            # Use a separate process group, so that compilers are killed as well.
             self._process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=settings, process_group=0
             )
@@ -106,7 +106,7 @@ def run(chosen: Sequence[str], limit_s: float) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what tests recorded with `record_property`; called by pytest."""
+    """Print the values that tests recorded with `record_property`; called by pytest."""
     reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name)]
     lines = [f"{name}: {value}" for report in reports for name, value in report.user_properties]
     if lines:

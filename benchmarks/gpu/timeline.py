@@ -16,7 +16,7 @@ NOT_WORK = ("Memcpy", "Memset")
 
 @dataclass(frozen=True, order=True)
 class Interval:
-    """A kernel's time, in microseconds."""
+    """Start and end of a kernel, in microseconds."""
 
     begin: float
     end: float
@@ -34,7 +34,7 @@ def gaps(kernels: Sequence[Interval]) -> list[float]:
 
 
 def span(kernels: Sequence[Interval]) -> float:
-    """Return the microseconds from the first kernel's beginning to the last one's end."""
+    """Return the microseconds from the start of the first kernel to the end of the last one."""
     return max(kernel.end for kernel in kernels) - min(kernel.begin for kernel in kernels) if kernels else 0.0
 
 

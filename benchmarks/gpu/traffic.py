@@ -13,7 +13,7 @@ from ssd.types import Drafter
 
 WARM_UP_TOKENS = 8
 FIRST_LEARNED_ID = 1 << 32
-"""First id of the requests that only the drafter knows; an engine's ids begin at 0."""
+"""First id of the requests that are only passed to the drafter; an engine's ids start at 0."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def shortened(items: Sequence[Item]) -> list[Item]:
 def traffic(bench: Bench, count: int, concurrent: int) -> Traffic:
     """Return `count` requests of the trace to be served. Raises SkippedError without a trace.
 
-    concurrent: number of requests that run at once, summed over the rounds. With fewer than two conversations for each,
-    turns do not wait for earlier ones, because waiting would lower the concurrency.
+    concurrent: number of requests that run at once, summed over the rounds. With fewer than two conversations for each
+    of them, turns do not wait for earlier ones, because that would lower the concurrency.
     """
     trace = read_trace(bench)
     cap = bench.scale.prompt_tokens
@@ -77,7 +77,7 @@ def read_trace(bench: Bench) -> Trace:
 
 
 def warm_up(drafter: Drafter, learned: list[Item]) -> None:
-    """Let a drafter learn requests, as if they had been served."""
+    """Pass requests to a drafter for learning, as if they had been served."""
     for number, item in enumerate(learned, FIRST_LEARNED_ID):
         assert item.request.recorded is not None
         drafter.start(number, item.request.prompt)

@@ -22,7 +22,7 @@ def model_identity(folder: Path, *, adapter: Path | None = None, name: str = "")
         name=name or _name(folder.resolve()),
         tokenizer=fingerprint(folder),
         adapter="" if adapter is None else fingerprint(adapter / ADAPTER_FILE),
-        vocabulary_size=_vocabulary_size(folder / "config.json"),
+        vocab_size=_vocab_size(folder / "config.json"),
     )
 
 
@@ -43,7 +43,7 @@ def _name(folder: Path) -> str:
     return folder.name
 
 
-def _vocabulary_size(path: Path) -> int:
+def _vocab_size(path: Path) -> int:
     try:
         return int(json.loads(path.read_text())["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):

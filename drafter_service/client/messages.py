@@ -123,19 +123,19 @@ def hello_message(model: ModelIdentity | None, namespace: str, policy: str) -> p
     )
 
 
-def read_draft_response(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> tuple[DraftBatch, int]:
+def read_draft_response(message: pb.Drafts, limits: np.ndarray, vocab_size: int) -> tuple[DraftBatch, int]:
     """Return the well-formed drafts, with at most `limits` tokens each, uint32 [B], and the number of malformed ones.
 
-    Token ids must be below `vocabulary_size`, unless that is 0. Malformed drafts become empty. Raises WireError for
+    Token ids must be below `vocab_size`, unless that is 0. Malformed drafts become empty. Raises WireError for
     inconsistent arrays.
     """
-    paths = _read_valid_paths(message, limits, vocabulary_size)
+    paths = _read_valid_paths(message, limits, vocab_size)
     if paths is not None:
         return paths, 0
-    return _remove_malformed(read_drafts(message, len(limits)), limits.astype(np.int64), vocabulary_size)
+    return _remove_malformed(read_drafts(message, len(limits)), limits.astype(np.int64), vocab_size)
 
 
-def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: int) -> DraftBatch | None:
+def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocab_size: int) -> DraftBatch | None:
     """Return the drafts if all are well-formed paths, the usual case; takes a third of the general check's time."""
     try:
         tokens, accept_prob = np.frombuffer(message.tokens, U4), np.frombuffer(message.accept_prob, F4)
@@ -153,21 +153,21 @@ def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocabulary_size: i
     if np.count_nonzero(sizes > limits):
         return None
     follows = parents == np.arange(count) - (offsets[:-1] + np.int64(1)).repeat(sizes)
-    is_valid = follows & (accept_prob.view(np.uint32) <= ONE_AS_BITS) & (tokens < (vocabulary_size or TOKEN_LIMIT))
+    is_valid = follows & (accept_prob.view(np.uint32) <= ONE_AS_BITS) & (tokens < (vocab_size or TOKEN_LIMIT))
     if np.count_nonzero(is_valid) < count:
         return None
     return DraftBatch(tokens, parents, accept_prob, source, offsets)
 
 
-def _remove_malformed(drafts: DraftBatch, limits: np.ndarray, vocabulary_size: int) -> tuple[DraftBatch, int]:
+def _remove_malformed(drafts: DraftBatch, limits: np.ndarray, vocab_size: int) -> tuple[DraftBatch, int]:
     """Return the drafts with malformed ones emptied, and the number of these."""
     offsets = drafts.offsets.astype(np.int64)
     sizes = offsets[1:] - offsets[:-1]
     index = indices_of_runs(np.zeros(len(sizes), np.int64), offsets)
     is_valid = (drafts.parents >= ROOT) & (drafts.parents < index)
     is_valid &= (drafts.accept_prob >= 0) & (drafts.accept_prob <= 1)
-    if vocabulary_size:
-        is_valid &= drafts.tokens < vocabulary_size
+    if vocab_size:
+        is_valid &= drafts.tokens < vocab_size
     invalid_before = np.concatenate(([0], np.cumsum(~is_valid)))
     is_kept = (invalid_before[offsets[1:]] == invalid_before[offsets[:-1]]) & (sizes <= limits)
     keep, sizes = is_kept.repeat(sizes), sizes * is_kept

@@ -227,7 +227,7 @@ class Protocol:
             return None
         limits = turn.limits[turn.asked]
         try:
-            drafts, malformed = read_draft_response(message, limits, self._hello.model.vocabulary_size)
+            drafts, malformed = read_draft_response(message, limits, self._hello.model.vocab_size)
         except WireError:
             self._counters.malformed += len(limits)
             return None

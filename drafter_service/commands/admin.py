@@ -33,7 +33,7 @@ def health(wait: float, link: Link) -> None:
         except grpc.RpcError as error:
             raise UserError(link.describe(error)) from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise UserError(f"the drafter at {link.server} is not serving; it may be starting or shutting down")
+        raise UserError(f"the drafter at {link.address} is not serving; it may be starting or shutting down")
     click.echo("serving")
 
 

@@ -22,21 +22,21 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def with_link(
         *args: Any,
-        server: str,
+        address: str,
         ca: Path | None,
         certificate: Path | None,
         key: Path | None,
         token_file: Path | None,
         **options: Any,
     ) -> Any:
-        return command(*args, link=Link(server, ca, certificate, key, token_file), **options)
+        return command(*args, link=Link(address, ca, certificate, key, token_file), **options)
 
     for option in (
         click.option("--token-file", type=_FILE, help="File with a bearer token."),
         click.option("--key", type=_FILE, help="Private key of --certificate."),
         click.option("--certificate", type=_FILE, help="Certificate of the caller, for mutual TLS."),
         click.option("--ca", type=_FILE, help="CAs of the service's certificate; enables TLS."),
-        click.option("--server", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Address of the service."),
+        click.option("--address", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Address of the service."),
     ):
         with_link = option(with_link)
     return with_link
@@ -46,9 +46,9 @@ class Link:
     """Address of a service and the files for authentication. Nothing is opened yet."""
 
     def __init__(
-        self, server: str, ca: Path | None, certificate: Path | None, key: Path | None, token: Path | None
+        self, address: str, ca: Path | None, certificate: Path | None, key: Path | None, token: Path | None
     ) -> None:
-        self.server = server
+        self.address = address
         self._files = ca, certificate, key, token
 
     def connector(self) -> Any:
@@ -62,7 +62,7 @@ class Link:
             access = ClientAccess(ca=ca, certificate=certificate, key=key, token=token)
         except ValueError as problem:
             raise UserError(f"--{problem}") from None
-        return Connector(Address.parse(self.server), access)
+        return Connector(Address.parse(self.address), access)
 
     @contextmanager
     def stub(self) -> Iterator[tuple[Any, Any]]:
@@ -90,7 +90,7 @@ class Link:
             # The last part of gRPC's message is the reason of the operating system.
             why = details.rpartition(": ")[2]
             if "denied" in why:
-                return f"you may not use {self.server} ({why}); ask its owner, or see serve --socket-mode"
-            start_one = f"start one with: ssd-drafter serve --listen {self.server}, or if it uses TLS give --ca"
-            return f"no drafter answers at {self.server} ({why}); {start_one}"
-        return f"the drafter at {self.server} refused: {details}"
+                return f"you may not use {self.address} ({why}); ask its owner, or see serve --socket-mode"
+            start_one = f"start one with: ssd-drafter serve --listen {self.address}, or if it uses TLS give --ca"
+            return f"no drafter answers at {self.address} ({why}); {start_one}"
+        return f"the drafter at {self.address} refused: {details}"

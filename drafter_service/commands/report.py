@@ -122,7 +122,7 @@ def fetch_report(link: Link, namespace: str = "", passages: bool = False) -> Rep
     request = pb.ReportRequest(namespace=namespace, passages=passages)
     with link.stub() as (stub, metadata):
         answer = stub.Report(request, timeout=TIMEOUT_S, metadata=metadata)
-    return read_report(answer.json, link.server)
+    return read_report(answer.json, link.address)
 
 
 def read_report(document: str, server: str) -> Report:

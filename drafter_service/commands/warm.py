@@ -135,7 +135,7 @@ def _into_service(
     else:
         model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
     click.echo(f"learning into the namespace {namespace}", err=True)
-    resume = Resume(resume_path, f"the namespace {namespace} at {link.server}")
+    resume = Resume(resume_path, f"the namespace {namespace} at {link.address}")
     return RemoteSink(link.connector(), namespace, model, link.describe), resume
 
 

@@ -99,7 +99,7 @@ class ModelIdentity:
     """Fingerprint of the tokenizer."""
     adapter: str = ""
     """Name of the LoRA adapter; empty without one."""
-    vocabulary_size: int = 0
+    vocab_size: int = 0
     """Token ids are below this; 0 if it is not known."""
 
 

@@ -183,7 +183,7 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
 
     Raises WireError, with no effect, for an invalid message, and ClosedError.
     """
-    texts = read_texts(message, namespace.model.vocabulary_size)
+    texts = read_texts(message, namespace.model.vocab_size)
     for index, name in enumerate(texts.request_ids):
         if index % TEXTS_PER_TURN == 0:
             await asyncio.sleep(0)

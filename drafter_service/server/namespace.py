@@ -116,16 +116,16 @@ class Namespace:
         own = self.model
         if own.tokenizer and model.tokenizer and own.tokenizer != model.tokenizer:
             raise IdentityError(f"namespace {self.name!r} belongs to another tokenizer; choose another namespace")
-        if own.vocabulary_size and model.vocabulary_size and own.vocabulary_size != model.vocabulary_size:
+        if own.vocab_size and model.vocab_size and own.vocab_size != model.vocab_size:
             raise IdentityError(
-                f"namespace {self.name!r} has a vocabulary of {own.vocabulary_size} tokens, not "
-                f"{model.vocabulary_size}; choose another namespace"
+                f"namespace {self.name!r} has a vocabulary of {own.vocab_size} tokens, not "
+                f"{model.vocab_size}; choose another namespace"
             )
         self.model = ModelIdentity(
             own.name or model.name,
             own.tokenizer or model.tokenizer,
             own.adapter or model.adapter,
-            own.vocabulary_size or model.vocabulary_size,
+            own.vocab_size or model.vocab_size,
         )
         self.last_used = time.monotonic()
 

@@ -114,7 +114,7 @@ def read_model(message: pb.Model) -> ModelIdentity:
         _read_name(message.name, "model.name") or "",
         _read_name(message.tokenizer, "model.tokenizer") or "",
         _read_name(message.adapter, "model.adapter") or "",
-        message.vocabulary_size,
+        message.vocab_size,
     )
 
 
@@ -130,7 +130,7 @@ def default_namespace(model: ModelIdentity) -> str:
     return f"{readable or 'model'}-{digest}"
 
 
-def read_texts(message: pb.Texts, vocabulary_size: int) -> Texts:
+def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     """Return texts. Raises WireError for inconsistent arrays, and for token ids outside the vocabulary."""
     tokens = unpack_tokens(message.tokens, "texts.tokens")
     data = message.offsets or bytes(4)
@@ -138,8 +138,8 @@ def read_texts(message: pb.Texts, vocabulary_size: int) -> Texts:
     offsets = read_offsets(data, texts, len(tokens), "texts.offsets")
     if message.request_ids and len(message.request_ids) != texts:
         raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
-    if vocabulary_size and len(tokens) and int(tokens.max()) >= vocabulary_size:
-        raise WireError(f"texts.tokens holds the id {int(tokens.max())}; the vocabulary has {vocabulary_size} tokens")
+    if vocab_size and len(tokens) and int(tokens.max()) >= vocab_size:
+        raise WireError(f"texts.tokens holds the id {int(tokens.max())}; the vocabulary has {vocab_size} tokens")
     names = [_read_name(name, f"texts.request_ids[{index}]") for index, name in enumerate(message.request_ids)]
     return Texts(tokens, offsets, names or [None] * texts)
 

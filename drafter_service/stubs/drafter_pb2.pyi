@@ -39,16 +39,16 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "tokenizer", "adapter", "vocabulary_size")
+    __slots__ = ("name", "tokenizer", "adapter", "vocab_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokenizer: str
     adapter: str
-    vocabulary_size: int
-    def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocabulary_size: _Optional[int] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol", "namespace", "policy", "may_learn", "max_draft", "max_sequences", "max_tokens")

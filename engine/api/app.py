@@ -24,9 +24,9 @@ from ssd.errors import UserError
 
 PAGE = Path(__file__).with_name("page.html")
 STYLE_SHEET = "/* shared style sheet */"
-"""Marks the place in the page where the style sheet of all pages goes."""
+"""Placeholder in the page for the style sheet that all pages share."""
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for its logs; the client is gone and reads nothing."""
+"""Non-standard status that nginx logs when the client has closed the connection; it is never received."""
 
 
 def create_app(service: Service, *, keys: Collection[str], max_body_bytes: int, version: str) -> FastAPI:

@@ -40,14 +40,14 @@ async def _prompt(service: Service, body: ChatRequest) -> np.ndarray:
 
 
 class _ChatFormat(ResponseFormat):
-    """Chat completions, whole and in chunks."""
+    """Format of chat completions: complete responses and stream chunks."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Return a chunk with the role per output."""
+        """Return one chunk per output with the assistant's role."""
         content = {"delta": {"role": "assistant", "content": ""}}
         return [self.chunk([self.choice(index, content, None)]) for index in range(len(self.requests))]
 

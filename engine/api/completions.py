@@ -50,7 +50,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray
 
 
 class _CompletionFormat(ResponseFormat):
-    """Text completions, whole and in chunks."""
+    """Format of text completions: complete responses and stream chunks."""
 
     id_prefix = "cmpl"
     object_name = chunk_name = "text_completion"
@@ -59,7 +59,7 @@ class _CompletionFormat(ResponseFormat):
         super().__init__(service, body, requests)
         self._has_echo = body.echo
         self._offsets: defaultdict[int, int] = defaultdict(int)
-        """Characters of each output's tokens so far."""
+        """Number of characters in the tokens of each output so far."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return chunks with the prompts, if they were requested."""
@@ -83,7 +83,7 @@ class _CompletionFormat(ResponseFormat):
 
     def _logprobs(self, index: int, tokens: np.ndarray, logprobs: Logprobs) -> dict[str, Any]:
         values = _token_logprobs(tokens, logprobs, self.decode, self._offsets[index])
-        # Offsets count the text of tokens, since the text that is sent can lag behind.
+        # Offsets are based on the tokens, because the text sent so far may be shorter.
         self._offsets[index] += sum(map(len, values["tokens"]))
         if self._has_echo:
             prompt_logprobs = self.completions[index].prompt_logprobs

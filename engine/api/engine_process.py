@@ -1,4 +1,4 @@
-"""The HTTP process's end of the pipe to the engine process: sends requests and yields their events."""
+"""Client of the engine process: sends requests through a pipe and yields their events."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_S = 10.0
 MAX_POINTS = 200
-"""Points of a history; beyond them its resolution is halved."""
+"""Largest number of points of a `History`; when it is exceeded, the resolution is halved."""
 
 
 class EngineGoneError(Exception):
-    """The engine process has ended; the text gives the reason."""
+    """Raised when the engine process has ended; the message gives the reason."""
 
 
 class EngineProcess:
-    """Starts an engine in a process of its own and exchanges messages with it. Used by one event loop."""
+    """Runs an engine in a separate process and exchanges messages with it. Use it from a single event loop."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         """`build` makes the engine in the other process, so it must be picklable."""
@@ -52,7 +52,7 @@ class EngineProcess:
         self.corpus_history = History()
         """Tokens in the corpus over time (monotonic clock); for a remote drafter, tokens passed to it."""
         self.gone: str | None = None
-        """The reason why the engine process has ended; None while it runs."""
+        """Reason why the engine process has ended; None while it runs."""
         self._build = build
         self._ids = itertools.count()
         self._streams: dict[int, asyncio.Queue[Event]] = {}
@@ -86,7 +86,7 @@ class EngineProcess:
         if self._process is None:
             return
         if not self._is_ready:
-            self._process.kill()  # While it loads, it reads no commands.
+            self._process.kill()  # It does not read commands while loading the model.
         await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
@@ -124,7 +124,7 @@ class EngineProcess:
         await self._ended.wait()
 
     def _write(self, connection: Connection) -> None:
-        """Send commands from a thread, so that the event loop never waits for an engine in the middle of a step."""
+        """Send commands from a thread, so that the event loop never blocks while the engine runs a step."""
         with suppress(OSError):
             while not isinstance(command := self._commands.get(), Shutdown):
                 connection.send(command)
@@ -150,7 +150,7 @@ class EngineProcess:
                 loop.call_soon_threadsafe(self._dispatch, events)
         except (EOFError, OSError):
             pass
-        except Exception as problem:  # A message that was cut off can fail to unpickle in any way.
+        except Exception as problem:  # Unpickling a truncated message can raise anything.
             reason = f"a message of the engine process cannot be read: {problem}"
         with suppress(RuntimeError):  # The loop may be closed by now.
             loop.call_soon_threadsafe(self._set_gone, reason)
@@ -174,7 +174,7 @@ class EngineProcess:
 
 
 class History:
-    """A total over time in at most `MAX_POINTS` points. When there are more, the least distance between two doubles."""
+    """A total over time, in at most `MAX_POINTS` points. Beyond that, the minimum interval between points doubles."""
 
     def __init__(self, interval_s: float = 1.0) -> None:
         self._interval_s = interval_s
@@ -182,7 +182,7 @@ class History:
         self._latest: tuple[float, int] | None = None
 
     def add(self, at: float, total: int) -> None:
-        """Record the total at a time, in seconds; times never decrease."""
+        """Record the total at time `at`, in seconds; times must not decrease."""
         self._latest = (at, total)
         self._append(self._latest)
         while len(self._points) > MAX_POINTS:
@@ -193,7 +193,7 @@ class History:
 
     @property
     def points(self) -> list[tuple[float, int]]:
-        """Times and totals in order; the last is the latest one."""
+        """Times in seconds and totals, oldest first, including the most recent total."""
         if self._latest is None or self._latest == self._points[-1]:
             return self._points[:]
         return [*self._points, self._latest]

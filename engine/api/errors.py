@@ -16,13 +16,13 @@ ERROR_TYPES = {
 }
 RETRY_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
 LEADING_PARAM = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
-"""Messages about a parameter start with its name."""
+"""Matches the parameter name at the start of an error message about a parameter."""
 ALIASES = {"prompt_logprobs": "logprobs"}
-"""Names in requests of parameters that the engine names differently."""
+"""Maps the engine's parameter names to request fields where they differ."""
 
 
 class ApiError(Exception):
-    """An error that is sent to the client."""
+    """Error that is returned to the client."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def from_engine(message: str, prompt_field: str) -> ApiError:
-    """Convert the engine's reason for refusing a request; `prompt_field`: name of the field with its prompt."""
+    """Convert the engine's error message to an ApiError; `prompt_field`: name of the request field with the prompt."""
     if message.startswith("the prompt"):
         code = "context_length_exceeded" if "shorten" in message else None
         return ApiError(400, message, param=prompt_field, code=code)
@@ -64,7 +64,7 @@ def from_validation(problem: RequestValidationError) -> ApiError:
     place = errors[0]["loc"][:2]
     same_type = [error for error in errors if error["loc"][:2] == place and not error["type"].endswith("_type")]
     first = (same_type or errors)[0]
-    # pydantic puts the names of the types that it tried into the path; clients never sent those.
+    # pydantic adds the names of the types that it tried to the path; they are not part of the request.
     path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and _is_type_name(part))]
     param = ".".join(path) or None
     if first["type"] == "json_invalid":

@@ -39,7 +39,7 @@ class EngineReady:
 
     vocab_size: int
     max_tokens: int
-    """Most tokens of a prompt and its output together: the context window, or the KV cache if that is smaller."""
+    """Largest number of tokens of a prompt plus its output: the context window, or the KV cache if that is smaller."""
     page_size: int
     """Tokens per page of the KV cache."""
     pages: int
@@ -68,7 +68,7 @@ class TokensProduced:
     tokens: np.ndarray
     """uint32 [n]."""
     accepted: int
-    """Number of leading tokens that were drafted."""
+    """Number of leading tokens that are accepted draft tokens."""
     visible: int
     """Number of leading tokens that are part of the text; a token that ends the output is not."""
     logprobs: Logprobs | None = None
@@ -82,9 +82,9 @@ class RequestTimes:
     queue: float
     """From submission until it was scheduled."""
     prefill: float
-    """From there to its first token."""
+    """From scheduling to the first token."""
     decode: float
-    """From there to its last token."""
+    """From the first token to the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class CorpusSize:
 
     tokens: int
     capacity: int
-    """Most tokens; the oldest are overwritten beyond it."""
+    """Largest number of tokens; beyond it the oldest are overwritten."""
 
 
 @dataclass
@@ -131,18 +131,18 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    """Number of drafts whose first i + 1 tokens were accepted."""
+    """Entry i: number of drafts whose first i + 1 tokens were accepted."""
     drafted_per_position: tuple[int, ...] = ()
-    """Number of drafts with at least i + 1 tokens on their longest path."""
+    """Entry i: number of drafts with at least i + 1 tokens on their longest path."""
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     """`drafted` by source: the names of `ssd.types.Source` in lower case."""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     learned_tokens: int = 0
-    """Tokens of finished outputs that were passed to the drafter to remember."""
+    """Tokens of finished outputs that were passed to the drafter for learning."""
     corpus: CorpusSize | None = None
-    """None if the drafter has no corpus, or has it in another process."""
+    """None if the drafter has no corpus or keeps it in another process."""
     kv_usage: float = 0.0
-    """Share of the KV cache's pages in use."""
+    """Fraction of the KV cache's pages in use, 0 to 1."""
     pages: int = 0
     """Pages of the KV cache."""
 

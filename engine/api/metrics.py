@@ -17,7 +17,7 @@ from engine.scheduling.request import Completion, FinishReason, Request
 ENGINE = "0"
 LABELS = ("model_name", "engine")
 
-# Bucket bounds in seconds, those of vLLM, and for outputs of a prompt.
+# Bucket bounds, the same as vLLM's: in seconds, and OUTPUTS in outputs per prompt.
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -60,7 +60,7 @@ class Metrics:
         success = Counter(
             "vllm:request_success", "Requests by finish reason.", (*LABELS, "finished_reason"), registry=self.registry
         )
-        # All series exist from the start: the rate of a series that appears later misses its first event.
+        # Create all series at start: `rate` misses the first event of a series that appears later.
         self._finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
 
     def observe(self, name: str, value: float) -> None:
@@ -73,10 +73,10 @@ class Metrics:
 
 
 class RequestRecorder:
-    """Measures the outputs of one HTTP request, from its creation on."""
+    """Records latencies and token counts of one HTTP request; times start at its creation."""
 
     def __init__(self, metrics: Metrics, requests: Sequence[Request], n: int) -> None:
-        """`requests`: `n` consecutive ones per prompt."""
+        """`requests`: `n` consecutive requests per prompt."""
         self._metrics = metrics
         self._requests = requests
         self._n = n
@@ -86,7 +86,7 @@ class RequestRecorder:
         """Tokens of the outputs that have ended."""
 
     def record(self, delta: Delta) -> None:
-        """Measure a delta that has just arrived."""
+        """Record a delta that has just arrived."""
         now = time.perf_counter()
         if len(delta.tokens):
             before = self._last_token.get(delta.index)
@@ -123,7 +123,7 @@ class RequestRecorder:
         self._record_prompt_end(index // self._n)
 
     def _record_prompt_end(self, prompt: int) -> None:
-        """Measure a prompt once all its outputs have ended."""
+        """Record the metrics of a prompt once all its outputs have ended."""
         outputs = range(prompt * self._n, (prompt + 1) * self._n)
         if all(index in self._lengths for index in outputs):
             self._metrics.observe("request_params_n", self._n)
@@ -131,13 +131,13 @@ class RequestRecorder:
 
 
 class EngineCollector(Collector):
-    """Metrics made from the engine's statistics at the time of a scrape."""
+    """Creates metrics from the engine's statistics at each scrape."""
 
     def __init__(
         self, model: str, stats: Callable[[], EngineStats], refused: Callable[[], int], kv_cache: Mapping[str, object]
     ) -> None:
-        """stats: returns the latest statistics. refused: returns the number of requests refused for lack of room.
-        kv_cache: settings of the KV cache under vLLM's names.
+        """stats: returns the latest statistics. refused: returns the number of requests refused because the server was
+        full. kv_cache: settings of the KV cache under vLLM's names.
         """
         self._labels = (model, ENGINE)
         self._stats = stats

@@ -1,4 +1,4 @@
-"""Checks before any route: request ids, API keys, body size, and clients that stop reading."""
+"""Middleware for all routes: request ids, API keys, body size limits, and timeouts for stalled clients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REQUEST_ID = "x-request-id"
 VALID_ID = re.compile(r"[\w.:-]{1,128}")
 
 STALL_TIMEOUT_S = 60.0
-"""A response is aborted when buffers are full and the client has read nothing for this time."""
+"""Time after which a response is aborted if its buffers are full and the client reads nothing."""
 
 
 class StalledError(Exception):
-    """The client reads nothing of its response."""
+    """Raised when the client has stopped reading its response."""
 
 
 class RequestChecks:
@@ -38,7 +38,7 @@ class RequestChecks:
         self._stall_timeout_s = stall_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with an error."""
+        """Handle a request, or reject it with an error response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,12 +59,12 @@ class RequestChecks:
         if error is not None:
             await error_response(error)(scope, receive, send_with_id)
             return
-        # uvicorn closes the connection of a response that was not finished.
+        # uvicorn closes the connection of an unfinished response.
         with suppress(StalledError):
             await self._app(scope, self._limited(receive), send_with_id)
 
     def _check(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """Return the error of a request that has no valid key, or announces a body that is too long."""
+        """Return an error for a request without a valid key or with a too large Content-Length, otherwise None."""
         if scope["path"].startswith("/v1/") and self._keys and not self._has_key(headers.get("authorization", "")):
             return ApiError(401, "give a valid key, as in: Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get("content-length", "0")
@@ -72,12 +72,12 @@ class RequestChecks:
 
     def _has_key(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        # Every key is compared in constant time, so that the time taken reveals nothing about them.
+        # Compare with every key in constant time, so that timing reveals nothing about the keys.
         matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Count the bytes of a body as they arrive, since its length need not be announced."""
+        """Enforce the body size limit while reading, since requests may lack a Content-Length."""
         received = 0
 
         async def limited() -> Message:

@@ -1,4 +1,4 @@
-"""Outputs of requests while they are generated: text in pieces, merged over all requests of an HTTP request."""
+"""Stream the outputs of requests as pieces of text, merged over all requests of an HTTP request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """The next part of one output, or all of it."""
+    """The next part of an output, or a complete output."""
 
     index: int
     """Index of its request."""
@@ -49,9 +49,9 @@ class Delta:
 
 
 class OutputText:
-    """Text of one output, released in pieces: whole characters, and nothing that may become a stop string.
+    """Text of one output, released in pieces of complete characters that cannot belong to a stop string.
 
-    The engine decides where an output ends; this class only delays text until the decision is certain.
+    The engine decides where an output ends; this class only holds text back while it may still be cut.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
@@ -63,7 +63,7 @@ class OutputText:
         """Number of characters released."""
 
     def feed(self, tokens: np.ndarray, accepted: int) -> list[Piece]:
-        """Add tokens, the first `accepted` of them drafted, and return the pieces that became certain."""
+        """Add tokens and return the pieces that can be released. The first `accepted` tokens were drafted."""
         pieces = []
         for part, is_drafted in ((tokens[:accepted], True), (tokens[accepted:], False)):
             if len(part):
@@ -72,12 +72,12 @@ class OutputText:
         return pieces
 
     def finish(self, whole: str | None) -> list[Piece]:
-        """Return the remaining pieces. `whole`: the whole text of an output that the engine cut at a stop string."""
+        """Return the remaining pieces. `whole`: the complete text if the engine cut it at a stop string."""
         rest = self._held + self._detokenizer.finish() if whole is None else whole[self._released :]
         return self._release(rest, is_drafted=False)
 
     def _split_off_certain(self, text: str) -> str:
-        # A complete stop string that did not end the output must be released later: `min_tokens` lets it pass.
+        # `min_tokens` may let a complete stop string pass without ending the output; it must be released later.
         searched = len(self._held)
         self._held += text
         starts = [self._held.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stops]
@@ -86,7 +86,7 @@ class OutputText:
         return released
 
     def _stop_prefix_length(self) -> int:
-        """Return the number of characters at the end that are the beginning of a stop string."""
+        """Return the length of the longest suffix of the held text that is a proper prefix of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         sizes = range(min(longest, len(self._held)), 0, -1)
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
@@ -97,7 +97,7 @@ class OutputText:
 
 
 Run = Callable[[Request], AsyncGenerator[TokensProduced | RequestEnded, None]]
-"""Runs a request and yields its events, as `EngineProcess.run`."""
+"""Runs a request and yields its events, like `EngineProcess.run`."""
 
 
 async def stream_deltas(
@@ -105,7 +105,7 @@ async def stream_deltas(
 ) -> AsyncGenerator[Delta, None]:
     """Yield the deltas of all requests in the order in which they arrive. Closing the iterator cancels all requests.
 
-    `on_end` is called once per request when it no longer runs, whether or not its deltas were read.
+    `on_end` is called once per request when it stops running, whether or not its deltas were read.
 
     Raises UserError for a request that cannot run, and EngineGoneError.
     """
@@ -148,7 +148,7 @@ async def _run_one(
 
 
 def prompt_only(run: Run) -> Run:
-    """Wrap `run` for requests that ask for log-probabilities of their prompt and no output: drop the one token."""
+    """Wrap `run` for requests that want only prompt log-probabilities: drop the one generated token."""
 
     async def run_prompt(request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
         async with aclosing(run(request)) as events:

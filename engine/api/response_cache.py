@@ -1,4 +1,4 @@
-"""Cache of outputs of deterministic requests: an exact repeat gets the same output without running the model."""
+"""Cache the outputs of deterministic requests, so that exact repeats do not run the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.scheduling.request import Completion, Request
 
 
 class ResponseCache:
-    """Least-recently-used outputs, bounded by their tokens, prompts included. Used by one event loop."""
+    """LRU cache of outputs, bounded by the tokens of prompts and outputs. Use it from a single event loop."""
 
     def __init__(self, max_tokens: int) -> None:
         self.hits = 0
@@ -22,7 +22,7 @@ class ResponseCache:
         self._tokens = 0
 
     async def run(self, engine: EngineProcess, request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
-        """Yield the events of a deterministic request, as `EngineProcess.run`, from the cache if it is there."""
+        """Yield the events of a deterministic request like `EngineProcess.run`, from the cache if possible."""
         key = _key(request)
         cached = self._completions.get(key)
         if cached is not None:
@@ -50,7 +50,7 @@ class ResponseCache:
 
 
 def _key(request: Request) -> tuple[object, ...]:
-    """Return all that the output depends on, and the salt, so that no tenant learns of the requests of others."""
+    """Return everything that the output depends on, and the salt, which isolates tenants from each other."""
     sampling = request.sampling if request.sampling.is_sampled else replace(request.sampling, seed=0)
     return request.salt, request.prompt.tobytes(), repr(astuple(sampling))
 

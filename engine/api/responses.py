@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection."""
+    """Raised when the client has closed the connection."""
 
 
 class ResponseFormat(ABC):
-    """JSON of one response, in the format of an endpoint. Keeps what usage and log-probabilities need."""
+    """Builds the JSON of one response in the format of an endpoint, and keeps state for usage and log-probabilities."""
 
     id_prefix: str
     object_name: str
@@ -42,7 +42,7 @@ class ResponseFormat(ABC):
         """`requests`: `n` requests per prompt, in the order of the prompts."""
         self.requests = requests
         self.completions: dict[int, Completion] = {}
-        """Ended outputs by the index of their request."""
+        """Completions of the outputs that have ended, by request index."""
         self.decode = service.served.tokenizer.decode
         self._body = body
         self._header = {
@@ -57,7 +57,7 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
-        """Return the choice of a chunk, or of a document for a delta that is a whole output."""
+        """Return the choice of a stream chunk or, for a delta that is a complete output, of a complete response."""
 
     def document(self, outputs: Sequence[Delta]) -> dict[str, Any]:
         """Return a complete response."""
@@ -84,7 +84,7 @@ class ResponseFormat(ABC):
         return self._header | {"object": self.chunk_name, "choices": choices}
 
     def choice(self, index: int, content: dict[str, Any], completion: Completion | None) -> dict[str, Any]:
-        """Return a choice without log-probabilities; `completion`: None while the output goes on."""
+        """Return a choice without log-probabilities; `completion`: None until the output has ended."""
         reason, stop_reason = (None, None) if completion is None else (completion.finish_reason, completion.stop_reason)
         return {"index": index, **content, "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
 
@@ -97,7 +97,7 @@ class ResponseFormat(ABC):
 
 
 def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict[str, Any]:
-    """Return OpenAI's usage object, with its fields for predicted outputs, and ours for drafts.
+    """Return OpenAI's usage object, including its fields for predicted outputs and our field `draft`.
 
     prompts: number of tokens of each prompt. completions: by index; the outputs of a prompt are consecutive, and all
     prompts have the same number of outputs.
@@ -127,7 +127,7 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
 
 
 def _cached_tokens(n: int, completions: Mapping[int, Completion]) -> int:
-    """Return how many prompt tokens were cached before the HTTP request: the least over the `n` outputs of a prompt.
+    """Return the number of prompt tokens cached before the HTTP request: the minimum over the `n` outputs of a prompt.
 
     Later outputs of a prompt find the pages of the first one.
     """
@@ -139,9 +139,9 @@ def _cached_tokens(n: int, completions: Mapping[int, Completion]) -> int:
 async def respond(
     service: Service, body: SamplingFields, requests: Sequence[Request], form: ResponseFormat, http: HttpRequest
 ) -> dict[str, Any] | Response:
-    """Run requests and return the response, streamed if the body says so.
+    """Run requests and return the response, streamed if the body asks for it.
 
-    Raises ApiError, and ClientGoneError if the client disconnects; running requests are cancelled then.
+    Raises ApiError, and ClientGoneError if the client disconnects, which cancels the running requests.
     """
     if body.stream:
         return await _streamed(_deltas(service, body, requests), form, http)
@@ -185,7 +185,7 @@ async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Re
 
 
 async def _streamed(deltas: AsyncGenerator[Delta, None], form: ResponseFormat, http: HttpRequest) -> StreamingResponse:
-    # A request that cannot run fails before its first delta: the response is an error then, not a stream.
+    # Invalid requests fail before their first delta, while an error response can still be sent.
     first_delta = await _while_connected(anext(deltas), http)
 
     async def events() -> AsyncIterator[bytes]:

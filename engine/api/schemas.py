@@ -1,7 +1,7 @@
-"""Request bodies: OpenAI's fields, vLLM's further sampling parameters, and ours for drafting.
+"""Request bodies: OpenAI's fields, vLLM's additional sampling parameters, and our own for drafting.
 
-Fields of these APIs that the server does not implement are accepted only with values that change nothing, since
-common clients send them with their defaults. Any other value is an error: a setting that is silently ignored is worse.
+Fields of these APIs that the server does not implement are accepted only with values that change nothing, since common
+clients send them with their defaults. Any other value is an error, because ignoring a setting silently would be worse.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class UnsupportedFields(Body):
 
     store: Literal[False] = False
     metadata: dict[str, str] | None = None
-    """Has a meaning for stored responses only."""
+    """Only affects stored responses, which are not supported."""
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    """A hint that the prefix cache does not need."""
+    """Routing hint; the prefix cache does not need it."""
     use_beam_search: Literal[False] = False
     length_penalty: One = 1.0
     early_stopping: Literal[False] = False
@@ -97,9 +97,9 @@ class SamplingFields(UnsupportedFields):
     learn: bool = True
     """Whether the drafter may remember the output."""
     max_draft: Annotated[int, Field(ge=0)] | None = None
-    """Most draft tokens per step; 0: no drafts."""
+    """Largest number of draft tokens per step; 0: no drafts."""
     verification: Literal["exact", "rejection"] | None = None
-    """How drafts are verified when sampling; None: as the server was started."""
+    """How drafts are verified when sampling; None: the server's setting."""
     return_drafted: bool = False
     """Whether to return the text in pieces that are marked as drafted or not."""
 
@@ -117,7 +117,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
     echo: bool = False
-    """Whether the text begins with the prompt; with `logprobs`, those of the prompt come first."""
+    """Whether the output includes the prompt: its text and, with `logprobs`, its log-probabilities."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 needs `echo`: it requests the log-probabilities of the prompt and no output."""
@@ -156,14 +156,14 @@ class Message(Body):
 
     role: Annotated[str, Field(min_length=1)]
     content: str | list[ContentPart] | None = None
-    """None in an answer that consists of tool calls only."""
+    """None in an answer that contains only tool calls."""
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     """Tool calls of an earlier answer; the chat template renders them."""
     tool_call_id: str | None = None
-    """In a message of the role `tool`: the call that it answers."""
+    """Id of the tool call that a message with the role `tool` answers."""
     refusal: str | None = None
-    """Sent by the official client with earlier answers; ignored, as `annotations`."""
+    """Sent by OpenAI's client with earlier answers; ignored, like `annotations`."""
     annotations: EmptyList | None = None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""`ssd-engine serve` from start to end: the engine process, the application, the port.
+"""Run `ssd-engine serve`: start the engine process, create the application, listen, and shut down.
 
 The HTTP process does not import PyTorch.
 """
@@ -50,17 +50,18 @@ class ServerConfig:
     api_keys: Path | None = None
     """File with one key per line; None: requests need no key."""
     max_waiting: int = 256
-    """Most requests that wait while others run; more are refused with status 429."""
+    """Largest number of waiting requests; more are refused with status 429."""
     max_body_bytes: int = 4 << 20
     drain_s: float = 30.0
-    """Seconds that running requests may take after a signal to stop."""
+    """Seconds to wait for running requests after a signal to stop."""
     cached_responses: int = 0
     """Capacity of the response cache in tokens; 0: no cache."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
-    """Serve until a signal. Raises UserError if the server cannot start, or the engine process ends by itself."""
-    bind(config.host, config.port).close()  # Fails before a large model is loaded, not after.
+    """Serve until SIGINT or SIGTERM. Raises UserError if the server cannot start or the engine process ends by
+    itself."""
+    bind(config.host, config.port).close()  # Fail before loading a large model.
     folder = options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
     tokenizer = Tokenizer(folder)
@@ -111,7 +112,7 @@ def read_keys(path: Path) -> frozenset[str]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address and does not listen yet. Raises UserError."""
+    """Return a bound socket that does not listen yet. Raises UserError."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -151,7 +152,7 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, notify:
 
 
 class _UvicornServer(uvicorn.Server):
-    """Calls back when it listens, and leaves signals to the event loop's handlers."""
+    """uvicorn server that calls back once it listens and leaves signal handling to the event loop."""
 
     def __init__(self, settings: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(settings)

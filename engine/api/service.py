@@ -28,7 +28,7 @@ from engine.scheduling.request import Request, SamplingParams
 DEFAULT_MAX_TOKENS = 16
 """Limit of a completion that does not set one, as in OpenAI's API."""
 DEFAULT_TEMPERATURE = 1.0
-"""As in OpenAI's API, unless the model's folder recommends another."""
+"""OpenAI's default; the model's folder may recommend another."""
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "min_tokens", "ignore_eos", "verification",
@@ -36,7 +36,7 @@ SAMPLING = (
 """Parameters with the same name in requests and in `SamplingParams`."""
 
 LONG_TEXT = 10_000
-"""Characters that take about 10 ms to tokenize."""
+"""Number of characters that take about 10 ms to tokenize."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class ServedModel:
 
 
 class Admission:
-    """Limits the requests in the server; more are refused at once, instead of waiting without end.
+    """Limits the number of running and waiting requests; more are refused immediately.
 
-    Only requests that run or wait count, not those whose response is still being read. Used by one event loop.
+    Finished requests whose response is still being sent do not count. Use it from a single event loop.
     """
 
     def __init__(self, limit: int) -> None:
@@ -82,7 +82,7 @@ class Admission:
 
 
 class Service:
-    """What the routes work with."""
+    """State and operations that the routes share."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class Service:
         self.metrics = Metrics(served.name, collector, max_tokens=ready.max_tokens)
         self._cache = cache
         self.max_tokens = ready.max_tokens
-        """Most tokens of a prompt and its output together."""
+        """Largest number of tokens of a prompt plus its output."""
 
     def model_entry(self) -> dict[str, Any]:
-        """Return the model as `/v1/models` lists it."""
+        """Return the model's entry in `/v1/models`."""
         return {
             "id": self.served.name,
             "object": "model",
@@ -160,7 +160,7 @@ class Service:
 
 
 async def encode_in_background(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:
-    """Call `encode`, for long texts in a thread, so that other streams are not interrupted."""
+    """Call `encode`; for long texts in a thread, so that the event loop is not blocked."""
     return encode() if characters < LONG_TEXT else await asyncio.to_thread(encode)
 
 

@@ -28,7 +28,7 @@ class EngineTotals:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._stats = EngineStats()
-        """Totals; arrays are counted below, and the current load is added by `snapshot`."""
+        """Scalar totals; the arrays below are counted separately, and `snapshot` adds the current load."""
         self._drafted_per_position = np.zeros(engine.max_draft, np.int64)
         self._accepted_per_position = np.zeros(engine.max_draft, np.int64)
         self._drafted_by_source = np.zeros(len(SOURCES), np.int64)
@@ -38,7 +38,7 @@ class EngineTotals:
         """Prompt lengths of requests that have not produced a token yet, by the engine's ids."""
 
     def request_started(self, sequence_id: int, request: Request) -> None:
-        """Count a request that the engine took."""
+        """Count a request that was added to the engine."""
         self._stats.prompt_tokens += len(request.prompt)
         self._pending_prompts[sequence_id] = len(request.prompt)
 
@@ -117,11 +117,11 @@ class RequestTimer:
         self._last_step = 0.0
 
     def request_started(self, sequence_id: int) -> None:
-        """Note that the engine took a request."""
+        """Record that a request was added to the engine."""
         self._phases[sequence_id] = _Phases(time.monotonic())
 
     def step_finished(self, began: float, running: Iterable[Sequence], report: StepReport) -> None:
-        """Note a step that started at `began` and has just finished; `running`: sequences that still run after it."""
+        """Record a step that started at `began` and has just finished; `running`: sequences still running after it."""
         self._last_step = time.monotonic()
         produced = [result.sequence_id for result in report.results]
         for sequence_id in (*(sequence.sequence_id for sequence in running), *produced):
@@ -134,7 +134,7 @@ class RequestTimer:
                 phases.first_token = self._last_step
 
     def request_ended(self, sequence_id: int) -> RequestTimes:
-        """Return the times of a request that ended with the last step, and forget it."""
+        """Return the times of a request that ended with the last step, and delete its record."""
         phases = self._phases.pop(sequence_id)
         assert phases.scheduled is not None
         assert phases.first_token is not None
@@ -145,10 +145,10 @@ class RequestTimer:
         )
 
     def request_cancelled(self, sequence_id: int) -> None:
-        """Forget a request."""
+        """Delete the record of a request."""
         del self._phases[sequence_id]
 
 
 def _count_by_source(sources: list[np.ndarray]) -> np.ndarray:
-    """Return the number of tokens per source, int64; unknown sources of a remote drafter are left out."""
+    """Return the number of tokens per source, int64 [sources], without unknown sources of a remote drafter."""
     return np.bincount(np.concatenate(sources), minlength=len(SOURCES))[: len(SOURCES)]

@@ -1,4 +1,4 @@
-"""The engine process: receives requests through a pipe, runs the engine, sends back what it produces."""
+"""Engine process: receives requests through a pipe, runs the engine, and sends back its events."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 STATS_INTERVAL_S = 0.25
 INDEXING_DELAY_S = 0.5
-"""A drafter's corpus contains the last output by then; an idle engine sends its statistics once more."""
+"""Time by which the corpus contains the last output; an idle engine then sends its statistics once more."""
 
 
 def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
-    """Run the process from start to end; `build` makes the engine."""
+    """Run the engine process; `build` creates the engine."""
     # Signals such as Ctrl-C reach the whole process group; the HTTP process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -55,7 +55,7 @@ def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
 
 
 class Worker:
-    """Runs one engine for the process at the other end of a pipe."""
+    """Runs one engine for the HTTP process at the other end of a pipe."""
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine

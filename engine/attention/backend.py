@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def choose_backend(wanted: str, config: ModelConfig | None, dtype: torch.dtype, device: str) -> Backend:
-    """Return the backend for `auto`, `plain` or `flashinfer`; without `config`, for models that any backend can run.
+    """Return the backend for `auto`, `plain` or `flashinfer`. config: None skips the check of the model's head size.
 
     Raises UserError for FlashInfer if it cannot run.
     """
@@ -62,8 +62,8 @@ def make_attention(
 ) -> Attention:
     """Return an attention with an empty cache.
 
-    kv_dtype: as `choose_kv_dtype` returns it; None: `dtype`. kv_layers: number of layers of a drafter in the same
-    pages, with indices from `config.num_layers`. Raises UserError if FlashInfer cannot be imported.
+    kv_dtype: dtype of the cache; None: `dtype`. kv_layers: number of drafter layers in the same pages; their indices
+    start at `config.num_layers`. Raises UserError if FlashInfer cannot be imported.
     """
     if backend == "flashinfer":
         return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype, kv_layers=kv_layers)

@@ -17,7 +17,7 @@ class StepShape(NamedTuple):
     """Sizes that all steps of one shape share."""
 
     sequences: int
-    """B, including padding."""
+    """B, number of sequences, including padding."""
     rows: int
     """N, number of rows of all sequences, including padding. If it equals `sequences`, each has at most one row."""
     width: int
@@ -44,7 +44,7 @@ class Attention(ABC):
 
     @abstractmethod
     def begin(self, batch: Batch) -> Attend:
-        """Return the attention of one step: a callable that stores a layer's new keys and values and attends to all.
+        """Return the attention of one step: a callable that stores a layer's new keys and values, then attends.
 
         Each token attends to its sequence's tokens up to itself; in a draft tree, to the committed tokens, its
         ancestors and itself. Entries after a sequence's `computed` tokens, from rejected drafts of earlier steps, are
@@ -70,9 +70,9 @@ class FixedAttention(ABC):
     def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
         """Prepare a step of B sequences, outside of the graph.
 
-        contexts: upper bounds of the numbers of tokens in the cache. rows: number of rows.
+        contexts: upper bound of the number of cached tokens of each sequence. rows: number of rows of each sequence.
         """
 
     @abstractmethod
     def begin(self, rows: RaggedRows) -> Attend:
-        """Return the attention of one step, as `Attention.begin` does, without reading the values of tensors."""
+        """Return the attention of one step, like `Attention.begin`, without reading tensor values on the host."""

@@ -12,7 +12,7 @@ from engine.models.config import ModelConfig
 def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert keys or values to the dtype of a cache.
 
-    Numbers beyond the range of 8-bit dtypes become the largest number; PyTorch may convert them to NaN.
+    Values beyond the range of an 8-bit dtype are clamped, because PyTorch may convert them to NaN.
     """
     if dtype.itemsize > 1:
         return tensor.to(dtype)
@@ -36,7 +36,7 @@ class PagedCache:
         *,
         kv_layers: int = 0,
     ) -> None:
-        """kv_layers: number of further layers, for a drafter; their indices follow the model's."""
+        """kv_layers: number of additional layers for a drafter; their indices follow the model's."""
         shape = (config.num_layers + kv_layers, pages, 2, page_size, config.num_kv_heads, config.head_dim)
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
@@ -48,7 +48,7 @@ class PagedCache:
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy keys and values between slots; see `Attention.move`."""
-        # PyTorch does not index all of the 8-bit floating-point dtypes.
+        # PyTorch does not support indexing for all 8-bit floating-point dtypes.
         layers = self.layers.view(torch.uint8) if self.layers.itemsize == 1 else self.layers
         from_pages, from_offsets = self._pages_and_offsets(sources)
         to_pages, to_offsets = self._pages_and_offsets(targets)

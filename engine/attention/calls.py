@@ -21,8 +21,8 @@ from engine.executor.transfer import on_device
 Store = Callable[[Tensor, Tensor, Tensor], None]
 """Stores new keys and values, [N, kv_heads, d] each, in a layer's cache, which is the first argument."""
 WORKSPACE_BYTES = 128 << 20
-"""The size that FlashInfer recommends for partial results of split keys. Plans of ragged steps split keys only until
-the device is full, so it suffices for any batch; for steps of fixed shapes see `chunks.workspaces`."""
+"""FlashInfer's recommended workspace size for partial results of split keys. Plans of ragged steps split keys only
+until the device is full, so this suffices for any batch. For steps of fixed shapes see `chunks.workspaces`."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class KernelConfig:
 
 
 class PlannedWrapper:
-    """A wrapper of FlashInfer's that can be planned while the device still executes its previous plan.
+    """A FlashInfer wrapper that can be planned while the device still executes its previous plan.
 
-    A plan is written to the wrapper's pinned memory, which the device then copies; the next plan waits for that copy.
+    A plan is written to the wrapper's pinned memory and copied to the device; the next plan waits for that copy.
     """
 
     def __init__(self, wrapper: Any, device: str) -> None:
@@ -49,7 +49,7 @@ class PlannedWrapper:
         self._copied = torch.cuda.Event() if torch.device(device).type == "cuda" else None
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
-        """Plan a step with the wrapper's own arguments."""
+        """Plan a step; the arguments are those of the wrapper's `plan`."""
         if self._copied is not None:
             self._copied.synchronize()
         self._wrapper.plan(*args, **kwargs)
@@ -57,12 +57,12 @@ class PlannedWrapper:
             self._copied.record()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the planned step with the wrapper's own arguments."""
+        """Run the planned step; the arguments are those of the wrapper's `run`."""
         return self._wrapper.run(*args, **kwargs)
 
 
 class CacheWriter:
-    """Stores new keys and values. For the kernel the whole cache is one sequence, in which a slot is a position."""
+    """Stores new keys and values. The kernel gets the whole cache as one sequence, so that a slot is a position."""
 
     def __init__(self, library: Any, cache: PagedCache) -> None:
         self._library = library
@@ -91,22 +91,22 @@ class CacheWriter:
 
 
 class Call(ABC):
-    """One kind of attention call. Calls of one stream run one after another, so they share a workspace."""
+    """One kind of attention call. Calls run one after another on the same CUDA stream, so they share a workspace."""
 
     @abstractmethod
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
-        """library: FlashInfer."""
+        """library: the FlashInfer module."""
 
     @abstractmethod
     def prepare(self, segments: Sequence[Segment]) -> None:
-        """Plan a step of some segments."""
+        """Plan the attention of a step's segments."""
 
     @abstractmethod
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """Return the attention of the segments' rows in one layer, [N, heads, head_dim].
 
-        query, and the new key and value [N, kv_heads, head_dim]: those rows only. cache: the layer's, with the new keys
-        and values stored.
+        query [N, heads, head_dim], new key and value [N, kv_heads, head_dim]: only the segments' rows. cache: the
+        layer's cache, which already contains the new keys and values.
         """
 
 
@@ -131,8 +131,8 @@ class PathCall(Call):
 class TreeCall(Call):
     """FA2 for trees: the context without a mask and the tree with a small one, merged by FlashInfer's kernel.
 
-    The softmax over all keys is the mean of the softmaxes over parts of them, weighted by their sums of exponentials
-    (Milakov and Gimelshein, 2018). So masks do not grow with the context.
+    Attention over all keys is the mean of the attention over each part, weighted by the parts' sums of exponentials
+    (Milakov and Gimelshein, 2018). Masks therefore do not grow with the context.
     """
 
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
@@ -170,7 +170,7 @@ class TreeCall(Call):
 def plan_paged(
     wrapper: PlannedWrapper, config: KernelConfig, segments: Sequence[Segment], lengths: Sequence[int], **options: Any
 ) -> None:
-    """Plan segments over the first `lengths` keys of their sequences; options: further arguments of the plan."""
+    """Plan segments over the first `lengths` keys of their sequences. options: additional arguments of the plan."""
     indptr, indices, last = layout.paged_keys([segment.pages for segment in segments], lengths, config.page_size)
     wrapper.plan(
         torch.from_numpy(layout.indptr([segment.length for segment in segments])),

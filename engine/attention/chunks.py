@@ -1,9 +1,9 @@
-"""Correct the chunks that FlashInfer's FA2 planned in a CUDA graph, on the device, for shorter lengths.
+"""Correct FlashInfer's FA2 plans for CUDA graphs, on the device, where true lengths are below the planned ones.
 
-A plan lists chunks of the keys of all sequences, which run in parallel, and where the merge finds their results. It is
-made for the planned lengths. But the kernel places its results by the lengths that it reads when it runs: row r of a
-sequence of n chunks has its c-th result at r * n + c. So where a true length has fewer chunks than its bound, results
-of different rows would be merged unless the lists are rebuilt from the true lengths.
+A plan lists chunks of keys, which run in parallel, and the offsets at which the merge reads their results, both for the
+planned lengths. The kernel, however, writes results at offsets that follow from the lengths it reads at run time: row r
+of a sequence of n chunks has its c-th result at r * n + c. If a true length has fewer chunks than planned, the merge
+would combine results of different rows, so the lists are rebuilt from the true lengths.
 
 See flashinfer 0.7.2: `PrefillPlanImpl` in scheduler.cuh, `BatchPrefillWithPagedKVCacheDevice` in prefill.cuh.
 """
@@ -20,13 +20,14 @@ from ssd.errors import UserError
 FIELDS = 15
 """Length of a plan."""
 TILES, REQUESTS, CHUNKS, MERGED, FIRSTS, CHUNK_SIZE, VALID = 0, 4, 6, 7, 8, 9, 12
-"""Indices into a plan: the number of tiles (queries by a chunk of keys), and offsets in the integer workspace."""
+"""Indices into a plan: the number of tiles (a block of queries by a chunk of keys), and byte offsets in the integer
+workspace."""
 MAX_PROCESSORS = 256
-"""An upper bound of the number of a GPU's processors. It makes workspaces a few MiB too large."""
+"""Upper bound of a GPU's number of multiprocessors; workspaces are a few MiB larger than needed."""
 
 
 class Chunks:
-    """The arrays of a plan for R requests of N rows together, as views of the integer workspace that holds them."""
+    """Arrays of a plan for R requests with N rows in total, as views of the integer workspace."""
 
     def __init__(self, integers: Tensor, plan: Sequence[int], requests: int, rows: int) -> None:
         """integers: the workspace, uint8. plan: what FlashInfer's planner returned.
@@ -51,7 +52,7 @@ class Chunks:
         self._chunks = numbers(CHUNKS, tiles)
 
     def correct(self, lengths: Tensor, starts: Tensor) -> None:
-        """Rebuild the lists for lengths, int32 [R], of at most those planned, and at least 1 where there are rows.
+        """Rebuild the lists for lengths, int32 [R]: at most the planned ones, at least 1 for requests with rows.
 
         starts: int32 [R + 1], first row of each request and the end of the last one.
         """
@@ -66,10 +67,10 @@ class Chunks:
 def workspaces(
     heads: int, kv_heads: int, head_dim: int, requests: int, rows: int, processors: int = MAX_PROCESSORS
 ) -> tuple[int, int]:
-    """Return upper bounds of the bytes that a plan in graph mode needs in the workspaces for floats and integers.
+    """Return upper bounds of the bytes that a graph-mode plan needs in the float and integer workspaces.
 
-    A plan reserves a result for each of its tiles, whatever the lengths: as many tiles as fill the device twice, or as
-    the queries need.
+    A plan reserves space for the result of every tile, independent of the lengths. There are enough tiles to fill the
+    device twice, or as many as the queries need if that is more.
     """
     sharing = heads // kv_heads
     # Largest number of rows of a request.

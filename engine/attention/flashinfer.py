@@ -53,7 +53,7 @@ class FlashInferAttention(Attention):
         device = torch.device(self._config.device)
         store = self._writer.at(on_device(batch.slots.astype(np.int32), device))
         prepared: list[tuple[slice | Tensor, Call]] = []
-        # One call takes all paths, so a step with prompts plans once.
+        # One call handles all paths, so that a step with prompts is planned once.
         all_segments = segments_of(batch)
         for kind, is_tree in ((PathCall, False), (TreeCall, True)):
             segments = [segment for segment in all_segments if (segment.mask is not None) == is_tree]
@@ -68,7 +68,7 @@ class FlashInferAttention(Attention):
             cache = self._cache.layers[layer]
             store(cache, key, value)
             if cache.dtype != query.dtype:
-                # A tree must attend to its own keys as later steps will read them from the cache.
+                # Round a tree's own keys and values to the cache's dtype, because later steps read the rounded ones.
                 key, value = (as_stored(part, cache.dtype).to(query.dtype) for part in (key, value))
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
@@ -89,7 +89,7 @@ class FlashInferAttention(Attention):
         requests = requests_of(step, config.heads // config.kv_heads)
         floats, integers = workspaces(config.heads, config.kv_heads, config.head_dim, requests, step.rows)
         if floats > len(self._workspace):
-            # Existing calls and shapes keep the smaller one.
+            # Existing calls and shapes keep their smaller workspace.
             self._workspace = self._bytes(floats)
         return FlashInferFixed(self._library, config, self._workspace, self._bytes(integers), self._cache, step)
 
@@ -97,7 +97,7 @@ class FlashInferAttention(Attention):
         return torch.zeros(count, dtype=torch.uint8, device=self._config.device)
 
     def _call(self, kind: type[Call]) -> Call:
-        """Return the call of a kind, made when first needed, because each holds memory."""
+        """Return the call of a kind; created on first use, because each call allocates memory."""
         if kind not in self._calls:
             self._calls[kind] = kind(self._library, self._config, self._workspace)
         return self._calls[kind]

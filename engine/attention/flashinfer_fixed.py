@@ -1,4 +1,4 @@
-"""Attention of a fixed shape on FlashInfer's FA2 kernel, planned with upper bounds of lengths.
+"""Attention for steps of a fixed shape on FlashInfer's FA2 kernel, planned with upper bounds of the lengths.
 
 The host plans with the number of rows of each sequence and upper bounds of the contexts.
 In a CUDA graph the true lengths and page tables, which are on the device, replace those bounds: FA2 reads them there,
@@ -28,7 +28,7 @@ SMALL_TILE = 16
 
 
 class FlashInferFixed(FixedAttention):
-    """One wrapper of R requests: the step's B sequences, one for the rows after them, and others without rows."""
+    """A FlashInfer wrapper with R requests: the step's B sequences, one request for padding rows, and empty ones."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class FlashInferFixed(FixedAttention):
         cache: PagedCache,
         step: StepShape,
     ) -> None:
-        """floats: a shared workspace. integers: a workspace of its own; for both see `chunks.workspaces`.
+        """floats: workspace shared with other calls. integers: workspace of this wrapper only; for sizes see
+        `chunks.workspaces`.
 
         No sequence may own the cache's last page.
         """
@@ -53,7 +54,7 @@ class FlashInferFixed(FixedAttention):
         self._no_indices = torch.zeros(0, **integers_there)
         after = self._pages(step.rows)
         self._unowned_pages = torch.full((after,), cache.pages - 1, **integers_there)
-        # First index of each page table; those of the sequences have equal lengths.
+        # First index of each page table; the tables of the B sequences have equal lengths.
         firsts = torch.arange(step.sequences + 1, **integers_there) * step.pages
         others = self._requests - step.sequences
         self._first_pages = pad(firsts, (0, others), value=step.sequences * step.pages + after)
@@ -70,7 +71,7 @@ class FlashInferFixed(FixedAttention):
             paged_kv_last_page_len_buf=self._last,
             backend="fa2",
         )
-        # The wrapper's own workspace has 8 MiB on the device and 8 MiB of pinned memory for each shape.
+        # The wrapper's default workspace would take 8 MiB on the device and 8 MiB of pinned memory for each shape.
         self._integers = integers
         self._wrapper.reset_workspace_buffer(floats, integers)
         self._planned = PlannedWrapper(self._wrapper, config.device)
@@ -106,11 +107,12 @@ class FlashInferFixed(FixedAttention):
         lengths = starts.diff() + pad(rows.contexts, (0, others))
         self._starts.copy_(self._first_pages)
         self._indices.copy_(torch.cat((rows.page_tables.flatten(), self._unowned_pages)))
-        # FA2 reads only the sum of full pages and keys in the last one, so the latter may be negative.
+        # FA2 only uses the sum of the keys in full pages and in the last page, so the latter may be negative.
         self._last.copy_(lengths - (self._starts.diff() - 1) * self._config.page_size)
         if self._step.rows > self._step.sequences:
-            # With single rows, results stay in place and chunks without keys have no weight. All plans of a wrapper
-            # have the same layout, which is not part of FlashInfer's interface.
+            # Steps with at most one row per sequence need no correction: result offsets do not change, and chunks
+            # without keys get weight 0. A wrapper's plans all have the same layout, which is not part of FlashInfer's
+            # interface.
             plan = [int(number) for number in self._wrapper._plan_info]
             Chunks(self._integers, plan, self._requests, self._step.rows).correct(lengths, starts)
         store = self._writer.at(rows.slots.int())
@@ -128,12 +130,11 @@ class FlashInferFixed(FixedAttention):
 
 
 def requests_of(step: StepShape, sharing: int) -> int:
-    """Return the number of requests of a wrapper for steps of a shape. sharing: query heads per key head.
+    """Return the number of requests of a wrapper for steps of a shape. sharing: query heads per KV head.
 
-    FlashInfer chooses the tile size for a request with all rows except one for each other request. Where most sequences
-    have few rows, large tiles would be nearly empty, and computing on them would take as long as reading the keys.
-    Additional requests without rows make that request smaller. Longer drafts then need several tiles, each of which
-    reads the keys once.
+    FlashInfer chooses the tile size for the longest possible request: all rows but one per other request. If most
+    sequences have few rows, large tiles are mostly empty, and computing them takes as long as reading the keys. Adding
+    empty requests lowers that bound. Longer drafts then need several tiles, each of which reads the keys once.
     """
     smallest = step.sequences + 1
     if step.rows * sharing <= SMALL_TILE * step.sequences:

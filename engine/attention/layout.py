@@ -1,4 +1,4 @@
-"""Arrays that describe a batch to paged kernels: its segments, and their flat arrays. Uses NumPy only."""
+"""Arrays that describe a batch to paged kernels: its segments, and their flat arrays. Only uses NumPy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.executor.batch import Batch
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of one sequence: a path, or a draft tree with its root."""
+    """Consecutive tokens of one sequence: a path, or a draft tree with its root."""
 
     start: int
     """Row of the first token within the batch."""
     length: int
     context: int
-    """Number of the sequence's tokens before them; all of them attend to these."""
+    """Number of the sequence's tokens before the segment; all tokens of the segment attend to them."""
     pages: list[int]
     """The sequence's page table."""
     mask: np.ndarray | None = None
@@ -35,7 +35,7 @@ class PagedKeys(NamedTuple):
     indptr: np.ndarray
     """[B + 1], into `indices`."""
     indices: np.ndarray
-    """Pages of the cache. A segment without keys has a page too, so that no table is empty."""
+    """Pages of the cache. A segment without keys also has one page, so that no table is empty."""
     last_page_len: np.ndarray
     """[B]: number of keys in the last page."""
 
@@ -85,7 +85,8 @@ def last_page_lengths(
 ) -> np.ndarray:
     """Return the number of keys in the last of `counts` pages, int32 [B]: lengths - (counts - 1) * page_size.
 
-    It is 0 or less where a table has more pages than its length needs: FA2's kernels use only the sum.
+    It is 0 or less where a table has more pages than its length needs; FA2's kernels only use the sum of the keys in
+    full pages and in the last page.
     """
     return (np.asarray(lengths) - (np.asarray(counts) - 1) * page_size).astype(np.int32)
 
@@ -97,7 +98,7 @@ def flat_masks(segments: Sequence[Segment]) -> np.ndarray:
 
 
 def rows_of(segments: Sequence[Segment]) -> slice | np.ndarray:
-    """Return the batch's rows of segments in its order: a slice if they are consecutive, otherwise int64 indices."""
+    """Return the rows of segments within the batch, in order: a slice if consecutive, otherwise int64 indices."""
     rows = np.concatenate([np.arange(segment.start, segment.start + segment.length) for segment in segments])
     first, end = int(rows[0]), int(rows[-1]) + 1
     return slice(first, end) if end - first == len(rows) else rows

@@ -1,9 +1,9 @@
 """Attention in plain PyTorch: the reference on every device, and the backend of the CPU.
 
-Queries attend to whole blocks of keys from a sequence's start, together only with queries whose context ends in the
-same block. So the sums of a token's attention have the same length whether the token is decoded alone or verified
-within a draft, and on CPUs they are equal to the last bit. For prompts, the blocks also avoid most of the work above
-the causal diagonal.
+Keys are padded to whole blocks, and a query is only batched with queries whose context ends in the same block.
+Attention for a token therefore sums over the same number of keys whether the token is decoded alone or verified within
+a draft, and on CPUs the results are bitwise equal. For prompts, the blocks also avoid most of the work above the causal
+diagonal.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KEY_BLOCK = 128
 """Keys are padded to multiples of this number, which is a multiple of the page size."""
 
 QUERY_CLASSES = (2, 8, 32, KEY_BLOCK)
-"""Size classes: query blocks of one class are padded to the longest. A block has at least two queries, because the
-CPU's matrix product rounds a single query differently."""
+"""Size classes of query blocks; blocks of one class are padded to the longest. A block has at least two queries,
+because the CPU's matrix product rounds a single query differently."""
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Neighbouring queries of one sequence whose contexts end in the same block of keys."""
+    """Consecutive queries of one sequence whose contexts end in the same block of keys."""
 
     row: int
     """Row of the first query within the batch."""
@@ -101,7 +101,7 @@ class PlainAttention(Attention):
                 return self._attend_group(groups[0], query, keys, values)[: len(query)]
             attended = torch.empty_like(query)
             for group in groups:
-                # Padding writes the result of the repeated row once more.
+                # Padding rows repeat a row and write the same result again.
                 attended.index_copy_(0, group.rows, self._attend_group(group, query, keys, values))
             return attended
 
@@ -154,7 +154,7 @@ class PlainAttention(Attention):
         blocks, _, folded_queries, key_count = group.mask.shape
         kv_heads, width = keys.shape[2:]
         sharing = query.shape[1] // kv_heads
-        # Heads that share keys become further queries, so that keys are not repeated for them.
+        # Fold heads that share keys into the query dimension, so that keys are not repeated for them.
         queries = query[group.rows].view(blocks, -1, kv_heads, sharing, width).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(blocks, kv_heads, folded_queries, width)
         key, value = (
@@ -180,7 +180,7 @@ class PlainAttention(Attention):
 
 
 def query_blocks(batch: Batch) -> list[QueryBlock]:
-    """Return the tokens of every sequence of a batch, divided where their contexts reach another block of keys."""
+    """Return the tokens of every sequence of a batch, split where their contexts reach the next block of keys."""
     blocks = []
     for span in batch.spans:
         done = 0
@@ -194,7 +194,7 @@ def query_blocks(batch: Batch) -> list[QueryBlock]:
 
 
 def _mask(tree_mask: np.ndarray, committed: int, first: int, length: int) -> np.ndarray:
-    """Return the keys that some tokens of a sequence attend to, bool [length, K], K up to the end of their block.
+    """Return the keys that `length` tokens of a sequence attend to, bool [length, K], K up to the end of their block.
 
     first: index of the first token in the sequence's cache. The token at index `committed` + i is node i of a draft
     tree. tree_mask, bool [k, k]: the nodes that each node attends to.

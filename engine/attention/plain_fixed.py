@@ -1,4 +1,4 @@
-"""Attention of a fixed shape in plain PyTorch: the reference on every device, and the backend of the CPU."""
+"""Attention for steps of a fixed shape in plain PyTorch: the reference on every device, and the CPU backend."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.models.decoder import Attend
 
 
 class PlainFixed(FixedAttention):
-    """Gathers as many keys for every sequence as the longest may have, and masks those beyond each length."""
+    """Gathers keys up to the largest possible length for every sequence and masks those beyond its own length."""
 
     def __init__(self, keys: Tensor, values: Tensor, shape: StepShape) -> None:
-        """keys, values: those of the cache, [layers, pages, page size, kv_heads, d]."""
+        """keys, values: the cache, [layers, pages, page size, kv_heads, head_dim] each."""
         self._keys = keys
         self._values = values
         self._shape = shape
@@ -33,7 +33,7 @@ class PlainFixed(FixedAttention):
         key_positions = torch.arange(pages.shape[1] * self._keys.shape[2], device=pages.device)
         positions = rows.contexts[:, None] + torch.arange(width, device=pages.device)
         mask = (key_positions <= positions[:, :, None])[:, None]
-        # Cell of each row in a grid of sequences and their rows; rows after the last sequence share one more cell.
+        # Index of each row in a padded [sequence, row] grid; padding rows after the last sequence share one extra cell.
         row = torch.arange(count, device=pages.device, dtype=torch.int32)
         owner = torch.searchsorted(rows.starts[1:], row, right=True)
         cell = torch.where(owner < batch, owner * width + row - rows.starts[owner], batch * width)

@@ -1,4 +1,4 @@
-"""`ssd-engine generate`: completes prompts and prints a summary."""
+"""`ssd-engine generate`: complete prompts and print a summary."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
 
 
 def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
-    """Return a request per sample of each prompt. A prompt that is given twice has two seeds."""
+    """Return a request per sample of each prompt. Repeated prompts have different seeds."""
     requests = []
     for index, prompt in enumerate(prompts):
         seed = options.sampling.seed + index
@@ -182,7 +182,7 @@ def _count(number: int, noun: str) -> str:
 
 
 class CompletionWriter:
-    """Writes completions in the order of the prompts: JSON lines to a file early, or text to stdout at the end."""
+    """Writes completions in prompt order: JSON lines to a file as they finish, or text to stdout at the end."""
 
     def __init__(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], tokenizer: Tokenizer, path: Path | None
@@ -201,14 +201,14 @@ class CompletionWriter:
             raise self._write_error(problem) from None
 
     def add(self, finished: Mapping[int, Completion]) -> None:
-        """Add completions by the index of their request; write to the file as far as no earlier one is missing."""
+        """Add completions by request index; write those to the file whose predecessors have all finished."""
         self._waiting.update(finished)
         while self._file is not None and self._next in self._waiting:
             self._write_line(self._file, self._next)
             self._next += 1
 
     def close(self) -> None:
-        """Write the remaining completions; after an interruption, those that had finished."""
+        """Write the remaining completions; after an interruption, only those that have finished."""
         for index in sorted(self._waiting):
             if self._file is not None:
                 self._write_line(self._file, index)
@@ -266,7 +266,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _as_json(logprobs: Logprobs) -> list[dict[str, object]]:
-    """Return a record per token; `top` has its likeliest alternatives as pairs of token id and log-probability."""
+    """Return a record per token; `top` lists the most likely alternatives as (token id, log-probability)."""
     return [
         {"logprob": value, "rank": rank, "top": list(zip(top_ids, top, strict=True))}
         for value, rank, top_ids, top in zip(

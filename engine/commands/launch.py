@@ -1,4 +1,4 @@
-"""Builds the engine that a command's options describe."""
+"""Build the engine that a command's options describe."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 
 THREADS_PER_PROCESSOR = 4
-"""Far more than are useful; OpenMP crashes the process if it cannot create its threads."""
+"""Limit of --threads, far above useful values; OpenMP crashes the process if it cannot create its threads."""
 
 
 def load(options: EngineOptions) -> Decoder:
-    """Load and pack the model. Raises UserError; errors that do not depend on the model come before it is loaded."""
+    """Load and pack the model. Raises UserError; errors that do not depend on the model are raised before loading
+    it."""
     device = find_device(options.device)
     dtype = find_dtype(options.dtype, device)
     choose_backend(options.attention, None, dtype, device)
@@ -47,7 +48,7 @@ def _set_threads(threads: int) -> None:
 
 
 def find_device(wanted: str) -> str:
-    """Return a device that exists; for `auto` a GPU if there is one. Raises UserError."""
+    """Return the device name after checking that it exists; for `auto` a GPU if there is one. Raises UserError."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -58,7 +59,7 @@ def find_device(wanted: str) -> str:
 
 
 def find_dtype(wanted: str, device: str) -> torch.dtype:
-    """Return the dtype to compute in; for `auto` one that is fast on the device."""
+    """Return the dtype to compute in; for `auto` float32 on a CPU, otherwise bfloat16."""
     if wanted == "auto":
         return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     return DTYPES[wanted]
@@ -89,7 +90,7 @@ def launch(
         warn=warn,
     )
     recommended = load_generation_defaults(options.model).sampling
-    # A penalty applies to requests that run in the eager executor anyway.
+    # Requests with a penalty run in the eager executor, so no graph is captured for them.
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,

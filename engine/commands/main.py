@@ -14,11 +14,11 @@ from engine.commands.options import EngineOptions, engine_options, sampling_opti
 from ssd.errors import UserError
 
 SPIN_COUNT = "1000"
-"""Iterations that a waiting OpenMP thread spins before it sleeps.
+"""Number of iterations that a waiting OpenMP thread spins before it sleeps.
 
-GNU OpenMP, which PyTorch's builds for Linux contain, spins 300,000 times by default, which takes milliseconds. Where
-other processes take part of the processors, a thread then spins for as long as the thread that it waits for is not
-scheduled, and takes the processor from it. `benchmarks/contention.py` compares values.
+GNU OpenMP, which PyTorch's Linux builds contain, spins 300,000 times by default, which takes milliseconds. If other
+processes compete for the cores, a spinning thread can keep the thread that it waits for from being scheduled.
+`benchmarks/contention.py` compares values.
 """
 
 
@@ -153,16 +153,16 @@ def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Let waiting OpenMP threads sleep early, unless the environment already says how they wait.
+    """Let waiting OpenMP threads sleep early, unless the environment already configures how they wait.
 
-    It takes effect only before PyTorch is first imported.
+    Must be called before PyTorch is first imported.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def main() -> None:
-    """Run the command line. Errors that the user can fix are one line and exit code 2."""
+    """Run the command line. UserError is printed as one line, with exit code 2."""
     limit_spinning(os.environ)
     try:
         cli()

@@ -1,4 +1,4 @@
-"""Options of the commands: of the engine, and of sampling. Nothing heavy is imported."""
+"""Command-line options of the engine and of sampling. Does not import heavy modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EngineOptions:
     """`auto`: see `engine.executor.draft_shape`."""
     threads: int | None
     config: EngineConfig
-    """Further settings; its shape of drafts is not used."""
+    """Other settings; its `draft_shape` is replaced by the field above."""
 
     @classmethod
     def take(cls, given: dict[str, Any]) -> EngineOptions:
@@ -72,7 +72,7 @@ def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, .
 
 
 def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the options to a command; `max_sequences`: default of that option."""
+    """Return a decorator that adds the engine's options to a command; `max_sequences`: default of that option."""
     options = (
         click.option(
             "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
@@ -218,16 +218,16 @@ SAMPLING_OPTIONS = (
     click.option("--logprobs", type=int, help="With --output: number of alternatives to report per token, 0 to 20."),
     click.option("--prompt-logprobs", type=int, help="The same for the prompt's tokens after the first."),
 )
-"""Named as the fields of `SamplingParams`, which checks their ranges."""
+"""Options with the names of the fields of `SamplingParams`, which checks their ranges."""
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of sampling to a command."""
+    """Add the sampling options to a command."""
     return _adding(SAMPLING_OPTIONS)(command)
 
 
 def _adding(options: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds options to a command, in their order."""
+    """Return a decorator that adds options to a command in the given order."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):

@@ -20,8 +20,8 @@ Order of calls, all of them from the thread that runs the engine:
     close()                  once
 
 `propose` returns at most `entry.draft_room` tokens for each entry. Within a draft, parents precede their children. The
-engine may verify only a part of a draft; `observe` says which. If a drafter raises, or returns drafts that break these
-rules, the step runs without drafts; `engine.drafters.guard` reports the first such problem.
+engine may verify only a part of a draft; `observe` reports which. If a drafter raises, or returns drafts that break
+these rules, the step runs without drafts; `engine.drafters.guard` reports the first such problem.
 
 Verification
 ------------
@@ -30,13 +30,13 @@ Verification
 the position; a draft token is accepted if it is that token. A drafter that samples uses the same noise, so that its
 tokens are the target's wherever the two distributions agree (Gumbel coupling). `q` is not used.
 
-`rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise p
-is replaced with the normalised residual max(p - q, 0). A token without a row of `q` is a deterministic candidate, as
-if q were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without
-replacement. A drafter samples with the noise of `Stream.DRAFT`, which is independent of the target's. Outputs follow
-the target's distribution only if whether a sampled token is proposed depends on its prefix and on earlier siblings
-alone, never on the token itself or its own probability. For the same reason the engine ignores the `accept_prob` of
-such drafts: it verifies all tokens up to a depth that it chooses from past acceptance rates.
+`rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise p is
+replaced with the normalised residual max(p - q, 0). A token without a row of `q` is a deterministic candidate, as if q
+were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without replacement.
+A drafter samples with the noise of `Stream.DRAFT`, which is independent of the target's. Outputs follow the target's
+distribution only if the decision to propose a sampled token depends solely on its prefix and its earlier siblings,
+never on the token itself or its probability. For the same reason the engine ignores the `accept_prob` of such drafts:
+it verifies all tokens up to a depth that it chooses from past acceptance rates.
 
 `engine.sampling.draft_sampler` samples for both modes, with the temperature, penalties and truncation of each request.
 
@@ -50,8 +50,8 @@ writes the slots of all rows passed to `observe` before it returns: afterwards o
 Slots of rejected draft tokens are overwritten later and never read.
 
 After a prefix-cache hit of n tokens the first row in `observe` belongs to position n. Its pair needs the hidden state
-of n - 1, which is not computed again. Since n is a multiple of the page size, it suffices that the drafter keeps the
-hidden state of the last slot of every page, indexed by page.
+of n - 1, which is not computed again. Since n is a multiple of the page size, it suffices to keep the hidden state of
+the last slot of every page, indexed by page.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TargetInfo:
     model: Decoder | None = None
     """None where only the configuration is needed, as in tests."""
     folder: Path | None = None
-    """Where the target was loaded from."""
+    """Folder that the target was loaded from."""
 
     @classmethod
     def from_model(cls, model: Decoder, engine: EngineConfig, folder: Path | None = None) -> TargetInfo:
@@ -165,7 +165,7 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens; the module's documentation has the rules.
+    """Proposes draft tokens; see the module's docstring for the rules.
 
     Two methods are optional. `bind(forward: DraftForward) -> None` stores access to the drafter's layers in the KV
     pages. `propose_after(plan: StepPlan) -> OutcomeTable` returns drafts for likely outcomes of the step in flight, one

@@ -35,7 +35,7 @@ class DraftRows(NamedTuple):
     positions: Tensor
     """int64 [N], for rope; tokens of a draft tree at the same depth have the same position."""
     attend: Attend
-    """Stores the keys and values of a layer and computes attention; layer numbers begin with the target's first
+    """Stores the keys and values of a layer and computes attention; layers are numbered from the target's first
     layer."""
 
 

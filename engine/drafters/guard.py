@@ -1,4 +1,4 @@
-"""Protects the engine from faults of a drafter.
+"""Protect the engine from a faulty drafter.
 
 If a call raises, or returns drafts that cannot be verified, the step runs without drafts. The first problem is logged
 with its traceback; later ones are only counted, since a faulty drafter is likely to fail in every step.
@@ -36,11 +36,11 @@ TABLE_ARRAYS = {
 }
 """Dtype and number of dimensions of the arrays of `OutcomeTable`."""
 Q_TOLERANCE = 1e-3
-"""Largest difference between the sum of a row of `q` and 1; float32 sums over 150,000 entries differ by less."""
+"""Largest deviation of the sum of a row of `q` from 1; float32 sums over 150,000 entries have smaller errors."""
 
 
 class DraftsError(ValueError):
-    """Drafts that cannot be verified."""
+    """Raised for drafts that cannot be verified."""
 
 
 class GuardedDrafter:

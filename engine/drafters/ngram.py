@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts the continuation of an earlier occurrence of the last few tokens in the same request.
+"""Prompt lookup: draft the continuation of an earlier occurrence of the last few tokens in the same request.
 
 Saxena, "Prompt Lookup Decoding" (2023); vLLM offers it as `ngram`. Nothing is remembered beyond a request.
 """
@@ -15,7 +15,7 @@ SHORTEST = 2
 
 
 class NgramDrafter:
-    """Matches the last 4 tokens, then 3, then 2; of several occurrences the most recent one is used."""
+    """Matches the last 4 tokens, then 3, then 2, and drafts from the most recent occurrence."""
 
     def __init__(self) -> None:
         self._texts: dict[int, np.ndarray] = {}
@@ -44,7 +44,7 @@ class NgramDrafter:
         del self._texts[sequence_id]
 
     def close(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences."""
         self._texts.clear()
 
     def _check(self, sequence_id: int) -> None:
@@ -64,6 +64,6 @@ def look_up(text: np.ndarray, limit: int) -> Path:
         starts = np.flatnonzero(matches)
         if len(starts):
             tokens = text[starts[-1] + length :][:limit].copy()
-            # The method estimates no probabilities; the token budget scales these by what it observes.
+            # Prompt lookup gives no probabilities; the token budget calibrates these from observed acceptance.
             return Path(tokens, np.ones(len(tokens), np.float32), Source.LOCAL, length)
     return NO_PATH

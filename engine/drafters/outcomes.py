@@ -12,7 +12,8 @@ class OutcomeTable:
     """Draft paths for likely outcomes of the step in flight: at most K outcomes for each of B sequences.
 
     An outcome is the number of accepted tokens of `SequencePlan.in_flight_draft` and the bonus token after them. A
-    sequence without a step in flight has one outcome: no accepted token, and its last committed token.
+    sequence without a step in flight has one outcome: no accepted tokens, and its last committed token as the bonus
+    token.
     """
 
     accepted: np.ndarray

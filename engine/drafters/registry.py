@@ -1,4 +1,4 @@
-"""Table of the drafter kinds, which `--drafter`, its help, error messages, tests and benchmarks read.
+"""Table of drafter kinds, used by `--drafter`, its help, error messages, tests and benchmarks.
 
 A drafter's module is imported only when it is built.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 REMOTE_DEADLINE_S = 0.01
-"""Longest time that a step waits for a remote drafter: a fraction of a step on a CPU."""
+"""Longest time that a step waits for a remote drafter, in seconds; a fraction of a step on a CPU."""
 GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
-"""Fields of `DrafterConfig` that have a flag of their own."""
+"""Fields of `DrafterConfig` that have their own flag."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Kind:
     """One kind of drafter."""
 
     help: str
-    """What it drafts from, in a few words."""
+    """Short description of what it drafts from."""
     build: Callable[[DrafterConfig, TargetInfo | None, Sidecar], AnyDrafter]
     has_options: bool = False
     """Whether it reads `DrafterConfig`, so that the fields may be given as options."""
@@ -97,7 +97,7 @@ KINDS: Mapping[str, Kind] = {
     "ssd-remote": Kind("the same, in a sidecar at --address", _ssd_remote),
     "classic": Kind("the article's plain scheme, as a baseline", _classic, has_options=True),
 }
-"""By the name that `--drafter` takes."""
+"""Drafter kinds by their `--drafter` name."""
 
 
 def describe_kinds() -> str:

@@ -1,7 +1,7 @@
-"""Adapts drafters that read tokens alone to the engine's drafter interface.
+"""Adapt drafters that only read tokens to the engine's drafter interface.
 
-`ssd.types.Drafter.draft` takes what was committed since the previous call. The engine may skip calls for several steps,
-so the adapter records how much of each sequence has been reported, and what happened to the last draft.
+`ssd.types.Drafter.draft` takes the tokens committed since the previous call. The engine may skip calls for several
+steps, so the adapter records how much of each sequence has been reported and what happened to the last draft.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Reported:
-    """What has been reported to the drafter about one sequence, and what happened since then."""
+    """Tokens of one sequence that were reported to the drafter, and the steps since then."""
 
     tokens: int
     """Number of leading tokens of the sequence that were reported."""
     steps: int = 0
-    """Steps that have produced tokens since then."""
+    """Number of steps that have produced tokens since the last report."""
     verified: int = 0
-    """Draft tokens that the first of those steps verified."""
+    """Number of draft tokens that the first of those steps verified."""
     path: np.ndarray | None = None
-    """uint32 [n]: the last draft, if a step was in flight when it was made, so that later steps verify a part of it."""
+    """uint32 [n]: the last draft, if it was made while a step was in flight; later steps verify a part of it."""
 
     def verified_of(self, committed: np.ndarray) -> int:
-        """Return how many tokens of the last draft were verified; `committed`: tokens since that draft.
+        """Return the number of verified tokens of the last draft; `committed`: uint32 [m], tokens committed since then.
 
         With a step in flight the target verifies other drafts as well. The committed tokens then determine the result:
         the common prefix was accepted, and the first token that differs was rejected.
@@ -79,8 +79,9 @@ class TokenDrafter:
     def propose_after(self, plan: StepPlan) -> OutcomeTable:
         """Report committed tokens, and return drafts for one outcome of the step in flight: the most likely one.
 
-        The draft continues the committed text, past the tokens that the step in flight verifies. Its outcome is the
-        point where it leaves the draft in flight: their common prefix is accepted, its next token is the bonus token.
+        The new draft continues the committed text and covers the tokens that the step in flight verifies. The predicted
+        outcome is where it diverges from the draft in flight: their common prefix is accepted, and the next token of
+        the new draft is the bonus token.
         """
         started = [entry for entry in plan.producing if entry.sequence.sequence_id in self._reported]
         width = max((entry.draft_room for entry in plan.producing), default=0)
@@ -112,7 +113,7 @@ class TokenDrafter:
         if sequence.sequence_id not in self._reported:
             return
         if self._reported[sequence.sequence_id].steps > 1:
-            # `ssd.types.Drafter.finish` takes no number of steps, so they are reported before it.
+            # `ssd.types.Drafter.finish` has no argument for the number of steps, so report them first.
             self.inner.draft(self._progress([sequence], [0], None))
         reported = self._reported.pop(sequence.sequence_id)
         self.inner.finish(
@@ -127,7 +128,7 @@ class TokenDrafter:
         self.inner.close()
 
     def _progress(self, sequences: SequenceOf[Sequence], limits: SequenceOf[int], cost: float | None) -> Progress:
-        """Return what has not been reported of these sequences, and mark it as reported."""
+        """Return the unreported tokens of these sequences, and mark them as reported."""
         reported = [self._reported[sequence.sequence_id] for sequence in sequences]
         added = [sequence.tokens[each.tokens :] for sequence, each in zip(sequences, reported, strict=True)]
         steps = np.array([each.steps for each in reported], np.uint32)

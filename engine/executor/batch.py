@@ -20,9 +20,9 @@ class Span:
     length: int
     """Number of its tokens in the batch: scheduled tokens, then the draft."""
     computed: int
-    """Number of tokens before them; their keys and values are in the cache."""
+    """Number of the sequence's tokens before the span; their keys and values are in the cache."""
     pages: list[int]
-    """Its page table."""
+    """The sequence's page table."""
     tree: DraftTree | None = None
     """Shape of the draft at its end; None for a path."""
 
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N tokens of one step."""
+    """The N tokens of one step."""
 
     tokens: np.ndarray
     """int64 [N]."""
@@ -48,9 +48,9 @@ class Batch:
     """int64 [M]: tokens whose logits are needed: the last committed token and the draft of each producing sequence,
     then prompt tokens that are scored, see `SequencePlan.scored`."""
     logit_offsets: np.ndarray
-    """int64 [sequences + 1], into `logit_rows`: rows of each producing sequence."""
+    """int64 [sequences + 1]: offsets into `logit_rows` of each producing sequence's rows."""
     scored_offsets: np.ndarray
-    """int64 [sequences + 1], into `logit_rows`: scored prompt tokens of each sequence."""
+    """int64 [sequences + 1]: offsets into `logit_rows` of each sequence's scored prompt tokens."""
 
 
 def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
@@ -94,7 +94,7 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
 
 
 def _positions(places: np.ndarray, spans: SequenceOf[Span]) -> np.ndarray:
-    """Return positions, int64 [N]: the indices `places`, except in trees, where depths count."""
+    """Return `places` as positions, int64 [N], with those of tree nodes replaced according to their depth."""
     for span in spans:
         if span.tree is not None:
             end = span.start + span.length

@@ -34,7 +34,7 @@ MAX_LOGIT_ROWS = 512
 
 
 class Executors(NamedTuple):
-    """The executors of one engine, and what they share."""
+    """The executors of one engine, their page pool, and the measured cost of steps."""
 
     eager: EagerExecutor
     graph: GraphExecutor | None
@@ -53,19 +53,19 @@ def build_executors(
     measure: bool,
     needs: TargetOutputs = NO_OUTPUTS,
 ) -> Executors:
-    """Allocate a KV cache for a loaded model, and make its executors.
+    """Allocate a KV cache for a loaded model and create its executors.
 
     There is a graph executor on CUDA devices and where `config.in_flight` is 1, unless the host needs the results of
-    every step. `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `measure`: time steps,
-    for a few seconds. `needs`: outputs that the drafter needs. Raises UserError for an attention or a KV cache that is
-    not available.
+    every step. `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `measure`: time steps
+    for a few seconds to measure their cost. `needs`: outputs that the drafter needs. Raises UserError for an attention
+    backend or KV cache dtype that is not available.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
     pages = PagePool(_page_count(model.config, config, kv_dtype, needs.kv_layers), config.page_size)
-    # Keys and values of padding are stored in one page more than the pool has.
+    # One page beyond the pool's stores the keys and values of padding.
     cache = make_attention(
         backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype, needs.kv_layers
     )
@@ -84,7 +84,7 @@ def build_executors(
 def build_graph_executor(
     model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str
 ) -> GraphExecutor:
-    """Allocate the device state of an engine, and make its graph executor without capturing graphs.
+    """Allocate the device state of an engine and create its graph executor without capturing graphs.
 
     The cache of `runner` has one page more than `pages`, for padding.
     """
@@ -102,7 +102,7 @@ def build_graph_executor(
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:
-    """Measure the cost of steps, on pages that are not in use yet."""
+    """Measure the cost of steps, writing to pages that are not in use yet."""
 
     def run(tokens: int, sequences: int) -> None:
         # All sequences write to the same pages, because their content does not matter.

@@ -18,13 +18,13 @@ NOT_RECORDED = -1
 
 @dataclass(frozen=True, eq=False)
 class DeviceState:
-    """Tensors of S request slots and of an idle slot after them, which pads batches.
+    """Tensors of S request slots, plus an idle slot that pads batches.
 
     They are only changed in place, because CUDA graphs hold their addresses.
     """
 
     lengths: Tensor
-    """int32 [S + 1]: committed tokens; the keys and values of all but the last one are in the cache."""
+    """int32 [S + 1]: number of committed tokens; the keys and values of all but the last one are in the cache."""
     limits: Tensor
     """int32 [S + 1]: largest length of each sequence; 0 for a free slot."""
     last_tokens: Tensor
@@ -114,10 +114,10 @@ class RequestSlots:
         self._state = state
         self._free = list(range(state.idle))
         self._assigned: dict[int, Assigned] = {}
-        """By sequence id."""
+        """Assigned slots by sequence id."""
 
     def of(self, sequence: Sequence) -> int:
-        """Return the slot of a sequence; a new one is copied from the host, see `DeviceState.assign`."""
+        """Return the slot of a sequence; if it has none, assign one and copy the sequence's state to it."""
         assigned = self._assigned.get(sequence.sequence_id)
         if assigned is None:
             slot = self._free.pop()
@@ -163,6 +163,6 @@ class Assigned:
     sequence: Sequence
     slot: int
     preemptions: int
-    """Number of preemptions of the sequence when it got the slot; a later one frees its pages."""
+    """Number of preemptions of the sequence when the slot was assigned; a later one frees the pages in its table."""
     pages: int
     """Number of pages in its table on the device."""

@@ -30,21 +30,22 @@ DRAFT_TOKENS = 8
 """Tokens of the measured drafts; on recorded traffic trees have 9 at a cost of 0.02."""
 CONTEXT = 256
 PAGE_SIZE = 16
-MAX_ROUNDS = 15
+MIN_ADVANTAGE = 1.05
+"""Least expected speed-up by trees for which they are chosen: they store keys in another order than decoding without
+drafts, so that near ties may be decided differently, and measurements differ by a few percent."""
+MAX_ROUNDS = 40
 MIN_ROUNDS = 2
 MEASURING_S = 1.0
-"""Time after which no further round begins; large models need seconds for a round."""
+"""Seconds after which no further round starts, since large models need seconds per round."""
 
 
-class StepTimes(NamedTuple):
-    """Seconds of a step of one sequence."""
+class StepRatios(NamedTuple):
+    """Durations of steps of one sequence, relative to one another."""
 
-    plain: float
-    """Without a draft."""
-    path: float
-    """With a path of `DRAFT_TOKENS` tokens."""
-    tree: float
-    """With a tree of `DRAFT_TOKENS` tokens."""
+    path_to_plain: float
+    """A step with a path of `DRAFT_TOKENS` tokens, by one without a draft."""
+    tree_to_path: float
+    """A step with a tree of `DRAFT_TOKENS` tokens, by one with such a path."""
 
 
 def choose_draft_shape(model: Decoder, attention: str) -> DraftShape:
@@ -58,15 +59,15 @@ def choose_draft_shape(model: Decoder, attention: str) -> DraftShape:
     return faster_shape(_measure(model, attention))
 
 
-def faster_shape(times: StepTimes) -> DraftShape:
-    """Return the shape with the higher expected throughput, given what steps take."""
-    cost = (times.path / times.plain - 1) / DRAFT_TOKENS
+def faster_shape(steps: StepRatios) -> DraftShape:
+    """Return `tree` if trees are expected to be clearly faster, else `path`."""
+    cost = (steps.path_to_plain - 1) / DRAFT_TOKENS
     gain = np.interp(np.log(max(cost, COSTS[0])), np.log(COSTS), TREE_GAINS)
-    return "tree" if gain * times.path > times.tree else "path"
+    return "tree" if gain >= MIN_ADVANTAGE * steps.tree_to_path else "path"
 
 
-def _measure(model: Decoder, attention: str) -> StepTimes:
-    """Time the three kinds of steps in turns; the fastest of each counts, because other load can only slow it down."""
+def _measure(model: Decoder, attention: str) -> StepRatios:
+    """Time the three kinds of steps alternately, and return medians of the ratios within a round."""
     dtype, device = model.embedding.weight.dtype, str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     context = min(CONTEXT, model.config.max_positions - DRAFT_TOKENS - 1)
@@ -79,15 +80,14 @@ def _measure(model: Decoder, attention: str) -> StepTimes:
         _step(context, pages, DRAFT_TOKENS, None),
         _step(context, pages, DRAFT_TOKENS, DraftTree((nodes - 1) // 2)),
     ]
-    seconds = np.full((MAX_ROUNDS, len(batches)), np.inf)
+    rounds: list[list[float]] = []
     for batch in batches:
         _run(runner, batch)  # The first call allocates and compiles.
     began = perf_counter()
-    for round_ in range(MAX_ROUNDS):
-        if round_ >= MIN_ROUNDS and perf_counter() - began > MEASURING_S:
-            break
-        seconds[round_] = [_run(runner, batch) for batch in batches]
-    return StepTimes(*seconds.min(axis=0).tolist())
+    while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and perf_counter() - began < MEASURING_S):
+        rounds.append([_run(runner, batch) for batch in batches])
+    plain, path, tree = np.array(rounds).T
+    return StepRatios(float(np.median(path / plain)), float(np.median(tree / path)))
 
 
 def _step(context: int, pages: int, drafted: int, tree: DraftTree | None) -> Batch:

@@ -1,4 +1,4 @@
-"""Run steps without padding: all request options, prompt chunks, draft paths and trees."""
+"""Eager executor: runs steps without padding, with all request options, prompt chunks, draft paths and trees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EagerExecutor:
         self.needs = needs
 
     def launch(self, plan: StepPlan) -> EagerStep:
-        """Launch the forward pass; on a GPU this returns before it has ended."""
+        """Launch the forward pass; on a GPU this returns before the pass has finished."""
         batch = build_batch(plan.entries, self._page_size)
         if not self.needs.hidden_layers:
             return EagerStep(self, plan, batch, self.runner.forward(batch), None)
@@ -36,7 +36,7 @@ class EagerStep:
     """A step whose forward pass is launched."""
 
     is_done = True
-    """`result` does a part of the work, and does not only wait."""
+    """Constant, because `result` does part of the work itself."""
 
     def __init__(
         self, executor: EagerExecutor, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None
@@ -49,7 +49,7 @@ class EagerStep:
         self._states = states
 
     def result(self) -> StepResult:
-        """Verify drafts, and move the keys and values of accepted tree paths together."""
+        """Verify drafts, and make the keys and values of accepted tree paths contiguous."""
         for index, logprobs in score_prompts(self._batch, self._logits, self.plan.entries).items():
             self.plan.entries[index].sequence.prompt_logprobs.append(logprobs)
         results = verify_drafts(self.plan, self._batch, self._logits)

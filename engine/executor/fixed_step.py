@@ -30,11 +30,11 @@ WARM_UPS = 2
 OUTCOMES = 4
 """Largest number of outcomes of the previous step for which a sequence may have a draft."""
 SEQUENCE_COLUMNS = 2
-"""Input columns of a sequence before its outcomes: request slot, rows."""
+"""Number of input columns of a sequence before its outcomes: request slot, number of rows."""
 OUTCOME_COLUMNS = 3
-"""Input columns of an outcome before its draft: length of the text, its last token, size of the draft."""
+"""Number of input columns of an outcome before its draft: length of the text, its last token, size of the draft."""
 RESULT_COLUMNS = 2
-"""Result columns of a sequence before its tokens: number of tokens, number of draft tokens verified."""
+"""Number of result columns of a sequence before its tokens: number of tokens, number of verified draft tokens."""
 
 
 class Kind(NamedTuple):
@@ -43,16 +43,16 @@ class Kind(NamedTuple):
     samples: bool
     """Whether any sequence samples; otherwise all are greedy."""
     max_ranked: int | None
-    """Largest number of logits per row that truncation has to rank, as in `sampled_tokens`; None: nothing truncates."""
+    """Largest number of logits per row that truncation has to rank, as in `sampled_tokens`; None: no truncation."""
 
 
 class HostInputs(NamedTuple):
     """Inputs of a step from the host, for B sequences, each of which runs its last token and a draft."""
 
     table: np.ndarray
-    """int32 [B, SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)]: what is copied to the device."""
+    """int32 [B, SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)]: the data that is copied to the device."""
     contexts: list[int]
-    """Upper bound of the number of each sequence's tokens in the cache."""
+    """Upper bound of each sequence's number of tokens in the cache."""
 
     @property
     def rows(self) -> list[int]:
@@ -96,7 +96,7 @@ class FixedStep:
 
     @torch.inference_mode()
     def capture(self, kind: Kind, pool: MemoryPool | None) -> None:
-        """Capture the graph of a kind on a CUDA device, without sequences."""
+        """Capture the graph of a kind on a CUDA device, with idle slots only."""
         sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
         self._forward.plan([longest] * sequences, [0] * sequences)
@@ -121,7 +121,7 @@ class FixedStep:
         inputs = build_inputs(state, slots, drafts, starts, shape.rows, self._page_size)
         logits = self._forward(inputs, state.page_tables[slots])
         chosen = sampled_tokens(state, inputs, logits, samples=kind.samples, max_ranked=kind.max_ranked)
-        # In every step, so that recorded outputs need no graphs of their own.
+        # Applied in every step, so that recorded outputs need no separate graphs.
         chosen = replayed(state, inputs, chosen)
         verified = verify(state, slots, inputs, chosen, shape.width)
         columns = (verified.counts, (inputs.counts - 1).clamp(min=0))

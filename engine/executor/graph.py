@@ -1,4 +1,4 @@
-"""Launch steps of fixed shapes without knowing the results of the step in flight.
+"""Graph executor: launches steps of fixed shapes before the results of the step in flight are known.
 
 The device holds the state of running sequences in request slots, selects each sequence's draft by the outcome of the
 previous step, and commits what it accepts.
@@ -25,7 +25,7 @@ from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceRes
 
 
 class GraphExecutor:
-    """Runs the last token of each sequence and a path as its draft in steps of fixed shapes.
+    """Runs the last token and a draft path of each sequence in steps of fixed shapes.
 
     Prompt chunks run before such a step, without a graph.
     """
@@ -52,7 +52,7 @@ class GraphExecutor:
         self._slots.release_all()
 
     def _run_chunks(self, plan: StepPlan) -> None:
-        """Run the scheduled prompt tokens, except the last ones of entries that produce."""
+        """Run the scheduled prompt tokens, except the last token of producing entries."""
         chunks = [
             SequencePlan(entry.sequence, entry.computed, entry.scheduled - entry.produces, produces=False)
             for entry in plan.entries

@@ -54,7 +54,7 @@ class Runner:
 
 
 class FixedForward:
-    """The forward pass of steps of one shape; the host reads none of its tensors."""
+    """Forward pass of steps of one shape; does not read tensors on the host."""
 
     def __init__(self, model: Decoder, attention: FixedAttention, ops: Ops) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Shapes that steps are padded to: few, so that all can be captured at start, but close, so that padding is small."""
+"""Shapes that steps are padded to: few enough to capture all at start, close enough to keep padding small."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Captured(NamedTuple):
 
     graphs: int
     seconds: float
-    """Duration, including the compilation of kernels that were not compiled before."""
+    """Duration, including the compilation of kernels that are not cached."""
 
 
 class StepGrid:
-    """Steps for several numbers of sequences and rows, made when first needed, or all at once by `capture`.
+    """Steps for several numbers of sequences and rows, created on first use, or all at once by `capture`.
 
     The rows of a step may be distributed over its sequences in any way.
     """
@@ -78,14 +78,14 @@ class StepGrid:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """All pairs of numbers of sequences and rows, ascending."""
+        """All pairs (sequences, rows), ascending."""
         return [(sequences, rows) for sequences in self.sequences for rows in self.rows_of(sequences)]
 
     def capture(self, notify: Callable[[str], None], common: Kind = SAMPLED) -> None:
-        """Capture every shape on a CUDA device, the largest first: its memory is shared by the others.
+        """Capture every shape on a CUDA device, largest first, because the others share its memory.
 
         notify: called with a line before and after. common: the kind that most requests need, captured in addition to
-        the greedy one; other kinds are captured when first needed.
+        the greedy one; other kinds are captured on first use.
         """
         kinds = dict.fromkeys((self.greedy, common))
         shapes = [(*shape, kind) for shape in reversed(self.shapes) for kind in kinds]
@@ -102,7 +102,8 @@ class StepGrid:
         return self.step_of(*self.shape_for(len(inputs.contexts), sum(inputs.rows))).run(inputs, kind)
 
     def padded_rows(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
-        """Return the rows of the smallest shapes that hold these tokens; `tokens` where no shape is large enough."""
+        """Return the number of rows of the smallest shape for each number of tokens; `tokens` if no shape is large
+        enough."""
         padded = next(size for size in self.sequences if size >= sequences)
         sizes = np.array(self.rows_of(padded))
         # As in `shape_for`.
@@ -110,7 +111,7 @@ class StepGrid:
         return np.where(places < len(sizes), sizes[np.minimum(places, len(sizes) - 1)], tokens)
 
     def measure(self) -> PaddedCost:
-        """Measure the cost of steps, on steps without sequences."""
+        """Measure the cost of steps by running steps without sequences."""
         shapes = {rows: sequences for sequences, rows in self.shapes}
         nothing = HostInputs(np.zeros((0, table_columns(self._max_draft)), np.int32), [])
 

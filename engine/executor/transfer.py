@@ -25,7 +25,7 @@ class PendingArray:
     """An array that is being copied to the host."""
 
     def __init__(self, array: Tensor, copied: torch.cuda.Event | None) -> None:
-        """array: in host memory. copied: event after which it is complete; None if it is already."""
+        """array: in host memory. copied: event after which it is complete; None if it already is."""
         self._array = array
         self._copied = copied
 

@@ -1,4 +1,4 @@
-"""Converts chat messages, as in OpenAI's API, to the token ids of a prompt."""
+"""Convert chat messages, as in OpenAI's API, to the token ids of a prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChatPrompts:
     """Chat template and tokenizer of a model folder."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Raise UserError for a template that cannot be used. A folder without one is valid; its model has no chats."""
+        """Raise UserError for an unusable template. A folder without a template is valid but does not support chats."""
         self._template = load_chat_template(folder)
         self._tokenizer = tokenizer
 
@@ -46,7 +46,7 @@ class ChatPrompts:
 
 
 def _normalize(message: Message) -> dict[str, Any]:
-    """Join text parts, and parse the arguments of tool calls: templates expect one text, and objects."""
+    """Join text parts and parse the arguments of tool calls, because templates expect a string and objects."""
     normalized = dict(message)
     if isinstance(message.get("content"), list):
         normalized["content"] = "\n".join(_text_of(part) for part in message["content"])

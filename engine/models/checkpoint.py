@@ -1,4 +1,4 @@
-"""Tensors of a model folder in safetensors files, one or several, and their names.
+"""Read the weights of a model folder from one or several safetensors files.
 
 Names, shapes and dtypes are checked in the headers of all files before the first weight is read.
 """
@@ -84,8 +84,8 @@ class Checkpoint:
     def copy_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors one at a time from files that `check` accepted. Raises UserError for non-finite weights.
 
-        The file is mapped again for each tensor, which frees the pages of the previous one, so that beside the targets
-        at most one tensor is in memory.
+        The file is mapped again for each tensor, which frees the pages of the previous one, so that at most one tensor
+        is in memory besides the targets.
         """
         for path in self._paths:
             with _open(path) as file:
@@ -132,7 +132,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files with weights: those that the index names, or the only one. Raises UserError."""
+    """Return the weight files: those listed in the index, or the single file without an index. Raises UserError."""
     index_path = folder / INDEX_FILE
     if not index_path.exists():
         path = folder / WEIGHTS_FILE

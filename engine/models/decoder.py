@@ -1,4 +1,4 @@
-"""A decoder of the Llama kind over a flat row of tokens.
+"""Llama-like decoder over a flat batch of tokens.
 
 The model gets tokens, their positions, and a callable that computes attention. It is independent of sequences, pages
 and batches, so that training, plain inference and paged inference run the same code. The differences between model
@@ -18,7 +18,7 @@ from engine.models.ops import PLAIN, Ops, Rotation
 
 
 class Attend(Protocol):
-    """Attention of one layer over the context that the caller keeps."""
+    """Attention of one layer over a context that the caller manages."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, heads, head_dim], key and value [N, kv_heads, head_dim] -> [N, heads, head_dim]."""
@@ -26,10 +26,10 @@ class Attend(Protocol):
 
 
 class Decoder(nn.Module):
-    """Maps token ids and positions to hidden states, and with `logits` those to the vocabulary.
+    """Maps token ids and positions to hidden states; `logits` projects them to the vocabulary.
 
-    The projections of query, key and value are one matrix, those of gate and up another: a step of few tokens gains
-    most from fewer, larger products.
+    The query, key and value projections are one matrix, gate and up another, because fewer, larger products are faster
+    for steps of few tokens.
     """
 
     frequencies: Tensor
@@ -110,7 +110,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Map hidden states to hidden states, each given as residual + change, [N, hidden_size] each.
 
-        The two are kept apart so that an addition and the norm after it can be one operation.
+        They are separate so that the addition can be fused with the following norm.
         """
         residual, hidden = self.input_norm.normalise_sum(residual, change, ops)
         residual, hidden = self.mlp_norm.normalise_sum(residual, self._attention(hidden, ops, rotate, attend), ops)
@@ -118,7 +118,7 @@ class Layer(nn.Module):
 
     def _attention(self, hidden: Tensor, ops: Ops, rotate: Rotation, attend: Attend) -> Tensor:
         heads = self.qkv_proj(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        # Query and key heads are neighbours, so one rotation serves both.
+        # Query and key heads are adjacent, so they are rotated together.
         rotated = heads[:, : self.heads + self.kv_heads]
         if self.qk_norm is not None:
             rotated = self.qk_norm(rotated, ops)
@@ -141,7 +141,7 @@ class RMSNorm(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """Normalises every head of queries and keys by itself (Henry et al., 2020), with a learned scale for each kind."""
+    """Normalises each query and key head separately (Henry et al., 2020), with learned scales for queries and keys."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Converts tokens to text while they are generated."""
+"""Convert tokens to text incrementally."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Decode = Callable[[np.ndarray], str]
 """Returns the text of token ids, uint32 [N]."""
 
 PROMPT_TAIL = 8
-"""Prompt tokens to decode before the output, since some vocabularies drop a space at the start of a text."""
+"""Number of prompt tokens to decode before the output; some vocabularies drop a space at the start of a text."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoded form of bytes that are not a complete character."""
 
@@ -18,9 +18,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """Text that an output adds to its prompt, token by token.
 
-    Text is returned as soon as it is certain: the bytes of a character can be spread over several tokens, so
-    replacement characters at the end are held back until a later token decides. The decoding stream of `tokenizers`
-    holds back the whole text of such a token, and has no method to end the stream.
+    The bytes of a character can span several tokens, so replacement characters at the end are held back until later
+    tokens complete them. The `DecodeStream` of `tokenizers` holds back the whole text of such a token and cannot be
+    flushed at the end.
     """
 
     def __init__(self, decode: Decode, prompt: np.ndarray) -> None:
@@ -34,7 +34,7 @@ class Detokenizer:
         """Number of leading characters of the window's text that were returned."""
 
     def feed(self, token: int) -> str:
-        """Append a token and return the text that became certain."""
+        """Append a token and return the text that is now complete."""
         self._window.append(token)
         text = self._text()
         certain = text.rstrip(UNFINISHED)
@@ -47,7 +47,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """Return the text that was held back; no token follows."""
+        """Return the text that is held back, after the last token."""
         return self._text()[self._returned :]
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""Converts between `config.json` and `ModelConfig` for the supported model families.
+"""Convert between `config.json` and `ModelConfig` for the supported model families.
 
 Reads the formats of transformers 4 and 5. Configurations that would load but give wrong logits are refused.
 """
@@ -156,11 +156,11 @@ def _refuse_unsupported(fields: Fields) -> None:
 def _context_window(fields: Fields, rope: Rope) -> int:
     """Return the largest number of tokens for which every layer attends to all of them.
 
-    Up to the width of a sliding window, a layer with one attends to everything.
+    A layer with a sliding window attends to all tokens as long as there are no more than the window's width.
     """
     positions = int(fields["max_position_embeddings"])
     if isinstance(rope.scaling, Yarn):
-        # Checkpoints whose users have to add the scaling keep the unscaled number.
+        # Checkpoints that leave it to users to add the scaling contain the unscaled number.
         positions = max(positions, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
     window = fields.get("sliding_window") if fields.get("use_sliding_window") else None
     if window is None:

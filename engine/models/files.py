@@ -1,4 +1,4 @@
-"""Reads JSON files of a model folder."""
+"""Read JSON files of a model folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return the ids of a field with none, one or several."""
+    """Return the token ids of a field that contains none, one or a list."""
     if value is None:
         return ()
     return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)

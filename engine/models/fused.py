@@ -10,7 +10,7 @@ from engine.models.ops import Ops, Rotation
 
 
 class FusedOps(Ops):
-    """One kernel for each operation, with float32 inside. For inference only: inputs may be overwritten."""
+    """Runs each operation as one kernel that computes in float32. For inference only: inputs may be overwritten."""
 
     def __init__(self) -> None:
         """Raise UserError if FlashInfer cannot be imported."""
@@ -31,7 +31,7 @@ class FusedOps(Ops):
 
     def rotation(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Rotation:  # noqa: ARG002  # any dtype
         """See `Ops.rotation`."""
-        # The kernel looks up its angles in a table by position: here the step's own table, with one row for each token.
+        # The kernel looks up angles in a table by position. This table has one row for each token of the step.
         half = cos.shape[-1] // 2
         table = torch.cat((cos[:, 0, :half], sin[:, 0, :half]), dim=-1)
         rows = torch.arange(len(table), device=table.device)

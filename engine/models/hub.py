@@ -1,4 +1,4 @@
-"""Finds models by folder or by their name on the Hugging Face hub."""
+"""Find models by folder or by their name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ FILES = [
 
 
 def find_model(model: str | Path | None) -> Path:
-    """Return the folder of a model: `model` itself if it exists, else the download of the hub's model of that name.
+    """Return the folder of a model: `model` itself if it exists, otherwise the downloaded hub model of that name.
 
-    Without `model`, it is the shipped model. A model that was downloaded before is found without a network. Raises
-    UserError.
+    Without `model`, return the shipped model. Models that were downloaded before need no network. Raises UserError.
     """
     if not model:
         return SHIPPED_MODEL

@@ -1,4 +1,4 @@
-"""Loads models from Hugging Face folders and saves them."""
+"""Load models from Hugging Face folders, and save them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Leave parameters as they are allocated.
+    """Skips the initialisation of parameters.
 
     On the meta device `nn.init.normal_` imports torch._dynamo, which is a third of the engine's start-up time.
     """

@@ -1,7 +1,7 @@
 """The small operations between a decoder's matrix products: their interface, and the reference in plain PyTorch.
 
-Everything that a decoder computes beside products and attention goes through one such object, so that another
-implementation replaces all of them at once.
+A decoder computes everything except matrix products and attention through one `Ops` object, so that a backend can
+replace all of these operations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ops:
         return total, F.rms_norm(total, weight.shape, weight, eps)
 
     def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, count: int, eps: float) -> Tensor:
-        """Normalise each head by itself, [N, H, head_dim], the first `count` with `query_weight`. May be in place."""
+        """Normalise each head separately, [N, H, head_dim], the first `count` with `query_weight`. May be in place."""
         query, key = heads[:, :count], heads[:, count:]
         return torch.cat(
             (

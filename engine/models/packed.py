@@ -1,7 +1,7 @@
-"""Weights in a layout for few tokens at a time on a CPU.
+"""Linear layers in oneDNN's blocked layout, for steps of few tokens on a CPU.
 
-With oneDNN's blocked layout the products of a verify step are about twice as fast as with the plain one, and its sums
-do not depend on how many tokens share a step: a token's logits are equal to the last bit, decoded alone or within a
+The matrix products of a verify step are about twice as fast as with the plain layout. Their order of summation does not
+depend on the number of tokens in a step, so a token's logits are bitwise equal whether it is decoded alone or within a
 draft.
 """
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from engine.models.decoder import Decoder
 
 TOKENS = 16
-"""Number of rows that the layout is chosen for; with 16, steps of 1 to 64 tokens were fastest, or nearly so."""
+"""Number of rows that the layout is optimised for; with 16, steps of 1 to 64 tokens were fastest or close to it."""
 
 
 class PackedLinear(nn.Module):
-    """A linear map whose weight is in oneDNN's own layout."""
+    """A linear layer whose weight is in oneDNN's blocked layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ class PackedLinear(nn.Module):
 
 
 def pack(decoder: Decoder) -> Decoder:
-    """Replace the linear maps of a decoder on the CPU by packed ones; without support in oneDNN, return it unchanged.
+    """Replace the linear layers of a decoder on the CPU with packed ones; without oneDNN support, return it unchanged.
 
-    A packed decoder can run, but neither be trained nor saved. The plain weights are freed one by one, so that only one
-    map at a time needs memory for both.
+    A packed decoder can neither be trained nor saved. The plain weights are freed one by one, so that only one layer at
+    a time needs memory for both.
     """
     weight = decoder.embedding.weight
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) and its scalings.
 
-Scalings extend a model's context beyond the one it was first trained on. Formulas, float32 and the order of operations
-are those of transformers: at long positions a different rounding is a different angle.
+Scalings extend a model's context beyond the one it was first trained on. Formulas, dtypes and the order of operations
+match transformers, because rounding changes the angles of long positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back with the tokenizer.json of a model folder."""
+"""Convert text to token ids and back with the tokenizer.json of a model folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sample draft tokens from a drafter's logits, with each request's settings.
 
-In exact mode with the target's own noise, so that a draft token equals the target's wherever the two distributions
-agree; in rejection mode with independent noise.
+Exact mode uses the target's own noise, so that a draft token equals the target's wherever the two distributions agree.
+Rejection mode uses independent noise.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def sample_drafts(
 ) -> SampledTokens:
     """Sample `count` candidates after each sequence and its draft so far.
 
-    drafts: for each sequence uint32 [k], the path of draft tokens before the candidates. logits: float32 [n, V], of the
-    drafter after that path, over the target's vocabulary.
+    drafts: for each sequence uint32 [k], the path of draft tokens before the candidates. logits: float32 [n, V], the
+    drafter's logits after that path, over the target's vocabulary.
     """
     samplings = [sequence.request.sampling for sequence in sequences]
     positions = np.array([len(each) + len(draft) for each, draft in zip(sequences, drafts, strict=True)])

@@ -29,7 +29,7 @@ class Logprobs:
     """float32 [N, n]: their log-probabilities."""
 
     def part(self, start: int, end: int, count: int | None = None) -> Logprobs:
-        """Return those of tokens `start` to `end`, with `count` alternatives each; None: with all of them."""
+        """Return the log-probabilities of tokens `start` to `end`, with `count` alternatives each (None: all)."""
         return Logprobs(
             self.tokens[start:end], self.ranks[start:end], self.top_ids[start:end, :count], self.top[start:end, :count]
         )
@@ -56,7 +56,7 @@ def compute_logprobs(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs
 def compute_parts(
     logits: Tensor, rows: Mapping[int, np.ndarray], tokens: Mapping[int, np.ndarray], counts: Mapping[int, int]
 ) -> dict[int, Logprobs]:
-    """Return the log-probabilities of several sequences, by their indices, which are the keys of `counts`.
+    """Return the log-probabilities of several sequences by index; the indices are the keys of `counts`.
 
     logits: float32 [M, V]. rows, tokens: rows of `logits`, int64 [n], and the tokens after them, uint32 [n], of each
     sequence. counts: numbers of alternatives.
@@ -77,7 +77,7 @@ def compute_parts(
 
 
 def join_logprobs(parts: Sequence[Logprobs], count: int) -> Logprobs:
-    """Concatenate log-probabilities; without parts, return those of no token with `count` alternatives."""
+    """Concatenate log-probabilities; without parts, return an empty result with `count` alternatives."""
     nothing = Logprobs(
         np.empty(0, np.float32),
         np.empty(0, np.int64),

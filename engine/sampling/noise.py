@@ -1,7 +1,7 @@
 """Sampling with keyed noise: random numbers that depend only on seed, position and token.
 
-Gumbel-max trick: the token of the largest logit / temperature + Gumbel noise is a sample from the softmax. As the noise
-is keyed by (seed, position), the token of a position is the same in every batch, with or without drafts.
+Gumbel-max trick: the token of the largest logit / temperature + Gumbel noise is a sample from the softmax. Because the
+noise is keyed by (seed, position), the token at a position is the same in every batch, with or without drafts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sample_tokens(
         if truncation is None:
             scores += gumbel_noise(own_seeds, own_positions, logits.shape[1])
         else:
-            # Noise costs most, and few tokens are left that need it.
+            # Noise dominates the cost, so compute it only for the tokens that truncation keeps.
             scores = truncate(scores, truncation.rows(part))
             left, candidates = torch.nonzero(scores > float("-inf"), as_tuple=True)
             scores[left, candidates] += _noise(_keys(own_seeds, own_positions)[left], candidates)
@@ -90,12 +90,12 @@ def _sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tens
 
 
 def stream_seeds(seeds: Tensor, stream: Stream) -> Tensor:
-    """Return the seeds of another stream of random numbers, int64 [M], for the seeds of sequences."""
+    """Return the seeds of a separate stream of random numbers for the seeds of sequences, int64 [M] each."""
     return mix64(mix64(seeds) + torch.full_like(seeds, stream) * MIX_2)
 
 
 def uniforms(seeds: Tensor, positions: Tensor, ranks: Tensor) -> Tensor:
-    """Return uniform numbers between 0 and 1, both excluded, float64 [M], keyed by int64 [M] each."""
+    """Return uniform numbers in the open interval (0, 1), float64 [M]; keys: int64 [M] each."""
     return _uniforms(_keys(seeds, positions) + (ranks + 1) * GOLDEN)
 
 
@@ -125,5 +125,5 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def _shifted_right(x: Tensor, by: int) -> Tensor:
-    """Shift logically; PyTorch's shift keeps the sign."""
+    """Logical right shift; PyTorch's is arithmetic."""
     return (x >> by) & ((1 << (64 - by)) - 1)

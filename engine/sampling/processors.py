@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 def process_logits(logits: Tensor, rows: SequenceOf[Rows]) -> Tensor:
-    """Return processed logits, float32 [M, V]; the argument itself if no request has anything to apply."""
+    """Return processed logits, float32 [M, V]; the argument itself if no request changes its logits."""
     own = [each for each in rows if each.sequence.request.sampling.adjusts]
     if not own:
         return logits
@@ -64,7 +64,7 @@ def process_logits(logits: Tensor, rows: SequenceOf[Rows]) -> Tensor:
 
 
 def _forbidden(own: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and tokens of end tokens that `min_tokens` forbids."""
+    """Return the rows and ids of end tokens that `min_tokens` forbids, int64 [n] each."""
     sequence = own.sequence
     lacking = sequence.request.sampling.min_tokens - len(sequence.output)
     early = own.rows[(own.depths < lacking) & (own.rows != NOT_NEEDED)]
@@ -73,7 +73,7 @@ def _forbidden(own: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _biased(own: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, tokens and biases."""
+    """Return the rows, tokens and biases to add, [n] each."""
     bias = own.sequence.request.sampling.logit_bias
     rows = own.rows[own.rows != NOT_NEEDED]
     tokens, values = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)

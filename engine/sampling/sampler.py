@@ -30,7 +30,7 @@ class RowSettings(NamedTuple):
 
 
 def row_settings(samplings: SequenceOf[SamplingParams], counts: np.ndarray, positions: np.ndarray) -> RowSettings:
-    """Return the settings of M rows: `counts`, int64 [n], of them for each of `samplings`; positions: int64 [M]."""
+    """Return the settings of M rows. counts: int64 [n], rows of each of `samplings`. positions: int64 [M]."""
     truncation = None
     if any(sampling.truncates for sampling in samplings):
         truncation = Truncation(
@@ -51,7 +51,7 @@ def sample(logits: Tensor, settings: RowSettings) -> Tensor:
     temperatures, seeds, positions, truncation = settings
     if not logits.is_cuda:
         return sample_tokens(logits, temperatures, seeds, positions, truncation)
-    # CUDA graphs use this kernel; logarithms of another implementation may differ in the last bit.
+    # Use the kernel of the CUDA graphs, because other implementations' logarithms may differ in the last bit.
     limits = None if truncation is None else truncation.on(logits)
     t, s, p = (on_device(array, logits.device) for array in (temperatures, seeds, positions))
     return kernel.sample_tokens(logits, t, s, p, limits)

@@ -10,8 +10,8 @@ MULTIPLIER = 0xBF58476D1CE4E5B9
 def sample_seed(seed: int, index: int) -> int:
     """Return the seed of sample `index` of a request, in the range of `SamplingParams.seed`.
 
-    The first sample has the request's own seed, so it equals the only sample of a request for one. The others have
-    SplitMix64 of seed and index, so requests with neighbouring seeds do not share samples.
+    The first sample uses the request's own seed, so it equals the output of the same request with one sample. The
+    others use SplitMix64 of seed and index, so that requests with adjacent seeds share no samples.
     """
     if index == 0:
         return seed

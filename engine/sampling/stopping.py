@@ -19,7 +19,7 @@ class Cut(NamedTuple):
     reason: FinishReason | None = None
     """Why the output ends; None if it does not."""
     stop_reason: str | int | None = None
-    """As in `Completion`."""
+    """See `Completion.stop_reason`."""
 
 
 class Stopping:
@@ -40,7 +40,7 @@ class Stopping:
     def cut(self, tokens: np.ndarray, room: int) -> Cut:
         """Find the end of the output in `tokens`, uint32 [n], which follow those of earlier calls.
 
-        room: largest number of further tokens that the output may have.
+        room: number of tokens that the output may still have.
         """
         for index, token in enumerate(tokens.tolist()):
             if token in self._eos:

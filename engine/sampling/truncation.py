@@ -1,7 +1,7 @@
 """Truncation of a distribution: min-p, top-k, top-p.
 
-Each keeps the tokens above some score, so the three together are one lowest score per row. Tokens of equal score are
-kept or dropped together, so the result does not depend on the order of sorting.
+Each keeps the tokens with at least a certain score, so all three reduce to one lowest score per row. Tokens with equal
+scores are kept or dropped together, so the result does not depend on the order of sorting.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from engine.executor.transfer import on_device
 from engine.scheduling.request import GREEDY_BELOW
 
 WORKSPACE_BYTES = 1 << 28
-"""Memory for temporaries; more rows are processed in several parts."""
+"""Memory for temporaries; rows that need more are processed in parts."""
 BYTES_PER_ENTRY = 64
-"""Upper bound of the temporaries per logit, those of PyTorch's sorting included."""
+"""Upper bound of temporary memory per logit, in bytes, including that of PyTorch's sort."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,8 @@ class Limits(NamedTuple):
     min_p: Tensor
     """float64 [M]."""
     max_ranked: int
-    """Number of tokens to sort per row: the largest number that a row with top-k or top-p may keep; 0 without one."""
+    """Number of tokens to sort per row: the largest number that a row with top-k or top-p may keep; 0 if there is
+    none."""
 
 
 def truncate(scores: Tensor, settings: Truncation) -> Tensor:
@@ -73,7 +74,7 @@ def lowest_scores(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tenso
 
     If any row needs sorting, all rows are sorted. logits: float32 [M, V]. temperatures: float [M].
     """
-    # Division keeps the order, rounded or not, so only the largest logits are divided.
+    # Division is monotonic even with rounding, so only the largest logits are divided.
     divisor = divisors(temperatures).to(logits)
     highest = logits.amax(dim=-1) / divisor
     lowest = highest + torch.log(limits.min_p).to(highest)
@@ -114,7 +115,7 @@ def _ranked_score(best: Tensor, lowest: Tensor, limits: Limits) -> Tensor:
     is_kept = torch.arange(best.shape[1], device=best.device) < kept[:, None]
     weights = weights.masked_fill(~is_kept | (best < lowest[:, None]), 0)
     mass = weights.cumsum(dim=-1)
-    # The token that reaches the share is kept: the mass before it decides.
+    # The token that reaches the share is kept, so compare the mass before it.
     enough = share[:, None] * mass[:, -1:]
     # A row of NaN keeps no token; it must not affect the other rows.
     last = (((mass - weights < enough) & (weights > 0)).sum(dim=-1) - 1).clamp(min=0)

@@ -1,7 +1,7 @@
 """Hashes of full pages: pages with the same hash hold the same keys and values.
 
-A page's hash covers its tokens and the hash of the page before it, and so everything that its keys and values depend
-on. The chain begins with a salt, so that tenants with different salts never share a page. The hash is cryptographic: a
+A page's hash covers its tokens and the hash of the previous page, hence all tokens that its keys and values depend on.
+The chain begins with a salt, so that tenants with different salts never share a page. The hash is cryptographic: a
 collision would expose the text of one request to another.
 """
 

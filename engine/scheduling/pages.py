@@ -9,8 +9,8 @@ from collections.abc import Sequence
 class PagePool:
     """Allocates and frees page numbers.
 
-    A page has any number of owners. A page with a hash can be found by it, also after its last owner has freed it: such
-    a page is idle until its memory is needed; the least recently used idle page is evicted first.
+    A page may have several owners. A page with a hash can be found by it even after its last owner has freed it. Such a
+    page is idle until its memory is needed; the least recently used idle page is evicted first.
     """
 
     def __init__(self, count: int, page_size: int) -> None:
@@ -31,7 +31,7 @@ class PagePool:
         return len(self._unused) + len(self._idle)
 
     def pages_for(self, tokens: int) -> int:
-        """Number of pages that hold `tokens` tokens."""
+        """Return the number of pages needed for `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
@@ -51,7 +51,7 @@ class PagePool:
         self._owners[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Remove one owner of each page. Pages without an owner become available, the last of `pages` first."""
+        """Remove one owner of each page. Of the pages that become idle, the last of `pages` is evicted first."""
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] > 0:
@@ -62,7 +62,7 @@ class PagePool:
                 self._unused.append(page)
 
     def register(self, page: int, page_hash: bytes) -> None:
-        """Make an owned page findable by its hash, unless another page already has this hash."""
+        """Register an owned page under its hash, unless another page already has this hash."""
         if page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash

@@ -32,11 +32,11 @@ class SequencePlan:
 
     sequence: Sequence
     computed: int
-    """Number of leading tokens in the KV cache, as far as known: steps in flight may add some."""
+    """Known number of leading tokens in the KV cache; steps in flight may add more."""
     scheduled: int
-    """Number of committed tokens to run after those."""
+    """Number of committed tokens that the step runs after them."""
     produces: bool
-    """Whether they include the last committed token, so that the step yields the next one."""
+    """Whether the scheduled tokens include the last committed one, so that the step yields the next token."""
     draft_room: int = 0
     """Largest number of draft tokens that the request, its maximum length and the pages allow."""
     draft: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -53,11 +53,11 @@ class SequencePlan:
     """uint32 [k]: the draft that a step in flight verifies for the sequence; None if no such step is in flight."""
 
     max_verified: int = 0
-    """Largest number of draft tokens that the step verifies: with a step in flight, that of the longest draft."""
+    """Largest number of draft tokens that the step verifies; with a step in flight, the length of the longest draft."""
 
     @property
     def scored(self) -> range:
-        """Positions of prompt tokens whose logits give requested log-probabilities of the tokens after them."""
+        """Positions of prompt tokens whose logits give the requested log-probabilities of the next prompt tokens."""
         sequence = self.sequence
         if sequence.request.sampling.prompt_logprobs is None:
             return range(0)
@@ -91,7 +91,7 @@ class StepPlan:
     is_probe: bool = False
     """Whether a draft is verified only to measure the cost of a step of this size."""
     drafting_s: float = 0.0
-    """Seconds that the step was delayed by asking the drafter."""
+    """Seconds by which drafting delayed the step."""
 
     @cached_property
     def producing(self) -> list[SequencePlan]:
@@ -99,7 +99,7 @@ class StepPlan:
         return [entry for entry in self.entries if entry.produces]
 
     def select_drafts(self) -> None:
-        """Set the drafts that the device selected from `outcomes`, after the tokens before them were committed."""
+        """Set the drafts that the device selected from `outcomes`; the previous step's tokens must be committed."""
         table = self.outcomes
         if table is None or not self.producing:
             return

@@ -47,17 +47,18 @@ class SamplingParams:
     """With exact verification, the same seed, prompt and settings give the same output, with any drafter and in any
     batch."""
     top_k: int = 0
-    """Sample from this many most likely tokens, and those as likely as the last of them; 0 or -1: from all."""
+    """Sample from the `top_k` most likely tokens and those tied with the last of them; 0 or -1: no limit."""
     top_p: float = 1.0
-    """Sample from the fewest tokens that have this share of the probability that `min_p` and `top_k` leave."""
+    """Sample from the smallest set of most likely tokens with this fraction of the probability left by `min_p` and
+    `top_k`."""
     min_p: float = 0.0
-    """Sample from tokens at least this likely, as a share of the most likely one's probability."""
+    """Sample from tokens whose probability is at least this fraction of the most likely token's."""
     repetition_penalty: float = 1.0
     """Divides positive logits and multiplies negative ones of tokens in the prompt or the output; 1: no penalty."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens for each time that they occur in the output."""
+    """Subtracted from a token's logit once for each occurrence in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of token ids."""
     stop: tuple[str, ...] = ()
@@ -65,16 +66,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """The output ends with the first of these tokens; its text does not include it."""
     ignore_eos: bool = False
-    """Whether the output goes on after the model's end tokens."""
+    """Whether the output continues after the model's end tokens."""
     min_tokens: int = 0
     """Until the output has this many tokens, stop strings do not end it, and end tokens and `stop_token_ids` are not
     sampled."""
     logprobs: int | None = None
     """Number of most likely tokens to report with each output token; 0: only the token's own log-probability."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt except the first."""
+    """Like `logprobs`, for the prompt's tokens except the first."""
     verification: Literal["exact", "rejection"] | None = None
-    """How drafts are accepted, as in `EngineConfig`; None: as the engine is configured."""
+    """How drafts are accepted, as in `EngineConfig`; None: the engine's setting."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a setting out of its range."""
@@ -139,14 +140,15 @@ class SamplingParams:
 
     @cached_property
     def needs_host(self) -> bool:
-        """Whether the host needs a step's logits or the tokens committed before, so that no step can be launched before
-        the results of the previous one are read. Stop strings and stop tokens do not: they are found one step late.
+        """Whether the host needs a step's logits, or the committed tokens before it. No step can then be launched
+        before the results of the previous one are read. Stop strings and stop tokens are not among them; they are found
+        one step late.
         """
         return self.adjusts or self.logprobs is not None or self.prompt_logprobs is not None
 
     @cached_property
     def is_plain_greedy(self) -> bool:
-        """Whether each token is that of the model's largest logit, and no log-probabilities are asked for."""
+        """Whether each token is that of the model's largest logit, and no log-probabilities are requested."""
         return not (self.is_sampled or self.adjusts or self.logprobs is not None)
 
 
@@ -175,8 +177,8 @@ class Request:
     """Requests share cached keys and values only with requests of the same salt. With one salt per tenant, the time to
     the first token does not reveal whether another tenant sent the same prompt."""
     recorded: np.ndarray | None = None
-    """uint32: tokens that replace the target's own, for measurements with recorded traffic. After them the target
-    continues by itself."""
+    """uint32: tokens that replace the target's own, for measurements with recorded traffic. The target's own tokens
+    follow them."""
 
     def check(self, model: ModelConfig) -> None:
         """Raise UserError for tokens or settings that `model` cannot run."""
@@ -211,20 +213,20 @@ class Completion:
     drafted: int
     """Number of draft tokens that the target verified."""
     accepted: int
-    """Number of those that were accepted."""
+    """Number of draft tokens that the target accepted."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the output; None if the model's end token or the length ended it."""
     text: str | None = None
     """The output's text before the stop string, if the request had any; otherwise decode `content`."""
     logprobs: Logprobs | None = None
-    """Log-probabilities of `tokens`, if asked for."""
+    """Log-probabilities of `tokens`, if requested."""
     prompt_logprobs: Logprobs | None = None
-    """Log-probabilities of the prompt's tokens except the first, if asked for."""
+    """Log-probabilities of the prompt's tokens except the first, if requested."""
     cached_tokens: int = 0
     """Number of prompt tokens whose keys and values were in the prefix cache."""
 
     @property
     def content(self) -> np.ndarray:
-        """uint32: the tokens without the end or stop token that ended them. A stop string is still in their text."""
+        """uint32 [m]: the tokens without a final end or stop token. Their text still includes a stop string."""
         ends_with_token = self.finish_reason is FinishReason.STOP and not isinstance(self.stop_reason, str)
         return self.tokens[:-1] if ends_with_token else self.tokens

@@ -1,4 +1,4 @@
-"""Chooses the sequences of the next step, the number of tokens of each, and their pages."""
+"""Choose the sequences of the next step, the number of tokens of each, and their pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Scheduler:
     """Serves sequences in the order of their arrival.
 
     Pages are allocated as sequences grow. When they run out, the newest sequence is preempted: its pages are freed, and
-    it waits to be recomputed. So the oldest sequence always advances.
+    it waits to be recomputed. The oldest sequence therefore always advances.
     """
 
     def __init__(self, config: EngineConfig, pages: PagePool) -> None:
@@ -47,11 +47,11 @@ class Scheduler:
         return None
 
     def plan(self) -> StepPlan:
-        """Admit waiting sequences, then plan the next step: entries have pages for their tokens and their draft room.
+        """Admit waiting sequences and plan the next step, with pages allocated for all its tokens and draft room.
 
-        Every running sequence whose prompt is computed gets one token and a draft; the step's other tokens are given to
-        prompts in the order of arrival. A sequence is skipped if another one computes its next page in this step, or if
-        steps in flight may produce all of its remaining tokens.
+        Every running sequence whose prompt is computed gets one token and a draft; the remaining tokens of the step are
+        given to prompts in the order of arrival. A sequence is skipped if another one computes its next page in this
+        step, or if steps in flight may produce all of its remaining tokens.
         """
         self._admit()
         decoding = sum(sequence.computed == len(sequence) - 1 for sequence in self.running)
@@ -68,7 +68,7 @@ class Scheduler:
                 self._reuse(sequence)
                 if self._is_planned(sequence, planned_pages):
                     continue
-                # The last chunk of a prompt may carry a draft, too.
+                # The last chunk of a prompt may be followed by a draft.
                 scheduled = self._chunk(sequence, prompt_tokens - self._config.max_draft)
                 if scheduled <= 0:
                     continue
@@ -85,7 +85,7 @@ class Scheduler:
         return StepPlan(entries)
 
     def register_pages(self, sequence: Sequence) -> None:
-        """Register the pages that a step has filled with the prefix cache; their tokens must be committed."""
+        """Register a sequence's full pages with the prefix cache; their tokens must be committed."""
         if not self._config.prefix_cache:
             return
         full = sequence.computed // self.pages.page_size

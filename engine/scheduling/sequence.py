@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def recorded_rest(self) -> np.ndarray:
-        """uint32: recorded tokens that are to follow the committed ones."""
+        """uint32 [n]: recorded tokens that follow the committed ones."""
         recorded = self.request.recorded
         return np.empty(0, np.uint32) if recorded is None else recorded[len(self.output) :][: self.room]
 
@@ -111,7 +111,7 @@ class Sequence:
             self.logprobs.append(logprobs)
 
     def complete(self, cut: Cut) -> Completion:
-        """Return the completion of a sequence that has ended as `cut` says."""
+        """Return the completion of a sequence that ended with `cut`."""
         assert cut.reason is not None
         sampling = self.request.sampling
         return Completion(

@@ -1,1 +1,1 @@
-"""Which draft tokens a step verifies, and which of them are accepted."""
+"""Selection of the draft tokens that a step verifies, and their verification."""

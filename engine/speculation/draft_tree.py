@@ -31,7 +31,7 @@ class DraftTree:
 
 
 def straight_length(parents: np.ndarray) -> int:
-    """Return the number of leading draft tokens that are a path: each is the child of the one before it."""
+    """Return the number of leading draft tokens that form a path: each is the child of the one before it."""
     branches = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
     return int(branches[0]) if len(branches) else len(parents)
 

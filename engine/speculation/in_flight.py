@@ -1,14 +1,14 @@
-"""Decides whether a step is launched before or after the results of the previous one are read.
+"""Choose whether a step is launched before or after the results of the previous one are read.
 
 Before (depth 1): the device never waits for the host, but drafts are made for likely outcomes of the step in flight,
-and fewer draft tokens are accepted. After (depth 0): the device waits for the host between two steps. Depth 0 is chosen
-where the host's part of a step costs less than the loss of accepted tokens would.
+and fewer draft tokens are accepted. After (depth 0): the device waits for the host between steps. Depth 0 is chosen if
+the host's part of a step costs less than the loss of accepted tokens.
 """
 
 from __future__ import annotations
 
 LATE_LOSS = 0.45
-"""Share of accepted tokens that is lost with a step in flight, see docs/experiments.md, 2026-11-22."""
+"""Fraction of accepted tokens that is lost with a step in flight, see docs/experiments.md, 2026-11-22."""
 DECAY = 0.95
 """Decay per step of the sums below: an effective window of about 20 steps."""
 

@@ -1,4 +1,4 @@
-"""Rejection sampling: verifies sampled drafts so that outputs follow the target's distribution.
+"""Rejection sampling: verify sampled drafts so that outputs follow the target's distribution.
 
 Speculative sampling (Leviathan et al., 2023; Chen et al., 2023), and its extension to trees whose siblings were sampled
 without replacement (SpecInfer, Miao et al., 2024; Sequoia, Chen et al., 2024). `p` is the target's distribution, with
@@ -73,17 +73,17 @@ class Walk:
 
     def __init__(self, draft: SampledDraft, p: list[float], q: list[float], thresholds: list[float]) -> None:
         """p, q: probabilities of each draft token before any rejection at its position. thresholds: uniform random
-        numbers that decide on them.
+        numbers that decide whether each is accepted.
         """
         self.draft = draft
         self.path: list[int] = []
-        """Accepted draft tokens."""
+        """Indices of accepted draft tokens."""
         self.rejections = 0
         """Number of candidates rejected at the current position."""
         self.rejected = ROOT
-        """The last rejected candidate."""
+        """Index of the last rejected candidate."""
         self.q_scale = 1.0
-        """Normalisation of the last rejected candidate's row of `q`, without the candidates rejected before it."""
+        """Factor that normalises the last rejected candidate's row of `q` without the candidates rejected before it."""
         self.residual = 0.0
         """Probability of the next candidate in the residual."""
         self._p, self._q, self._thresholds = p, q, thresholds

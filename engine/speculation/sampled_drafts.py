@@ -1,8 +1,8 @@
-"""Chooses the depth to which sampled drafts are verified, in rejection mode.
+"""Choose the depth to which sampled drafts are verified, in rejection mode.
 
 Outputs follow the target's distribution only if the decision to verify a sampled token does not depend on that token.
-So the token budget does not see the drafter's `accept_prob` of such tokens. It sees a path whose probabilities are the
-acceptance rates by depth of earlier steps, and selects a depth; all tokens up to that depth are verified.
+The token budget therefore does not get the drafter's `accept_prob` of such tokens, but a path whose probabilities are
+the acceptance rates by depth of earlier steps. It selects a depth, and all tokens up to that depth are verified.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRIOR_RATE = 0.7
 
 
 class DepthRates:
-    """Share of accepted draft tokens by depth, given that the parent was accepted."""
+    """Fraction of accepted draft tokens by depth, given that the parent was accepted."""
 
     def __init__(self, max_draft: int) -> None:
         self._tried = np.ones(max_draft)
@@ -56,7 +56,7 @@ def sampled_drafts(drafts: Drafts, entries: SequenceOf[SequencePlan]) -> list[bo
 def hide_sampled(
     batch: DraftBatch, sampled: SequenceOf[bool], entries: SequenceOf[SequencePlan], rates: DepthRates
 ) -> DraftBatch:
-    """Return the drafts that the token budget sees: `sampled` ones are replaced with paths of acceptance rates."""
+    """Return the drafts for the token budget, with `sampled` ones replaced by paths of acceptance rates."""
     parts = []
     for index, (is_sampled, entry) in enumerate(zip(sampled, entries, strict=True)):
         if is_sampled:

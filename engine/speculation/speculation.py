@@ -1,4 +1,4 @@
-"""Adds drafts to a step: calls the drafter and selects the draft tokens that are worth verifying."""
+"""Add drafts to a step: call the drafter and select the draft tokens that are worth verifying."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class Speculation:
                 self._drafter.start(entry.sequence)
 
     def _usable_lengths(self, batch: DraftBatch) -> np.ndarray:
-        """Return how many tokens of each draft can be verified, int64 [B]: up to the first branch where trees are
-        off."""
+        """Return the number of verifiable tokens of each draft, int64 [B]; without tree drafts, those before a
+        branch."""
         if self._has_trees:
             return np.diff(batch.offsets.astype(np.int64))
         return straight_lengths(batch.parents, batch.offsets)
@@ -131,7 +131,7 @@ class Speculation:
     def _assign(self, entry: SequencePlan, drafts: Drafts, index: int, length: int, *, by_depth: bool) -> None:
         """Set an entry's draft: its first `length` tokens, or all tokens of depth 1 to `length` if `by_depth`.
 
-        Where trees are off, the latter are cut at their first branch.
+        Without tree drafts, the latter are cut at their first branch.
         """
         batch = drafts.batch
         start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
@@ -156,7 +156,7 @@ class Speculation:
 def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:
     """Return one path per sequence with the largest path_prob at each depth over its outcomes.
 
-    The probability of the outcomes themselves is left to the budget's calibration.
+    The budget's calibration accounts for the probabilities of the outcomes.
     """
     places = np.arange(table.tokens.shape[2])
     exists = places < lengths[:, :, None]

@@ -19,7 +19,7 @@ SHARED = 0.8
 PROBE_RATE = 0.5
 """Weight of a probe, a step that runs only to measure its size; it corrects that size alone."""
 MAX_DEVIATION = 4.0
-"""Largest factor between measured and expected time; larger ones are cut, since the step was disturbed."""
+"""Largest factor between measured and expected time; larger ones are clipped, because the step was disturbed."""
 MANY_SEQUENCES = 16
 """Number of sequences in the step that measures the time per sequence."""
 MIN_COST = 1e-4
@@ -49,7 +49,7 @@ class StepCost:
         time that each further sequence adds, apart from its tokens.
         """
         self._sizes = np.array(sizes, np.float64)
-        # More tokens never take less time; a measurement to the contrary was disturbed.
+        # More tokens never take less time; measurements that say otherwise were disturbed.
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
         self._per_sequence = max(0.0, per_sequence)
 
@@ -86,17 +86,17 @@ class StepCost:
         self._seconds = np.maximum.accumulate(self._seconds * factor**weights)
 
     def of_one_more(self, tokens: int, sequences: int) -> float:
-        """Return the cost of verifying one more token beside `tokens`, as a fraction of a step of one sequence, 0 to 1.
+        """Return the time of one more token in a step of `tokens`, as a fraction of the step's time per sequence, 0 to
+        1.
 
-        During a step every sequence produces a token, so the time of one draft token is compared with `sequences`
-        tokens.
+        A step produces one token per sequence, so this compares a draft token with a token decoded without drafts.
         """
         now, more = self.seconds(np.array([tokens, tokens + sequences]), sequences)
         return float(min(1.0, max(MIN_COST, (more - now) / now)))
 
 
 class PaddedCost:
-    """Cost of steps that are padded to a few shapes: draft tokens that replace padding cost nothing."""
+    """Cost of steps that are padded to a few shapes: draft tokens that replace padding are free."""
 
     def __init__(self, cost: StepCost, pad: Callable[[np.ndarray | int, int], np.ndarray]) -> None:
         """cost: by number of rows, padding included. pad: rows of the shape that runs `tokens` of `sequences`."""

@@ -1,11 +1,11 @@
-"""Decides how many draft tokens a step verifies.
+"""Decide how many draft tokens a step verifies.
 
 A step of N tokens takes t(N) seconds, see `engine.speculation.step_cost`. B sequences produce B tokens per step, and
-one more for each accepted draft token. Of all tokens drafted for a batch, the m most likely ones are verified, with the
-m that maximises the rate (B + sum of their path_prob) / t(N + m). m = 0 is among the choices.
+one more for each accepted draft token. Of all tokens drafted for a batch, the m most likely ones are verified, where m
+>= 0 maximises the rate (B + sum of their path_prob) / t(N + m).
 
-Drafting takes time as well. While accepted tokens save less time than drafting takes, the drafter is asked in every
-second step, then in every fourth, eighth and sixteenth.
+Drafting takes time as well. While accepted tokens save less time than drafting takes, the drafter is called only in
+every second step, then in every fourth, eighth and sixteenth.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ PRIOR_ACCEPTED = 0.5
 """Prior number of accepted tokens in the calibration. With this decay, a drafter whose drafts are never accepted costs
 about a hundredth of the time of 50 steps."""
 STEPS_TO_PROBE = 20
-"""Steps with likely drafts but none verified after which the likeliest draft is verified as a probe: otherwise an
-overestimated cost would never be corrected."""
+"""Number of steps with likely drafts, none of them verified, after which the most likely draft is verified as a probe;
+otherwise an overestimated cost would never be corrected."""
 MIN_PROBE_GAIN = 2.0
-"""Least expected number of accepted tokens of a probe."""
+"""Minimum expected number of accepted tokens of a probe."""
 RECORD_EVERY = 8
-"""While the drafter is not asked, one of this many steps corrects the cost, because the correction takes time as
-well."""
+"""Steps per correction of the cost while the drafter is not called, because the correction takes time as well."""
 MAX_BACKOFF = 15
-"""Longest backoff in steps: asking a useless drafter then costs a sixteenth of asking it in every step."""
+"""Longest backoff in steps; calling a useless drafter then costs a sixteenth of calling it in every step."""
 ASKING_DECAY = 0.9
 """Decay per step with drafts of the sums that decide the backoff: an effective window of about 10 steps."""
 
@@ -52,9 +51,9 @@ class TokenBudget:
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
         self._expected = self._accepted = 0.0
-        """Recently accepted draft tokens: the number expected from their path_prob, and the actual one."""
+        """Expected (from path_prob) and actual number of recently accepted draft tokens."""
         self._steps_without = 0
-        """Steps since a draft was verified in which likely drafts were proposed."""
+        """Number of steps with likely drafts, none of them verified, since the last probe."""
         self._unrecorded = 0
         """Consecutive steps that did not correct the cost."""
         self._spent_s = self._saved_s = 0.0
@@ -77,7 +76,7 @@ class TokenBudget:
         return self._cost.of_one_more(tokens, sequences)
 
     def select(self, drafts: DraftBatch, usable: np.ndarray, tokens: int) -> Selection:
-        """Select the tokens to verify beside `tokens` others. Drafters put the most likely tokens first.
+        """Select the draft tokens to verify in a step of `tokens` others. Drafters put the most likely tokens first.
 
         usable: int64 [B], largest number of tokens of each draft.
         """
@@ -114,7 +113,7 @@ class TokenBudget:
         self._backoff_left = self._backoff
 
     def _probe(self, lengths: np.ndarray, usable: np.ndarray, gains: np.ndarray) -> bool:
-        """Select the draft with the largest expected gain if none has been verified for long. Return whether it was."""
+        """Select the draft with the largest expected gain if a probe is due; return whether it was selected."""
         best = int(gains.argmax())
         if gains[best] < MIN_PROBE_GAIN:
             return False
@@ -127,7 +126,7 @@ class TokenBudget:
 
 
 def worth_verifying(likely: np.ndarray, offsets: np.ndarray, tokens: int, sequences: int, cost: Cost) -> np.ndarray:
-    """Return how many tokens of each sequence's draft to verify, int64 [B].
+    """Return the number of tokens of each sequence's draft to verify, int64 [B].
 
     likely: float [T], path_prob of each draft token, descending within each draft. offsets: int [B + 1], into `likely`.
     tokens: number of tokens of the step without drafts. sequences: number of sequences in the step.

@@ -1,4 +1,4 @@
-"""Verifies the drafts of a step against the target's logits.
+"""Verify the drafts of a step against the target's logits.
 
 In exact mode the target's token at each position is sampled with noise keyed by seed and position, and the longest path
 of draft tokens that equal the target's is kept, so outputs are those of decoding without drafts. In rejection mode,
@@ -95,7 +95,7 @@ class Part(NamedTuple):
 
 
 def select_part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: Tensor) -> Part:
-    """Return the rows of some entries that produce, with their logits processed."""
+    """Return the rows of the given producing entries, with processed logits."""
     entries = [plan.entries[index] for index in indices]
     rows = [np.arange(batch.logit_offsets[index], batch.logit_offsets[index + 1]) for index in indices]
     bounds = np.cumsum([0, *map(len, rows)])

@@ -39,7 +39,7 @@ class Score:
 
 
 def score_model(model: Decoder, text: TrainingText) -> Score:
-    """Score the target on the held-out text in float32, with a context of 1,024 to 2,048 tokens where there are as many."""
+    """Score the target on the held-out text in float32, with a context of 1,024 to 2,048 tokens where available."""
     nats = held_out_loss(model, text.held_out, skip=ORDER - 1, context=model.config.max_positions, fast=False)
     return Score(nats, text.held_out_bytes / len(text.held_out))
 

@@ -1,4 +1,4 @@
-"""Text to train on as tokens, with its vocabulary: made once in a work folder, and read by every resumed run."""
+"""Training text as tokens, and its vocabulary: created once in a work folder and reused by resumed runs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def prepare(work: Path, vocab_size: int, notify: Callable[[str], None]) -> Train
 
 
 def load(work: Path) -> TrainingText:
-    """Read the files of `prepare`."""
+    """Read the files that `prepare` wrote."""
     with np.load(work / TOKENS_FILE) as arrays:
         train, held_out = arrays["train"], arrays["held_out"]
     files = json.loads((work / FILES_FILE).read_text())
@@ -112,7 +112,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """Return the id of the special token of a vocabulary that `train_tokenizer` learned."""
+    """Return the id of the end-of-text token of a tokenizer from `train_tokenizer`."""
     token = tokenizer.token_to_id(END_OF_TEXT)
     assert token is not None
     return token

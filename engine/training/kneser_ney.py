@@ -1,4 +1,4 @@
-"""An interpolated Kneser-Ney n-gram model, which the shipped target is compared with.
+"""Interpolated Kneser-Ney n-gram model, a baseline for the shipped target.
 
 Modified Kneser-Ney smoothing with three discounts per order, after Chen and Goodman, "An Empirical Study
 of Smoothing Techniques for Language Modeling" (1999), section 3.

@@ -15,7 +15,7 @@ from engine.training.sources import SourceFile
 
 COUNT = 200
 PER_FILE = 8
-"""Most prompts per file, so that a few large files do not dominate."""
+"""Largest number of prompts per file, so that a few large files do not dominate."""
 MIN_BODY_LINES = 4
 MIN_TOKENS, MAX_TOKENS = 32, 192
 """Shorter prompts give too little context; longer ones lose their first lines."""

@@ -1,4 +1,4 @@
-"""`ssd-engine train target`: makes the shipped target model, from its text to a model folder with scores."""
+"""`ssd-engine train target`: train the shipped target model and write its folder with scores."""
 
 from __future__ import annotations
 

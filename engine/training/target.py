@@ -78,7 +78,7 @@ class Recipe:
         return self.total_tokens // self.batch_tokens
 
     def context(self, step: int) -> int:
-        """Return the tokens per row of a step's batch."""
+        """Return the number of tokens per row of a step's batch."""
         return self.max_positions if step >= self.steps * (1 - self.long_share) else self.short_context
 
     def rate(self, step: int) -> float:
@@ -96,7 +96,7 @@ class Run:
     optimizers: list[torch.optim.Optimizer]
     step: int = 0
     seconds: float = 0.0
-    """Time spent on steps, before interruptions included."""
+    """Time spent on steps, including those before interruptions."""
     losses: list[float] = field(default_factory=list)
 
 
@@ -186,7 +186,7 @@ def resume(recipe: Recipe, config: ModelConfig, work: Path) -> Run:
 
 @torch.no_grad()
 def held_out_loss(model: Decoder, tokens: np.ndarray, *, skip: int, context: int, fast: bool) -> float:
-    """Return the mean loss in nats of the tokens from `skip` on, each with at least half a context where there is one.
+    """Return the mean loss in nats of the tokens from `skip` on, each with at least half a context where available.
 
     `fast` computes in bfloat16, as training does.
     """
@@ -205,7 +205,8 @@ def held_out_loss(model: Decoder, tokens: np.ndarray, *, skip: int, context: int
 
 
 def _batch(tokens: np.ndarray, recipe: Recipe, step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of a step, int64 [B, T] each. Every pass has another offset and order of windows."""
+    """Return inputs and targets of a step, int64 [B, T] each. Every pass has a different offset and order of
+    windows."""
     context = recipe.context(step)
     rows = recipe.batch_tokens // context
     windows = (len(tokens) - 1) // context - 1

@@ -130,7 +130,7 @@ def _model(model: ModelIdentity) -> ModelReport:
         name=model.name,
         tokenizer=model.tokenizer,
         adapter=model.adapter,
-        vocabulary_size=model.vocabulary_size or None,
+        vocab_size=model.vocab_size or None,
     )
 
 

@@ -230,7 +230,7 @@ class ModelReport(_Part):
     name: str = Field(description="The model's name.")
     tokenizer: str = Field(description="A fingerprint of the tokenizer.")
     adapter: str = Field(description="The name of the LoRA adapter; empty without one.")
-    vocabulary_size: Count | None = Field(description="Token ids are below this. Null: not known.")
+    vocab_size: Count | None = Field(description="Token ids are below this. Null: not known.")
 
 
 class CounterTables(_Part):

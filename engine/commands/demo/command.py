@@ -1,4 +1,4 @@
-"""`ssd-engine demo`, which `make run` runs: from the number of requests to the report."""
+"""`ssd-engine demo`, which `make run` runs: choose the number of requests, run them, and write the report."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from ssd.errors import UserError
 
 PROBE_REQUESTS = 8
 MIN_REQUESTS, MAX_REQUESTS = 120, 300
-"""With fewer, a tenth of the workload is too small; with more, nothing new is shown."""
+"""Bounds of the number of requests: fewer make a tenth of the workload too small, more show nothing new."""
 WORKLOAD_S = 150.0
-"""Time that the requests should take; with the start, the whole run takes about three minutes."""
+"""Target duration of the requests in seconds; with start-up, the run takes about three minutes."""
 STEP_DEADLINE_S = 0.25
-"""Long, so that a stalled machine shows as a slow step, not as a missing draft."""
+"""Long, so that a stalled machine causes a slow step and not a missing draft."""
 SIDECAR_OPTIONS = ("--capacity", "1M")
 LENGTHS_CONFIG = EngineConfig(max_sequences=16)
-"""Settings of the run that finds where outputs end; it is not timed."""
+"""Settings of the untimed run that finds where outputs end."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Contest:
         """Return the requests of `items`, each with `max_tokens` set to where its output ends."""
         # Exact repeats have the same output.
         unique = {(item.prompt, item.seed): self._request(item) for item in items}
-        # Drafts only make this faster. Nothing is kept of it: the timed engines have their own caches and drafter.
+        # The drafter only speeds this up; the timed engines have their own caches and drafters.
         with closing(build_engine(self._model, LENGTHS_CONFIG, SuffixDrafter(DrafterConfig()))) as engine:
             prompts = [prompt for prompt, _ in unique]
             lengths = find_lengths(engine, self._tokenizer, list(unique.values()), prompts)
@@ -83,10 +83,10 @@ class Contest:
         return [ended[item.prompt, item.seed] for item in items]
 
     def probe(self, prompts: Sequence[tuple[str, str]]) -> float:
-        """Return the seconds that one request takes, including the search for its end; also warms up both engines."""
+        """Return the mean seconds per request, including the search for its end; also warms up both engines."""
         items = [WorkItem("new", prompt, source, seed=0) for source, prompt in prompts]
         began = time.perf_counter()
-        # Neither remembered nor found in the prefix cache later.
+        # Keep these requests out of the corpus and of the prefix cache of later requests.
         requests = [replace(request, learn=False, salt="probe") for request in self.requests(items)]
         measure(items, requests, self.plain, self.drafting, 0)
         return (time.perf_counter() - began) / len(items)
@@ -113,7 +113,7 @@ class Contest:
 
 
 def demonstrate(options: DemoOptions) -> bool:
-    """Run the workload without and with drafts, and report. Return whether all outputs were identical.
+    """Run the workload without and with drafts, write the report, and return whether all outputs were identical.
 
     Raises UserError.
     """
@@ -146,7 +146,7 @@ def demonstrate(options: DemoOptions) -> bool:
 
 
 def choose_requests(seconds: float, prompts: int) -> int:
-    """Return how many requests of `seconds` each fit into `WORKLOAD_S`, within the bounds, for a number of prompts."""
+    """Return the number of requests of `seconds` each that fit into `WORKLOAD_S`, within the bounds."""
     return min(most_requests(prompts), max(MIN_REQUESTS, min(MAX_REQUESTS, int(WORKLOAD_S / seconds))))
 
 

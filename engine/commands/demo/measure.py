@@ -1,4 +1,4 @@
-"""Runs the workload without and with drafts, request by request, and summarizes what was measured."""
+"""Run the workload without and with drafts, request by request, and summarize the measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Measurement:
     prompt_tokens: int
     output_tokens: int
     corpus_tokens: int
-    """Tokens that the drafter had been sent to remember before this request."""
+    """Tokens sent to the drafter for learning before this request."""
     plain_s: float
     drafted_s: float
     steps: int
@@ -46,7 +46,7 @@ def measure(
     learned_prompt_tokens: int,
     observe: Callable[[Measurement], None] = lambda _: None,
 ) -> list[Measurement]:
-    """Run the request of every item with both engines in turns, so that noise of the machine affects both.
+    """Run every item's request with both engines, alternating which one is first, so that noise affects both equally.
 
     learned_prompt_tokens: prompt tokens that the drafter remembers per request.
     """
@@ -90,7 +90,7 @@ class Part:
 
     requests: int
     repeat_share: float
-    """Share of the requests that repeat an earlier one, exactly or nearly."""
+    """Fraction of the requests that repeat an earlier one, exactly or nearly."""
     corpus_tokens: int
     """Tokens remembered before the last of these requests."""
     output_tokens: int
@@ -136,7 +136,7 @@ class Summary:
     last_tenth_new: Part | None
     """The new requests of the last tenth; None if it has none."""
     loop_share: float
-    """Share of output tokens that are part of a loop, which any drafter would find."""
+    """Fraction of output tokens that are part of a loop, which any drafter would predict."""
 
     @property
     def last_tenth(self) -> Part:

@@ -1,8 +1,8 @@
-"""Ends of outputs in the demonstration, and loops within outputs.
+"""Find where outputs of the demonstration end, and count loops within them.
 
-Greedy decoding of a small model soon repeats itself, and a loop is trivial to draft. So an output ends where
-a programmer would stop reading: see `end_of_block`. The model alone decides it: the ends are found in a run that is
-not timed, and both contestants get them as the length of their output.
+Greedy decoding of a small model soon repeats itself, and a loop is trivial to draft. Outputs therefore end where a
+programmer would stop reading, see `end_of_block`. The ends are found in an untimed run and passed to both engines as
+`max_tokens`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request
 
 MAX_LINE = 100
-"""Characters; hardly a line of the standard library is longer."""
+"""Characters; few lines of the standard library are longer."""
 LOOP_TOKENS = 16
-"""Consecutive tokens that equal those up to `LOOP_PERIOD` tokens before them are a loop."""
+"""Minimum length of a loop: consecutive tokens that equal those a fixed distance of at most `LOOP_PERIOD` earlier."""
 LOOP_PERIOD = 64
 
 DEFINITION = re.compile(r"^([ \t]*)(?:async )?def ", re.MULTILINE)
 
 
 def end_of_block(prompt: str, text: str) -> int | None:
-    """Return the number of leading characters of `text` that are the output; None while it goes on.
+    """Return the number of leading characters of `text` that belong to the output; None if it has not ended.
 
     `text` continues `prompt`, which ends within a function. The output ends with the function, that is before a line
     that is not indented deeper than the function's `def`; before a line that the output already has; and after

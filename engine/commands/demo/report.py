@@ -1,4 +1,4 @@
-"""The report of a run: a table for the console, run.json, and run.html, a page that loads nothing."""
+"""The report of a run: a table for the console, run.json, and run.html, a self-contained page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def prepare_report(out: Path) -> None:
-    """Check that the report can be written, before minutes are spent on it. Raises UserError."""
+    """Check that the report can be written before running for minutes. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in (JSON_FILE, PAGE_FILE):
@@ -128,7 +128,7 @@ def render_page(summary: Summary, measurements: Sequence[Measurement], notes: Ma
 def _plot(tenths: Sequence[Part], measurements: Sequence[Measurement]) -> str:
     """Return a chart of tokens per second over the size of the corpus: a dot per request, lines through the tenths."""
     rates = [m.output_tokens / m.drafted_s for m in measurements]
-    # A few very fast repeats must not flatten everything else; they are drawn at the upper edge.
+    # Draw a few very fast repeats at the upper edge, since they would compress the scale.
     largest = max(max(part.drafted_tokens_per_s for part in tenths) * 1.6, sorted(rates)[int(0.9 * (len(rates) - 1))])
     rate_ticks, token_ticks = charts.ticks(largest), charts.ticks(max(1, measurements[-1].corpus_tokens))
     x = FRAME.x_scale(0, max(1, measurements[-1].corpus_tokens))

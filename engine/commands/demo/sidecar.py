@@ -1,4 +1,4 @@
-"""A drafter sidecar as a process of its own, for the duration of a run."""
+"""Run a drafter sidecar in a separate process for the duration of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ssd.errors import UserError
 STOP_TIMEOUT_S = 10.0
 COMMAND = ("-m", "drafter_service.commands.main", "serve")
 LOG_LEVEL = ("--log-level", "warning")
-"""Few enough lines that an unread pipe does not fill up."""
+"""Limits output, because the pipe is not read."""
 
 
 @contextmanager
 def running_sidecar(*arguments: str) -> Iterator[str]:
-    """Run `ssd-drafter serve` on a Unix socket of its own, and stop it at the end; yields its address.
+    """Run `ssd-drafter serve` on a temporary Unix socket, yield its address, and stop it at the end.
 
     Raises UserError if it does not start.
     """
@@ -28,7 +28,7 @@ def running_sidecar(*arguments: str) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
-            # The first line says that it listens.
+            # It prints its first line when it listens.
             if not process.stdout.readline():
                 _, error = process.communicate(timeout=STOP_TIMEOUT_S)
                 reason = (error.strip().splitlines() or ["it gave no reason"])[-1]

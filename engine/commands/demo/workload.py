@@ -86,7 +86,7 @@ def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> 
 
 
 def most_requests(prompts: int) -> int:
-    """Return the most requests that a number of prompts suffices for."""
+    """Return the largest number of requests for which `prompts` prompts suffice."""
     return int(prompts / (1 - EXACT_SHARE - NEAR_SHARE) + 1e-9)
 
 

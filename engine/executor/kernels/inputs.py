@@ -1,4 +1,4 @@
-"""Build the inputs of a step on the device, at a fixed number of rows, as a CUDA graph needs them.
+"""Build the inputs of a step on the device, with a fixed number of rows, as CUDA graphs require.
 
 Each sequence runs its last committed token and a draft. The host need not know the sequences' lengths.
 """
@@ -76,7 +76,7 @@ def _build_kernel(
     return StepInputs(tokens, positions, cache_slots, row_slots, starts, contexts, counts)
 
 
-# Specialised on these, the kernel would be compiled anew for each shape of step.
+# Specialising on these would recompile the kernel for each step shape.
 @kernel(do_not_specialize=["batch", "rows", "idle", "scratch"])
 def _build(
     request_slots, draft_tokens, draft_stride, draft_lengths, starts,

@@ -1,7 +1,7 @@
 """Sample the target's tokens of a step with settings on the device; nothing here waits for the device.
 
-The kernel reads the logits once and stores nothing of their size. On a GPU both executors sample with it, so that they
-give the same tokens.
+The kernel reads the logits once and allocates nothing of their size. On a GPU both executors sample with it, so that
+they give the same tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK = 1024
 """Number of tokens that a program reads at a time."""
 PROGRAMS = 512
-"""Rows are divided into about this many parts in all: a few for each processor of a large GPU."""
+"""Approximate number of programs per launch: a few for each multiprocessor of a large GPU."""
 
 
 def sampled_tokens(
@@ -88,7 +88,7 @@ def _sample(
     logits, row_stride, temperatures, seeds, positions, floors, out_scores, out_tokens,
     vocab, size, GREEDY_BELOW: tl.constexpr, HAS_FLOORS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the best token of a part of a row; the lowest of equals."""
+    """Find the token with the highest score in one part of a row; ties go to the lowest id."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     is_sampled = temperature > tl.full([], GREEDY_BELOW, tl.float64)
@@ -108,7 +108,7 @@ def _sample(
             if HAS_FLOORS:
                 score = tl.where(score < tl.load(floors + row), float("-inf"), score)
             bound = score + gumbel_bound(own_key, token)
-        # Noise in float64 costs most, and few blocks may hold a token that is better than those before.
+        # float64 noise dominates the cost: skip blocks whose bound does not exceed the best score so far.
         if tl.max(bound, axis=0) > best:
             if is_sampled:
                 score += gumbel(own_key, token)

@@ -1,7 +1,7 @@
 """Select drafts by the outcome of the previous step, which is known only on the device when a step is launched.
 
-The host sends each sequence's drafts for the likely outcomes of the step in flight, keyed by the length of the text
-after it, which gives the number of accepted tokens, and its last token, the bonus token.
+The host sends each sequence's drafts for the likely outcomes of the step in flight. A draft's key is the sequence's
+length after the outcome, which determines the number of accepted tokens, and its last token, the bonus token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OutcomeTensors(NamedTuple):
     lengths: Tensor
     """int32 [B, K]: number of committed tokens after the outcome; 0 for an unused row."""
     last_tokens: Tensor
-    """int32 [B, K]: the last of them."""
+    """int32 [B, K]: the last committed token after the outcome."""
     sizes: Tensor
     """int32 [B, K]: number of draft tokens."""
     tokens: Tensor

@@ -1,6 +1,6 @@
 """Verify draft paths on the device and update its state.
 
-A draft token is accepted if it is the target's own token after the row before it and all draft tokens before it are
+A draft token is accepted if it equals the target's token for the previous row and all earlier draft tokens are
 accepted; see `engine.speculation.verify`.
 """
 

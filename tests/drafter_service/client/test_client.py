@@ -66,7 +66,7 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
     hello = request.hello
     assert (hello.protocol, hello.namespace, hello.policy) == (3, "team-a", "classic")
     assert (hello.model.name, hello.model.tokenizer) == ("org/model", "abc")
-    assert (hello.model.adapter, hello.model.vocabulary_size) == ("lora", 1000)
+    assert (hello.model.adapter, hello.model.vocab_size) == ("lora", 1000)
     assert hello.client.startswith("ssd-drafter/")
 
 

@@ -22,7 +22,7 @@ def sha256(data):
 
 def test_the_identity_is_read_from_the_folder(folder, monkeypatch):
     identity = model_identity(folder)
-    assert (identity.name, identity.vocabulary_size) == ("some-model", 4096)
+    assert (identity.name, identity.vocab_size) == ("some-model", 4096)
     assert (identity.tokenizer, identity.adapter) == (sha256(b"tokens"), "")
     monkeypatch.chdir(folder)
     assert model_identity(folder.joinpath(".").relative_to(folder)) == identity

@@ -45,7 +45,7 @@ def answered_with(wire: Wire, drafts: DraftBatch, numbers, limit=3) -> DraftBatc
 
 @pytest.mark.parametrize("drafts", MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_draft_is_dropped_and_the_others_are_used(drafts):
-    wire = connected(model=pb.Model(vocabulary_size=100))
+    wire = connected(model=pb.Model(vocab_size=100))
     start(wire.client, 1, [5])
     start(wire.client, 2, [6])
     wire.settle()

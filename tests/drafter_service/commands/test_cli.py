@@ -74,19 +74,19 @@ def service():
             yield SimpleNamespace(
                 address=address,
                 folder=path / "snapshots",
-                admin=["--server", address, "--token-file", path / "admin"],
-                reader=["--server", address, "--token-file", path / "reader"],
+                admin=["--address", address, "--token-file", path / "admin"],
+                reader=["--address", address, "--token-file", path / "reader"],
                 token=[("authorization", "Bearer admin")],
             )
 
 
 def test_health_needs_no_token(run, service):
-    assert run("health", "--server", service.address) == (0, "serving\n", "")
+    assert run("health", "--address", service.address) == (0, "serving\n", "")
 
 
 def test_health_waits_for_a_service_that_is_starting(run, socket_address):
     with ThreadPoolExecutor(1) as pool:
-        health = pool.submit(run, "health", "--server", socket_address, "--wait", "60")
+        health = pool.submit(run, "health", "--address", socket_address, "--wait", "60")
         with served("--listen", socket_address):
             assert health.result(60) == (0, "serving\n", "")
 
@@ -132,8 +132,8 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["namespaces", "--server", "{address}"], "refused: a bearer token is needed"),
-        (["snapshot", "--server", "{address}", "--token-file", "/nowhere"], "token: cannot read /nowhere"),
+        (["namespaces", "--address", "{address}"], "refused: a bearer token is needed"),
+        (["snapshot", "--address", "{address}", "--token-file", "/nowhere"], "token: cannot read /nowhere"),
         (["drop", "a", "--yes", "{reader}"], "refused: caller 'reader' has no admin right to namespace 'a'"),
         (["drop", "a", "--yes", "{admin}"], "refused: there is no namespace 'a'"),
         (["forget", "a", "--everything", "{admin}"], "refused: there is no namespace 'a'"),
@@ -142,19 +142,19 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         (["forget", "a", "--older-than", "nan", "{admin}"], "older_than_s is nan; it is an age in seconds, 0 or more"),
         (["snapshot", "--namespace", "../x", "{admin}"], "refused: there is no namespace '../x'"),
         (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
-        (["health", "--server", "unix:/nowhere.sock", "--wait", "0.01"], "no drafter answers at unix:/nowhere.sock"),
-        (["health", "--server", "nonsense"], "'nonsense' is not an address"),
+        (["health", "--address", "unix:/nowhere.sock", "--wait", "0.01"], "no drafter answers at unix:/nowhere.sock"),
+        (["health", "--address", "nonsense"], "'nonsense' is not an address"),
         (
-            ["health", "--server", "unix:/nowhere.sock"],
+            ["health", "--address", "unix:/nowhere.sock"],
             "(No such file or directory); start one with: ssd-drafter serve",
         ),
         (
-            ["namespaces", "--server", "unix:/nowhere.sock"],
+            ["namespaces", "--address", "unix:/nowhere.sock"],
             "(No such file or directory); start one with: ssd-drafter serve",
         ),
-        (["namespaces", "--server", "{address}", "--key", "k"], "--key needs certificate"),
-        (["namespaces", "--server", "127.0.0.1:1", "--ca", "/nowhere"], "ca: cannot read /nowhere"),
-        (["namespaces", "--server", "10.0.0.1:1", "--token-file", "{token}"], "the token would be sent to 10.0.0.1:1"),
+        (["namespaces", "--address", "{address}", "--key", "k"], "--key needs certificate"),
+        (["namespaces", "--address", "127.0.0.1:1", "--ca", "/nowhere"], "ca: cannot read /nowhere"),
+        (["namespaces", "--address", "10.0.0.1:1", "--token-file", "{token}"], "the token would be sent to 10.0.0.1:1"),
     ],
 )
 def test_errors_are_one_line_with_exit_code_2(run, service, arguments, error):
@@ -244,7 +244,7 @@ def test_start_errors_are_one_line(run, service, tmp_path, arguments, error):
     assert "listening" not in out
     assert re.fullmatch(f"error: .*{re.escape(filled(error))}.*\n", err)
     # The server at the address keeps running.
-    assert run("health", "--server", service.address)[0] == 0
+    assert run("health", "--address", service.address)[0] == 0
 
 
 def test_printed_settings_are_read_back(run, tmp_path):

@@ -58,7 +58,7 @@ def test_request_carries_the_bearer_token(socket_address, tmp_path):
 def test_passages_are_requested_only_on_demand(socket_address):
     reporter = Reporter(DOCUMENT)
     with reporting(socket_address, reporter):
-        run(report, "--server", socket_address)
+        run(report, "--address", socket_address)
     assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("", False)
 
 
@@ -95,9 +95,9 @@ def test_missing_service_is_reported_with_the_command_that_starts_one(socket_add
 
 def test_output_as_tables_json_and_page(socket_address, tmp_path):
     with reporting(socket_address, Reporter(DOCUMENT)):
-        tables = run(report, "--server", socket_address)
-        printed = run(report, "--server", socket_address, "--json", "--html", tmp_path / "out.html")
-        quiet = run(report, "--server", socket_address, "--html", tmp_path / "quiet.html")
+        tables = run(report, "--address", socket_address)
+        printed = run(report, "--address", socket_address, "--json", "--html", tmp_path / "out.html")
+        quiet = run(report, "--address", socket_address, "--html", tmp_path / "quiet.html")
     assert "of the target's steps" in tables.stdout
     assert Report.model_validate_json(printed.stdout) == MADE
     assert "<h3>Calibration</h3>" in (tmp_path / "out.html").read_text()
@@ -108,14 +108,14 @@ def test_output_as_tables_json_and_page(socket_address, tmp_path):
 def test_tokenizer_decodes_passages(socket_address, tmp_path):
     Tokenizer(WordLevel({f"w{index}": index for index in range(50)}, "w0")).save(str(tmp_path / "tokenizer.json"))
     with reporting(socket_address, Reporter(DOCUMENT)):
-        printed = run(report, "--server", socket_address, "--json", "--passages", "--tokenizer", tmp_path)
+        printed = run(report, "--address", socket_address, "--json", "--passages", "--tokenizer", tmp_path)
         assert Report.model_validate_json(printed.stdout).namespaces[0].passages[1].text == "w5 w6 w7"
-        assert "w5 w6 w7" in run(report, "--server", socket_address, "--passages", "--tokenizer", tmp_path).stdout
+        assert "w5 w6 w7" in run(report, "--address", socket_address, "--passages", "--tokenizer", tmp_path).stdout
         with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-            run(report, "--server", socket_address, "--passages", "--tokenizer", tmp_path / "x")
+            run(report, "--address", socket_address, "--passages", "--tokenizer", tmp_path / "x")
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(UserError, match="cannot be read"):
-            run(report, "--server", socket_address, "--passages", "--tokenizer", tmp_path)
+            run(report, "--address", socket_address, "--passages", "--tokenizer", tmp_path)
 
 
 def test_report_of_a_snapshot(tmp_path):
@@ -140,8 +140,8 @@ def test_report_of_a_snapshot(tmp_path):
     [
         (["--snapshot", "y", "--passages"], "remove --passages"),
         (["--snapshot", "y", "--namespace", "z"], "remove --passages and --namespace"),
-        (["--server", "unix:/x", "--tokenizer", "y"], "add --passages"),
-        (["--server", "nonsense"], "is not an address"),
+        (["--address", "unix:/x", "--tokenizer", "y"], "add --passages"),
+        (["--address", "nonsense"], "is not an address"),
     ],
 )
 def test_contradictory_options_are_refused(arguments, reason):
@@ -151,13 +151,13 @@ def test_contradictory_options_are_refused(arguments, reason):
 
 def test_unwritable_page_is_an_error(socket_address, tmp_path):
     with reporting(socket_address, Reporter(DOCUMENT)), pytest.raises(UserError, match="cannot write"):
-        run(report, "--server", socket_address, "--html", tmp_path / "no" / "out.html")
+        run(report, "--address", socket_address, "--html", tmp_path / "no" / "out.html")
 
 
 def test_top_prints_one_frame_without_a_terminal(socket_address):
     later = build_report(service(busy_namespace(steps=2_000_400), now=NOW + 4)).model_dump_json()
     with reporting(socket_address, Reporter(DOCUMENT, later)):
-        frame = run(top, "--server", socket_address, "--interval", "0.1").stdout
+        frame = run(top, "--address", socket_address, "--interval", "0.1").stdout
     row = next(line.split() for line in frame.split("\n") if line.startswith("default"))
     # 400 steps in 4 seconds, by the service's clock.
     assert row[2] == "100"

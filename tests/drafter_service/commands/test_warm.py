@@ -103,7 +103,7 @@ def test_learning_into_a_service(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     sink, called = Collected(), []
     monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or sink)
-    invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--namespace", "n", "--tokenizer", MODEL)
+    invoke("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--namespace", "n", "--tokenizer", MODEL)
     ((_, namespace, model, _),) = called
     assert (namespace, model.tokenizer) == ("n", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest())
     assert [tokens for _, tokens in sink.pairs] == [[1]]
@@ -113,7 +113,7 @@ def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypat
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     called = []
     monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or Collected())
-    invoke("--from", tmp_path / "a.jsonl", "--server", "unix:/x", "--tokenizer", MODEL)
+    invoke("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--tokenizer", MODEL)
     ((_, namespace, model, _),) = called
     assert model == model_identity(MODEL)
     assert namespace == default_namespace(model)

@@ -86,11 +86,11 @@ def test_the_default_namespace_follows_from_the_model(caller):
 
 
 def test_texts_outside_the_vocabulary_are_refused_without_effect(caller, name):
-    caller.stream(name, vocabulary_size=150)
+    caller.stream(name, vocab_size=150)
     code, message = caller.refusal("Observe", namespace=name, texts=texts(counted(1), counted(120)))
     assert code is INVALID_ARGUMENT
     assert "texts.tokens holds the id 159; the vocabulary has 150 tokens" in message
-    code, message = caller.refusal("Observe", namespace=name, model=pb.Model(vocabulary_size=200), texts=texts([1]))
+    code, message = caller.refusal("Observe", namespace=name, model=pb.Model(vocab_size=200), texts=texts([1]))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert caller.observe(name, counted(1)).tokens == 40
 
@@ -213,14 +213,14 @@ def test_namespaces_are_saved_on_demand(service, caller, name):
 
 
 def test_namespaces_are_listed(caller, name):
-    caller.observe(name, counted(100), model=pb.Model(name="llama", vocabulary_size=500))
+    caller.observe(name, counted(100), model=pb.Model(name="llama", vocab_size=500))
     stream = caller.stream(name)
 
     def row():
         return next(row for row in caller.call("ListNamespaces").namespaces if row.name == name)
 
     found = eventually(lambda: row() if row().tokens else None)
-    assert (found.model.name, found.model.vocabulary_size) == ("llama", 500)
+    assert (found.model.name, found.model.vocab_size) == ("llama", 500)
     assert (found.is_loaded, found.tokens, found.capacity, found.streams, found.idle_s) == (True, 41, 300_000, 1, 0.0)
     assert found.memory_bytes > 1000
     stream.end()

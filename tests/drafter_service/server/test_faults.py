@@ -312,7 +312,7 @@ EXPECTED = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-MODEL = pb.Model(name="m", tokenizer="t", vocabulary_size=100)
+MODEL = pb.Model(name="m", tokenizer="t", vocab_size=100)
 CALLS = {
     "Observe": pb.ObserveRequest(namespace="fuzz", model=MODEL, texts=texts([1, 2], [3], names=["a", "b"])),
     "Forget": pb.ForgetRequest(namespace="fuzz", request_id="a"),

@@ -62,11 +62,11 @@ def test_a_refusal_names_the_field(read, message):
 
 
 def test_texts_are_read():
-    read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocabulary_size=4)
+    read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocab_size=4)
     assert [read.text(index).tolist() for index in range(len(read))] == [[1, 2], [], [3]]
     assert read.request_ids == ["a", None, "b"]
-    assert read_texts(texts([1]), vocabulary_size=0).request_ids == [None]
-    assert len(read_texts(texts(), vocabulary_size=0)) == 0
+    assert read_texts(texts([1]), vocab_size=0).request_ids == [None]
+    assert len(read_texts(texts(), vocab_size=0)) == 0
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_texts_are_read():
 )
 def test_inconsistent_texts_are_refused(message, problem):
     with pytest.raises(WireError, match=problem):
-        read_texts(message, vocabulary_size=4)
+        read_texts(message, vocab_size=4)
 
 
 @given(st.binary(max_size=40), st.binary(max_size=20), st.lists(st.sampled_from(["", "a"]), max_size=3))
 def test_any_texts_are_read_or_refused(tokens, offsets, names):
     try:
-        read = read_texts(pb.Texts(tokens=tokens, offsets=offsets, request_ids=names), vocabulary_size=1 << 31)
+        read = read_texts(pb.Texts(tokens=tokens, offsets=offsets, request_ids=names), vocab_size=1 << 31)
     except WireError:
         return
     assert sum(len(read.text(index)) for index in range(len(read))) == len(tokens) // 4

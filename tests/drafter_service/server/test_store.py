@@ -49,7 +49,7 @@ def test_fields_that_a_description_lacks_have_defaults(store):
     assert (kept.clients, kept.log_position, kept.policy, kept.samples()) == (ClientTotals(), None, "", [])
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocabulary_size": "x"}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocab_size": "x"}}'])
 def test_an_unreadable_description_counts_as_missing(store, content):
     store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text(content)

@@ -115,7 +115,7 @@ def test_a_handshake_is_answered(caller, name):
 
 def test_the_default_namespace_follows_from_the_model(caller):
     model = ModelIdentity("meta/Llama-3.1", "abc", "", 500)
-    welcome = caller.stream("", name=model.name, tokenizer=model.tokenizer, vocabulary_size=500).welcome
+    welcome = caller.stream("", name=model.name, tokenizer=model.tokenizer, vocab_size=500).welcome
     assert welcome.namespace == default_namespace(model)
     assert welcome.namespace.startswith("Llama-3.1-")
     assert caller.stream("", name=model.name, tokenizer="other").welcome.namespace != welcome.namespace
@@ -145,10 +145,10 @@ def test_an_invalid_handshake_is_refused_with_a_reason(caller, handshake, code, 
 
 
 def test_another_vocabulary_is_refused(caller, name):
-    assert caller.stream(name, tokenizer="a", vocabulary_size=100).welcome.namespace == name
+    assert caller.stream(name, tokenizer="a", vocab_size=100).welcome.namespace == name
     for model, message in (
         ({"tokenizer": "b"}, f"namespace '{name}' belongs to another tokenizer; choose another namespace"),
-        ({"vocabulary_size": 101}, f"namespace '{name}' has a vocabulary of 100 tokens, not 101; choose another"),
+        ({"vocab_size": 101}, f"namespace '{name}' has a vocabulary of 100 tokens, not 101; choose another"),
     ):
         stream = caller.stream()
         stream.send(hello=hello(name, **model))

@@ -140,7 +140,7 @@ def test_a_drafter_without_a_corpus(server, tab):
         return [...none, $("sources").innerText.replaceAll("\\n", " ")];
     """)
     assert "ngram" in texts[0]
-    assert "keeps no finished requests" in texts[0]
+    assert "stores no finished requests" in texts[0]
     assert texts[1:3] == ["no drafts yet", "none"]
     assert texts[3] == "the request's own text 25 % 50 of 200"
 

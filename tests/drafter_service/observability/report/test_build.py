@@ -220,7 +220,7 @@ def test_report_contains_the_other_facts():
     known = report.namespaces[0]
     assert report.service.uptime_s == 36 * HOUR
     assert report.service.log.dropped_tokens == 9
-    assert known.model.vocabulary_size == 128_256
+    assert known.model.vocab_size == 128_256
     assert (known.streams, known.sequences, known.duplicates) == (4, 212, 31)
     assert known.clients == facts.namespaces[0].clients
     assert [passage.tokens for passage in known.passages] == [list(range(40)), [5, 6, 7]]

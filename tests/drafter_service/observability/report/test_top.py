@@ -164,7 +164,7 @@ def test_terminal_is_restored(socket_address, leave):
     ours, theirs = pty.openpty()
     with reporting(socket_address, Reporter(*documents)):
         process = subprocess.Popen(
-            [sys.executable, "-c", TOP, "--server", socket_address, "--interval", "0.1"],
+            [sys.executable, "-c", TOP, "--address", socket_address, "--interval", "0.1"],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
