@@ -1,4 +1,4 @@
-"""Results name the source of each draft token and the accepted ones, in paths and trees, cut or whole."""
+"""Results contain the source of each draft token and the accepted ones, for complete and truncated paths and trees."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ ASKED = [
 
 
 class ParityTrees(RandomTrees):
-    """Odd tokens come from one source and even ones from the other."""
+    """Drafts random trees in which odd tokens have one source and even ones the other."""
 
     def __init__(self, answers):
         super().__init__(ASKED, answers, VOCAB)
