@@ -346,7 +346,7 @@ class CorpusDrafter(ABC):
             if len(missed) > depth:
                 self.corpus.skip_running(self._owner_of(running), tokens[-depth:])
             else:
-                # A gap would be followed by a prefix of up to `depth` tokens, which is no shorter.
+                # A gap would need a prefix of up to `depth` tokens, which is no shorter than the missed tokens.
                 owner = np.array([self._owner_of(running)], np.int64)
                 self.corpus.extend_running(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
 

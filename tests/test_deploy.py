@@ -230,7 +230,7 @@ CASES = {
         ],
     ),
 }
-"""For each alert: series for which it fires, and series for which it does not; one sample per minute."""
+"""Series for which each alert fires, and series for which it does not; one sample per minute."""
 DAY = 1440
 CASES["SsdDrafterDraftsWorthLess"] = tuple(
     [

@@ -181,7 +181,7 @@ def parse_callers(text: str, *, certificates: bool) -> list[Entry]:
     try:
         entries = _File.model_validate(tomllib.loads(text)).caller
     except ValidationError as problem:
-        # Messages without values: a token may have been written in place of its hash.
+        # The message does not quote values: one may be a token that was written in place of its hash.
         first = problem.errors(include_url=False)[0]
         raise UserError(f"{_key_of(first['loc'])}: {first['msg']}") from None
     for index, entry in enumerate(entries):

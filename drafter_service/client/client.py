@@ -278,7 +278,7 @@ class DrafterClient:
             self._is_waiting = True
             self._send()
             stream = self._stream
-        # Waiting here lets the service run where the engine's threads use every core.
+        # Waiting here lets the service run if the engine's threads use every core.
         try:
             self._receive_until(lambda: self._protocol.is_settled(turn), stream, time.monotonic() + self._deadline_s)
         finally:  # Also after a KeyboardInterrupt.

@@ -20,7 +20,7 @@ RESOURCE_EXHAUSTED = 8
 """The gRPC status code of an overloaded service."""
 
 MAX_BACKOFF_DOUBLINGS = 6
-"""With a service that is always late, one step in 64 waits for its deadline."""
+"""Maximum number of doublings of the backoff: if a service is always late, one step in 64 waits for the deadline."""
 
 DELAYING_BYTES = 8 << 10
 """A response after requests with this much text may be late because the text has to be indexed."""

@@ -24,7 +24,7 @@ from ssd.types import Progress, offsets_of
 
 MIN_ROWS = 16
 
-# Lines of the table, int64.
+# Indices of the first axis of the table, int64; the second axis is the row of a sequence.
 UNSENT, OFFERED, VERIFIED, STEPS, WIRE_ID, PROMPT, IS_REGISTERED, IS_COUNTED, IS_CURRENT = range(9)
 """UNSENT: committed tokens that were not sent. OFFERED: tokens of the draft that the engine received last.
 VERIFIED, STEPS: sent with the unsent tokens. WIRE_ID: id of the sequence at the service, never used twice, so that

@@ -107,7 +107,7 @@ class SocketStream:
         if self._is_over:
             return self._closed.wait(timeout_s)
         try:
-            # The only wait with a resolution below a millisecond.
+            # `select` has a resolution below a millisecond, unlike poll and epoll.
             return any(select.select([self._socket], [], [], timeout_s))
         except (ValueError, OSError):  # Too many open files for select, or the stream was closed just now.
             return self._closed.wait(0) or self._wait_coarsely(timeout_s)

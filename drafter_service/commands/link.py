@@ -87,7 +87,7 @@ class Link:
 
         details = shortened(str(error.details() or error.code().name), 300)
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            # The last part of gRPC's message is the reason of the operating system.
+            # The last part of gRPC's message is the error of the operating system.
             why = details.rpartition(": ")[2]
             if "denied" in why:
                 return f"you may not use {self.address} ({why}); ask its owner, or see serve --socket-mode"

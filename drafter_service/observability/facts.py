@@ -112,7 +112,7 @@ class NamespaceFacts:
     stats: Stats
     history: History
     corpus: CorpusReport
-    """Without the fields that depend on rates."""
+    """Facts of the corpus; fields that depend on rates are not set."""
     clients: ClientTotals
     memory_bytes: int
     streams: int

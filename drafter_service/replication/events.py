@@ -47,7 +47,7 @@ class ForgottenBefore:
     """Forget everything that finished before `time`."""
 
     time: float
-    """In seconds since 1970; finite."""
+    """Time in seconds since 1970; finite."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.time):

@@ -156,7 +156,7 @@ class Namespace:
                     del self._learned[oldest]
         self.corpus.append(tokens, request_id, time=logged_at)
         if logged_at is None:
-            # The log needs a name to distinguish a text that arrives twice from two equal texts.
+            # By the name, readers of the log distinguish one text that is read twice from two equal texts.
             self.publish(Finished(request_id or secrets.token_hex(8), tokens, time.time()))
         return True
 

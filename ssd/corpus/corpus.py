@@ -147,7 +147,7 @@ class Corpus:
 
     def extend_running(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Add output of running requests: `owners[i]` produced `tokens[offsets[i]:offsets[i + 1]]`."""
-        # Copies: the maintainer reads them later, when the caller may have written into its arrays again.
+        # Copies, since the maintainer reads them later, and the caller may reuse its arrays until then.
         own_owners, own_tokens, own_offsets = owners.copy(), tokens.copy(), offsets.copy()
         self._change_live(lambda live: live.extend_all(own_owners, own_tokens, own_offsets))
 

@@ -124,7 +124,7 @@ class Index:
         size = sum(len(text.tokens) + 1 for text in waiting)
         if size > max(self.gap // 4, len(self.ring) // FULL_BUILD_PART):
             self._build(waiting)
-            # The waiting texts were many small arrays, whose memory the allocator would keep.
+            # The waiting texts were many small arrays; the allocator would not return their memory to the system.
             trim_heap()
         while waiting:
             self._add_some(waiting)
@@ -152,7 +152,7 @@ class Index:
         for tier in (self._base, self._recent):
             tier.publish(_keep(tier, marked))
         self.view = self._make_view()
-        # Every view holds the base tier, so after this no reader of the text is left.
+        # Every view holds the base tier, so the text has no readers after this.
         self._base.release()
         for first, end in spans.tolist():
             self.ring.erase(first, end)

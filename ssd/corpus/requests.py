@@ -89,7 +89,7 @@ class RequestLog:
 
     def drop_before(self, position: int) -> None:
         """Drop requests whose text ends at `position` or before."""
-        # numpy's search would copy the whole column first.
+        # np.searchsorted would first copy the whole column.
         begun = bisect_right(self._table["first"], position, self._start, self._end)
         self._start = max(self._start, begun - 1)
 
@@ -104,7 +104,7 @@ class RequestLog:
             removed |= forget.among(rows)
         ends = np.append(rows["first"], head)[1:]
         spans = np.stack((rows["first"], ends), axis=1)[removed]
-        # The span of the request before a removed one then includes the separators that replace it.
+        # Without its row, a removed request's separators belong to the span of the request before it.
         if len(spans):
             self.replace(rows[~removed])
         return spans

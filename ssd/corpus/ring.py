@@ -69,7 +69,7 @@ class Ring:
         """uint32 [capacity]."""
         self.address = self._buffer.address + 4 * PAD
         """Address of slot 0; slots -PAD to capacity + PAD - 1 may be read."""
-        # Separators before the first request end its keys; they are the repeated last slots.
+        # Separators before slot 0 (and in the last slots, which they repeat) end the keys of the first request.
         self._buffer.array[:PAD] = SEPARATOR
         self._buffer.array[-2 * PAD :] = SEPARATOR
 

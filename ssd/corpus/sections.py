@@ -45,7 +45,7 @@ class Section(NamedTuple):
     """An array to be written, in pieces."""
 
     name: str
-    """At most 24 bytes of ASCII."""
+    """Name of the array, at most 24 bytes of ASCII."""
     dtype: str
     chunks: Iterable[np.ndarray]
 
@@ -70,7 +70,7 @@ def write_sections(path: Path, sections: Iterable[Section]) -> int:
         return size
     except OSError as error:
         problem = error.strerror
-    # Raised here, without its cause, so that a kept exception does not keep the arrays.
+    # Raised outside the handler, without a cause, so that a kept exception does not keep the arrays alive.
     raise SnapshotError(f"{path}: cannot be written: {problem}; free space or save elsewhere")
 
 
@@ -109,7 +109,7 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
         descriptor, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
         file = os.fdopen(descriptor, "wb")
         fcntl.flock(file, fcntl.LOCK_EX)
-        # Before it was locked, another process may have removed it as a leftover.
+        # Another process may have removed the file as a leftover before it was locked.
         if os.fstat(descriptor).st_nlink:
             return Path(written), file
         file.close()

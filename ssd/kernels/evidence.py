@@ -117,7 +117,7 @@ def gather_placed(evidence, piece, source, context, end):  # type: ignore[no-unt
         if total < GROWTH * before:
             continue
         count = sample(source, total, evidence.addresses[piece, level], evidence.ages[piece, level])
-        # Without the sequence's own text.
+        # The sequence's own text is left out.
         total = total * count // min(total, SAMPLES)
         if count == 0 or total < GROWTH * before:
             continue

@@ -112,7 +112,7 @@ def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-u
         move_pointer(sequence, LOCAL, evidence.lengths[LOCAL, 0], position)
     if evidence.counts[GLOBAL, 0] > 0:
         best = _youngest(evidence, GLOBAL)
-        # Text in the live tier is removed too soon to be pointed to.
+        # Text in the live tier is removed too soon for pointers.
         if evidence.ages[GLOBAL, 0, best] >= 0:
             move_pointer(sequence, GLOBAL, evidence.lengths[GLOBAL, 0], ring.head - 1 - evidence.ages[GLOBAL, 0, best])
     for source in range(SOURCES):

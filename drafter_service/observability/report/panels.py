@@ -92,7 +92,7 @@ def _positions(namespace: NamespaceReport) -> list[str]:
         rows.append((name, Value(tally.accepted_share_of_drafts, units.share), *_tally_cells(tally)))
     plot = plots.shares(bars, "Acceptance by position in the draft", 12)
     data = table(("position", "of all drafts", *TALLY_HEADS), rows)
-    return [panel("By position in the draft", "Share accepted of the tokens verified there.", plot, data)]
+    return [panel("By position in the draft", "Share of verified tokens that were accepted.", plot, data)]
 
 
 def _match_lengths(namespace: NamespaceReport) -> list[str]:
@@ -281,4 +281,4 @@ def _passages(namespace: NamespaceReport) -> list[str]:
         for passage in namespace.passages
     ]
     content = table(("accepted", "tokens since", "passage"), rows)
-    return [panel("Most productive passages", "This is text of users.", content, kind="across words")]
+    return [panel("Most productive passages", "Passages contain users' text.", content, kind="across words")]

@@ -23,7 +23,7 @@ MAX_RADIUS = 11.0
 QUANTILE_LABELS_HEIGHT = 32
 """Pixels for the labels of p50 and p99 above the bars."""
 MIN_BINS = 8
-"""With fewer bins than this the bars of durations would be too wide."""
+"""Minimum number of bins of a chart of durations; with fewer the bars would be too wide."""
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SOURCE_COLORS = {"corpus": "violet", "local": "amber"}
 TIME_STEPS_S = tuple(

@@ -49,7 +49,7 @@ def watch(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s:
 
     live = Live(screen(), console=console, auto_refresh=False, screen=True)
     try:
-        # Inside the block: an interrupt during the start must restore the terminal, too.
+        # Started inside the block, so that an interrupt during the start restores the terminal, too.
         live.start(refresh=True)
         while not wait(interval_s):
             try:
@@ -201,7 +201,7 @@ def _with_rates(rates: Rates, change: _Change | None, seconds: float | None) -> 
         learned_per_s=change.learned_tokens / seconds,
         acceptance=drafting.acceptance,
         tokens_per_step=drafting.tokens_per_step,
-        # Beyond the last bound nothing more is known about a latency.
+        # Latencies above the last bound are not known more precisely.
         draft_p50_s=quantile(latencies, 0.5, BOUNDS_S[-1]) if latencies else None,
         draft_p99_s=quantile(latencies, 0.99, BOUNDS_S[-1]) if latencies else None,
     )

@@ -53,7 +53,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
     if clients is not None and clients.timeouts > max(MIN_LATE, MAX_LATE_SHARE * steps):
         found.append(
             f"{units.count(clients.timeouts)} engine steps ran without drafts because the answer came too late: "
-            "give the drafter a core of its own, or the clients a longer deadline."
+            "reserve a core for the drafter, or give the clients a longer deadline."
         )
     if error is not None and error > MAX_CALIBRATION_ERROR and namespace.drafting.drafted >= MIN_CALIBRATION_TOKENS:
         found.append(
