@@ -50,7 +50,7 @@ class Connector:
     """Opens channels to one address. Certificates are read for each channel, so renewed ones apply to the next."""
 
     def __init__(self, address: Address, access: ClientAccess, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Check the files. Raises UserError for unusable ones, and for a token that a network could read."""
+        """Check the files. Raises UserError for unusable ones, and for a token sent unencrypted over a network."""
         self._address = address
         self._access = access
         self._token: Watched[str] | None = None
