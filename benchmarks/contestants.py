@@ -106,7 +106,7 @@ class Entry:
     setting: str
     build: Callable[[Trace], Contestant]
     k: int = 0
-    """Most tokens in a draft."""
+    """Maximum number of tokens in a draft."""
     shape: str = "path"
     cost: float | None = None
     """Configured cost per token; None for a drafter without that setting, for which one replay covers all costs."""

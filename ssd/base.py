@@ -158,10 +158,10 @@ class CorpusDrafter(ABC):
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
 
-        context: token ids, a list or uint32 [N]. max_draft: most tokens; None: as configured. The drafter keeps the
-        last context, so that a call whose context extends it costs only the new tokens, which also calibrate the
-        probabilities. Contexts are never offered to other sequences. Raises ValueError for a reserved or negative
-        token id.
+        context: token ids, a list or uint32 [N]. max_draft: maximum draft length; None: as configured. The drafter
+        keeps the last context, so that a call whose context extends it processes only the new tokens, which also
+        calibrate the probabilities. Contexts are never used for drafts of other sequences. Raises ValueError for a
+        reserved or negative token id.
         """
         text = token_array(context)
         limit = self.config.max_draft if max_draft is None else max_draft

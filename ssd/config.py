@@ -25,18 +25,18 @@ class DrafterConfig:
     draft_shape: DraftShape = "path"
     """`path`: a draft has one token per position. `tree`: it may have several."""
     max_draft: int = 32
-    """Most tokens in one draft; 16 reach 98 to 100 % of what 32 do on recorded traffic."""
+    """Maximum number of tokens in one draft; 16 reach 98 to 100 % of what 32 do on recorded traffic."""
     cost: float = 0.02
     """Cost of verifying one more token, as a fraction of a step: about 0.005 for small batches, 0.1 for large ones.
     `Progress.cost` overrides it."""
     match_depth: int = 32
-    """Most context tokens that are matched; 16 lost 0.1 % on recorded traffic, more than 32 gained nothing."""
+    """Maximum match length in tokens; 16 lost 0.1 % on recorded traffic, more than 32 gained nothing."""
     learned_prompt_tokens: int = 32
     """Last tokens of a prompt that are remembered with its output; whole prompts lost 1 % on recorded traffic."""
     idle_sessions: int = 256
-    """Most sessions whose index is kept between two turns."""
+    """Maximum number of sessions whose index is kept between two turns."""
     idle_tokens: int = 4_000_000
-    """Most tokens of these sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
+    """Maximum number of tokens of these sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
     refresh_interval_s: float = 0.005
     """Seconds between two updates of the index with finished requests; the rebuild interval of `classic`."""
     classic_context: int = 10

@@ -46,7 +46,7 @@ class Progress:
     verified: np.ndarray
     """uint32 [B]: number of tokens of the last draft that the target verified."""
     max_draft: np.ndarray
-    """uint32 [B]: most draft tokens that the caller can use now."""
+    """uint32 [B]: maximum number of draft tokens that the caller can use now."""
     cost: float | None = None
     """Current cost of verifying one more token, as a fraction of a step, above 0 to 1; None: as configured."""
     steps: np.ndarray | None = None
@@ -208,7 +208,7 @@ class Outcomes:
     bonus: np.ndarray
     """uint32 [K]: the target's own token after them."""
     max_draft: np.ndarray
-    """uint32 [B]: most draft tokens that the caller can use for each outcome of a sequence."""
+    """uint32 [B]: maximum number of draft tokens that the caller can use for each outcome of a sequence."""
     cost: float | None = None
     """As in `Progress`."""
 

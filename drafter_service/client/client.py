@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # It imports numba.
 logger = structlog.get_logger(__name__)
 
 DEADLINE_S = 0.002
-"""Longest wait for the drafts of one step."""
+"""Maximum wait for the drafts of one step, in seconds."""
 
 PATIENCE_S = 30.0
 """Time after which an unanswered request means that the service has failed, even if its connection is open."""
@@ -42,7 +42,7 @@ PATIENCE_S = 30.0
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
 FORGET_TIMEOUT_S = 60.0
-"""Longest wait for `forget`, which rebuilds a part of the index and saves the namespace."""
+"""Maximum duration of `forget` in seconds; it rebuilds a part of the index and saves the namespace."""
 
 # Without a shared subchannel each channel connects at once, without gRPC's backoff; the client has its own.
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
@@ -74,7 +74,7 @@ class DrafterClient:
     ) -> None:
         """Connect to the service at `address`, and reconnect after each loss.
 
-        deadline_s: longest wait for the drafts of a step. patience_s: time after which a connection with an unanswered
+        deadline_s: maximum wait for the drafts of a step. patience_s: time after which a connection with an unanswered
         request is replaced. model: the served model. namespace: name of the corpus; "" for one named after the model.
         policy: how the namespace drafts if this client creates it, "suffix" or "classic"; "" for the service's default.
         access: TLS files and bearer token. required: raise UserError if no service answers, or it refuses; otherwise
@@ -150,9 +150,9 @@ class DrafterClient:
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
 
-        context: token ids, a list or uint32 [N]. max_draft: most tokens; None: as the service is configured. The last
-        context is kept, so that a call whose context extends it sends only the new tokens. Contexts are never learned.
-        Raises ValueError for a reserved or negative token id.
+        context: token ids, a list or uint32 [N]. max_draft: maximum draft length; None: as the service is configured.
+        The last context is kept, so that a call whose context extends it sends only the new tokens. Contexts are never
+        learned. Raises ValueError for a reserved or negative token id.
         """
         text = token_array(context)
         limit = (1 << 32) - 1 if max_draft is None else max(0, max_draft)

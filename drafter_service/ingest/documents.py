@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 Part = str | np.ndarray
-"""Text, or token ids, uint32 [N]."""
+"""A part of a record: text, or token ids, uint32 [N]."""
 
 MAX_PLACES = 3
 """Number of places stored for each reason."""

@@ -22,7 +22,7 @@ from drafter_service.ingest.records import token_ids
 
 PIECE_TOKENS = 1 << 16
 MAX_UPPER_HALF = 64
-"""Vocabularies have less than 4 million tokens: the upper 16 bits of 32-bit ids are below this."""
+"""Bound on the upper 16 bits of 32-bit ids: vocabularies have less than 4 million tokens."""
 HEAD_BYTES = 1 << 16
 """Bytes examined to distinguish 16 and 32 bits."""
 TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))

@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 MAX_TICKS = 5
 LABEL_GAP = 8
-"""Pixels between an axis and its labels."""
+"""Gap between an axis and its labels, in pixels."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Content security policy: nothing is loaded and no script runs, even if a text on the page contains markup."""
 

@@ -34,7 +34,7 @@ class Corpus:
     ) -> None:
         """Make an empty corpus.
 
-        capacity: tokens remembered; the newest overwrite the oldest. depth: most context tokens that are matched.
+        capacity: tokens remembered; the newest overwrite the oldest. depth: maximum match length in tokens.
         clock: function that returns the time in seconds, recorded for each request. Raises ValueError for a capacity
         outside 4,096 to 4,294,967,039.
         """

@@ -33,7 +33,7 @@ FULL_BUILD_PART = 4
 """New text of more than 1 / 4 of the corpus is sorted together with it: at 16 M tokens the sort takes 3.5 s, a merge of
 each million 0.5 s."""
 READERS_WAIT_S = 0.005
-"""Longest wait of a refresh for readers of removed text. If they take longer, the text is removed later."""
+"""Maximum wait of a refresh for readers of removed text, in seconds. If they take longer, the text is removed later."""
 RESTORED_AT_ONCE = 1 << 20
 
 END = np.array([SEPARATOR], np.uint32)
@@ -83,7 +83,7 @@ class Index:
     """All tiers, and the newest view of them."""
 
     def __init__(self, capacity: int, depth: int) -> None:
-        """Make an empty index. depth: most tokens that are matched. Raises ValueError for an impossible capacity."""
+        """Make an empty index. depth: maximum match length in tokens. Raises ValueError for an impossible capacity."""
         check_capacity(capacity)
         self.capacity, self.depth = capacity, depth
         self.gap = max(capacity // GAP_PART, MIN_GAP)

@@ -10,7 +10,7 @@ from ssd.corpus.tier import SuffixArray, Tier
 
 PLACES_AT_ONCE = 2048
 COPIED_AT_ONCE = 1 << 20
-"""Work of one slice, a few milliseconds; new text waits for at most one slice."""
+"""Number of positions that one slice searches for, or copies, in a few milliseconds; new text waits for one slice."""
 
 
 class Merge:

@@ -19,11 +19,11 @@ SEPARATOR = np.uint32(0xFFFF_FFFF)
 MAX_TOKEN_ID = int(SEPARATOR) - 1
 
 PAD = 128
-"""Slots repeated at each end: the largest distance that a match or a draft reads from a position."""
+"""Number of slots repeated at each end: the maximum distance that a match or a draft reads from a position."""
 
 MIN_CAPACITY = 4096
 MAX_CAPACITY = (1 << 32) - 1 - 2 * PAD
-"""Largest capacity in tokens; slots are 32-bit numbers."""
+"""Maximum capacity in tokens; slots are 32-bit numbers."""
 
 
 def check_tokens(tokens: np.ndarray) -> None:

@@ -31,7 +31,7 @@ CHUNK = 1 << 20
 """Number of array elements that are copied at a time, a few megabytes."""
 
 DEPTH, SIZE, COVERED, TABLES_LAYOUT, CAPACITY = range(5)
-"""Entries of the section "facts", int64: most context tokens matched, tokens of text, how many of them the suffix array
+"""Entries of the section "facts", int64: maximum match length, tokens of text, how many of them the suffix array
 covers, `tables_layout`, and the capacity of the corpus, which older files lack."""
 
 MAX_LOGIT = 7.0

@@ -18,7 +18,7 @@ from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.jit import Bytes, Int, Longs, inline, kernel, outline, peek, poke
 
 INSERTION_FROM = 16
-"""Fewer positions than this are sorted by insertion."""
+"""Number of positions below which they are sorted by insertion."""
 
 SAMPLE = 1023
 """Number of tokens whose median a split uses."""

@@ -11,7 +11,7 @@ from ssd.corpus.suffix_array import sort_positions, split
 
 MAX_THREADS = 4
 MIN_POSITIONS = 1 << 20
-"""Least positions per thread: a tenth of a second of sorting."""
+"""Minimum number of positions per thread: a tenth of a second of sorting."""
 
 
 class _Sort(Thread):

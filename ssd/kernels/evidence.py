@@ -13,7 +13,7 @@ from ssd.kernels.probabilities import LEVELS, SAMPLES
 GROWTH = 2
 """A shorter match becomes a level if it has at least this many times the occurrences of the longer one."""
 ROUNDS = 6
-"""Most match lengths that are tried to find `LEVELS` levels; 12 gained nothing."""
+"""Maximum number of match lengths that are tried to find `LEVELS` levels; 12 gained nothing."""
 BLOCK_BITS = 8
 """log2 of the number of slots in a block of the live tier."""
 NO_LIVE_TIER = -1

@@ -182,7 +182,7 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     """Grow a draft from a root whose evidence is gathered; return the number of nodes, the root included.
 
     scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own text; a path is written after it.
-    depth: most tokens that are matched.
+    depth: maximum match length in tokens.
     """
     counted, levels, waiting = scratch
     most = KEPT if limits.is_tree else KEPT_FOR_PATH

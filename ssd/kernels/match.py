@@ -20,7 +20,7 @@ FIRST, END, BEFORE, AFTER = range(4)
 SPAN_COLUMNS = 4
 
 REACH = 128
-"""Most occurrences that are counted on either side of the context's place; 512 and 4096 gained nothing."""
+"""Maximum number of occurrences that are counted on either side of the context's place; 512 and 4096 gained nothing."""
 
 
 @outline

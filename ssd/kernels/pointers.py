@@ -17,9 +17,9 @@ from ssd.kernels.probabilities import GLOBAL, SOURCES
 from ssd.sequences.tables import NO_POINTER, POINTERS, TEXT
 
 POINTER_FROM = 6
-"""Least match length that sets a pointer, in tokens."""
+"""Minimum match length that sets a pointer, in tokens."""
 FORGIVEN_AFTER = 16
-"""Correct predictions in a row after which a pointer's misses are cleared."""
+"""Number of consecutive correct predictions after which a pointer's misses are cleared."""
 
 # Columns of a pointer.
 PLACE, RUN, MISSED = range(3)

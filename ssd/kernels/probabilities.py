@@ -20,14 +20,14 @@ from ssd.kernels.jit import FloatRows, FloatsOut, inline, kernel
 SOURCES, LEVELS = 2, 2
 ROWS = SOURCES * LEVELS
 SAMPLES = 32
-"""Occurrences of a match that are sampled, one bit of a mask each; more gained less than 0.5 %."""
+"""Maximum number of sampled occurrences of a match, one bit of a mask each; more gained less than 0.5 %."""
 GLOBAL, LOCAL = 0, 1
 """Indices of the sources, as in `ssd.types.Source`."""
 
 LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
 RUN_BUCKETS, MISS_BUCKETS = 11, 4
 TOKEN_BITS, PAIR_BITS, TOKEN_SHARES = 14, 14, 4
-"""Bits of the hashes by which tokens and pairs of tokens share cells."""
+"""Number of bits of the hashes of tokens and token pairs; tokens with equal hashes share cells."""
 FINAL_BUCKETS, FINAL_DEPTHS, FINAL_SOURCES = 33, 4, 4
 
 # First cell of each table.

@@ -1,1 +1,1 @@
-"""Running sequences: their tables, and an index over each one's own text."""
+"""Running sequences: their tables, and an index of the text of each."""

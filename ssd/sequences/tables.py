@@ -38,7 +38,7 @@ FOUND_IN, FOUND_LENGTH, FOUND_AGE, CELLS = 1, 2, 3, 4
 CANDIDATE_MASKS = CELLS + INPUT_CELLS
 CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
 KEPT, KEPT_FOR_PATH = 8, 4
-"""Most candidates of a node whose probabilities are estimated, in a tree and in a path."""
+"""Maximum number of candidates of a node whose probabilities are estimated, in a tree and in a path."""
 
 MIN_ROWS = 16
 SPARE_TOKENS = 512

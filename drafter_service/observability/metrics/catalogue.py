@@ -18,7 +18,7 @@ from ssd.types import Source
 
 LABELS = ("namespace",)
 VLLM_LABELS = ("engine", "model_name", "namespace")
-"""Dashboards for vLLM expect the first two."""
+"""Labels of metrics under vLLM's names; dashboards for vLLM expect the first two."""
 
 BUCKETS = (*(f"{bound:.6g}" for bound in BOUNDS_S[::2]), "+Inf")
 """Upper bounds of histogram buckets in seconds: every second bound of `Latency`."""
@@ -237,7 +237,7 @@ GAUGES = (
 )
 
 INFO = "ssd_drafter"
-"""Prometheus appends `_info`."""
+"""Name of the info metric; the Prometheus client appends `_info`."""
 INFO_HELP = "Always 1; the label is the version of the service."
 
 SERVICE_METRICS = (

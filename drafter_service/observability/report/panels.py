@@ -10,7 +10,7 @@ from drafter_service.observability.report.plots import SOURCE_COLORS, Bar
 from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, ServiceReport, Tally
 
 LAST_POSITION, LAST_MATCH_LENGTH = 129, 64
-"""These rows count all longer ones, too."""
+"""Last values in these tables; their rows count all larger values, too."""
 TALLY_HEADS = ("acceptance", "draft tokens", "accepted")
 SOURCE_NAMES = {"corpus": "corpus: other requests", "local": "local: the request itself"}
 

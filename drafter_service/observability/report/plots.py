@@ -15,13 +15,13 @@ from drafter_service.observability.report.schema import Calibration, LatencyRepo
 FRAME = Frame()
 WIDE, NARROW = Frame(width=1080, height=330), Frame(width=400, height=330)
 LOWER_HEIGHT, LOWER_GAP = 78, 30
-"""Pixels of the lower chart of `drafting_over_time`, and above it."""
+"""Height of the lower chart of `drafting_over_time`, and of the gap above it, in pixels."""
 VOLUME_HEIGHT, VOLUME_GAP = 34, 22
 FEW_TOKENS = 30
 """Minimum number of draft tokens of a reliable share; shares of fewer are drawn paler."""
 MAX_RADIUS = 11.0
 QUANTILE_LABELS_HEIGHT = 32
-"""Pixels for the labels of p50 and p99 above the bars."""
+"""Height of the labels of p50 and p99 above the bars, in pixels."""
 MIN_BINS = 8
 """Minimum number of bins of a chart of durations; with fewer the bars would be too wide."""
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -1,7 +1,7 @@
 """The JSON document of a report. `python -m drafter_service.observability.report.schema` prints its schema.
 
-Within a version fields may be added. Removing a field or changing its meaning makes a new version. A share with the
-denominator 0 is null. Null are also fields that are not known; in a report of a snapshot those are most fields.
+Within a version fields may be added. Removing a field or changing its meaning requires a new version. A share with the
+denominator 0 is null. Unknown fields are also null; in a report of a snapshot these are most fields.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ CURVE_WIDTH = 60
 MAX_PASSAGE = 300
 """Maximum number of characters of a passage."""
 POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
-"""First value of each group, here and below."""
+"""First values of the groups of tallies in each table."""
 MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 AGES = (0, 16, 256, 4096, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 LAST_POSITION, LAST_MATCH_LENGTH = 129, 64
-"""These rows count all longer ones, too."""
+"""Last values in these tables; their rows count all larger values, too."""
 PATH_PROB_STEP = 0.1
 
 Row = tuple[str, float | None, int]
