@@ -39,7 +39,7 @@ test: $(READY) ## run the tests (about 10 minutes)
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 GPU_ARGS ?=
-# A GPU machine may have no network: where $(PYTHON) already has PyTorch, the source tree is used without installing.
+# A GPU machine may have no network: if $(PYTHON) already has PyTorch, the source tree is used without installing it.
 ON_GPU = python=$(BIN)/python; \
 	[ -x $$python ] || python=$(PYTHON); \
 	$$python -c 'import torch' 2>/dev/null || { $(MAKE) --no-print-directory setup && python=$(BIN)/python; } || exit 1; \

@@ -1,6 +1,6 @@
 """Drafters of the replay benchmark behind one interface whose calls can be timed.
 
-This module has the project's own drafters, `peers.py` the others.
+This module has the project's own drafters; `peers.py` has the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 
 MIN_CAPACITY = 1 << 16
-"""Least capacity of a corpus; small traces would need less than is used in practice."""
+"""Minimum capacity of a corpus; small traces would need less than is used in practice."""
 
 
 class Draft(NamedTuple):
@@ -31,7 +31,7 @@ class Draft(NamedTuple):
 
     tokens: list[int]
     parents: list[int]
-    """Index of each token's parent, -1 for a child of the context; parents come first."""
+    """Index of each token's parent, -1 for a child of the context; parents precede their children."""
     path_probs: list[float] | None
     """Estimated probability that a token and all before it on its path are accepted; None if the drafter has none."""
 
@@ -41,7 +41,7 @@ class Running:
     """A request being replayed."""
 
     index: int
-    """Index in the trace, used as sequence id."""
+    """Index of the request in the trace, used as sequence id."""
     request: Request
     done: int = 0
     """Committed output tokens."""
@@ -86,7 +86,7 @@ class Contestant(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Index all finished requests, unless that happens by itself."""
+        """Index all finished requests, unless the drafter does so by itself."""
         ...
 
     def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
@@ -109,7 +109,7 @@ class Entry:
     """Most tokens in a draft."""
     shape: str = "path"
     cost: float | None = None
-    """Configured cost per token; None for a drafter without that setting, so that one replay serves all costs."""
+    """Configured cost per token; None for a drafter without that setting, for which one replay covers all costs."""
 
 
 class Embedded:
@@ -151,7 +151,7 @@ class Remembering(Embedded):
     """A drafter over a corpus that holds the whole trace and is refreshed by the replay."""
 
     def __init__(self, trace: Trace, config: dict[str, Any], *, sessions: bool) -> None:
-        """config: settings of the drafter except for its capacity. sessions: whether it gets session ids."""
+        """Make the drafter; config: its settings without the capacity. sessions: whether it gets session ids."""
         from ssd.drafter import make_drafter
 
         learned = DrafterConfig.learned_prompt_tokens + 1

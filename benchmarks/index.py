@@ -3,8 +3,8 @@
     python -m benchmarks.index [--tokens 16M] [--contexts 3000]
 
 The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each used once. The
-time of a draft is that of the call, which also commits the tokens since the last draft. Times depend on the machine:
-compare them only within one run.
+time of a draft is the duration of the call, which also commits the tokens since the last draft. Times depend on the
+machine: compare them only within one run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssd.config import DrafterConfig
 from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 48
-"""Prompt tokens of a request; the other tokens are its output."""
+"""Number of prompt tokens of a request; the other tokens are its output."""
 FEED_TOKENS_PER_S = 50_000
 FEED_S = 10.0
 BATCH, BATCH_NODES = 64, 8
@@ -245,7 +245,7 @@ def time_feed(corpus: ssd.Corpus, writer: Writer, contexts: list[np.ndarray]) ->
 
 def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str, object]:
     """Measure all figures for a corpus of `tokens` tokens."""
-    # Kernels are loaded first, since their memory is not the corpus's.
+    # Kernels are loaded first, so that their memory is not counted as the corpus's.
     for module in ("ssd.drafter", "ssd.corpus.search"):
         import_module(module)
     writer = Writer(seed=1)

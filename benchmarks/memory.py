@@ -1,4 +1,4 @@
-"""Memory that a benchmark uses, and memory that is available: of the process, or of the GPU if it uses one.
+"""Used and available memory of a benchmark: of the process, or of the GPU if it uses one.
 
 PyTorch is imported only by the functions that need a device.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 SPARE = 0.1
-"""GPU memory for activations, captured graphs and workspaces of libraries."""
+"""GPU memory in bytes that is left for activations, captured graphs and workspaces of libraries."""
 
 
 def resident_bytes() -> int:

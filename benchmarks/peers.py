@@ -19,7 +19,7 @@ PEERS = {"arctic": "arctic_inference", "pld": "transformers"}
 """The package of each drafter."""
 
 ARCTIC_DEPTH = 64
-"""Most tokens of a match and its draft together. 64 is the package's default and better at copying; vLLM's is 24."""
+"""Maximum total length of a match and its draft. 64 is the package's default and better at copying; vLLM's is 24."""
 ARCTIC_GRID = {"k": (16, 32), "shape": ("path", "tree"), "factor": (1.0, 4.0), "least_prob": (0.1, 0.05, 0.01)}
 
 PLD_LONGEST = 2
@@ -28,7 +28,7 @@ NO_LENGTH_LIMIT = 1 << 62
 
 
 def missing(peer: str) -> str | None:
-    """Return why a peer cannot be replayed; None if it can."""
+    """Return the reason why a peer cannot be replayed; None if it can."""
     package = PEERS[peer]
     return None if find_spec(package) else f"{package} is not installed (make peers)"
 
@@ -66,7 +66,7 @@ class Arctic:
         """Do nothing; added text is indexed at once."""
 
     def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """Draft for each sequence in a call of its own; the probabilities are those of paths."""
+        """Draft for each sequence in a separate call; the probabilities are path probabilities."""
         contexts = [
             (sequence.index, sequence.request.tokens[max(0, sequence.length - ARCTIC_DEPTH) : sequence.length])
             for sequence in running
@@ -82,7 +82,7 @@ class Arctic:
 
 
 class PromptLookup:
-    """Prompt lookup as transformers has it: the first occurrence of the last 2 tokens, then of the last one."""
+    """Prompt lookup as in transformers: drafts after the first occurrence of the last 2 tokens, or else of the last."""
 
     def __init__(self, k: int) -> None:
         from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -93,7 +93,7 @@ class PromptLookup:
         self._tokens: dict[int, Tensor] = {}
 
     def start(self, sequence: Running) -> None:
-        """Keep prompt and output; drafts see only what is committed."""
+        """Keep prompt and output; drafts use only committed tokens."""
         import torch
 
         self._tokens[sequence.index] = torch.from_numpy(sequence.request.tokens.astype(np.int64))[None]
@@ -109,7 +109,7 @@ class PromptLookup:
         """Do nothing; there is no index."""
 
     def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """Draft for each sequence in a call of its own."""
+        """Draft for each sequence in a separate call."""
         contexts = [self._tokens[sequence.index][:, : sequence.length] for sequence in running]
         began = time.perf_counter()
         answers = [self._generator.get_candidates(context)[0] for context in contexts]

@@ -1,13 +1,13 @@
-"""How many tokens a step yields with each drafter, on recorded traffic.
+"""Measure the tokens per step of each drafter on recorded traffic.
 
     python -m benchmarks.replay --trace TRACE.npz --drafter ssd arctic ngram [--cost 0.005,0.02] [--inflight 1,16]
 
-The recorded output stands in for the target's greedy choice. A step drafts for one sequence, keeps the longest path
-of the draft that the output agrees with, and adds the target's own next token. Draft tokens beyond the output's end
-count as drafted. Reported figures:
+The recorded output replaces the target's greedy output. A step drafts for one sequence, accepts the longest path of the
+draft that agrees with the output, and adds the target's own next token. Draft tokens beyond the output's end count as
+drafted. Reported figures:
 
     S                tokens per step / (1 + cost * drafted per step)
-    ece, ece_all     expected calibration error of path probabilities, after the first tenth of the output; of all
+    ece, ece_all     expected calibration error of path probabilities after the first tenth of the output, and in all
     draft_us         duration of a draft call, per sequence; the project's drafters commit tokens in that call
     insert_us        duration of all other calls, per token of prompt and output
     bytes_per_token  memory per remembered token
@@ -135,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--k",
         type=list_of(draft_size),
         default=[32],
-        help=f"most tokens in a draft, at most {MAX_DRAFT} (32); arctic has a grid of its own",
+        help=f"most tokens in a draft, at most {MAX_DRAFT} (32); arctic has its own grid",
     )
     add(
         "--classic-matches",

@@ -12,7 +12,7 @@ from benchmarks.traces import Request, Trace
 
 
 class Arrivals:
-    """Requests in arrival order; a turn waits for its session's previous one, and others may overtake it."""
+    """Requests in arrival order; a turn waits for its session's previous turn while later requests may start."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = list(enumerate(requests))
@@ -51,8 +51,8 @@ def replay(
 ) -> Tally:
     """Run a trace, `inflight` requests at a time.
 
-    `refresh_every`: finished requests between refreshes; None refreshes before every draft.
-    `on_finish` is given each request that ends.
+    refresh_every: number of finished requests between refreshes; None: refresh before every draft. on_finish: called
+    with each request that ends.
     """
     tally, inserting = Tally(), Stopwatch()
     arrivals = Arrivals(trace.requests)

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.contestants import Entry
 
 BINS = 10
-"""Bins of the expected calibration error, equally wide."""
+"""Number of bins of the expected calibration error, of equal width."""
 COLD_SHARE = 0.1
 """Fraction of the output tokens that is left out of `ece`."""
 
@@ -30,11 +30,11 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     path_probs: list[float] = field(default_factory=list)
-    """Path probability of every draft token."""
+    """Path probability of each draft token."""
     agrees: list[bool] = field(default_factory=list)
     """Whether the whole path of each draft token is in the output; parallel to `path_probs`."""
     cold_tokens: int = 0
-    """Number of these tokens drafted before `COLD_SHARE` of the output."""
+    """Number of these tokens that were drafted before `COLD_SHARE` of the output."""
     has_probs: bool = False
     draft_s: list[float] = field(default_factory=list)
     """Seconds per sequence of each draft call."""
@@ -89,7 +89,7 @@ def row_of(trace: str, entry: Entry, cost: float, inflight: int, tally: Tally) -
 
 
 def contender(row: Row) -> str:
-    """Return the contender of a row: each setting of this project's drafters, other drafters as a whole."""
+    """Return the contender of a row: drafter and setting for this project's drafters, the drafter alone for others."""
     return f"ssd {row['setting']}" if row["drafter"] == "ssd" else row["drafter"]
 
 

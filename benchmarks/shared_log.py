@@ -2,8 +2,9 @@
 
     python -m benchmarks.shared_log [--tokens 20000000] [--capacity 16000000]
 
-The reader has one core; the publishing replica and Redis share the other. It is measured twice: only counting tokens,
-and learning them into a corpus that is maintained meanwhile. The last line of the output is one JSON document.
+The reader has one core; the publishing replica and Redis share the other. Two cases are measured: the reader only
+counts tokens, and it learns them into a corpus that is refreshed in the background. The last line of the output is one
+JSON document.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure a sidecar: round trips, load, learning, warm-up and restarts. `python -m benchmarks.sidecar`.
 
-Each part starts the real service. The text is that of `benchmarks.text`; engines are simulated, in one process each
-where several of them load the service. The last line of the output is one JSON document.
+Each part starts the real service. The text comes from `benchmarks.text`. Engines are simulated; if several of them load
+the service, each is a separate process. The last line of the output is one JSON document.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ssd.types import offsets_of
 
 CORPUS_SEED, ENGINE_SEED, FEED_SEED = 1, 2, 3
 MAX_DRAFT, COST = 8, 0.02
-"""64 sequences with 8 tokens each are 512 in a step, about as many as an engine verifies without additional time."""
+"""64 sequences with 8 tokens each: an engine verifies about 512 tokens in a step without additional time."""
 BATCH = 64
 ENGINES, STEPS_PER_S, LEARNED_PER_S = 4, 100, 20_000
 """Engines under load, steps per second of each, and tokens learned per second by the service."""
@@ -88,7 +88,7 @@ def fill(address: str, tokens: int) -> None:
     def requests() -> Iterator[pb.WarmRequest]:
         for first in range(0, len(texts), 2000):
             yield pb.WarmRequest(namespace=NAMESPACE, texts=texts_message(texts[first : first + 2000]))
-        # Empty requests, until an answer says that no tokens are waiting.
+        # Empty requests until a response reports that no tokens are waiting.
         while not is_done.is_set():
             yield pb.WarmRequest()
             time.sleep(0.05)
@@ -217,7 +217,7 @@ def run_engine(address: str, seed: int, seconds: float, deadline_s: float, ready
 
 
 def run_engines(address: str, engines: int, seconds: float, deadline_s: float, feed: float) -> list[dict[str, Any]]:
-    """Run engines in one process each while the service learns `feed` tokens/s; return their measurements."""
+    """Run engines in separate processes while the service learns `feed` tokens/s; return their measurements."""
     spawning = multiprocessing.get_context("spawn")
     ready, go, results = spawning.Semaphore(0), spawning.Event(), spawning.Queue()
     processes = [

@@ -12,14 +12,14 @@ from benchmarks.text import REQUEST_TOKENS, Writer
 from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 64
-"""Prompt tokens of a request of REQUEST_TOKENS."""
+"""Number of prompt tokens of a request, which has REQUEST_TOKENS tokens."""
 
 
 class SimulatedEngine:
     """Runs `batch` requests at a time; a finished one is replaced at once."""
 
     def __init__(self, drafter: Any, seed: int, batch: int, *, max_draft: int, cost: float, learn: bool) -> None:
-        """drafter: an embedded drafter or a client."""
+        """Start `batch` requests; drafter: an embedded drafter or a client."""
         self._drafter, self._batch, self._learn = drafter, batch, learn
         self._cost = cost
         self._requests: Iterator[np.ndarray] = Writer(seed).requests()
@@ -82,9 +82,9 @@ class SimulatedEngine:
         self.steps += self._batch
 
     def _replace_ended(self) -> None:
-        """Replace finished requests by new ones, whose prompts run in a step of their own.
+        """Replace finished requests by new ones, whose prompts run in a separate step.
 
-        So the drafter has handled started and finished requests before the next step is timed, as with a real model.
+        As with a real model, the drafter has then processed started and finished requests before the next timed step.
         """
         new = []
         for index in range(self._batch):

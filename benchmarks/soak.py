@@ -34,12 +34,12 @@ STEPS_PER_CONNECTION = 200
 LEARNED_PER_S = 50_000
 SAMPLE_S = 1.0
 WARM_UP = 0.25
-"""Share of the samples that is discarded before memory is compared."""
+"""Share of the first samples, which are discarded before memory is compared."""
 MAX_GROWTH = 0.02
 
 
 class Load:
-    """Functions that are repeated in one thread each until `stop`; their errors are collected."""
+    """Functions that are repeated until `stop`, each in its own thread; their errors are collected."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []

@@ -1,7 +1,7 @@
 """Reproducible text of any size for measuring an index, with matches of all lengths.
 
 A request is a sequence of phrases of 3 to 24 tokens whose frequencies follow Zipf's law; one token in twelve is
-replaced. So repeats are frequent and short, as in real traffic.
+replaced, so that repeats are frequent and short, as in real traffic.
 """
 
 from __future__ import annotations

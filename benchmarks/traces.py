@@ -1,7 +1,7 @@
 """Recorded traffic: requests whose greedy output is known.
 
-A trace is an .npz file: `tokens` uint32, all requests in a row, prompt then output; and for each request, in arrival
-order, int32 `prompt_len`, `output_len` and `session` (turns of one conversation share it).
+A trace is an .npz file: `tokens` uint32, prompt and output of all requests concatenated; and for each request, in
+arrival order, int32 `prompt_len`, `output_len` and `session` (equal for turns of one conversation).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trace:
         return sum(len(request.output) for request in self.requests)
 
     def first(self, output_tokens: int) -> Trace:
-        """Return the requests of the first `output_tokens` output tokens; the last one is cut."""
+        """Return the requests with the first `output_tokens` output tokens; the last request is cut."""
         kept, left = [], output_tokens
         for request in self.requests:
             if left <= 0:
@@ -81,7 +81,7 @@ def _arrays(path: Path) -> list[np.ndarray]:
         arrays = [file[name] for name in names]
     for name, array in zip(names, arrays, strict=True):
         if array.dtype.kind not in "iu" or array.ndim != 1 or (name != "session" and (array < 0).any()):
-            raise ValueError(f"{name} is not a row of whole numbers from 0 on")
+            raise ValueError(f"{name} is not a 1-D array of non-negative integers")
     return arrays
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.warm [--megabytes 100] [--rounds 3]
 
 The last line of the output is one JSON document; rates are medians of the rounds. Two logs are measured: completions
-with token ids as vLLM returns them, of synthetic text; and prompts and completions as text, cut from Python's standard
+of synthetic text with token ids, as vLLM returns them; and prompts and completions as text, cut from Python's standard
 library. Whole prompts are learned, so that the tokenizer alone, which is timed for comparison, reads the same text.
 """
 
@@ -52,7 +52,7 @@ def id_records() -> Iterator[dict[str, object]]:
 
 
 def text_records() -> Iterator[dict[str, object]]:
-    """Yield prompts and completions from source code, endlessly; each pass cuts the files at other lines."""
+    """Yield prompts and completions from source code, endlessly; each pass cuts the files at different lines."""
     paths = [
         path for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")) if "site-packages" not in str(path)
     ]

@@ -1,1 +1,1 @@
-"""A drafter as a gRPC service beside an engine, and the client that engines use."""
+"""A drafter as a gRPC service for engines, and its client."""

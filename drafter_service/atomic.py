@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the contents of a file; readable by its owner only. After an OSError the previous contents remain."""
+    """Replace a file, with permissions for its owner only. After an OSError the previous contents remain."""
     descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:

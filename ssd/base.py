@@ -26,7 +26,7 @@ from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress, offsets_of
 NO_TOKENS = np.empty(0, np.uint32)
 
 PROPOSE_SESSION = ("propose",)
-"""Session of that sequence: a context that shares a prefix with the previous one is indexed from there on."""
+"""Session id of the sequence that `propose` keeps, so that only tokens after a shared prefix are indexed."""
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Running:
     turns: frozenset[str | None]
     """Request ids of this request and of the earlier turns of its session."""
     learn: bool
-    """Whether others may be offered what it produces; cleared when its request id is forgotten."""
+    """Whether its output may be drafted for other sequences; cleared when its request id is forgotten."""
     is_kept: bool = True
     """Whether the session's next turn may reuse its index."""
     row: int = -1
@@ -51,7 +51,7 @@ class Running:
 
 @dataclass(eq=False)
 class Opening:
-    """A sequence that was opened and has not begun."""
+    """A sequence that `open` has prepared for `begin`."""
 
     text: np.ndarray
     """uint32 [N]: the prompt and the tokens that were committed elsewhere."""
@@ -65,7 +65,7 @@ class Opening:
         return self.text[self.running.first_learned :]
 
     def index(self) -> None:
-        """Index the text, about 0.2 us per token, unless that was done before. Any thread may call it."""
+        """Index the text, about 0.2 us per token, unless it is indexed already. Any thread may call it."""
         if not self.is_indexed:
             self.local.continue_with(self.text)
             self.is_indexed = True
@@ -89,7 +89,7 @@ class CorpusDrafter(ABC):
     ) -> None:
         """Make a drafter over `corpus`, or over a new one that a background thread maintains until `close`.
 
-        config: settings; capacity and match depth are the corpus's where one is given. stats: counters to add to.
+        config: settings; a given corpus determines capacity and match depth. stats: counters to add to.
         remember: called with the tokens and the request id of each finished request instead of `corpus.append`; it must
         copy the tokens. Raises ValueError for a policy of another class, and for a capacity or match depth that differs
         from both the default and the corpus's.
@@ -108,7 +108,7 @@ class CorpusDrafter(ABC):
         self._sequences = Sequences(config.max_draft)
         self._running: dict[int, Running] = {}
         self._opened: WeakSet[Running] = WeakSet()
-        """Running sequences and those that were opened."""
+        """Running sequences, and those that were opened but have not begun."""
         self._idle = IdleSessions(config.idle_sessions, config.idle_tokens)
 
     def start(
@@ -149,7 +149,7 @@ class CorpusDrafter(ABC):
     def propose_after(self, outcomes: Outcomes) -> DraftBatch:
         """Draft after each of K possible outcomes of verifying the last drafts, as if it had been committed.
 
-        Changes nothing that later drafts depend on. A policy that cannot do it has no draft for any outcome. Raises
+        Changes nothing that later drafts depend on. Policies that do not support it return empty drafts. Raises
         ValueError as `draft`, and for accepted tokens that are not a path of the last draft.
         """
         self._rows_of(outcomes.sequence_ids.tolist())
@@ -198,7 +198,7 @@ class CorpusDrafter(ABC):
     def forget(self, request_id: str) -> None:
         """Forget what was produced under a request id: in the corpus (see `Corpus.forget`) and in this drafter.
 
-        Call `forget_own` of other drafters that share the corpus.
+        Call `forget_own` on the other drafters that share the corpus.
         """
         self.corpus.forget(request_id)
         self.forget_own(request_id)
@@ -213,7 +213,7 @@ class CorpusDrafter(ABC):
         return self.corpus.nbytes + self.stats.nbytes + self.own_bytes
 
     def close(self) -> None:
-        """Forget the running sequences, and stop the maintenance of a corpus of its own."""
+        """Forget the running sequences, and close the corpus if this drafter made it."""
         for running in self._running.values():
             self.corpus.end_running(self._owner_of(running))
         self._running.clear()
@@ -263,7 +263,7 @@ class CorpusDrafter(ABC):
         self._running[sequence_id] = running
 
     def forget_own(self, request_id: str) -> None:
-        """Forget what was produced under a request id and is not in the corpus.
+        """Forget what was produced under a request id and is not in the corpus yet.
 
         A running sequence of that id continues, but after the next refresh no other sequence is offered its output, and
         it is not remembered. Idle sessions with a turn of that id end.
@@ -281,9 +281,9 @@ class CorpusDrafter(ABC):
         self._idle.drop(lambda idle: idle.since < time)
 
     def accepted(self, sequence_id: int, tokens: np.ndarray, verified: int) -> int:
-        """Return how many of the committed `tokens`, uint32 [n], a sequence's last draft had; 0 if it is not running.
+        """Return how many of the committed `tokens`, uint32 [n], a sequence's last draft contained.
 
-        verified: as in `Progress`.
+        verified: as in `Progress`. Returns 0 for a sequence that is not running.
         """
         running = self._running.get(sequence_id)
         return 0 if running is None else self._sequences.accepted(running.row, tokens, verified)
@@ -363,7 +363,7 @@ class CorpusDrafter(ABC):
 
 
 def _fitted(config: DrafterConfig, corpus: Corpus) -> DrafterConfig:
-    """Take capacity and match depth from a corpus. Raises ValueError where the configuration says otherwise."""
+    """Take capacity and match depth from a corpus. Raises ValueError if the configuration sets other values."""
     for name, own, default in (
         ("capacity", corpus.capacity, DrafterConfig.capacity),
         ("match_depth", corpus.depth, DrafterConfig.match_depth),

@@ -4,8 +4,8 @@ TitanML, "The Next Leap in Speculative Decoding: Inside TitanML's Takeoff Engine
 requests at an interval; search for the last 10 tokens of the context, then 9, and so on down to 1; of the text after
 the matches, cut to the draft's length, take the most frequent continuation.
 
-The buffer and its index are those of `Corpus`. Where the article sorts the buffer again at each interval, the corpus
-merges new text into its index at that interval (`DrafterConfig.refresh_interval_s`), so the matches are the same.
+The buffer and its index are those of `Corpus`. The article sorts the buffer again at each interval; the corpus merges
+new text into its index at that interval (`DrafterConfig.refresh_interval_s`), so the matches are the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 class ClassicDrafter(CorpusDrafter):
     """Drafts the most frequent continuation of the longest match in finished requests, at most 10 tokens long.
 
-    Drafts are paths whatever `draft_shape` says, and their length does not depend on their cost. The scheme has no
-    probabilities: the first token's `accept_prob` is the continuation's share of the counted matches, that of the
-    others is 1.
+    Drafts are always paths; `draft_shape` and `cost` have no effect. The scheme estimates no probabilities: the first
+    token's `accept_prob` is the continuation's share of the counted matches, that of the others is 1.
     """
 
     POLICY = "classic"
@@ -109,11 +108,11 @@ def _continuation_hash(text, position, limit):  # type: ignore[no-untyped-def]
 def most_frequent_continuation(tiers, ring, context, end, longest, most, draft):  # type: ignore[no-untyped-def]
     """Write the most frequent continuation of the longest match of a context into `draft`, uint32 [limit].
 
-    tiers, ring: of a `View`; running requests are left out. context: address of the text, whose last `longest` tokens
+    tiers, ring: of a `View`; running requests are left out. context: address of the text; its last `longest` tokens
     before `end` are searched for, then fewer. most: number of matches that are sampled, evenly spaced in the index; 0
-    counts all of them. Of equally frequent continuations the one with the most recent match wins. Continuations are
-    compared by 64-bit hashes. Returns (tokens drafted, tokens matched, matches with that continuation, matches
-    counted).
+    counts all of them. Among equally frequent continuations the one with the most recent match is chosen.
+    Continuations are compared by 64-bit hashes. Returns (tokens drafted, tokens matched, matches with that
+    continuation, matches counted).
     """
     limit, slots = len(draft), ring[RING_SLOTS]
     length = 0

@@ -21,18 +21,18 @@ class DrafterConfig:
     capacity: int = 16_000_000
     """Tokens remembered; the newest overwrite the oldest. 8 bytes each, 13 while the index is merged."""
     policy: PolicyName = "suffix"
-    """`suffix`: calibrated evidence of all matches, `SuffixDrafter`. `classic`: the baseline, `ClassicDrafter`."""
+    """`suffix`: calibrated probabilities, `SuffixDrafter`. `classic`: the baseline, `ClassicDrafter`."""
     draft_shape: DraftShape = "path"
     """`path`: a draft has one token per position. `tree`: it may have several."""
     max_draft: int = 32
     """Most tokens in one draft; 16 reach 98 to 100 % of what 32 do on recorded traffic."""
     cost: float = 0.02
-    """What verifying one more token costs, as a fraction of a step: about 0.005 for small batches, 0.1 for large ones.
+    """Cost of verifying one more token, as a fraction of a step: about 0.005 for small batches, 0.1 for large ones.
     `Progress.cost` overrides it."""
     match_depth: int = 32
     """Most context tokens that are matched; 16 lost 0.1 % on recorded traffic, more than 32 gained nothing."""
     learned_prompt_tokens: int = 32
-    """Last tokens of a prompt that are remembered with its output; whole prompts cost 1 % on recorded traffic."""
+    """Last tokens of a prompt that are remembered with its output; whole prompts lost 1 % on recorded traffic."""
     idle_sessions: int = 256
     """Most sessions whose index is kept between two turns."""
     idle_tokens: int = 4_000_000

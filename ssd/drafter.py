@@ -17,7 +17,7 @@ from ssd.stats import Stats
 from ssd.types import DraftBatch, Outcomes, Progress, check_verified
 
 ONE_EACH = np.empty(0, np.uint32)
-"""Passed for `Progress.steps` where each sequence took one step."""
+"""Value of `Progress.steps` for the kernel if each sequence took one step."""
 
 Drafted = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """An input that cannot be used; the message says which, and what to do."""
+    """An unusable input; the message names it and says what to do."""

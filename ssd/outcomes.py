@@ -1,8 +1,8 @@
 """Draft after possible outcomes of verification without changing any state that later drafts depend on.
 
 A step of the kernel commits tokens to a sequence and then drafts. Here the rows that it changes are saved before the
-step and restored after it. The last draft is hidden meanwhile, so nothing is learned from tokens that may never be
-produced.
+step and restored after it. During the step the last draft is hidden, so nothing is learned from tokens that may never
+be produced.
 """
 
 from __future__ import annotations

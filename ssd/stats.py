@@ -10,10 +10,10 @@ from ssd.kernels.jit import inline
 from ssd.sequences.tables import AGE, DEPTH, LENGTH, PATH_PROB, SOURCE
 
 LENGTHS = 65
-"""Number of match lengths with counters of their own; longer ones share the last."""
+"""Number of match lengths with separate counters; longer ones share the last."""
 POSITIONS = 129
 AGES = 40
-"""Number of ages with counters of their own: the number of bits of an age in tokens."""
+"""Number of ages with separate counters: the number of bits of an age in tokens."""
 PROB_BINS = 20
 
 # Columns of `steps`.

@@ -25,22 +25,22 @@ UINT32 = np.dtype(np.uint32)
 
 
 class Source(IntEnum):
-    """Where a draft token was found."""
+    """The text that a draft token was found in."""
 
     CORPUS = 0
-    """In another request, finished or running."""
+    """Another request, finished or running."""
     LOCAL = 1
-    """In the running request's own prompt and output."""
+    """The running request's own prompt and output."""
 
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """What happened to each sequence of a batch since its last draft, B sequences in all."""
+    """Progress of the B sequences of a batch since their last drafts."""
 
     sequence_ids: np.ndarray
     """uint64 [B]."""
     tokens: np.ndarray
-    """uint32 [T]: tokens committed since the sequence's last draft (or its start), all sequences in a row."""
+    """uint32 [T]: tokens committed since each sequence's last draft (or its start), concatenated."""
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i committed `tokens[offsets[i]:offsets[i + 1]]`."""
     verified: np.ndarray
@@ -48,7 +48,7 @@ class Progress:
     max_draft: np.ndarray
     """uint32 [B]: most draft tokens that the caller can use now."""
     cost: float | None = None
-    """What verifying one more token costs now, as a fraction of a step, above 0 to 1; None: as configured."""
+    """Current cost of verifying one more token, as a fraction of a step, above 0 to 1; None: as configured."""
     steps: np.ndarray | None = None
     """uint32 [B]: number of target steps that produced each sequence's tokens; None: one each. The last draft was
     verified in the first of them."""
@@ -77,9 +77,8 @@ class Progress:
             counts.append(self.steps)
         for array in (self.tokens, self.offsets, *counts):
             if array.dtype != UINT32 or array.ndim != 1 or not array.flags.c_contiguous:
-                raise ValueError(
-                    f"{self._name_of(array)} must be a contiguous row of uint32, not {array.dtype} {list(array.shape)}"
-                )
+                given = f"{array.dtype} {list(array.shape)}"
+                raise ValueError(f"{self._name_of(array)} must be a contiguous 1-D uint32 array, not {given}")
         sequences, bounds = len(self.sequence_ids), self.offsets.tolist()
         if len(bounds) != sequences + 1:
             raise ValueError(f"offsets has {len(bounds)} elements, not {sequences + 1}: one more than sequences")
@@ -90,10 +89,11 @@ class Progress:
                 raise ValueError(f"{self._name_of(array)} has {len(array)} elements, not {sequences}: one per sequence")
 
     def check(self, offered: Mapping[int, int]) -> None:
-        """Raise ValueError as `check_arrays`, for a sequence that is not running, appears twice or verified more tokens
-        than it was offered, and for a cost outside (0, 1].
+        """Raise ValueError for progress that `Drafter.draft` must refuse.
 
-        offered: number of tokens in the last draft of each running sequence, by id.
+        Reasons: those of `check_arrays`, a reserved token id, a sequence that is not running, appears twice or verified
+        more tokens than it was offered, and a cost outside (0, 1]. offered: number of tokens in the last draft of each
+        running sequence, by id.
         """
         self.check_arrays()
         check_tokens(self.tokens)
@@ -189,7 +189,7 @@ class Path:
     """float32 [n]: probability that each token is accepted, given the one before it."""
     source: Source = Source.CORPUS
     match_length: int = 0
-    """Number of context tokens before the draft that matched."""
+    """Number of matching context tokens before the draft."""
 
 
 NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))
@@ -204,7 +204,7 @@ class Outcomes:
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i has the outcomes `offsets[i]` up to `offsets[i + 1]`."""
     accepted: np.ndarray
-    """uint32 [K]: number of accepted tokens of the sequence's last draft, its first ones; these must be a path."""
+    """uint32 [K]: number of accepted tokens of the sequence's last draft; the draft's first tokens must be a path."""
     bonus: np.ndarray
     """uint32 [K]: the target's own token after them."""
     max_draft: np.ndarray
@@ -224,7 +224,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Commit the tokens of a step, and draft what may follow.
+        """Commit the tokens of a step, and draft the tokens that may follow.
 
         Raises ValueError for a sequence that was not started or appears twice in the batch, for more tokens verified
         than were offered, for a reserved token id, and for arrays that do not fit together.
@@ -234,7 +234,7 @@ class Drafter(Protocol):
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence. tokens: uint32 [n], committed since its last draft. verified: as in `Progress`.
 
-        learn: whether the output may be drafted for other sequences. Raises ValueError as `draft` does.
+        learn: whether the output may be drafted for other sequences. Raises ValueError as `draft`.
         """
         ...
 

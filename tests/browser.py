@@ -1,4 +1,4 @@
-"""A real browser without a window, driven through chromedriver: pages at a width, light or dark."""
+"""Headless Chrome, controlled through chromedriver, for tests of HTML pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Browser:
     def show(self, page, width, *, dark=False):
         """Load a file, or the page at an address, at a width in CSS pixels.
 
-        Gives what the console said and the addresses that were asked for.
+        Returns the console messages and the requested URLs.
         """
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", size)
@@ -50,16 +50,16 @@ class Browser:
         return said, asked
 
     def run(self, script):
-        """What a piece of JavaScript returns."""
+        """Run JavaScript and return its result."""
         return self._post("/execute/sync", {"script": script, "args": []})
 
     def picture(self, path):
-        """The whole page as a PNG."""
+        """Save the whole page as a PNG file."""
         shot = self.devtools("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def devtools(self, command, parameters):
-        """A command of the DevTools protocol."""
+        """Send a command of the DevTools protocol."""
         return self._post("/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def quit(self):
@@ -77,7 +77,7 @@ class Browser:
 
 @contextmanager
 def browser():
-    """A browser for as long as it is needed."""
+    """Yield a browser, and end it afterwards."""
     process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         port = next(found[1] for line in process.stdout if (found := re.search(r"successfully on port (\d+)", line)))

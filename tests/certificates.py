@@ -1,4 +1,4 @@
-"""Certificates for tests: of a CA, right, expired, and of another CA."""
+"""Certificate authorities for tests, and the certificates that they issue, valid or expired."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Pair:
     key: Path
 
     def replace_by(self, other: Pair) -> None:
-        """Put another certificate and key in these places, each in one go."""
+        """Replace both files, each atomically, by another certificate and key."""
         for mine, theirs in ((self.certificate, other.certificate), (self.key, other.key)):
             replace_file(mine, theirs.read_text())
 
 
 class Authority:
-    """A CA that keeps all its files in one folder."""
+    """A certificate authority whose files are in one folder."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._folder = folder
@@ -48,11 +48,11 @@ class Authority:
     def server(
         self, file: str = "server", *, names: Sequence[str] = ("localhost", "127.0.0.1"), expired: bool = False
     ) -> Pair:
-        """For a server that is reached under `names`."""
+        """Issue a certificate for a server with these host names or addresses."""
         return self._issue(file, "drafter", [_general_name(name) for name in names], expired)
 
     def client(self, common_name: str, *, uri: str | None = None, expired: bool = False) -> Pair:
-        """For a caller; with `uri` as its subject alternative name."""
+        """Issue a certificate for a caller; uri: its subject alternative name."""
         alternatives = [] if uri is None else [x509.UniformResourceIdentifier(uri)]
         return self._issue(f"{common_name}{'-expired' if expired else ''}", common_name, alternatives, expired)
 
@@ -78,14 +78,14 @@ class Authority:
 
 
 def encrypt_key(path: Path, password: bytes) -> None:
-    """Protect a private key file by a password."""
+    """Encrypt a private key file with a password."""
     key = serialization.load_pem_private_key(path.read_bytes(), None)
     encryption = serialization.BestAvailableEncryption(password)
     path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption))
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give a file new contents, as a careful administrator does: never half of them."""
+    """Replace the contents of a file atomically."""
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)

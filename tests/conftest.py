@@ -1,4 +1,4 @@
-"""Settings and fixtures for all tests. Examples are deterministic, and have no deadline since machines are shared."""
+"""Settings and fixtures for all tests. Hypothesis examples are deterministic and have no deadline."""
 
 import os
 import tempfile
@@ -19,20 +19,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 @pytest.fixture
 def socket_address():
-    """Address of a Unix socket in a temporary folder with a short path: the kernel limits socket paths to 107 bytes."""
+    """Yield the address of a Unix socket with a short path: the kernel limits socket paths to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         yield f"unix:{folder}/drafter.sock"
 
 
 @pytest.fixture
 def server(socket_address):
-    """A running sidecar at `socket_address`."""
+    """Yield a running sidecar at `socket_address`."""
     with served("--listen", socket_address, "--capacity", "100k", "--refresh-interval", "0.01") as process:
         yield process
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests that need a GPU where there is none."""
+    """Skip tests that need a GPU if there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

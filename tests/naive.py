@@ -1,4 +1,4 @@
-"""Slow, obvious versions of fast functions. They are the specification that tests compare the fast ones with."""
+"""Slow reference versions of fast functions. They are the specification that tests compare the fast ones with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEPARATOR = 0xFFFF_FFFF
 
 
 def concatenated(requests: Sequence[Sequence[int]]) -> list[int]:
-    """Return all requests that are not empty in one list, with a separator after each."""
+    """Return all non-empty requests in one list, with a separator after each."""
     return [token for request in requests if request for token in (*request, SEPARATOR)]
 
 
@@ -66,8 +66,8 @@ def levels(
 ) -> list[tuple[int, list[tuple[int, int]]]]:
     """Return the matches of a context in several texts, longest first: (tokens matched, [(text, position)]).
 
-    tiers: a text each, and the positions of it that count. A shorter match is used only if it has `growth` times the
-    occurrences of the one used before it; `rounds` lengths are tried, and at most `most` used.
+    tiers: pairs of a text and its indexed positions. A shorter match is used only if it has `growth` times the
+    occurrences of the previously used one; `rounds` lengths are tried, and at most `most` are used.
     """
     lengths = {
         (tier, position): common_length(text, position, context, len(context), depth)
@@ -114,7 +114,7 @@ def _continuation(text: Sequence[int], start: int, limit: int) -> tuple[int, ...
 
 
 def ngram_draft(text: Sequence[int], limit: int, longest: int = 4, shortest: int = 2) -> list[int]:
-    """Return what followed the most recent earlier occurrence of the longest suffix of the text (prompt lookup)."""
+    """Return the tokens after the most recent earlier occurrence of the longest suffix of the text (prompt lookup)."""
     for length in range(min(longest, len(text) - 1), shortest - 1, -1):
         run = list(text[len(text) - length :])
         for start in range(len(text) - length - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""A real Redis, as small as it gets: a free port, a folder of its own, nothing kept unless asked for."""
+"""A real Redis for tests: on a free port, in its own folder, without persistence unless arguments enable it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_TIMEOUT_S = 20.0
 
 
 class RedisServer:
-    """A redis-server that can be killed and started again, with what it has on disk, if anything."""
+    """A redis-server that can be killed and started again with its files."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.port = free_port()
@@ -28,27 +28,27 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Returns once it accepts connections."""
+        """Start the process, and return once it accepts connections."""
         command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder)]
         self._process = subprocess.Popen(
             [*command, "--save", "", *self._arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        said = []
+        output = []
         for line in self._process.stdout:
-            said.append(line)
+            output.append(line)
             if b"Ready to accept connections" in line:
                 return
-        raise AssertionError(b"".join(said).decode())
+        raise AssertionError(b"".join(output).decode())
 
     def hang(self) -> None:
-        """Stop answering until `resume`."""
+        """Suspend the process until `resume`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """As kill -9 does."""
+        """Kill the process with SIGKILL."""
         self._process.kill()
         self._process.wait(timeout=START_TIMEOUT_S)
         self._process.stdout.close()
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 @contextmanager
 def running_redis(*arguments: str):
-    """A running redis-server. Skips the test, and says so, where none is installed."""
+    """Yield a running redis-server; skip the test if none is installed."""
     if shutil.which("redis-server") is None:
         pytest.skip("NOT TESTED: redis-server is not installed; run: apt-get install redis-server")
     with tempfile.TemporaryDirectory(prefix="ssd-redis-") as folder:

@@ -1,4 +1,4 @@
-"""The real server, as its command starts it."""
+"""The real server, started by its command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SERVE = (sys.executable, "-m", "drafter_service.commands.main", "serve")
 
 @contextmanager
 def served(*arguments):
-    """A running `ssd-drafter serve`; yields its process, with what it said in `greeting`, once it listens."""
+    """Run `ssd-drafter serve`; yield its process, with its first output as `greeting`, once it listens."""
     process = subprocess.Popen([*SERVE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         process.greeting = process.stdout.readline()

@@ -1,4 +1,4 @@
-"""The wire contract is well formed, and compatible with the baseline of the last release."""
+"""The protocol definition is well formed, and compatible with the baseline of the last release."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ PLANTED = {
 
 
 def find_buf():
-    """Return the program: $BUF, beside this Python (the dev extra), on the path, or from npm."""
+    """Return the command of buf: $BUF, next to this Python (the dev extra), on the path, or from npm."""
     folders = [
         Path(sys.executable).parent,
         *os.environ.get("PATH", "").split(os.pathsep),
@@ -46,7 +46,7 @@ def buf():
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the contract and its settings that a test may change."""
+    """Return the folder of a copy of the protocol definition and its settings, which a test may change."""
     shutil.copytree(ROOT / "protos", tmp_path / "protos")
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     return tmp_path

@@ -21,11 +21,11 @@ numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def addresses():
-    """The addresses of one service, by the transport that a client uses there."""
+    """Yield the addresses of one service, by the transport that a client uses there."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         path = Path(folder)
         with served("--listen", f"unix:{path}/drafter.sock", "--capacity", "100k", "--refresh-interval", "0.01"):
-            # No step socket belongs to this name.
+            # There is no step socket with this name.
             (path / "grpc.sock").symlink_to(path / "drafter.sock")
             yield {"socket": f"unix:{path}/drafter.sock", "grpc": f"unix:{path}/grpc.sock"}
 
@@ -53,7 +53,7 @@ def test_drafts_from_the_request_itself(drafter):
 
 
 def test_drafts_and_their_probabilities_are_equal(drafter):
-    """Three requests have no token in common, so the time at which one is shown to another does not matter."""
+    """The three requests have no token in common, so the time at which one becomes visible to another has no effect."""
     rng = np.random.default_rng(0)
     texts = {number: (1000 * number + rng.integers(0, 6, 120)).astype(np.uint32) for number in range(3)}
     with SuffixDrafter(DrafterConfig(capacity=100_000)) as reference:
@@ -156,7 +156,7 @@ def test_propose_drafts_after_a_context(drafter):
     assert drafter.propose([], 4).tokens.tolist() == []
     assert len(drafter.propose([1, 2, 1]).tokens) > 0
     for wrong in ([-1], [1 << 32], [1.5], [0xFFFF_FFFF]):
-        with pytest.raises(ValueError, match=r"token|whole numbers"):
+        with pytest.raises(ValueError, match=r"token|integers"):
             drafter.propose(wrong)
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ssd", "drafter_service", "engine")
 MAX_ENTRIES = 12
-"""Files and folders at the top of a package, without `__init__.py` and `py.typed`."""
+"""Maximum number of files and folders at the top of a package, without `__init__.py` and `py.typed`."""
 
 ALLOWED = {
     "ssd": {"ssd", "numpy", "numba", "llvmlite"},
@@ -59,7 +59,7 @@ ALLOWED = {
         "uvicorn",
     },
 }
-"""Modules that a package may import, beside the standard library; `ssd` may not import `socket`."""
+"""Modules that a package may import in addition to the standard library; `ssd` may not import `socket`."""
 
 TORCH_FREE_IMPORT = """
 import pkgutil, sys, ssd, drafter_service
@@ -97,7 +97,7 @@ def import_graph():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_only_what_is_allowed(package):
+def test_a_package_imports_only_allowed_modules(package):
     def allowed(module):
         if any(module == name or module.startswith(name + ".") for name in ALLOWED[package]):
             return True

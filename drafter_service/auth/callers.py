@@ -43,7 +43,7 @@ from drafter_service.auth.watched import read_file
 from ssd.errors import UserError
 
 MAX_NAME_SHOWN = 80
-"""Characters of a namespace's name in a refusal."""
+"""Maximum number of characters of a namespace's name in an error."""
 
 RightName = Literal["read", "learn", "admin"]
 Printable = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -68,7 +68,7 @@ EVERY_RIGHT = Right.READ | Right.LEARN | Right.ADMIN
 
 
 class AccessDeniedError(Exception):
-    """A call is refused; `code` is the gRPC status that it ends with."""
+    """The caller has no access; `code` is the gRPC status of the call."""
 
     code: ClassVar[grpc.StatusCode]
 
@@ -107,7 +107,7 @@ class Caller:
 
 
 EVERYBODY = Caller("everybody", ("*",), EVERY_RIGHT)
-"""The caller without a callers file: only the address is protected."""
+"""The caller of every call if there is no callers file."""
 
 
 # --- The callers file
@@ -153,17 +153,17 @@ class Callers:
         return found
 
     def with_certificate(self, names: Collection[str]) -> Caller | None:
-        """Return the caller with a certificate of one of these names, the first name first."""
+        """Return the caller with a certificate of one of these names; earlier names take precedence."""
         return next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
 
 
 def sha256_of(token: str) -> str:
-    """Return the hash that a callers file has of a token."""
+    """Return the hash of a token, as a callers file contains it."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read_callers(path: Path, *, certificates: bool) -> Callers:
-    """Read a callers file; `certificates` says whether clients present certificates.
+    """Read a callers file; certificates: whether clients present certificates.
 
     Raises UserError, with the key, for a file that cannot be used or that is writable by everybody.
     """
@@ -177,7 +177,7 @@ def read_callers(path: Path, *, certificates: bool) -> Callers:
 
 
 def parse_callers(text: str, *, certificates: bool) -> list[Entry]:
-    """Return the entries of a callers file. Raises ValueError, or UserError with the key; neither quotes the text."""
+    """Return the entries of a callers file. Raises ValueError, or UserError with the key, without quoting the text."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).caller
     except ValidationError as problem:

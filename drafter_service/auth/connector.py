@@ -27,7 +27,7 @@ class ClientAccess:
     """Files with which a client authenticates the service and itself. All are PEM except the token."""
 
     ca: Path | None = None
-    """CAs of the service's certificate. Setting it switches TLS on."""
+    """CAs of the service's certificate. Setting it enables TLS."""
     certificate: Path | None = None
     """The client's certificate and intermediate ones, for a service with `client_ca`."""
     key: Path | None = None
@@ -40,7 +40,7 @@ class ClientAccess:
     """Send the token unencrypted over a network."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that contradict one another."""
+        """Raise ValueError for contradictory settings."""
         for given, needed in (("certificate", "key"), ("key", "certificate"), ("certificate", "ca")):
             if getattr(self, given) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{given} needs {needed}")
@@ -50,7 +50,7 @@ class Connector:
     """Opens channels to one address. Certificates are read for each channel, so renewed ones apply to the next."""
 
     def __init__(self, address: Address, access: ClientAccess, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises UserError for unusable files, and for a token that would be sent unencrypted over a network."""
+        """Check the files. Raises UserError for unusable ones, and for a token that a network could read."""
         self._address = address
         self._access = access
         self._token: Watched[str] | None = None

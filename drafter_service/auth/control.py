@@ -54,12 +54,12 @@ class Credentials:
 class AccessControl:
     """Checks the rights of callers.
 
-    Without a callers file everybody who can connect has every right: on a Unix socket those with file permissions, on
-    loopback everybody on the machine, and with `client_ca` those with a certificate.
+    Without a callers file everybody who can connect has every right: whoever the permissions of the Unix socket admit,
+    every user of the machine on loopback, and with `client_ca` every client with a certificate.
     """
 
     def __init__(self, config: AccessConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises UserError for an unusable callers file. Later changes that make it unusable are logged and ignored."""
+        """Read the callers file. Raises UserError if it is unusable; later invalid changes are logged and ignored."""
         self._callers: Watched[Callers] | None = None
         if config.callers is not None:
             read = partial(read_callers, config.callers, certificates=config.client_ca is not None)
@@ -67,7 +67,7 @@ class AccessControl:
 
     @asynccontextmanager
     async def authorize(self, context: Context) -> AsyncIterator[AuthorizedCall]:
-        """Identify the caller. AccessDeniedError, here or raised inside the block, ends the call with its status."""
+        """Identify the caller. An AccessDeniedError, also one raised in the block, ends the call with its status."""
         try:
             yield AuthorizedCall(credentials_of(context), self._callers)
         except AccessDeniedError as denied:
@@ -78,7 +78,7 @@ class AuthorizedCall:
     """One call or stream and its caller. Rights are those in the callers file at the time of each check."""
 
     def __init__(self, credentials: Credentials, callers: Watched[Callers] | None) -> None:
-        """Raises UnauthenticatedError."""
+        """Identify the caller. Raises UnauthenticatedError."""
         self._credentials = credentials
         self._callers = callers
         self._known = None if callers is None else callers.current()

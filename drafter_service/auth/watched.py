@@ -1,4 +1,4 @@
-"""Files of certificates, tokens and callers: reading, checking, and reading again when they change."""
+"""Read and check files of certificates, tokens and callers, and reload them when they change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Watched(Generic[T]):
         self._check_interval_s = check_interval_s
         self._clock = clock
         self._checking = threading.Lock()
-        # The signature is taken first, so that a change during the reading is noticed.
+        # The signature is computed first, so that a change while the files are read is detected.
         self._signature = self._sign()
         self._value = read()
         self._next_check = clock() + check_interval_s

@@ -30,7 +30,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         """sources: templates by name; tokens: special tokens by the name that templates have for them.
 
-        Raises whatever jinja2 raises about the sources.
+        Raises the exceptions of jinja2 for invalid sources.
         """
         environment = _environment()
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
@@ -44,7 +44,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text that the model gets. Raises RefusedMessagesError.
+        """Return the text of the model's input. Raises RefusedMessagesError.
 
         arguments: further variables of the template, such as `enable_thinking`.
         """

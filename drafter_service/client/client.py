@@ -44,7 +44,7 @@ CLOSE_TIMEOUT_S = 2.0
 FORGET_TIMEOUT_S = 60.0
 """Longest wait for `forget`, which rebuilds a part of the index and saves the namespace."""
 
-# Each channel connects at once: how long to wait is decided here.
+# Without a shared subchannel each channel connects at once, without gRPC's backoff; the client has its own.
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 NO_TOKENS = np.empty(0, np.uint32)
@@ -54,9 +54,9 @@ EXPECTED_ENDS = (grpc.RpcError, RefusedError, WireError, UserError)
 
 
 class DrafterClient:
-    """A drafter behind a stream, with the interface of the embedded drafter.
+    """Client of a drafter service, with the interface of the embedded drafter.
 
-    One thread uses it. `on_lost` is called from another.
+    Only one thread may use it. `on_lost` is called from another thread.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DrafterClient:
         self._is_required = required
         self._is_closing = False
         self._own_end: StreamEnd | None = None
-        """The reason, if this client ended the stream."""
+        """Reason why this client ended the stream; None if it did not."""
         self._lock = threading.Lock()
         """Guards the protocol."""
         self._stream: Stream | None = None
@@ -131,8 +131,8 @@ class DrafterClient:
         """Begin a sequence with its prompt, uint32 [P].
 
         session_id: shared by the turns of a conversation. request_id: a name by which to `forget` what the sequence
-        produces, at most 512 bytes as UTF-8, as is session_id. learn: whether anything of it may be learned, or drafted
-        to others while it runs. Raises ValueError for an id in use, a reserved token id and a name that is too long.
+        produces. Both have at most 512 bytes in UTF-8. learn: whether its text may be learned, and drafted for other
+        sequences while it runs. Raises ValueError for an id in use, a reserved token id and a name that is too long.
         """
         self._check_process()
         with self._lock:
@@ -173,7 +173,7 @@ class DrafterClient:
     def propose_after(self, outcomes: Outcomes) -> DraftBatch:
         """Wait, at most until the deadline, for drafts after each of K possible outcomes of verifying the last drafts.
 
-        Changes nothing. There is no draft for sequences whose last draft is not the service's last one. Raises
+        Changes no state. Sequences whose last draft is not the service's last draft for them have no drafts. Raises
         ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
         return self._await_drafts(lambda: self._protocol.propose_after(outcomes))
@@ -219,7 +219,7 @@ class DrafterClient:
     def close(self) -> None:
         """Let the service process all sent requests, then end the stream. `on_lost` may call this.
 
-        In a fork of the process that connected, only the descriptors of the connection are closed.
+        In a forked child of the process that connected, only the descriptors of the connection are closed.
         """
         if self._is_fork:
             if self._stream is not None:
@@ -257,7 +257,7 @@ class DrafterClient:
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
-        """Raise UserError in a fork, whose messages would mix with its parent's."""
+        """Raise UserError in a forked child, whose messages would mix with the parent's."""
         if self._is_fork:
             raise UserError(f"this client belongs to process {self._process}; make another one in each process")
 
@@ -281,7 +281,7 @@ class DrafterClient:
         # Waiting here lets the service run where the engine's threads use every core.
         try:
             self._receive_until(lambda: self._protocol.is_settled(turn), stream, time.monotonic() + self._deadline_s)
-        finally:  # An interrupt, too, ends the wait.
+        finally:  # Also after a KeyboardInterrupt.
             with self._lock:
                 self._is_waiting = False
                 self._receive()

@@ -1,4 +1,4 @@
-"""State of a client's connection: the reason of its loss, when to reconnect, and what to report."""
+"""State of a client's connection: the reason for its loss, when to reconnect, and what to report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StreamEnd:
 
 
 class ConnectionState:
-    """Whether a client is connected, and when it reconnects. Opens no connections."""
+    """Records whether a client is connected and decides when it reconnects; opens no connections."""
 
     def __init__(self, rng: Random) -> None:
         self.lost: str | None = "there was no connection yet"

@@ -50,7 +50,7 @@ class Stream(Protocol):
         """Release all resources, and end the waits of other threads."""
 
     def abandon(self) -> None:
-        """In a fork, release what can be released without harm to the parent process's stream."""
+        """Release resources in a forked child, as far as this does not affect the parent's stream."""
 
 
 class GrpcStream:
@@ -116,7 +116,7 @@ class GrpcStream:
         self._arrivals.put(None)
 
     def abandon(self) -> None:
-        """Do nothing: gRPC's calls are not safe in a fork, so its descriptors remain open."""
+        """Do nothing: gRPC's calls are not safe in a forked child, so its descriptors remain open."""
 
     def _messages(self) -> Iterator[pb.DraftRequest]:
         for request in iter(self._requests.get, None):

@@ -31,7 +31,7 @@ class Phase(Enum):
 
     OFFLINE = auto()
     HANDSHAKE = auto()
-    """The hello was sent and is not answered."""
+    """The hello was sent and has not been answered."""
     READY = auto()
 
 
@@ -149,17 +149,17 @@ class PendingRequests:
         return self._awaited
 
     def is_waiting(self, step: int) -> bool:
-        """Whether the drafts of a request are outstanding."""
+        """Return whether the drafts of a request are outstanding."""
         return self._awaited == step and self._drafts is None
 
     def is_cut(self, step: int) -> bool:
-        """Whether the stream of a request has ended before the request was answered."""
+        """Return whether the stream of a request ended before the request was answered."""
         return self._awaited != step
 
     def take_drafts(self) -> pb.Drafts | None:
         """Stop waiting for the awaited drafts; return them if they have arrived."""
         drafts = self._drafts
-        # Each further consecutive miss doubles the number of skipped steps.
+        # Each consecutive miss doubles the number of skipped steps.
         if drafts is not None:
             self._misses = 0
         elif not self._is_delayed:

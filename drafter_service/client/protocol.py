@@ -140,7 +140,7 @@ class Protocol:
         return turn
 
     def is_settled(self, turn: Turn) -> bool:
-        """Whether the drafts have arrived, or cannot arrive any more."""
+        """Return whether the drafts have arrived, or can no longer arrive."""
         return turn.step is None or not self.pending.is_waiting(turn.step)
 
     def settle(self, turn: Turn) -> DraftBatch:

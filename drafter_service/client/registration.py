@@ -2,7 +2,7 @@
 
 A new sequence is sent at once. Lost sequences, as after a restart of the service, are sent in parts, each when the
 previous part has been answered, so that no step waits for all of them. A service that has too many tokens drops
-sequences, and registering these again would drop others. So a sequence for which there is no room waits, without
+sequences; registering them again would make it drop others. So a sequence for which there is no room waits, without
 drafts, until others have ended.
 """
 
@@ -96,7 +96,7 @@ class Registration:
         return self._running.unregister(lost) if lost else 0
 
     def connection_lost(self) -> int:
-        """Record that the service has no sequence any more; return the number of running ones that it had."""
+        """Record that the service has lost all sequences; return the number of running ones that it had."""
         again = [finished for part in self._unconfirmed.values() for finished in part]
         self._unconfirmed.clear()
         self._finished.extendleft(reversed(again))
@@ -203,7 +203,7 @@ class Registration:
             if finished.unsent_bytes <= MAX_TEXT_BYTES and fits:
                 continue
             if finished.is_registered:
-                # It is sent without the unsent tokens, so that the service drops it.
+                # Its end is sent without the unsent tokens, so that the service drops the sequence.
                 self.discarded += finished.learn
                 self._finished_bytes -= 4 * (len(finished.committed) - finished.sent)
                 finished.learn, finished.committed = False, finished.committed[: finished.sent].copy()

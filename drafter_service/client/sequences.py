@@ -252,7 +252,7 @@ class RunningSequences:
         return len(lost)
 
     def unregister_all(self) -> int:
-        """Record that the service has no sequence any more; return the number that it had."""
+        """Record that the service has lost all sequences; return the number that it had."""
         registered = self._registered_rows()
         self._unregister_rows(registered)
         return len(registered)

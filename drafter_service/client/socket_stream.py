@@ -53,7 +53,7 @@ class SocketStream:
     """A `Stream` over a connected socket."""
 
     def __init__(self, connection: socket.socket, authorization: str) -> None:
-        """Take over the connection, even if this raises OSError."""
+        """Take ownership of the connection, even if this raises OSError."""
         self.failure: StreamError | WireError | None = None
         """See `Stream.failure`."""
         self._socket = connection
@@ -163,7 +163,7 @@ class SocketStream:
         try:
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(timeout_s * 1e3))
-        except (ValueError, OSError):  # It was closed meanwhile.
+        except (ValueError, OSError):  # The stream was closed concurrently.
             return self._closed.wait(timeout_s)
 
     def _wake_pump(self) -> None:

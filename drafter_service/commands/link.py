@@ -35,7 +35,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--token-file", type=_FILE, help="File with a bearer token."),
         click.option("--key", type=_FILE, help="Private key of --certificate."),
         click.option("--certificate", type=_FILE, help="Certificate of the caller, for mutual TLS."),
-        click.option("--ca", type=_FILE, help="CAs of the service's certificate; switches TLS on."),
+        click.option("--ca", type=_FILE, help="CAs of the service's certificate; enables TLS."),
         click.option("--address", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Address of the service."),
     ):
         with_link = option(with_link)

@@ -26,7 +26,7 @@ def precompile() -> None:
     import time
 
     began = time.perf_counter()
-    click.echo("compiling the drafter's kernels (about a minute at the first time)...")
+    click.echo("compiling the drafter's kernels (about a minute the first time)...")
     from ssd.drafter import SuffixDrafter
 
     SuffixDrafter().close()

@@ -46,7 +46,7 @@ def report(
     passages: bool,
     tokenizer: Path | None,
 ) -> None:
-    """Show what drafting saves, as tables, as an HTML page, or as JSON."""
+    """Report the savings from drafting, as tables, as an HTML page, or as JSON."""
     if snapshot is not None and (passages or namespace):
         raise UserError("a snapshot has one namespace and no passages; remove --passages and --namespace")
     if tokenizer is not None and not passages:
@@ -85,7 +85,7 @@ def report(
 )
 @click.option("--once", is_flag=True, help="Print one interval and exit. Default without a terminal.")
 def top(link: Link, namespace: str, interval: float, once: bool) -> None:
-    """Watch what a service does now; q quits."""
+    """Show the current rates of a service; q quits."""
     from rich.console import Console
 
     from drafter_service.observability.report.top import keys, print_once, wait_without_keys, watch

@@ -36,7 +36,7 @@ FLAGS = {
     "log_level": "reports.log_level",
     "log_format": "reports.log_format",
 }
-"""Settings of the flags. A flag that is not given is None."""
+"""Setting of each flag. The value of a flag that is not given is None."""
 
 
 @click.command()
@@ -46,7 +46,7 @@ FLAGS = {
 @click.option(
     "--policy",
     type=click.Choice(["suffix", "classic"]),
-    help="How drafts are found: all matches, calibrated (suffix), or the baseline scheme (classic).  [default: suffix]",
+    help="Drafting policy: calibrated drafts from all matches (suffix), or the baseline (classic).  [default: suffix]",
 )
 @click.option(
     "--max-draft",
@@ -60,15 +60,15 @@ FLAGS = {
     help="Cost of verifying one more token, as a fraction of a step, where engines do not report it.  [default: 0.02]",
 )
 @click.option("--refresh-interval", type=float, metavar="SECONDS", help="Time between two updates of the index.")
-@click.option("--memory-limit", type=Quantity(), help="Bytes of all loaded namespaces.  [default: 4G]")
+@click.option("--memory-limit", type=Quantity(), help="Maximum bytes of all loaded namespaces.  [default: 4G]")
 @click.option(
-    "--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Where namespaces are stored."
+    "--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Folder that stores the namespaces."
 )
 @click.option("--snapshot-interval", type=float, metavar="SECONDS", help="Time between two snapshots.  [default: 300]")
 @click.option("--log", metavar="URL", help="redis://... of a log that replicas share.")
 @click.option("--metrics", metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
-@click.option("--certificate", type=_FILE, help="The service's certificate; switches TLS on.")
-@click.option("--key", type=_FILE, help="Its private key.")
+@click.option("--certificate", type=_FILE, help="The service's certificate; enables TLS.")
+@click.option("--key", type=_FILE, help="Private key of --certificate.")
 @click.option("--client-ca", type=_FILE, help="CAs of the callers' certificates, which are then required.")
 @click.option("--callers", type=_FILE, help="TOML file with callers and their rights (see ssd-drafter token).")
 @click.option("--allow-plaintext", is_flag=True, default=None, help="Listen on a network without TLS.")

@@ -16,7 +16,7 @@ def _split(_context: click.Context, _parameter: click.Parameter, value: str) -> 
 
 
 @click.command()
-@click.option("--name", required=True, help="Name of the caller, shown in refusals.")
+@click.option("--name", required=True, help="Name of the caller, shown in errors.")
 @click.option(
     "--namespaces",
     required=True,

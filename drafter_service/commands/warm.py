@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAME",
     help="Field or column to learn, such as answer or meta.answer; if repeated, the last one is the output and "
-    "the others are its prompt.  [default: the usual ones]",
+    "the others are its prompt.  [default: known names]",
 )
 @click.option("--whole-prompts", is_flag=True, help="Learn whole prompts instead of their ends.")
 @click.option(

@@ -1,1 +1,1 @@
-"""Warm-up: logs and text of many kinds become documents of token ids, for a corpus or a running service to learn."""
+"""Warm-up: convert logs and text of many formats to documents of token ids, and add them to a corpus or service."""

@@ -60,7 +60,7 @@ class Batch(NamedTuple):
 
 
 def read_batches(files: Sequence[File], resume: Resume, reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
-    """Yield what an earlier load has not read yet, and count files by format in `kinds`. Raises only UserError."""
+    """Yield the items that earlier loads have not read, and count files by format in `kinds`. Raises only UserError."""
     return _grouped(_read_files(files, resume, reading, kinds), reading.block_bytes)
 
 
@@ -94,7 +94,7 @@ def _read_file(file: File, position: Position, before: int, reading: Reading, ki
 
 
 def _grouped(batches: Iterable[Batch], nbytes: int) -> Iterator[Batch]:
-    """Combine batches up to a size. The boundaries depend only on where reading started."""
+    """Combine batches up to a size. The boundaries depend only on the position at which reading started."""
     items: list[Item] = []
     marks: dict[str, Mark] = {}
     bytes_read = size = 0

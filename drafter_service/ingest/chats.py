@@ -83,7 +83,7 @@ def _message(message: object) -> Message | None:
 
 
 def _tool_call(call: object) -> Message | None:
-    """A call with its arguments as an object, because templates convert them to JSON themselves."""
+    """Return a call with its arguments as an object, because templates convert them to JSON themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return None

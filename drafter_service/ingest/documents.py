@@ -21,7 +21,7 @@ class Item(NamedTuple):
 
     name: str
     prompt: Part | None
-    """The end of the prompt, or the whole prompt with `Reading.whole_prompts`."""
+    """The last part of the prompt, or the whole prompt with `Reading.whole_prompts`."""
     output: Part
 
     @property
@@ -93,7 +93,7 @@ class Sink(Protocol):
         """Learn documents. Blocks while the sink is busy."""
 
     def commit(self) -> None:
-        """Wait until all accepted documents are stored: a load that is interrupted later continues after them."""
+        """Wait until all accepted documents are stored, so that an interrupted load continues after them."""
 
     def finish(self) -> Totals:
         """Commit for the last time."""

@@ -1,4 +1,4 @@
-"""Find files by path or URL and open them as streams of bytes, through fsspec. The contents do not matter here."""
+"""Find files by path or URL and open them as streams of bytes, through fsspec; contents are not interpreted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssd.errors import UserError
 CODECS = {"gz": "gzip", "zst": "zstd", "bz2": "bz2", "xz": "xz", "lz4": "lz4"}
 """Compression by suffix, with the names of fsspec."""
 PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
-"""Packages to install for those that Python lacks."""
+"""Packages for the compressions that Python's standard library lacks."""
 VERSIONS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "md5Hash")
 """Metadata of file systems that change when a file changes; the first available one is used."""
 SKIP_BYTES = 1 << 20
@@ -36,7 +36,7 @@ class File:
     size: int
     """Bytes; 0 if not known."""
     version: str
-    """Changes when the file does."""
+    """A string that changes whenever the file does."""
 
     @property
     def codec(self) -> str | None:
@@ -115,7 +115,7 @@ def _files_of(source: str) -> list[File]:
         infos = []
     except ImportError as problem:
         raise UserError(f"{source}: a package is missing to read it: {problem}") from None
-    except Exception as problem:  # Object stores raise errors of their own kinds.
+    except Exception as problem:  # Object stores raise exceptions of many types.
         raise UserError(f"{source}: cannot be read: {problem or type(problem).__name__}") from None
     if not infos:
         raise UserError(f"{source}: there is no such file; give a path, a folder, a glob or a URL")
@@ -127,7 +127,7 @@ def _absolute(source: str) -> str:
 
 
 def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
-    """Metadata of the files at a path, without hidden files and folders."""
+    """Yield the metadata of the files at a path, without hidden files and folders."""
     if any(sign in path for sign in "*?[") and not fs.exists(path):
         for found in sorted(fs.glob(path)):
             yield from _infos(fs, found)

@@ -12,12 +12,14 @@ from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 
 MAX_JSON_LINE = 32 << 20
-"""Bytes; longer lines are skipped. A request of a million tokens has about 7 MB, 12 MB with its text."""
+"""Maximum length of a line in bytes; longer lines are skipped. A request of a million tokens has about 7 MB, 12 MB with
+its text."""
 NOT_JSON = "not JSON"
 JSON_TOO_LONG = f"a line longer than {MAX_JSON_LINE >> 20} MiB"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 1 << 16
-"""Longer files are split at the end of a line. Matches have at most 32 tokens, so little is lost."""
+"""Maximum size of a document in bytes. Longer files are split at the end of a line; matches have at most 32 tokens, so
+little is lost."""
 MAX_TEXT_LINE = 1 << 20
 NOT_UTF8 = "text that is not UTF-8"
 TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"

@@ -52,7 +52,7 @@ def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[
 
 
 def _values(column: Any) -> list[Any]:
-    """Values of a column; lists of integers as arrays."""
+    """Return the values of a column, lists of integers as arrays."""
     import pyarrow as pa
 
     kind = column.type

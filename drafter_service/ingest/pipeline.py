@@ -27,15 +27,15 @@ PAUSE_S = 0.05
 BATCHES_READ = 2
 """Batches that wait to be tokenized."""
 TOKENIZERS = 2
-"""Batches that are tokenized at the same time: while the ids of one are copied, the library works on the other."""
+"""Batches that are tokenized at the same time: while the ids of one are copied, the library tokenizes the other."""
 BATCHES_ENCODED = 16
 """Batches that wait for the sink. They are small, and the sink takes seconds when it sorts or saves."""
 MAX_UNREADABLE = 1000
-"""Texts without a tokenizer before the load fails, if there is no document."""
+"""Number of texts after which a load without a tokenizer fails if it has no document."""
 
 
 class LoadProgress(NamedTuple):
-    """LoadProgress of a load."""
+    """Progress of a load."""
 
     bytes_read: int
     documents: int
@@ -98,7 +98,7 @@ def _encoded(
 
 
 def _check_readable(reading: Reading, most: int) -> None:
-    """Without a tokenizer, some text among token ids is only counted; text alone is an error."""
+    """Raise UserError if a load without a tokenizer finds only text; some text among token ids is only counted."""
     fault = reading.faults.by_reason.get(NO_TOKENIZER)
     if fault and fault.count >= most:
         raise UserError(f"{fault.places[0]} is text; give the folder of the model's tokenizer with --tokenizer FOLDER")
@@ -108,14 +108,14 @@ def _check_readable(reading: Reading, most: int) -> None:
 
 
 class _End:
-    """Marks the end of the items, with the error if there was one."""
+    """The end of the items, with the error if there was one."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 def prefetched(items: Iterable[A], most: int) -> Generator[A, None, None]:
-    """Yield items that a thread of its own fetches in advance, at most `most` + 1 of them.
+    """Yield items that a separate thread fetches in advance, at most `most` + 1 of them.
 
     Errors of fetching are raised here. The thread ends when this iterator is closed.
     """

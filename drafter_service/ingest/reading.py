@@ -1,4 +1,4 @@
-"""Options of a load, and the way from records and texts to documents."""
+"""Options of a load, and the conversion of records and texts to documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssd.types import offsets_of
 BLOCK_BYTES = 1 << 20
 PREFIX_TOKENS = DrafterConfig.learned_prompt_tokens
 PREFIX_CHARS = 32 * PREFIX_TOKENS
-"""Characters of a prompt's end that contain its last `PREFIX_TOKENS` tokens. Tokenizing whole prompts is slow."""
+"""Number of last characters of a prompt in which `PREFIX_TOKENS` tokens fit. Tokenizing whole prompts is slow."""
 
 
 @dataclass(frozen=True)

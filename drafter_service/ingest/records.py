@@ -63,7 +63,7 @@ def find_outputs(record: object, fields: tuple[str, ...] = ()) -> list[Found]:
 
 
 def _exchange(record: Record) -> Iterator[Found]:
-    """A request to an OpenAI-compatible service with its answer, or only the answer."""
+    """Yield the outputs of a request to an OpenAI-compatible service with its answer, or only the answer."""
     answer = _body(record.get("response")) or record
     choices = answer.get("choices")
     if not isinstance(choices, list):
@@ -77,7 +77,7 @@ def _exchange(record: Record) -> Iterator[Found]:
 
 
 def _body(value: object) -> Record | None:
-    """An object, which may be encoded as a JSON string, or be the field `body` of another object."""
+    """Return an object that may be encoded as a JSON string, or be the field `body` of another object."""
     value = _parsed(value)
     if not isinstance(value, dict):
         return None
@@ -133,7 +133,7 @@ def _text_columns(record: Record) -> Iterator[Found]:
 
 
 def _conversation(record: Record) -> Iterator[Found]:
-    """Each message of the assistant is an output; all messages before it are its prompt."""
+    """Yield each message of the assistant as an output, with all messages before it as its prompt."""
     for name in CONVERSATIONS:
         chat = chat_of(record.get(name), record.get("tools"))
         if chat is None:
@@ -199,7 +199,7 @@ def _first_ids(record: Record, names: tuple[str, ...]) -> np.ndarray | None:
 
 
 def _ids(value: object) -> np.ndarray | None:
-    """Token ids, uint32 [N]; None if the value is not a list of numbers. Raises RecordError for invalid ids."""
+    """Return token ids, uint32 [N]; None if the value is not a list of numbers. Raises RecordError for invalid ids."""
     if isinstance(value, np.ndarray):
         return token_ids(value) if len(value) else None
     if not isinstance(value, list) or not value or not isinstance(value[0], (int, float)):

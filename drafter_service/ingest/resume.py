@@ -35,7 +35,7 @@ class Resume:
     """Positions from which to continue with each file. Without a path nothing is stored."""
 
     def __init__(self, path: Path | None, into: str) -> None:
-        """`into`: the destination of the load. Raises UserError for a file of another load."""
+        """Read the progress file, if any, of a load into `into`. Raises UserError for the file of another load."""
         self._path = path
         self._state = ResumeFile(into=into)
         if path is None or not path.exists():
@@ -66,7 +66,7 @@ class Resume:
         return None if done.is_done else Position(done.offset, done.item)
 
     def note(self, file: File, position: Position, is_done: bool) -> None:
-        """Note that a file was learned up to a position."""
+        """Record that a file was learned up to a position."""
         self._state.files[file.name] = FileProgress(
             size=file.size, version=file.version, offset=position.offset, item=position.item, is_done=is_done
         )

@@ -39,7 +39,7 @@ class RemoteSink:
     def __init__(
         self, connector: Connector, namespace: str, model: ModelIdentity, describe: Callable[[grpc.RpcError], str]
     ) -> None:
-        """`describe` returns a message for an error. Raises UserError if the service is unreachable or refuses."""
+        """Open the stream. `describe` returns a message for an error. Raises UserError if the service refuses it."""
         self._describe = describe
         self._channel = connector.open()
         self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()

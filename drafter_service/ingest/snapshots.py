@@ -37,7 +37,7 @@ def read_snapshot(file: File, start: Position, reading: Reading) -> Iterator[Chu
 
 
 def _chunk_end(text: np.ndarray, first: int, size: int) -> int:
-    """Position after the last separator among the `size` tokens from `first` on, or after the next separator."""
+    """Return the position after the last separator among the `size` tokens from `first` on, or after the next one."""
     while True:
         ends = np.flatnonzero(text[first : first + size] == SEPARATOR)
         if len(ends):
@@ -48,7 +48,7 @@ def _chunk_end(text: np.ndarray, first: int, size: int) -> int:
 
 
 def _requests(text: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Beginning and end of each request. Forgotten text consists of separators."""
+    """Yield the beginning and end of each request. Forgotten text consists of separators."""
     for last in (first + np.flatnonzero(text[first:end] == SEPARATOR)).tolist():
         if last > first:
             yield first, last
@@ -56,7 +56,7 @@ def _requests(text: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int
 
 
 def _name(file: File, number: int, first: int, firsts: np.ndarray, names: np.ndarray) -> str:
-    """A name from the hash of the request's name, so that the same request is recognized in any snapshot."""
+    """Return a name from the hash of the request's name, so that the same request is recognized in any snapshot."""
     row = int(np.searchsorted(firsts, first, side="right")) - 1
     hashed = int(names[row]) if row >= 0 else 0
     return f"#{hashed & 0xFFFF_FFFF_FFFF_FFFF:016x}" if hashed else f"{file.name}:{number}"

@@ -1,6 +1,6 @@
 """Token ids in files of numpy, or raw, read as a stream.
 
-Each row of a 2-D array is a document. An .npz file may have `offsets` [D + 1] beside `tokens`, or `prompt_len` and
+Each row of a 2-D array is a document. An .npz file has `tokens`, and may have `offsets` [D + 1], or `prompt_len` and
 `output_len` [D]. Longer documents are split into pieces.
 """
 

@@ -1,4 +1,4 @@
-"""Text to token ids, with the tokenizer and the chat template of a model folder."""
+"""Convert text to token ids, with the tokenizer and the chat template of a model folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 CHARS_AT_ONCE = 1 << 18
-"""Characters per call of the library, which needs hundreds of bytes per token; small calls use fewer threads."""
+"""Characters per call of the library: it needs hundreds of bytes per token, but uses fewer threads for small calls."""
 REFUSED = "messages that the model's chat template refuses"
 WITHOUT = "the messages of a prompt are concatenated"
 
@@ -47,7 +47,7 @@ class Vocabulary:
     """Tokenizer and chat template of one model. Any thread may use it."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` and errors as in `load_tokenizer`."""
+        """Load the tokenizer of a model folder; errors as in `load_tokenizer`."""
         self._tokenizer = load_tokenizer(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """Groups of texts for one call of the library each."""
+    """Yield groups of texts, each for one call of the library."""
     group: list[str] = []
     chars = 0
     for text in texts:
@@ -93,7 +93,7 @@ class ChatFormatter:
             self.note = f"{problem}; {WITHOUT}"
 
     def prompt_text(self, chat: Chat) -> str:
-        """Return the text that the model gets before its answer. Raises RecordError."""
+        """Return the text of the model's input before its answer. Raises RecordError."""
         if self._template is None:
             self.was_missing = True
             return "".join(f"{plain_text(message)}\n" for message in chat.messages)

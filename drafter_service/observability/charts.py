@@ -14,18 +14,18 @@ from importlib.resources import files
 from typing import NamedTuple
 
 Scale = Callable[[float], float]
-"""From a value to a position in pixels."""
+"""Function from a value to a position in pixels."""
 Point = tuple[float, float]
 
 MAX_TICKS = 5
 LABEL_GAP = 8
 """Pixels between an axis and its labels."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Content security policy: nothing is loaded and no script runs, whatever a name or text on the page contains."""
+"""Content security policy: nothing is loaded and no script runs, even if a text on the page contains markup."""
 
 
 class Value(NamedTuple):
-    """A number and the function that formats it for people. None: not known."""
+    """A number and the function that formats it for display. None: not known."""
 
     number: float | None
     format: Callable[[float | None], str]
@@ -61,11 +61,11 @@ class Frame(NamedTuple):
         return self.height - self.bottom
 
     def x_scale(self, first: float, last: float) -> Scale:
-        """Scale from `first` at the left end of the plotting area to `last` at its right end."""
+        """Return a scale from `first` at the left end of the plotting area to `last` at its right end."""
         return linear(first, last, self.left, self.right_edge)
 
     def y_scale(self, first: float, last: float) -> Scale:
-        """Scale from `first` at the lower end of the plotting area to `last` at its upper end."""
+        """Return a scale from `first` at the lower end of the plotting area to `last` at its upper end."""
         return linear(first, last, self.floor, self.top)
 
 
@@ -223,7 +223,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def cell_markup(cell: Cell) -> str:
-    """Return the markup of a cell; a number keeps its exact value beside the formatted one."""
+    """Return the markup of a cell; a number has its exact value in addition to the formatted one."""
     if isinstance(cell, Markup):
         return cell.html
     if isinstance(cell, str):
@@ -258,7 +258,7 @@ def description_list(rows: Iterable[tuple[str, Value]]) -> str:
 
 
 def card(name: str, value: Cell, hint: str = "", more: str = "", kind: str = "") -> str:
-    """Return a large value with its name above and a hint below; `more` is markup that follows."""
+    """Return a large value with its name above and a hint below, followed by the markup `more`."""
     below = f"<p>{escape(hint)}</p>" if hint else ""
     return f'<div class="card {kind}"><span>{escape(name)}</span><b>{cell_markup(value)}</b>{below}{more}</div>'
 

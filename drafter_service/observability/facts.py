@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ssd.stats import Stats
 
 if TYPE_CHECKING:
-    # Clients import this module, and need no pydantic.
+    # Clients import this module and should not have to load pydantic.
     from drafter_service.observability.report.schema import ClientTotals, CorpusReport, PassageReport, SharedLogReport
 
 MAX_SAMPLES = 512
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class History:
-    """Samples of totals, oldest first, in bounded memory: the older they are, the larger the intervals between them."""
+    """Samples of totals, oldest first, in bounded memory: intervals between older samples are larger."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
@@ -92,7 +92,7 @@ def quantile(bins: Iterable[tuple[float, int]], share: float, longest: float) ->
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What must be equal for token ids to mean the same (tokenizer, vocabulary) and for texts to be similar."""
+    """Identity of a model. Token ids have the same meaning if tokenizer and vocabulary are equal."""
 
     name: str = ""
     tokenizer: str = ""

@@ -1,7 +1,7 @@
-"""Structured logs to stderr. Tokens, text and secrets never appear in them, whatever a caller passes.
+"""Structured logs to stderr. Tokens, text and secrets are redacted from everything that callers pass.
 
-Logs of libraries take the same path. Modules log through `structlog.get_logger(__name__)`, or through `logging` where
-structlog is not wanted.
+Logs of libraries are processed in the same way. Modules log through `structlog.get_logger(__name__)`, or through
+`logging` if they must not depend on structlog.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Level = Literal["debug", "info", "warning", "error"]
 Style = Literal["json", "console"]
 
 MAX_TEXT = 300
-"""Characters: enough for a path or an error, too short for most prompts."""
+"""Maximum number of characters of a text: enough for a path or an error, too short for most prompts."""
 MAX_LIST = 16
 REDACTED_NAMES = frozenset(
     [
@@ -57,9 +57,9 @@ REDACTED_NAMES = frozenset(
         "tokens",
     ]
 )
-"""A key that contains one of these words may only have a number as its value: `tokens=512` is a count."""
+"""Words in keys whose values are redacted unless they are numbers: `tokens=512` is a count."""
 SAFE_ERRORS = (UserError, OSError)
-"""Errors whose messages contain only settings, files and addresses."""
+"""Types of errors whose messages contain only settings, files and addresses."""
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
 
 
@@ -166,13 +166,13 @@ def _placeholder(value: Any) -> str:
 
 
 def _formatted(record: logging.LogRecord, arguments: Any, problem: BaseException | None) -> Any:
-    """The message of a library: its template, filled with the allowed arguments."""
+    """Return the message of a library: its template, filled with the allowed arguments."""
     message = record.msg
     if not isinstance(message, str):
         return message
     if arguments:
         given = arguments if isinstance(arguments, tuple) else (arguments,)
-        # A template that does not match its arguments is logged as it is.
+        # A template that does not match its arguments is logged unchanged.
         with contextlib.suppress(TypeError, ValueError):
             message = message % tuple(_allowed("", value) for value in given)
     message = message.partition("\n")[0]
@@ -193,12 +193,12 @@ def _exception_of(exc_info: Any) -> BaseException | None:
 
 
 def _describe(problem: BaseException) -> str:
-    """The type of an error, and its message only if that is known to be safe."""
+    """Return the type of an error, and its message only if that is known to be safe."""
     name = type(problem).__name__
     return f"{name}: {_allowed_text(str(problem))}" if isinstance(problem, SAFE_ERRORS) else name
 
 
 def _places(problem: BaseException) -> str:
-    """Locations of the traceback, innermost first, without source lines."""
+    """Return the locations of the traceback, innermost first, without source lines."""
     frames = traceback.extract_tb(problem.__traceback__)
     return " < ".join(f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))

@@ -1,8 +1,8 @@
 """Events that replicas exchange, and their encoding as entries of the log.
 
 An entry has the columns of N events, packed as little-endian bytes: kinds u1 [N], times f8 [N], lengths u4 [N] of the
-events' tokens, tokens u4 (all events), name_lengths u4 [N] in bytes, names in UTF-8 (all events). This module alone
-knows the format. Entries may come from other versions, so `decode` validates everything.
+events' tokens, tokens u4 (all events), name_lengths u4 [N] in bytes, names in UTF-8 (all events). No other module
+depends on the format. Entries may come from other versions, so `decode` validates everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Finished:
     """A request has finished and may be learned."""
 
     request: str
-    """Name of the request: it is learned once per name and can be forgotten by name. Empty: no name."""
+    """Name of the request, which is learned once per name and can be forgotten by it. Empty: no name."""
     tokens: np.ndarray
     """uint32 [N]."""
     time: float
@@ -35,7 +35,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """Forget what a request produced up to `time`."""
+    """Forget the text that a request produced up to `time`."""
 
     request: str
     time: float
@@ -95,7 +95,7 @@ def encode(events: Sequence[Event], writer: bytes) -> dict[bytes, bytes]:
 
 
 def decode(fields: Mapping[bytes, bytes]) -> LogEntry:
-    """Return the entry of fields; its tokens are views of them. Raises WireError for invalid fields."""
+    """Return the entry that the fields encode; its tokens are views of them. Raises WireError for invalid fields."""
     if _field(fields, "version") != VERSION:
         raise WireError("the entry has another version")
     kinds = unpack(_field(fields, "kinds"), "u1", "kinds")

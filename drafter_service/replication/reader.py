@@ -1,4 +1,4 @@
-"""Reading: events that other replicas published, each once and in order, no faster than they are learned.
+"""Read the events that other replicas published, each once and in order, no faster than they are learned.
 
 Entries are read twice if the answer to a writer was lost, and a replica that was disconnected may publish a request
 after another one has forgotten it. `RecentNames` filters both.
@@ -32,7 +32,7 @@ ENTRIES_AT_ONCE = 16
 LAG_INTERVAL_S = 1.0
 """Time between two measurements of the lag."""
 MAX_NAMES = 1 << 16
-"""About 10 MB. Duplicates are at most an outbox apart, which is some thousand requests."""
+"""Number of names that are kept, about 10 MB. Duplicates are at most one outbox apart, some thousand requests."""
 
 TakeEvents = Callable[[list[Event]], Awaitable[None]]
 
@@ -50,13 +50,13 @@ class Reader:
         own: bytes,
         after: LogPosition,
     ) -> None:
-        """`own`: name of this replica, whose entries are skipped."""
+        """Make a reader that skips the entries of the replica named `own`."""
         self._stream, self._recent, self._counters = stream, recent, counters
         self._logger = logger.bind(task="read")
         self._retry = Retry(self._logger, counters)
         self._own = own
         self.position = after
-        """LogPosition of the last entry whose events were taken. A reader that starts here misses nothing."""
+        """Position of the last entry whose events were passed on. A reader that starts here misses nothing."""
         self._lag, self._measured = Lag(0, 0.0), time.monotonic()
         self._is_current = False
 
@@ -73,7 +73,7 @@ class Reader:
         return Lag(self._lag.entries, self._lag.seconds + time.monotonic() - self._measured)
 
     async def run(self, take: TakeEvents) -> None:
-        """Pass the events of each entry to `take` until cancelled, the next ones after it has returned.
+        """Pass the events of each entry to `take`, one call at a time, until cancelled.
 
         Tokens of the events are views of the entry. An exception of `take` ends the reader.
         """
@@ -109,7 +109,7 @@ class Reader:
             await self._measure_lag()
 
     async def _pass_on(self, writer: bytes, events: list[Event], take: TakeEvents) -> None:
-        # Own events are noted, too: other replicas may publish the same requests.
+        # Own events are recorded, too: other replicas may publish the same requests.
         new = [event for event in events if self._recent.is_new(event)]
         if writer == self._own or not new:
             await asyncio.sleep(0)
@@ -149,10 +149,10 @@ def _lag(extent: Extent, position: LogPosition) -> Lag:
 
 
 class RecentNames:
-    """Hashes of the names that were learned and forgotten last."""
+    """Hashes of the names that were most recently learned and forgotten."""
 
     def __init__(self, counters: LogCounters, known: Iterable[int] = ()) -> None:
-        """`known`: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last."""
+        """Start with `known`: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last."""
         self._counters = counters
         self._learned: OrderedDict[int, None] = OrderedDict()
         self._forgotten: OrderedDict[int, float] = OrderedDict()

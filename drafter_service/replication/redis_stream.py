@@ -1,7 +1,7 @@
 """The Redis Stream of a namespace's log: calls, retries and counters.
 
-This module alone calls Redis. Its errors contain only the type of the problem: errors of redis-py quote what was sent,
-which is users' text, and URLs contain passwords.
+No other module calls Redis. Its errors contain only the type of the problem: errors of redis-py quote the data that was
+sent, which is users' text, and URLs contain passwords.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BLOCK_S = 5.0
 """Maximum time that Redis blocks a read until there is a new entry."""
 TIMEOUT_S = 10.0
-"""Maximum time of an answer, including `BLOCK_S`; afterwards the connection is closed."""
+"""Maximum time for an answer, including `BLOCK_S`; afterwards the connection is closed."""
 MAX_CONNECTIONS = 10_000
 """A namespace has one connection for reading, and one while it writes."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
@@ -92,7 +92,7 @@ def connect(url: str) -> Redis:
             protocol=2,
             # The callers retry.
             retry=Retry(NoBackoff(), 0),
-            # Its own timeout loses cancellations (asyncio.wait_for before Python 3.12).
+            # The timeout of redis-py loses cancellations (asyncio.wait_for before Python 3.12).
             socket_timeout=None,
             socket_connect_timeout=TIMEOUT_S,
             max_connections=MAX_CONNECTIONS,
@@ -164,7 +164,7 @@ def _position(name: bytes | str) -> LogPosition:
 
 
 def _oldest_kept(trim_before: float, position: LogPosition) -> LogPosition:
-    """The oldest entry to keep among those up to `position`, which itself is always kept."""
+    """Return the oldest entry to keep among those up to `position`, which is always kept."""
     if trim_before * 1000 > position.ms:
         return position
     return LogPosition(max(0, int(trim_before * 1000)), 0)
@@ -214,7 +214,7 @@ class Retry:
     """Retries of one task with exponential pauses. The first failure and the recovery are logged."""
 
     def __init__(self, logger: Any, counters: LogCounters) -> None:
-        """`logger`: a structlog logger bound to the task."""
+        """Start without failures; logger: a structlog logger bound to the task."""
         self._logger, self._counters = logger, counters
         self._failures = 0
 
@@ -224,7 +224,7 @@ class Retry:
         return self._failures > 0
 
     async def pause(self, problem: LogUnavailable) -> None:
-        """Note a failed attempt, and wait until the next one."""
+        """Record a failed attempt, and wait until the next one."""
         if self._failures == 0:
             self._logger.warning("shared_log_unavailable", error=str(problem))
         self._counters.errors += 1
@@ -233,7 +233,7 @@ class Retry:
         await asyncio.sleep(random.uniform(0.5, 1) * longest)
 
     def succeeded(self) -> None:
-        """Note a successful attempt."""
+        """Record a successful attempt."""
         if self._failures:
             self._logger.info("shared_log_available", attempts=self._failures)
         self._failures = 0

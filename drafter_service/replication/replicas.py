@@ -17,18 +17,18 @@ from drafter_service.settings.tree import LogConfig
 logger = structlog.get_logger(__name__)
 
 BYTES_PER_TOKEN = 4
-"""Size of a token in the log."""
+"""Size of a token in the log, in bytes."""
 
 
 class Replication:
     """Publishes what this replica learns, and learns what others publish. Only the event loop uses it."""
 
     def __init__(self, config: LogConfig) -> None:
-        """Raises UserError for an unusable URL."""
+        """Open the shared log, if one is configured. Raises UserError for an unusable URL."""
         self._replicas: dict[str, Replica] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past = SharedLogReport(is_connected=True)
-        """Totals of namespaces that have left memory."""
+        """Totals of namespaces that were unloaded."""
         self._log: SharedLog | None = None
         if config.url is not None:
             self._log = SharedLog(
@@ -50,7 +50,7 @@ class Replication:
             self._replicas[namespace.name] = Replica(namespace, self._log.open(namespace.name))
 
     def remove(self, namespace: Namespace) -> None:
-        """Stop replicating a namespace that leaves memory."""
+        """Stop replicating a namespace that is unloaded."""
         replica = self._replicas.pop(namespace.name, None)
         if replica is not None:
             self._past = _sum(
@@ -82,7 +82,7 @@ class Replica:
         self._reading.add_done_callback(self._note_end)
 
     async def close(self) -> None:
-        """Publish waiting events if that is quickly possible, and stop."""
+        """Publish waiting events if that takes little time, and stop."""
         self._reading.cancel()
         await asyncio.wait([self._reading])
         await self._log.close()
@@ -114,7 +114,7 @@ class Replica:
 
 
 def _position(namespace: Namespace) -> LogPosition:
-    """Reading position of a namespace's snapshot; the oldest entry without a snapshot."""
+    """Return the reading position of a namespace's snapshot; the oldest entry if there is none."""
     try:
         return LogPosition.parse(namespace.restored_position) if namespace.restored_position else OLDEST
     except ValueError:

@@ -21,9 +21,9 @@ from drafter_service.replication.redis_stream import OLDEST, LogCounters, LogPos
 from drafter_service.replication.writer import Outbox, Writer
 
 MAX_BYTES = 256 << 20
-"""Memory of a namespace's log in Redis: about 64 M tokens, four times a corpus of 16 M."""
+"""Maximum memory of a namespace's log in Redis, in bytes: about 64 M tokens, four times a corpus of 16 M."""
 OUTBOX_TOKENS = 4 << 20
-"""Tokens of a namespace that wait in memory while Redis is unavailable: 16 MB."""
+"""Maximum number of tokens of a namespace that wait in memory while Redis is unavailable: 16 MB."""
 FLUSH_S = 2.0
 
 logger = structlog.get_logger(__name__)
@@ -45,8 +45,8 @@ class SharedLog:
         """
         self._client = connect(url)
         self._prefix, self._max_bytes, self._outbox_tokens = prefix, max_bytes, outbox_tokens
-        # Different after a restart: the restarted process must read what it published before, since its snapshot may
-        # not contain it.
+        # A restarted process has another name, so that it reads the entries that it published before: its snapshot may
+        # not contain them.
         self._name = secrets.token_bytes(8)
 
     def open(self, namespace: str) -> NamespaceLog:
@@ -80,7 +80,7 @@ class NamespaceLog:
         return self._writer.is_connected
 
     def publish(self, event: Event) -> None:
-        """Queue an event for the other replicas; its tokens are copied. Neither waits nor fails."""
+        """Queue an event for the other replicas; its tokens are copied. Never waits or fails."""
         if isinstance(event, Finished) and not len(event.tokens):
             return
         overflowed = self._outbox.is_overflowing
@@ -89,11 +89,11 @@ class NamespaceLog:
             self._logger.warning("shared_log_drops_requests")
 
     async def flush(self) -> None:
-        """Wait without a limit until Redis has everything published so far."""
+        """Wait without a timeout until Redis has everything published so far."""
         await self._outbox.flush()
 
     def reader(self, after: LogPosition = OLDEST, known: Iterable[int] = ()) -> Reader:
-        """Return a reader of what other replicas publish, starting with the entry after a position.
+        """Return a reader of the other replicas' events, starting with the entry after a position.
 
         known: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last. A snapshot contains
         all entries up to its position, and may contain later ones.

@@ -1,6 +1,7 @@
-"""Publishing: events wait in an outbox of bounded size, and a writer sends them to Redis until it has accepted them.
+"""Publish events: they wait in an outbox of bounded size, and a writer sends them until Redis has accepted them.
 
-An entry has many events, and a round trip many entries. When too many tokens wait, the oldest requests are dropped.
+An entry has many events, and a round trip sends many entries. When too many tokens wait, the oldest requests are
+dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from drafter_service.replication.events import Dropped, Event, Finished, Forgott
 from drafter_service.replication.redis_stream import Addition, LogCounters, LogUnavailable, RedisStream, Retry
 
 ENTRY_TOKENS = 1 << 14
-"""An entry is complete when it has at least this number of tokens; larger ones would block a reader for longer."""
+"""Number of tokens at which an entry is complete; larger entries would block a reader for longer."""
 ENTRY_EVENTS = 256
 ENTRIES_AT_ONCE = 16
 EVENT_WEIGHT = 64
@@ -36,11 +37,11 @@ class Outbox:
     """Events that wait to be published, in order. Only the event loop may use it."""
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: maximum number of waiting tokens, plus `EVENT_WEIGHT` for each request."""
+        """Make an empty outbox for `max_tokens` waiting tokens, where each request counts `EVENT_WEIGHT` more."""
         self._max_tokens = max_tokens
         self._tokens = 0
         self._finished: deque[_Waiting] = deque()
-        # Separate, because these are never dropped: they are few, and forgetting must not get lost.
+        # These are kept separately and never dropped: they are few, and forgetting must not be lost.
         self._forgetting: deque[_Waiting] = deque()
         self._next = 0
         self._taken_from: int | None = None
@@ -81,7 +82,7 @@ class Outbox:
         return entries
 
     def settle(self) -> None:
-        """Note that the events taken last have been published."""
+        """Record that the events taken last have been published."""
         self._taken_from = None
         self._settled.set()
         self._settled.clear()
@@ -136,7 +137,7 @@ class Writer:
     def __init__(
         self, stream: RedisStream, outbox: Outbox, counters: LogCounters, logger: Any, *, name: bytes, max_bytes: int
     ) -> None:
-        """`name`: identifies this replica in its entries. `max_bytes`: maximum size of the log."""
+        """Make a writer. name: identifies this replica in its entries. max_bytes: maximum size of the log."""
         self._stream, self._outbox, self._counters = stream, outbox, counters
         self._logger = logger.bind(task="write")
         self._retry = Retry(self._logger, counters)

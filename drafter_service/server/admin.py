@@ -37,7 +37,7 @@ class Admin:
         *,
         may_show_passages: bool,
     ) -> None:
-        """`facts` returns the facts of the named namespaces, with or without their passages."""
+        """Make the handlers; `facts` returns the facts of the named namespaces, with or without their passages."""
         self._namespaces = namespaces
         self._access = access
         self._facts = facts
@@ -91,14 +91,14 @@ class Admin:
                 if what == "request_id":
                     namespace.forget(request.request_id)
                 else:
-                    # Everything is not "until now": the clock may have been ahead when something was learned.
+                    # Not "until now": text may have been learned while the clock was ahead.
                     moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
                     namespace.forget_before(moment)
                 await namespace.refresh()
                 store = self._namespaces.store
                 if store is not None:
                     await self._namespaces.save(namespace)
-                    # It may contain the text to forget.
+                    # The renamed corpus may contain the text to forget.
                     store.remove_refused(namespace.name)
                 return pb.ForgetResponse(snapshot_saved=store is not None)
 
@@ -140,7 +140,7 @@ class Admin:
         async with _call(self._access, context) as authorized:
             authorized.require(Right.ADMIN, request.namespace)
             self._check_exists(request.namespace)
-            # It is loaded first, so that the shared log gets the event.
+            # The namespace is loaded first, so that the event is written to the shared log.
             async with self._namespaces.use(request.namespace, ModelIdentity()):
                 pass
             await self._namespaces.drop(request.namespace)

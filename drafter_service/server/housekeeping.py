@@ -15,7 +15,7 @@ logger = structlog.get_logger(__name__)
 
 
 class Housekeeping:
-    """Runs the periodic work, by monotonic time, so that a jump of the clock does not stop it."""
+    """Runs the periodic work by monotonic time, so that it continues if the clock jumps."""
 
     def __init__(self, namespaces: Namespaces, config: ServiceConfig) -> None:
         self._namespaces = namespaces

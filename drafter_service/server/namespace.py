@@ -46,11 +46,11 @@ class ClosedError(RuntimeError):
 
 @dataclass(eq=False)
 class StreamHandle:
-    """One engine's stream, for those who may end it."""
+    """Handle of one engine's stream, by which it can be ended."""
 
     task: asyncio.Task[object]
     is_answering: bool = False
-    """Whether gRPC is sending a response: a stream cancelled at that moment ends without a status, and hangs."""
+    """Whether gRPC is sending a response: a stream that is cancelled meanwhile ends without a status, and hangs."""
     is_over: bool = False
 
     def end(self) -> None:
@@ -74,7 +74,7 @@ class Namespace:
         passages: Passages | None = None,
         max_waiting: int = Limits.waiting_tokens,
     ) -> None:
-        """Refresh `corpus` in the background from now on, until it is closed.
+        """Make a namespace, and refresh `corpus` in the background until it is closed.
 
         max_waiting: number of learned tokens that may wait to become draftable before `wait_for_room` waits.
         """
@@ -85,7 +85,7 @@ class Namespace:
         self.stats = stats or Stats()
         self.history = History()
         self.passages = passages
-        """Texts that drafts were taken from; None unless reports may contain them."""
+        """Counts of accepted texts; None unless reports may contain them."""
         self.clients = ClientTotals()
         self.draft_latency = Latency()
         self.merge_latency = Latency()
@@ -98,11 +98,11 @@ class Namespace:
         """Whether it was unloaded."""
         self.last_used = time.monotonic()
         self.restored_position: str | None = None
-        """Position of the shared log when the snapshot that this was restored from was saved."""
+        """Position up to which the shared log had been read when the restored snapshot was saved."""
         self.log_position: Callable[[], str | None] = lambda: self.restored_position
-        """Returns the position up to which the shared log has been read."""
+        """Function that returns the position up to which the shared log has been read."""
         self.publish: Callable[[Event], None] = lambda _: None
-        """Writes an event that happened here to the shared log."""
+        """Function that writes an event of this replica to the shared log."""
         self._learned = corpus.request_times()
         """Hashes of names, with the times when they were learned."""
         self._max_waiting = max_waiting
@@ -161,7 +161,7 @@ class Namespace:
         return True
 
     async def wait_for_room(self) -> None:
-        """Return once few enough tokens wait to become draftable, so that memory does not fill up.
+        """Return once at most `max_waiting` learned tokens are not draftable yet, which bounds memory.
 
         Raises ClosedError.
         """
@@ -178,11 +178,11 @@ class Namespace:
             self.passages.purge(self.corpus)
 
     def learned_names(self) -> list[int]:
-        """Return hashes of the names learned last, the newest at the end."""
+        """Return the hashes of the most recently learned names, the newest last."""
         return list(self._learned)
 
     def forget(self, request_id: str, *, is_from_log: bool = False) -> None:
-        """Forget the text of a name, also that of running sequences; effective after `refresh`."""
+        """Forget the text of a name, including that of running sequences; effective after `refresh`."""
         if not is_from_log:
             self.publish(Forgotten(request_id, time.time()))
         self._learned.pop(hash_of(request_id), None)
@@ -206,7 +206,7 @@ class Namespace:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no stream and no call uses it."""
+        """Whether no stream and no call uses the namespace."""
         return not self.drafters and not self.holds
 
     @property
@@ -243,7 +243,7 @@ class Namespace:
         )
 
     def facts(self, *, with_passages: bool = False) -> NamespaceFacts:
-        """Return the figures for reports and metrics."""
+        """Return the facts for reports and metrics."""
         show = self.passages if with_passages else None
         corpus, times = self.corpus, self.corpus.times
         return NamespaceFacts(

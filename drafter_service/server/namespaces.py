@@ -29,9 +29,9 @@ from ssd.errors import UserError
 logger = structlog.get_logger(__name__)
 
 BYTES_PER_TOKEN = 15
-"""Peak memory per token of capacity, during a merge."""
+"""Peak memory per token of capacity, in bytes, during a merge."""
 MIN_BYTES = 25_000_000
-"""Memory of a small namespace: learned probabilities, running text, buffers."""
+"""Memory of a namespace besides its tokens, in bytes: learned probabilities, running text, buffers."""
 
 Locks = WeakValueDictionary[str, asyncio.Lock]
 
@@ -62,8 +62,9 @@ class Namespaces:
         on_loaded: Callable[[Namespace], None] = lambda _: None,
         on_unload: Callable[[Namespace], None] = lambda _: None,
     ) -> None:
-        """`on_loaded` is called after a namespace is loaded, `on_unload` before it is unloaded.
+        """Open the snapshot folder.
 
+        `on_loaded` is called after a namespace is loaded, `on_unload` before it is unloaded.
         Raises UserError if the snapshot folder cannot be used, or the memory limit is too low for one namespace.
         """
         if max_bytes(config.drafting.capacity) > config.namespaces.memory_limit:
@@ -84,14 +85,14 @@ class Namespaces:
         self._saves: set[asyncio.Task[Saved]] = set()
 
     def names(self) -> list[str]:
-        """Names of all namespaces, including those on disk."""
+        """Return the names of all namespaces, including those on disk."""
         return sorted({*self.loaded, *(self.store.names() if self.store else [])})
 
     @asynccontextmanager
     async def use(self, name: str, model: ModelIdentity, policy: str = "") -> AsyncIterator[Namespace]:
         """Create or restore a namespace if it is not loaded, and keep it loaded within the block.
 
-        policy: how a new namespace drafts; "" for the service's default. Raises NamespaceError, MemoryLimitError, and
+        policy: policy of a new namespace; "" for the service's default. Raises NamespaceError, MemoryLimitError, and
         IdentityError for a model or policy that differs from the namespace's.
         """
         if not NAME.fullmatch(name):
@@ -114,9 +115,9 @@ class Namespaces:
             namespace.last_used = time.monotonic()
 
     async def save(self, namespace: Namespace) -> Saved:
-        """Write a namespace to its folder, even if the caller is cancelled meanwhile.
+        """Write a namespace to its folder, even if the caller is cancelled during the write.
 
-        Raises ClosedError, and SnapshotError, after which the old files are still there.
+        Raises ClosedError, and SnapshotError, after which the old files remain.
         """
         if self.store is None:
             raise SnapshotError("there is no snapshot folder; start the service with --snapshot-folder")
@@ -208,7 +209,7 @@ class Namespaces:
         if stored is not None:
             _restore_description(stored, namespace)
         if loaded is None:
-            # Without its corpus the namespace has read nothing of the log.
+            # Without its corpus the namespace has to read the whole log.
             namespace.restored_position = None
         self.loaded[name] = namespace
         namespace.note_sample(time.time())
@@ -271,12 +272,12 @@ def _lock(locks: Locks, name: str) -> asyncio.Lock:
 
 
 def max_bytes(capacity: int) -> int:
-    """Most memory of a namespace that remembers `capacity` tokens."""
+    """Return the maximum memory of a namespace that remembers `capacity` tokens, in bytes."""
     return MIN_BYTES + BYTES_PER_TOKEN * capacity
 
 
 def _describe(namespace: Namespace) -> Description:
-    """Copy what is stored beside a corpus, to be written by another thread."""
+    """Return a copy of the data that is stored beside a corpus, for another thread to write."""
     return Description(
         name=namespace.name,
         model=namespace.model,

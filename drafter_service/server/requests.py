@@ -20,7 +20,7 @@ MAX_READABLE = 64
 # Wire types of Protocol Buffers.
 VARINT, LENGTH_PREFIXED = 0, 2
 FIXED_BYTES = {1: 8, 5: 4}
-"""Bytes of the values of the other wire types."""
+"""Number of bytes of the values of the other wire types."""
 
 
 @dataclass(frozen=True, eq=False)

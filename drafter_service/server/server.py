@@ -45,7 +45,7 @@ logger = structlog.get_logger(__name__)
 PACKAGE = pb.DESCRIPTOR.package
 SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 FILES = 256
-"""Descriptors needed at a time in addition to those of streams."""
+"""Number of descriptors needed in addition to those of streams."""
 GRACE_S = 2.0
 """Time for the last responses when the server stops."""
 
@@ -54,7 +54,7 @@ class DrafterServer:
     """Serves namespaces at one address."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        """Raises UserError for an address or a file that cannot be used."""
+        """Assemble the parts. Raises UserError for an address or a file that cannot be used."""
         self._config = config
         self.address = Address.parse(config.listen)
         """Address of the server; with the actual port once it listens."""
@@ -98,7 +98,7 @@ class DrafterServer:
             interceptors=interceptors(self._config.reports.tracing),
             options=[
                 *MESSAGE_SIZES,
-                # Otherwise two servers could share a port, and each would get some of the streams.
+                # Otherwise two servers could share a port, and each would receive some of the streams.
                 ("grpc.so_reuseport", 0),
             ],
         )

@@ -1,4 +1,4 @@
-"""The sequences of one stream: checks a whole request, then applies it, or refuses it without any effect."""
+"""The sequences of one stream: a request is checked as a whole, then applied, or refused without any effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Indexing:
     task: asyncio.Task[None]
     opening: Opening
     committed: list[np.ndarray] = field(default_factory=list)
-    """Tokens committed meanwhile, one run for each step."""
+    """Tokens that were committed since indexing began, one run for each step."""
 
 
 class Session:
@@ -307,7 +307,7 @@ def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.Draft
 
 
 def _check_count(sequence_ids: bytes, owner: str) -> None:
-    """Raises WireError for a batch that is too large."""
+    """Raise WireError for a batch that is too large."""
     count = len(sequence_ids) // 8
     if count > MAX_FIELDS:
         raise WireError(f"{owner}.sequence_ids has {count} elements; the maximum is {MAX_FIELDS}")

@@ -1,4 +1,4 @@
-"""Draft streams over a Unix socket beside the gRPC socket, for engines on the same machine (see `frames`)."""
+"""Draft streams over a second Unix socket without gRPC, for engines on the same machine (see `frames`)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ssd.corpus.memory import trim_heap
 AUTHORIZATION_TIMEOUT_S = 5.0
 """Time within which a new connection must send its authorization."""
 BACKLOG = 128
-"""Length of the queue of connections; also the number of attempts, each logged, that asyncio makes without files."""
+"""Length of the queue of connections; without free descriptors asyncio makes and logs this many attempts to accept."""
 LARGE_BYTES = 2 << 20
-"""Frames of at least this size are received a few at a time."""
+"""Minimum size of a large frame, in bytes; only a few of them are received at a time."""
 MAX_LARGE_FRAMES = 4
 """Maximum number of large frames in transfer: each takes up to 64 MiB until it is complete."""
 LARGE_TIMEOUT_S = 30.0
 """Time within which a large frame must arrive."""
 TRIMMED_BYTES = 16 << 20
-"""Memory of frames of at least this size is returned to the system, which takes milliseconds."""
+"""Minimum size of frames whose memory is returned to the system, which takes milliseconds."""
 MAX_AUTHORIZATION_BYTES = 8 << 10
 """Maximum size of the authorization: that of gRPC's metadata."""
 
@@ -86,7 +86,7 @@ class StepSocket:
             writer.write(last_frame(ended.code.value[0], ended.reason))
             await writer.drain()
         except (OSError, asyncio.CancelledError):
-            pass  # The client has disconnected, or the service stops.
+            pass  # The client has disconnected, or the service is stopping.
         finally:
             self._connections.discard(task)
             writer.close()
@@ -142,7 +142,7 @@ class StreamEndedError(Exception):
 
 
 class SocketContext:
-    """The context of a stream for access control: a bearer token or nothing."""
+    """The context of a stream for access control: at most a bearer token."""
 
     def __init__(self, authorization: str) -> None:
         self._metadata = (("authorization", authorization),) if authorization else ()

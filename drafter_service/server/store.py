@@ -23,11 +23,11 @@ DESCRIPTION = "namespace.json"
 REFUSED = "corpus.refused"
 LOCK = ".lock"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
-"""Valid names of namespaces; each is the name of a folder, too."""
+"""Pattern of valid names of namespaces; each is also the name of a folder."""
 
 
 class Description(BaseModel):
-    """Data of a namespace that is stored beside its corpus."""
+    """Data of a namespace that is stored in addition to its corpus."""
 
     name: str
     model: ModelIdentity
@@ -50,7 +50,7 @@ class Description(BaseModel):
 
 @contextlib.contextmanager
 def exclusive_use(folder: Path | None) -> Iterator[None]:
-    """Lock a folder of snapshots: two services would overwrite each other's files.
+    """Lock a folder of snapshots, so that two services do not overwrite each other's files.
 
     Raises UserError if another service uses it.
     """
@@ -61,7 +61,7 @@ def exclusive_use(folder: Path | None) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"snapshots.folder: another service uses {folder}; give each a folder of its own") from None
+            raise UserError(f"snapshots.folder: another service uses {folder}; give each its own folder") from None
         yield
 
 
@@ -69,7 +69,7 @@ class Store:
     """A folder of namespaces, for one process at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if the folder cannot be made or written to."""
+        """Make the folder if necessary. Raises UserError if it cannot be made or written to."""
         self.folder = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,15 +80,15 @@ class Store:
             raise UserError(f"snapshots.folder: cannot write to {folder}: {problem.strerror}") from None
 
     def names(self) -> list[str]:
-        """Names of the stored namespaces."""
+        """Return the names of the stored namespaces."""
         return sorted({path.parent.name for file in (CORPUS, DESCRIPTION) for path in self.folder.glob(f"*/{file}")})
 
     def has(self, name: str) -> bool:
-        """Whether a namespace is stored."""
+        """Return whether a namespace is stored."""
         return any((self.folder / name / file).exists() for file in (CORPUS, DESCRIPTION))
 
     def corpus_path(self, name: str) -> Path:
-        """Path of the snapshot of a namespace's corpus, whether it exists or not."""
+        """Return the path of the snapshot of a namespace's corpus, which need not exist."""
         return self.folder / name / CORPUS
 
     def describe(self, name: str) -> Description | None:
@@ -103,7 +103,7 @@ class Store:
         (self.folder / name).mkdir(mode=0o700, exist_ok=True)
 
     def write_description(self, description: Description) -> None:
-        """Replace the description atomically. Raises OSError, after which the old file is still there."""
+        """Replace the description atomically. Raises OSError, after which the old file remains."""
         write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
 
     def move_refused(self, name: str) -> Path:

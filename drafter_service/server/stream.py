@@ -123,7 +123,7 @@ class DraftStreams:
     def _answer(
         self, session: Session, request: pb.DraftRequest | None, authorized: AuthorizedCall, *, is_first: bool = False
     ) -> pb.DraftResponse:
-        """Return the response to a request. Raises AccessDeniedError once the caller's rights are gone."""
+        """Return the response to a request. Raises AccessDeniedError once the caller has lost its rights."""
         name = session.namespace.name
         authorized.require(Right.READ, name)
         if request is None:
@@ -139,7 +139,7 @@ class DraftStreams:
 
 
 def _parsed(data: bytes) -> pb.DraftRequest | None:
-    # Empty sequences take fifty times their bytes once they are parsed.
+    # Empty sequences take fifty times as much memory once they are parsed.
     if not has_few_fields(data, MAX_FIELDS):
         return None
     request = pb.DraftRequest()

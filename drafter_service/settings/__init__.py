@@ -1,1 +1,1 @@
-"""Settings of the service and where they are read from."""
+"""Settings of the service, and the files, variables and flags that they are read from."""

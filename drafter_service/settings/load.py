@@ -86,7 +86,7 @@ def _environment_keys(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """Parse a TOML table; other values stay text until their type is known."""
+    """Parse a TOML table; other values remain text until their type is known."""
     if not text.startswith("{"):
         return text
     try:
@@ -154,7 +154,7 @@ def _quantity(value: Any, key: str) -> Any:
 
 
 def _message(error: Any) -> str:
-    """One line for one error, starting with the key."""
+    """Return one line for an error, starting with the key."""
     key = ".".join(map(str, error["loc"]))
     message = error["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message

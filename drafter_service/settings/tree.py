@@ -32,7 +32,7 @@ class Limits:
     stream_tokens: Positive = 32_000_000
     """Maximum number of tokens of a stream's running sequences, including prompts; treated like `sequences`."""
     waiting_tokens: Positive = 2_000_000
-    """Maximum number of learned tokens that are not draftable yet, two seconds of merging. Learning then waits."""
+    """Maximum number of learned tokens that are not draftable yet, two seconds of merging; learning waits at it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AccessConfig:
     """Certificates, callers and permissions. Files are reloaded when they change."""
 
     certificate: Path | None = None
-    """PEM file with the server's certificate and intermediate ones. With `key` it switches TLS on."""
+    """PEM file with the server's certificate and intermediate ones. Together with `key` it enables TLS."""
     key: Path | None = None
     """PEM file with the certificate's private key, not encrypted."""
     client_ca: Path | None = None
@@ -53,7 +53,7 @@ class AccessConfig:
     """Permissions of a Unix socket, octal as for chmod. Write permission is permission to connect."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that contradict one another."""
+        """Raise ValueError for contradictory settings."""
         for given, needed in (("certificate", "key"), ("key", "certificate"), ("client_ca", "certificate")):
             if getattr(self, given) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{given} needs {needed}; give both or neither")
@@ -78,7 +78,7 @@ class SnapshotsConfig:
     """Persistence of namespaces."""
 
     folder: Path | None = None
-    """Each namespace has its own folder in it. Without it everything is lost when the service stops."""
+    """Folder with a subfolder for each namespace. Without it everything is lost when the service stops."""
     interval_s: Seconds = 300.0
     """Seconds between two snapshots of a namespace that has learned something. Stopping the service saves, too."""
 
@@ -88,7 +88,7 @@ class NamespacesConfig:
     """Isolated corpora."""
 
     memory_limit: Positive = 4_000_000_000
-    """Bytes of all loaded namespaces together. A namespace counts with the maximum that its capacity can need."""
+    """Maximum bytes of all loaded namespaces together. Each counts with the maximum that its capacity can need."""
     create: bool = True
     """Whether clients may create namespaces; otherwise only those in `capacities` exist."""
     idle_s: Seconds = 3600.0
@@ -108,9 +108,9 @@ class LogConfig:
     prefix: str = "default"
     """Services with the same prefix share their logs."""
     max_tokens: Positive = 32_000_000
-    """Tokens kept in the log of a namespace, the maximum from which a new replica can catch up."""
+    """Number of tokens kept in the log of a namespace. A replica that is further behind misses text."""
     queue_tokens: Positive = 4_000_000
-    """Tokens that wait while the log is unreachable; beyond it the oldest requests are dropped."""
+    """Maximum number of tokens that wait while the log is unreachable; the oldest requests are dropped first."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ServiceConfig:
     reports: ReportsConfig = field(default_factory=ReportsConfig)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that contradict one another."""
+        """Raise ValueError for contradictory settings."""
         if self.drafting.options:
             raise ValueError("drafting.options is for third-party drafters; the service has none")
         for key, capacity in (("drafting.capacity", self.drafting.capacity), *_keyed(self.namespaces.capacities)):

@@ -1,1 +1,1 @@
-"""What client and server share: the wire format, frames and addresses."""
+"""Parts shared by client and server: the wire format, frames and addresses."""

@@ -17,7 +17,7 @@ PROBE_TIMEOUT_S = 1.0
 STEPS = ".steps"
 """Suffix of the path of a service's step socket."""
 MAX_SOCKET_PATH_BYTES = 103 - len(STEPS)
-"""Limit for both sockets; macOS has the lowest limit of all systems."""
+"""Maximum length of the paths of both sockets; macOS has the lowest limit of all systems."""
 OWNER_ONLY = 0o600
 
 
@@ -40,19 +40,19 @@ class Address:
 
     @property
     def socket_path(self) -> Path | None:
-        """The file of a Unix socket; None for a port."""
+        """Path of a Unix socket; None for a port."""
         return Path(self.text.removeprefix("unix:")) if self.text.startswith("unix:") else None
 
     @property
     def steps(self) -> Address | None:
-        """The step socket (see `frames`), beside the gRPC socket; None for a port."""
+        """Address of the step socket (see `frames`) in the folder of the gRPC socket; None for a port."""
         return None if self.socket_path is None else Address(self.text + STEPS)
 
     @property
     def is_local(self) -> bool:
         """Whether the address is reachable from this machine only: a Unix socket, loopback, or `localhost`.
 
-        Other names count as remote, whatever they resolve to now.
+        Other names count as remote, even if they currently resolve to this machine.
         """
         if self.socket_path is not None:
             return True
@@ -72,7 +72,7 @@ class Address:
     def claim(self) -> None:
         """Check that no server listens at a Unix socket, and remove a stale socket file.
 
-        gRPC itself would silently take the path over from a running server. Raises UserError.
+        Otherwise gRPC would silently replace the socket of a running server. Raises UserError.
         """
         path = self.socket_path
         if path is None:
@@ -93,9 +93,9 @@ class Address:
 
     @contextmanager
     def permissions(self, mode: int) -> Iterator[None]:
-        """Give a Unix socket that is bound within the block this mode; only its owner can use it before.
+        """Set the mode of a Unix socket that is bound within the block; until then only its owner can use it.
 
-        This sets the umask of the process, so only the owner can use files that other threads create meanwhile.
+        The umask of the process changes within the block, so only the owner can use files that other threads create.
         """
         path = self.socket_path
         if path is None:

@@ -4,7 +4,7 @@
     service   frames: every DraftResponse, then one that is marked as the last and holds an Error; its code is a gRPC
               status code, 0 for a stream that ended normally
 
-A frame is its length, uint32 little endian, and that many bytes. The highest bit of the length marks the last frame.
+A frame is a length in bytes, uint32 little endian, and the data. The highest bit of the length marks the last frame.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ PROTOCOL = 3
 """Version of the protocol, sent in the handshake."""
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message that either side accepts: a batch of starts with prompts of millions of tokens."""
+"""Maximum size of a message in bytes: enough for starts with prompts of millions of tokens."""
 
 MESSAGE_SIZES = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
-"""The limit as options of gRPC servers and channels."""
+"""The maximum message size as options of gRPC servers and channels."""
 
 MAX_NAME_BYTES = 512
-"""Longest name of a session, a request, or a part of a model's identity, as UTF-8."""
+"""Maximum length of the name of a session, a request, or a part of a model's identity, in bytes of UTF-8."""
 
 MAX_STEPS = 1 << 20
 """Maximum number of engine steps that a message may report for a sequence."""

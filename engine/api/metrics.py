@@ -39,7 +39,7 @@ TOKEN_HISTOGRAMS = {
     "vllm:request_prefill_kv_computed_tokens": "Tokens of the prompt that were not in the prefix cache.",
     "vllm:request_generation_tokens": "Tokens of the output.",
     "vllm:request_max_num_generation_tokens": "Tokens of the longest output of a prompt.",
-    "vllm:request_params_max_tokens": "Limit of the output's tokens.",
+    "vllm:request_params_max_tokens": "Maximum number of output tokens requested.",
 }
 
 
@@ -165,14 +165,14 @@ class EngineCollector(Collector):
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         gauges = [
-            ("vllm:num_requests_running", "Requests that run.", stats.running),
-            ("vllm:num_requests_waiting", "Requests that wait for the engine.", stats.waiting),
+            ("vllm:num_requests_running", "Running requests.", stats.running),
+            ("vllm:num_requests_waiting", "Waiting requests.", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use, 1 for all.", stats.kv_usage),
         ]
         if stats.corpus is not None:
             gauges += [
                 ("ssd:corpus_tokens", "Tokens in the corpus.", stats.corpus.tokens),
-                ("ssd:corpus_capacity_tokens", "Most tokens in the corpus.", stats.corpus.capacity),
+                ("ssd:corpus_capacity_tokens", "Capacity of the corpus in tokens.", stats.corpus.capacity),
             ]
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)

@@ -62,7 +62,7 @@ def generate(prompts: tuple[str, ...], path: Path | None, samples: int, output: 
     "--max-waiting",
     type=click.IntRange(min=0),
     default=256,
-    help="Most requests that wait beside the running ones; more are refused with status 429.",
+    help="Maximum number of waiting requests; more are refused with status 429.",
 )
 @click.option(
     "--api-keys",
@@ -82,7 +82,7 @@ def generate(prompts: tuple[str, ...], path: Path | None, samples: int, output: 
     type=click.FloatRange(min=0),
     default=30.0,
     metavar="SECONDS",
-    help="Longest wait for running requests after a signal to stop.",
+    help="Maximum time to wait for running requests after a signal to stop.",
 )
 def serve(name: str | None, **given: Any) -> None:
     """Serve a model with OpenAI's API and a status page."""
@@ -109,7 +109,7 @@ def serve(name: str | None, **given: Any) -> None:
     type=click.IntRange(min=10),
     help="Number of requests.  [default: as many as take about three minutes, 120 to 300]",
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens of an output.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Maximum number of tokens per output.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy decoding.")
 @click.option("--seed", type=int, default=0, help="Seed of prompts, repeats, edits, their order, and sampling.")
 @click.option(

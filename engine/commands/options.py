@@ -95,7 +95,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             callback=_drafter,
             metavar="KIND",
             default="ssd",
-            help=f"What proposes tokens. {describe_kinds()}; package.module:Class: a drafter of your own.",
+            help=f"Drafter to use. {describe_kinds()}; package.module:Class: a third-party drafter.",
         ),
         click.option(
             "--drafter-option",
@@ -110,7 +110,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--max-draft",
             type=click.IntRange(0, MAX_DRAFT),
             default=16,
-            help=f"Most draft tokens per request and step; drafters propose at most {MAX_DRAFT}.",
+            help=f"Maximum number of draft tokens per request and step; drafters propose at most {MAX_DRAFT}.",
         ),
         click.option(
             "--draft-shape",
@@ -124,13 +124,13 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             type=click.Choice(get_args(Verification)),
             default="exact",
             help="How drafts are accepted when sampling. exact: outputs equal those without drafts, token by token; "
-            "rejection: they have the same distribution, and more drafts are accepted of a drafter that samples.",
+            "rejection: outputs have the same distribution, and more drafts of a sampling drafter are accepted.",
         ),
         click.option(
             "--max-sequences",
             type=click.IntRange(min=1),
             default=max_sequences,
-            help="Most requests that run at the same time; more wait.",
+            help="Maximum number of requests that run at the same time; more wait.",
         ),
         click.option(
             "--kv-memory",
@@ -149,7 +149,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         click.option(
             "--prefix-cache/--no-prefix-cache",
             default=True,
-            help="Compute the common beginning of prompts only once.",
+            help="Compute shared prefixes of prompts only once.",
         ),
         click.option(
             "--in-flight",
@@ -180,16 +180,21 @@ def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str,
 
 
 SAMPLING_OPTIONS = (
-    click.option("--max-tokens", type=int, default=128, help="Most tokens in an output."),
-    click.option("--min-tokens", type=int, default=0, help="Least tokens in an output."),
+    click.option("--max-tokens", type=int, default=128, help="Maximum number of output tokens."),
+    click.option("--min-tokens", type=int, default=0, help="Minimum number of output tokens."),
     click.option("--temperature", type=float, default=0.0, help="0 is greedy decoding."),
-    click.option("--top-k", type=int, default=0, help="Sample from this many most likely tokens; 0 is all."),
+    click.option("--top-k", type=int, default=0, help="Sample from this number of most likely tokens; 0: from all."),
     click.option(
-        "--top-p", type=float, default=1.0, help="Sample from the likeliest tokens that hold this probability."
+        "--top-p", type=float, default=1.0, help="Sample from the most likely tokens with this total probability."
     ),
-    click.option("--min-p", type=float, default=0.0, help="Least probability, as a share of the likeliest token's."),
     click.option(
-        "--repetition-penalty", type=float, default=1.0, help="Above 1, tokens of prompt and output are less likely."
+        "--min-p", type=float, default=0.0, help="Minimum probability, as a fraction of the most likely token's."
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="Values above 1 make tokens of the prompt and the output less likely.",
     ),
     click.option(
         "--presence-penalty",
@@ -197,7 +202,12 @@ SAMPLING_OPTIONS = (
         default=0.0,
         help="-2 to 2, subtracted from the logits of tokens in the output.",
     ),
-    click.option("--frequency-penalty", type=float, default=0.0, help="The same for each occurrence in the output."),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        help="-2 to 2, subtracted once for each occurrence in the output.",
+    ),
     click.option(
         "--logit-bias",
         multiple=True,
@@ -216,7 +226,7 @@ SAMPLING_OPTIONS = (
     ),
     click.option("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
     click.option("--logprobs", type=int, help="With --output: number of alternatives to report per token, 0 to 20."),
-    click.option("--prompt-logprobs", type=int, help="The same for the prompt's tokens after the first."),
+    click.option("--prompt-logprobs", type=int, help="Like --logprobs, for the prompt's tokens after the first."),
 )
 """Options with the names of the fields of `SamplingParams`, which checks their ranges."""
 

@@ -61,7 +61,7 @@ class Corpus:
 
     @property
     def view(self) -> View:
-        """The newest view. Release it after reading: its memory is reused once nobody holds it."""
+        """The newest view. Drop the reference after reading: its memory is reused once there are no references."""
         return self._index.view
 
     @property
@@ -75,7 +75,7 @@ class Corpus:
         return len(self._index.log)
 
     def request_times(self) -> dict[int, float]:
-        """Return when each request id was appended last, by its hash (`ssd.corpus.requests.hash_of`)."""
+        """Return the time at which each request id was last appended, by its hash (`ssd.corpus.requests.hash_of`)."""
         rows = self._index.log.rows
         return dict(zip(rows["name"].tolist(), rows["time"].tolist(), strict=True))
 
@@ -117,9 +117,9 @@ class Corpus:
             self._put(Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time))
 
     def forget(self, request_id: str) -> None:
-        """Forget what was appended under a request id; after the next `refresh` no draft or snapshot contains it.
+        """Forget what was appended under a request id; after the next `refresh` no draft or new snapshot contains it.
 
-        Earlier snapshots keep it: save again. Running requests are forgotten through their drafter.
+        Earlier snapshots still contain it: save again. Running requests are forgotten through their drafter.
         """
         self._put(Forget(name=hash_of(request_id)))
 
@@ -152,7 +152,7 @@ class Corpus:
         self._change_live(lambda live: live.extend_all(own_owners, own_tokens, own_offsets))
 
     def skip_running(self, owner: int, prefix: np.ndarray) -> None:
-        """Note that output of a running request was left out; prefix: uint32 [n], the last tokens of it."""
+        """Record that output of a running request was left out; prefix: uint32 [n], the last tokens of it."""
         own_prefix = prefix.copy()
         self._change_live(lambda live: live.skip(owner, own_prefix))
 
@@ -167,13 +167,13 @@ class Corpus:
         self.hide_running(owner)
 
     def refresh(self) -> None:
-        """Apply all queued changes now: index what was appended, and forget what is to be forgotten."""
+        """Apply all queued changes now: index what was appended, and erase what was forgotten."""
         with self._refresh_lock:
             if not (self._live_changes or self._inbox or self._waiting or self._index.is_merging):
                 return
             began = time.perf_counter()
             self._apply_live_changes()
-            # An attribute, since the count must survive a merge that fails.
+            # An attribute, so that the count is kept if the merge fails.
             self._read += self._read_inbox()
             self._index.add(self._waiting)
             self._indexed, self._read = self._indexed + self._read, 0
@@ -239,9 +239,9 @@ class Corpus:
             self._live_changes.popleft()(self._index.live)
 
     def _read_inbox(self) -> int:
-        """Move queued texts to the waiting ones, and forget requests.
+        """Move queued texts to `_waiting`, and forget requests.
 
-        Returns the number of tokens in the queue, including those that are forgotten at once.
+        Returns the number of tokens that were queued, including those that are forgotten at once.
         """
         forgets, size = [], 0
         for _ in range(len(self._inbox)):

@@ -25,9 +25,9 @@ from ssd.corpus.view import LIVE, View
 from ssd.kernels.match import TIER_TEXT
 
 GAP_PART = 16
-"""The ring is larger than the capacity by 1 / 16, for text appended since the oldest was last removed."""
+"""The ring has 1 / 16 more slots than the capacity, for text that is appended before the oldest text is removed."""
 MIN_GAP = 1 << 16
-"""Least number of these additional slots."""
+"""Minimum number of these additional slots."""
 LIVE_BLOCKS = 4096
 FULL_BUILD_PART = 4
 """New text of more than 1 / 4 of the corpus is sorted together with it: at 16 M tokens the sort takes 3.5 s, a merge of
@@ -54,9 +54,9 @@ class MergeTimes:
     last_s: float = 0.0
     """Duration of the last refresh that changed something, in seconds."""
     longest_s: float = 0.0
-    """Duration of the longest one."""
+    """Duration of the longest such refresh, in seconds."""
     on_refresh: Callable[[float], object] = lambda _: None
-    """Function that is called with the duration of each one."""
+    """Function that is called with the duration of each refresh, in seconds."""
 
     def add(self, seconds: float) -> None:
         """Add the duration of a refresh."""
@@ -69,7 +69,7 @@ class State:
     """The contents of an index, apart from running requests. Nothing in it is overwritten while it is held."""
 
     base: SuffixArray
-    """Suffix array of the positions before `covered`, without those whose keys reach back before `oldest`."""
+    """Suffix array of the positions before `covered`, without those whose keys begin before `oldest`."""
     ring: Ring
     oldest: int
     covered: int
@@ -138,7 +138,7 @@ class Index:
             self._remove_old()
 
     def forget(self, forgets: Sequence[Forget]) -> None:
-        """Remove requests from all tiers, and their text from the ring. Waits until nobody reads it."""
+        """Remove requests from all tiers, and their text from the ring. Waits until the text has no readers."""
         spans = self.log.remove(forgets, self.ring.head)
         if len(spans) == 0:
             return
@@ -265,7 +265,7 @@ class Index:
         self._merged = oldest, self.ring.head
 
     def _finish_merge(self) -> None:
-        """Finish the merge in progress, if there is one. Waits until nobody reads the text that it removes."""
+        """Finish the merge in progress, if there is one. Waits until the removed text has no readers."""
         while self._merge is not None:
             if self._merge.step():
                 self._adopt()
@@ -282,7 +282,7 @@ class Index:
         self.view = self._make_view()
 
     def _remove_old(self) -> None:
-        """Allow text before the oldest position to be overwritten; waits until nobody reads it."""
+        """Allow text before the oldest position to be overwritten; waits until it has no readers."""
         self._base.release()
         self.ring.oldest = self._oldest
         self._is_removing = False

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Buffer:
-    """`size` uint32 in anonymous memory, all zero, on huge pages where the system has them."""
+    """Anonymous memory for `size` uint32, initially zero, on huge pages if the system supports them."""
 
     def __init__(self, size: int) -> None:
         self._map = mmap.mmap(-1, max(1, size) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

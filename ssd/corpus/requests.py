@@ -39,22 +39,22 @@ class Text(NamedTuple):
     name: int
     """Hash of its id."""
     time: float
-    """When it was appended."""
+    """Time at which it was appended, in seconds."""
 
 
 @dataclass(frozen=True)
 class Forget:
-    """A command to forget the requests of an id, or those from before a time."""
+    """A command to forget the requests with an id, or those appended before a time."""
 
     name: int = NO_NAME
     before: float = -math.inf
 
     def covers(self, name: int, time: float) -> bool:
-        """Return whether a request is to be forgotten."""
+        """Return whether the command applies to a request."""
         return (name == self.name and name != NO_NAME) or time < self.before
 
     def among(self, rows: np.ndarray) -> np.ndarray:
-        """Return which of the rows are to be forgotten, bool [N]."""
+        """Return a mask of the rows that the command applies to, bool [N]."""
         named = (rows["name"] == self.name) & (rows["name"] != NO_NAME)
         return named | (rows["time"] < self.before)
 
@@ -94,9 +94,9 @@ class RequestLog:
         self._start = max(self._start, begun - 1)
 
     def remove(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
-        """Remove the requests that are to be forgotten.
+        """Remove the requests that any of the commands applies to.
 
-        head: end of the newest request. Returns the first and last + 1 position of each removed one, int64 [N, 2].
+        head: end of the newest request. Returns the first and last + 1 position of each removed request, int64 [N, 2].
         """
         rows = self.rows
         removed = np.zeros(len(rows), np.bool_)

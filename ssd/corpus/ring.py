@@ -14,7 +14,7 @@ import numpy as np
 from ssd.corpus.memory import Buffer
 
 SEPARATOR = np.uint32(0xFFFF_FFFF)
-"""Follows every request; no token may have this id."""
+"""Token id that follows every request; text must not contain it."""
 
 MAX_TOKEN_ID = int(SEPARATOR) - 1
 
@@ -29,16 +29,16 @@ MAX_CAPACITY = (1 << 32) - 1 - 2 * PAD
 def check_tokens(tokens: np.ndarray) -> None:
     """Raise ValueError unless `tokens` is uint32 [N] and none of them is the separator's id."""
     if tokens.dtype != np.uint32 or tokens.ndim != 1:
-        raise ValueError(f"token ids must be a row of uint32, not {tokens.dtype} {list(tokens.shape)}")
+        raise ValueError(f"token ids must be a 1-D uint32 array, not {tokens.dtype} {list(tokens.shape)}")
     if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
 
 
 def token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return token ids as uint32 [N]. Raises ValueError for anything but whole numbers below 2**32."""
+    """Return token ids as uint32 [N]. Raises ValueError for anything but integers from 0 to 2**32 - 1."""
     given = np.asarray(tokens)
     if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise ValueError(f"a context is a row of whole numbers, not {given.dtype} {list(given.shape)}")
+        raise ValueError(f"a context must be a 1-D array of integers, not {given.dtype} {list(given.shape)}")
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) < 1 << 32:
         raise ValueError("token ids must be 0 to 4,294,967,294")
     return np.array(given, np.uint32)
@@ -53,11 +53,11 @@ def check_capacity(capacity: int) -> None:
 class Ring:
     """Slots of tokens and separators; positions `oldest` to `head` - 1 are remembered.
 
-    The owner advances `oldest` once nobody reads the text before it.
+    The owner advances `oldest` once the text before it has no readers.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Raise ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
+        """Make an empty ring. Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
         check_capacity(capacity)
         self.capacity = capacity
         self.head = 0

@@ -1,6 +1,6 @@
 """A file of named arrays: written to a temporary file and renamed, checksummed, and memory-mapped on reading.
 
-The file has a header of one block, then the sections, each in blocks of its own, all little-endian. The header has the
+The file has a header of one block, then the sections, each in separate blocks, all little-endian. The header has the
 magic, the version, the file's size, an entry for each section, and in its last four bytes the CRC-32 of the bytes
 before them; an entry has the CRC-32 of its section's blocks. This module does not interpret the arrays.
 """
@@ -26,12 +26,12 @@ MAGIC = b"SSDSNAP\n"
 VERSION = 1
 BLOCK = 4096
 CHECKED_AT_ONCE = 1 << 22
-"""Bytes checked at a time."""
+"""Number of bytes whose checksum is computed at a time."""
 
 _START = struct.Struct("<8sIIQ")
 """Magic, version, sections, size of the file."""
 _ENTRY = struct.Struct("<24s8sQQI4x")
-"""Name, dtype, where it begins, bytes, CRC-32."""
+"""Name, dtype, offset and size in bytes, CRC-32."""
 _CRC = struct.Struct("<I")
 _DTYPES = ("<u4", "<i8", "<f4", "<f8")
 MAX_SECTIONS = (BLOCK - _START.size - _CRC.size) // _ENTRY.size
@@ -130,7 +130,7 @@ def _write(file: BinaryIO, sections: Iterable[Section]) -> int:
 def _write_section(file: BinaryIO, section: Section) -> _Entry:
     begin, crc = file.tell(), 0
     for chunk in section.chunks:
-        # A copy, so that the checksum is that of the written bytes even if the array changes meanwhile.
+        # A copy, so that the checksum matches the written bytes even if the array changes concurrently.
         data = chunk.astype(section.dtype).tobytes()
         crc = zlib.crc32(data, crc)
         file.write(data)

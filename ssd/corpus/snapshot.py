@@ -28,7 +28,7 @@ from ssd.stats import Stats
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
-"""Numbers that are copied at a time, a few megabytes."""
+"""Number of array elements that are copied at a time, a few megabytes."""
 
 DEPTH, SIZE, COVERED, TABLES_LAYOUT, CAPACITY = range(5)
 """Entries of the section "facts", int64: most context tokens matched, tokens of text, how many of them the suffix array
@@ -85,7 +85,7 @@ def load(
         _check_text(sections, facts)
         tables = _checked_tables(sections, int(facts[TABLES_LAYOUT]))
     except (_UnsoundError, KeyError) as error:
-        # The checksums are right, so this is no accidental damage.
+        # The checksums are correct, so the file is not damaged by accident.
         raise SnapshotError(f"{path}: was not written by a drafter ({error}); start without it") from None
     if depth is not None and facts[DEPTH] != depth:
         raise SnapshotError(
@@ -161,7 +161,7 @@ def _rows(state: State) -> np.ndarray:
 
 def _named(tables: LearnedTables) -> dict[str, np.ndarray]:
     names = ("cells", "logits", "weights", "pace")
-    # The names in the file predate the term.
+    # Files keep the names of the first version.
     return {f"odds.{name}": array for name, array in zip(names, tables.arrays, strict=True)}
 
 
@@ -207,7 +207,7 @@ def _checked_rows(sections: Mapping[str, np.ndarray], size: int) -> np.ndarray:
 
 
 def _checked_tables(sections: Mapping[str, np.ndarray], layout: int) -> list[np.ndarray] | None:
-    """Return the learned tables; None if they have another meaning in this version."""
+    """Return the learned tables; None if this version lays them out differently."""
     fresh = _named(LearnedTables())
     if layout != tables_layout():
         return None

@@ -25,7 +25,7 @@ class SuffixArray:
 
 
 def empty_suffix_array() -> SuffixArray:
-    """Return a new empty suffix array. It is not shared, since the number of its readers matters."""
+    """Return a new empty suffix array. Tiers must not share one, since each waits until its own has no readers."""
     return SuffixArray(np.empty(0, np.uint32))
 
 
@@ -33,7 +33,7 @@ class Tier:
     """The newest suffix array over a text, and the buffer for its successor."""
 
     def __init__(self, room: int) -> None:
-        """room: most positions that the suffix array may have."""
+        """Make an empty tier whose suffix array can have up to `room` positions."""
         self.newest = empty_suffix_array()
         self._front, self._back = Buffer(room), Buffer(room)
         self._unread = threading.Event()
@@ -41,7 +41,7 @@ class Tier:
         self._retired: weakref.ref[SuffixArray] | None = None
 
     def next_buffer(self) -> Buffer:
-        """Return the buffer for the next suffix array, after waiting until nobody reads its old contents."""
+        """Return the buffer for the next suffix array, after waiting until its old contents have no readers."""
         self.wait_until_unread()
         return self._back
 
@@ -59,11 +59,11 @@ class Tier:
         self.newest = newest
 
     def wait_until_unread(self, timeout_s: float | None = None) -> bool:
-        """Wait until nobody holds the previous suffix array; return whether that is so."""
+        """Wait until there are no references to the previous suffix array; return False after the timeout."""
         return self._unread.wait(timeout_s)
 
     def release(self) -> None:
-        """Release the memory of the next buffer, after waiting until nobody reads it."""
+        """Release the memory of the next buffer, after waiting until it has no readers."""
         self.wait_until_unread()
         self._back.release()
 

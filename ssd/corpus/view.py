@@ -22,6 +22,6 @@ class View:
     """Arguments of kernels: tiers, int64 [4, 3], see `ssd.kernels.match`; the owner of each block of the live tier,
     int64; the ring's address, oldest position, head and number of slots, int64 [4]."""
     suffix_arrays: tuple[SuffixArray, ...]
-    """The memory behind the tiers' addresses. Holding the base tier's also protects the ring's text."""
+    """The suffix arrays at the tiers' addresses. Holding that of the base tier also keeps the ring's text unchanged."""
     frame: np.ndarray
     """int64: addresses and lengths of the first two arrays, then the third; the argument of `ssd.kernels.step`."""

@@ -12,11 +12,11 @@ from ssd.kernels.probabilities import GLOBAL, LEVELS, LOCAL, ROWS, SAMPLES, SOUR
 from ssd.sequences.tables import EVIDENCE, MASKS, MISSES
 
 CONSIDERED = 24
-"""Most tokens that are counted at a node, of which the best are kept."""
+"""Maximum number of different tokens that are counted at a node; the best are kept."""
 DROPPED_MISSES = 5
 """A pointer is dropped after more misses than this."""
 OWN_FIRST = (LOCAL, GLOBAL)
-"""Of equally good tokens those of the request's own text come first, which gains 0.3 %."""
+"""Order of the sources: among equally good tokens, those of the request's own text come first, which gains 0.3 %."""
 OLDEST = np.int64(1 << 62)
 
 
@@ -32,7 +32,7 @@ class Counted(NamedTuple):
     alive: np.ndarray
     """int64 [ROWS]: number of samples that agree with the path to the node."""
     newest: np.ndarray
-    """uint32 [ROWS]: the token that follows the newest of them; the separator if a request ends there."""
+    """uint32 [ROWS]: the token that follows the newest of these samples; the separator if a request ends there."""
     youngest: np.ndarray
     """int64 [ROWS]: age of the newest sample."""
     predicted: np.ndarray

@@ -52,7 +52,7 @@ class Evidence(NamedTuple):
     addresses: np.ndarray
     """int64 [pieces, LEVELS, SAMPLES]: address of the token that follows each sample."""
     ages: np.ndarray
-    """int64 [pieces, LEVELS, SAMPLES]: number of tokens remembered since; below 0 in the live tier."""
+    """int64 [pieces, LEVELS, SAMPLES]: number of tokens remembered after the sample; below 0 in the live tier."""
 
 
 def new_evidence(pieces: int) -> Evidence:

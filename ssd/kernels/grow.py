@@ -36,9 +36,10 @@ from ssd.sequences.tables import (
 )
 
 MIN_SCORE = np.float32(0.25)
-"""Least score of a considered token, as a fraction of the price."""
+"""Minimum score of a considered token, as a fraction of the price."""
 SEARCHED_AGAIN = np.float32(2.0)
-"""Least path probability of a node that is searched for again, in prices: others rarely have children that pay."""
+"""Minimum path probability of a node that is searched for again, as a multiple of the price: children of other nodes
+rarely exceed the price."""
 
 
 class Growing(NamedTuple):
@@ -54,7 +55,7 @@ class Limits(NamedTuple):
     """Limits of a draft."""
 
     price: np.float32
-    """Least path probability of a node that pays."""
+    """Minimum path probability of a node that is worth verifying."""
     tokens: np.int64
     depth: int
     is_tree: bool
@@ -95,7 +96,7 @@ def add_child(growing, parent, child, kind, probs, pointers):  # type: ignore[no
     node = nodes[child]
     node[TOKEN], node[PARENT], node[DEPTH] = candidate[0], parent, depth + 1
     row = candidate[FOUND_IN]
-    # Only a pointer predicts it; that of the request's own text comes first.
+    # A token that follows no sample comes from a pointer; the pointer into the request's text takes precedence.
     source = (
         row // LEVELS
         if row >= 0
@@ -130,7 +131,7 @@ def _is_lost(node, source):  # type: ignore[no-untyped-def]
 
 @outline
 def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
-    """Search again, path included, in sources without samples that agree; return the next free piece."""
+    """Search for the context and the path again in sources without agreeing samples; return the next free piece."""
     for source in range(SOURCES):
         if not _is_lost(node, source):
             continue
@@ -149,7 +150,7 @@ def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignor
 
 @inline
 def _offer(waiting, opened, room, parent, kind, prob, path_prob):  # type: ignore[no-untyped-def]
-    """Insert a candidate into the waiting ones, of which only `room` can still be added; return their number."""
+    """Insert a candidate into the sorted waiting ones, and keep the first `room` of them; return their number."""
     place = min(opened, room)
     while place > 0 and waiting.probs[place - 1, PATH_PROB] < path_prob:
         if place < room:
@@ -165,7 +166,7 @@ def _offer(waiting, opened, room, parent, kind, prob, path_prob):  # type: ignor
 
 @inline
 def _open_children(growing, waiting, opened, room, node, kinds, total, limits):  # type: ignore[no-untyped-def]
-    """Insert the children of a node that pay into the waiting candidates; return their number."""
+    """Insert the children of a node that are worth verifying into the waiting candidates; return their number."""
     if growing.nodes[node, DEPTH] >= limits.depth:
         return opened
     for kind in range(kinds):

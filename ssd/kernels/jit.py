@@ -175,7 +175,7 @@ def bit_length(typingctx: Any, number: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def equal_words(typingctx: Any, address: Any, word: Any) -> Any:  # noqa: ARG001
-    """Return a mask of which of the 32 uint32 at an address equal `word`: one vector comparison."""
+    """Compare the 32 uint32 at an address with `word`, in one vector comparison; return the mask of equal ones."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         words = ir.VectorType(ir.IntType(32), 32)

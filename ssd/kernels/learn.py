@@ -61,7 +61,7 @@ def fetch_updated_cells(growing, node, cells, logits):  # type: ignore[no-untype
 
 @outline
 def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):  # type: ignore[no-untyped-def]
-    """Learn at every node of a draft that is on the path of the committed tokens, `tokens[first:end]`.
+    """Learn at each node of a draft that is on the path of the committed tokens, `tokens[first:end]`.
 
     count: number of nodes. accepted: uint8 [count], set for the nodes on the path.
     """

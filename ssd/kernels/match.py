@@ -55,7 +55,7 @@ def _narrow(tier, span, context, end, depth):  # type: ignore[no-untyped-def]
 
 @outline
 def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
-    """Do `place_spans` for many contexts in parallel: memory that one of them needs is prefetched during the others.
+    """Do `place_spans` for many contexts, interleaved: memory that one search needs is prefetched during the others.
 
     spans: int64 [B, tiers, SPAN_COLUMNS]. contexts: int64 [B, 2], addresses and ends; nothing is found for an end of 0.
     """

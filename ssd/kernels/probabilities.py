@@ -22,7 +22,7 @@ ROWS = SOURCES * LEVELS
 SAMPLES = 32
 """Occurrences of a match that are sampled, one bit of a mask each; more gained less than 0.5 %."""
 GLOBAL, LOCAL = 0, 1
-"""As in `ssd.types.Source`."""
+"""Indices of the sources, as in `ssd.types.Source`."""
 
 LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
 RUN_BUCKETS, MISS_BUCKETS = 11, 4
@@ -196,7 +196,7 @@ def final_cell(depth, matched, value):  # type: ignore[no-untyped-def]
 
 @inline
 def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-def]
-    """Move a cell towards an outcome, by less the more outcomes it has seen."""
+    """Update a cell's running mean with an outcome; `cap` bounds the number of outcomes that it averages over."""
     seen = cells[cell, SEEN] + 1.0
     chance = cells[cell, CHANCE] + (happened - cells[cell, CHANCE]) / seen
     cells[cell, CHANCE] = chance

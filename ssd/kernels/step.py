@@ -191,8 +191,8 @@ def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: 
 
     frame: `Frame.addresses`. view: `View.frame`. batch: rows of the sequences; tokens, offsets, verified, max_draft and
     steps as in `Progress`, steps empty if they are all one. drafts: tokens, parents, accept_prob, source and offsets as
-    in `DraftBatch`, which are written. cost: of one more verified token, as a fraction of a step. depth: most tokens
-    that are matched; max_draft: most draft tokens.
+    in `DraftBatch`, which are written. cost: cost of verifying one more token, as a fraction of a step. depth: most
+    tokens that are matched. max_draft: most draft tokens.
     Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
     """
     rows, tokens, offsets, verified, limits, steps = batch

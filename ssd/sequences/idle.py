@@ -1,4 +1,4 @@
-"""Indices of sessions between two turns, up to a limit."""
+"""Local indices of sessions between two turns, with a limit on their number and tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Idle:
     turns: frozenset[str | None]
     """Request ids of its turns."""
     since: float
-    """When its last turn ended, by the corpus's clock."""
+    """Time at which its last turn ended, by the corpus's clock."""
 
 
 class IdleSessions:
-    """Sessions that may continue, the longest idle first."""
+    """The idle sessions, the longest idle first."""
 
     def __init__(self, most_sessions: int, most_tokens: int) -> None:
         self._most_sessions, self._most_tokens = most_sessions, most_tokens

@@ -1,8 +1,8 @@
 """The index of one running request over its own prompt and output, kept over the turns of its session.
 
-It has a large suffix array, and a small one of at most `FRESH_ROOM` positions, into which new tokens are inserted one
-by one and which is merged into the large one when it is full. A token costs a few moves in the small array, and its
-share of a pass over the large one.
+It has a large suffix array, and a small one of at most `FRESH_ROOM` positions. New tokens are inserted into the small
+one, which is merged into the large one when it is full. So a token costs a few moves in the small array, and a fraction
+1 / `FRESH_ROOM` of a pass over the large one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ssd.kernels.jit import Int, inline, kernel, peek, poke
 
 FRESH_ROOM = 256
 MIN_ROOM = 1024
-"""Least room of an index, in tokens."""
+"""Minimum room of an index, in tokens."""
 ROOM_KEPT = 3
-"""Most room of an idle index as a multiple of its tokens; growth alone leaves twice, and room for a draft."""
+"""Maximum room of an idle index as a multiple of its tokens; doubling alone reaches twice, plus room for a draft."""
 
 
 @inline

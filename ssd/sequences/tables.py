@@ -1,6 +1,6 @@
 """The state of running sequences, as rows of arrays that kernels read and write.
 
-A row of `state` is a sequence. The same row of `nodes`, `probs`, `candidates` and `chances` is its last draft, with all
+A row of `state` is a sequence. The same row of `nodes`, `probs`, `candidates` and `chances` has its last draft with all
 candidates that were considered at each node, so that probabilities can be learned from the target's output.
 """
 

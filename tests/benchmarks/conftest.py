@@ -8,7 +8,7 @@ PHRASE = 7
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory):
-    """A trace file: eight requests of four sessions that repeat one phrase, in token ids that no small model has."""
+    """Return a trace file: eight requests of four sessions repeat one phrase, in token ids above small vocabularies."""
     phrase = np.random.default_rng(0).integers(150_000, 200_000, PHRASE).astype(np.uint32)
     lengths = np.full(8, 20, np.int32)
     path = tmp_path_factory.mktemp("trace") / "phrase.npz"
@@ -24,5 +24,5 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bench(recorded):
-    """The GPU benchmark on a CPU, with minimal amounts of work."""
+    """Return the GPU benchmark on a CPU, with minimal amounts of work."""
     return Bench(Setting("cpu", "float32", "auto", "tiny", TINY, recorded))

@@ -28,7 +28,7 @@ SMALL = ("--shape", "tiny", "--requests", "3", "--max-tokens", "6", "--prompt-to
 
 @pytest.fixture
 def trace():
-    """6 requests of 2 sessions that repeat one phrase, with token ids beyond small vocabularies."""
+    """Return a trace of 6 requests of 2 sessions that repeat one phrase, with token ids above small vocabularies."""
     phrase = np.random.default_rng(0).integers(150_000, 200_000, 7).astype(np.uint32)
     return Trace("phrase", [Request(np.tile(phrase, 6), 20, number % 2) for number in range(6)])
 
@@ -91,7 +91,7 @@ def test_a_replay_gives_the_recorded_output_with_every_drafter(items):
             with closing(build_engine(model, config, drafts)) as engine:
                 run = serve(engine, items, concurrency, lambda: None)
             assert [output.tolist() for output in run.outputs] == [item.request.recorded.tolist() for item in items]
-            # The phrase is known from the prompt on.
+            # The prompt already contains the phrase.
             assert (run.tokens / run.deliveries > 2) == (drafter != "none")
 
 

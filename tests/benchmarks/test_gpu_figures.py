@@ -335,7 +335,7 @@ def test_a_skipped_part_reports_the_reason(capsys):
         ("pass", "ok", ""),
     ],
 )
-def test_reported_figures_are_kept_however_a_part_ends(monkeypatch, program, status, reason):
+def test_reported_figures_are_kept_for_any_end_of_a_part(monkeypatch, program, status, reason):
     line = json.dumps({"figure": row()})
     program = f"print({line!r}, flush=True); print('chatter', flush=True)\n{program}"
     real = processes.subprocess.Popen

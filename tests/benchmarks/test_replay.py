@@ -1,4 +1,4 @@
-"""The replay benchmark: its figures compared with a slow replay, the order of requests, and what it refuses."""
+"""The replay benchmark: its figures compared with a slow replay, the order of requests, and invalid input."""
 
 import json
 from contextlib import suppress
@@ -18,7 +18,7 @@ COST = 0.05
 
 @pytest.fixture
 def trace_path(tmp_path):
-    """A trace of 12 requests of 3 sessions, made of few phrases, so that each drafter finds matches."""
+    """Return a trace of 12 requests of 3 sessions, made of few phrases, so that each drafter finds matches."""
     rng = np.random.default_rng(0)
     phrases = rng.integers(0, 100, (6, 8))
     texts = [phrases[rng.integers(0, 6, 12)].ravel() for _ in range(12)]

@@ -1,4 +1,4 @@
-"""The client's protocol without a connection, and its messages to and from an obvious service."""
+"""The client's protocol without a connection, and its messages to and from a simple reference service."""
 
 from collections import deque
 
@@ -79,7 +79,7 @@ def start(client: Protocol, sequence_id: int, prompt: list[int], **options) -> N
 
 
 def counting(text: list[int], limit: int) -> list[int]:
-    """Guess that each token is one more than the token before it."""
+    """Draft a path in which each token is one more than the previous one."""
     return list(range(text[-1] + 1, text[-1] + 1 + limit))
 
 

@@ -1,4 +1,4 @@
-"""An engine that verifies drafts against texts that are known beforehand."""
+"""An engine that verifies drafts against known texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Request:
     """A running request."""
 
     text: list[int]
-    """Prompt and output, complete."""
+    """Complete prompt and output."""
     done: int
     """Number of its tokens that are prompt or committed."""
     committed: int = 0
@@ -49,12 +49,12 @@ class FakeEngine:
         )
 
     def limit(self, sequence_id: int, limit: int) -> int:
-        """Return the number of draft tokens that a request can use: the target adds a token of its own."""
+        """Return the number of draft tokens that a request can use: the target adds a bonus token."""
         request = self.running[sequence_id]
         return max(0, min(limit, len(request.text) - request.done - 1))
 
     def verify(self, sequence_ids: list[int], drafts: DraftBatch, verified: list[int] | None = None) -> None:
-        """Verify drafts, or the first tokens of each, and commit what the target produces."""
+        """Verify drafts, or the first `verified` tokens of each, and commit the target's tokens."""
         for index, sequence_id in enumerate(sequence_ids):
             request = self.running[sequence_id]
             draft = drafts.tokens_of(index).tolist()
@@ -71,7 +71,7 @@ class FakeEngine:
             self.drafted += len(draft)
 
     def finish(self, client: Protocol, sequence_id: int, learn: bool = True) -> list[int]:
-        """End a request; returns its text."""
+        """End a request; return its text."""
         request = self.running.pop(sequence_id)
         client.finish(sequence_id, np.array(request.unreported, np.uint32), verified=request.verified, learn=learn)
         return request.text[: request.done]

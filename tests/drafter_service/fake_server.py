@@ -1,6 +1,6 @@
-"""A slow and obvious service that implements the contract, over a real socket or without one.
+"""A slow reference implementation of the service, over a real socket or without one.
 
-It records requests, checks that clients follow the contract, and can be made to fail.
+It records requests, checks that clients follow the protocol, and can be made to fail.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Known:
     session_id: str
     learn: bool
     last_request: int = 0
-    """Number of the last request about it."""
+    """Number of the last request that named it."""
     drafted: list[int] = field(default_factory=list)
 
 
 @dataclass
 class FakeService:
-    """The service without a connection: one stream after the other."""
+    """The service without a connection; it serves one stream at a time."""
 
     guess: Callable[[list[int], int], list[int]] = lambda _text, _limit: []
-    """Returns the path that is drafted after a text, of at most the given number of tokens."""
+    """Function that returns the draft path after a text, of at most the given number of tokens."""
     max_draft: int = 64
     max_tokens: int = 0
-    """Maximum of running sequences; beyond it the least recently used are dropped. 0: no limit."""
+    """Maximum number of running sequences; beyond it the least recently used are dropped. 0: no limit."""
     max_sequences: int = 0
     evicted: int = 0
     """Number of dropped sequences."""
@@ -61,7 +61,7 @@ class FakeService:
     requests: list[pb.DraftRequest] = field(default_factory=list)
     steps: int = 0
     drafted: int = 0
-    """Tokens that the target verified."""
+    """Number of tokens that the target verified."""
 
     def welcome(self, hello: pb.Hello) -> pb.Welcome:
         assert hello.protocol == 3
@@ -77,7 +77,7 @@ class FakeService:
         )
 
     def answer(self, request: pb.DraftRequest) -> pb.DraftResponse:
-        """Apply a request in the order of the contract."""
+        """Apply a request in the order that the protocol defines."""
         self.requests.append(request)
         response = pb.DraftResponse(step=request.step)
         if request.HasField("hello"):
@@ -118,7 +118,7 @@ class FakeService:
             self.evicted += 1
 
     def texts(self) -> list[list[int]]:
-        """The texts of all running sequences."""
+        """Texts of all running sequences."""
         return [one.text for one in self.sequences.values()]
 
     def _draft(self, batch: pb.Batch, lost: list[int]) -> DraftBatch:
@@ -164,19 +164,19 @@ def batch_of(paths: list[list[int]]) -> DraftBatch:
 
 
 class FakeServer:
-    """The service behind a socket. All methods are for its event loop."""
+    """The service at a socket. Only its event loop may call the methods."""
 
     def __init__(self, address: str, service: FakeService, *, has_steps: bool) -> None:
-        """`has_steps`: whether streams go over the step socket beside the address."""
+        """Make a server; has_steps: whether streams use the step socket next to the address."""
         self.address = address
         self.service = service
         self.has_steps = has_steps
         self.refusal: tuple[grpc.StatusCode, str] | None = None
-        """The status that streams are ended with."""
+        """Status with which streams are ended."""
         self.distort: Callable[[pb.DraftResponse], pb.DraftResponse] = lambda response: response
-        """Changes responses."""
+        """Function that changes responses."""
         self.broken: list[AssertionError] = []
-        """Violations of the contract by clients."""
+        """Violations of the protocol by clients."""
         self._may_answer = asyncio.Event()
         self._may_answer.set()
         self._cut = asyncio.Event()
@@ -340,7 +340,7 @@ class FakeServerThread:
 
 @contextmanager
 def fake_server_thread(address: str, service: FakeService, *, has_steps: bool = False):
-    """A server in a thread."""
+    """Yield a server that runs in a thread."""
     server = FakeServerThread(address, service, has_steps=has_steps)
     try:
         yield server

@@ -1,4 +1,4 @@
-"""A small service behind access control, and calls to it."""
+"""A small service with access control, and calls to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Clock:
 
 
 class Guarded:
-    """The running service: one method for each right, which returns the caller's name."""
+    """A running service with one method for each right; each returns the caller's name."""
 
     def __init__(self, config, address, clock):
         self.control = AccessControl(config, clock=clock)

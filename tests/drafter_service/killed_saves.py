@@ -1,4 +1,4 @@
-"""Saves a corpus repeatedly in processes that are killed meanwhile, and checks the file after each.
+"""Save a corpus repeatedly in processes that are killed during the save, and check the file after each.
 
 python -m tests.drafter_service.killed_saves FOLDER ROUNDS SEED prints how often each of the two versions was found.
 """
@@ -32,7 +32,7 @@ def corpus_of(version):
 
 
 def saved_by_a_process(corpus, path):
-    """Fork a process that saves the corpus; returns its id."""
+    """Fork a process that saves the corpus; return its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -43,7 +43,7 @@ def saved_by_a_process(corpus, path):
 
 
 def kill_at(pid, path, size):
-    """Kill the process once it has written `size` bytes, unless it ends before."""
+    """Kill the process once it has written `size` bytes, unless it ends earlier."""
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         written = 0
         for part in path.parent.glob(f".{path.name}.*.part"):
@@ -72,7 +72,7 @@ def main(folder, rounds, seed):
     size = save(corpus_of(version), path)
     kept = 0
     for _ in range(rounds):
-        # Some sizes are beyond the end: between the last byte and the rename.
+        # Some sizes exceed the file's: then the process is killed between the last write and the rename.
         kill_at(saved_by_a_process(corpus_of(version + 1), path), path, rng.randrange(1, int(1.1 * size)))
         found = version_on_disk(path)
         assert found in (version, version + 1), f"the file has version {found}, neither {version} nor the next"

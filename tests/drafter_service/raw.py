@@ -1,4 +1,4 @@
-"""Calls to a service with plain messages, without the client."""
+"""Calls to a service with protocol messages, without the client."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.strategies import array
 
 DRAFT = "/ssd.drafter.v1.DrafterService/Draft"
 TIMEOUT_S = 60
-"""Generous: machines are shared."""
+"""Timeout of operations, long enough for busy machines."""
 
 
 def eventually(condition, timeout_s=TIMEOUT_S):
-    """Return what `condition` returns once it is true: the service works in the background."""
+    """Wait until `condition` returns a true value, since the service works in the background; return the value."""
     until = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < until, "the condition did not become true"
@@ -36,7 +36,7 @@ def eventually(condition, timeout_s=TIMEOUT_S):
 
 
 def counted(first, size=40):
-    """Return a text that occurs nowhere else."""
+    """Return a unique text."""
     return list(range(first, first + size))
 
 
@@ -49,7 +49,7 @@ def finish(sequence_id, tokens=(), learn=True, **fields):
 
 
 def batch(committed, limit=8, **fields):
-    """`committed`: tokens by sequence id."""
+    """Return a Batch message; committed: tokens by sequence id."""
     return batch_message(progress_of(committed, limit, **fields))
 
 
@@ -58,14 +58,14 @@ def hello(namespace="", policy="", **model):
 
 
 def texts(*runs, names=()):
-    """Texts of tokens, with their names or without."""
+    """Return a Texts message of these tokens, with or without names."""
     offsets = np.cumsum([0, *map(len, runs)]).astype(np.uint32)
     flat = np.concatenate([*map(np.asarray, runs), np.empty(0)]).astype(np.uint32)
     return pb.Texts(tokens=pack(flat, "u4"), offsets=pack(offsets, "u4"), request_ids=names)
 
 
 def drafted(response, sequences=1, index=0):
-    """The tokens of a sequence's draft."""
+    """Return the tokens of a sequence's draft."""
     assert not response.HasField("error"), response.error.message
     return read_drafts(response.drafts, sequences).tokens_of(index).tolist()
 
@@ -149,15 +149,15 @@ class SocketCall:
 
 
 class Stream:
-    """One Draft stream, a request at a time or without waiting."""
+    """One Draft stream, with calls that wait for a response and calls that do not."""
 
     def __init__(self, open_call):
-        """`open_call` makes a call of an iterator of requests."""
+        """Open the stream; `open_call` makes a call from an iterator of requests."""
         self._requests = queue.SimpleQueue()
         self.call = open_call(iter(self._requests.get, None))
 
     def send(self, request=None, **fields):
-        """A DraftRequest, or bytes."""
+        """Send a DraftRequest, or bytes."""
         self._requests.put(
             request if isinstance(request, bytes) else (request or pb.DraftRequest(**fields)).SerializeToString()
         )
@@ -166,16 +166,16 @@ class Stream:
         return next(self.call)
 
     def ask(self, request=None, **fields):
-        """The response to one request."""
+        """Send a request and return its response."""
         self.send(request, **fields)
         return self.read()
 
     def draft(self, sequence_id, committed=(), limit=8, **fields):
-        """The draft of one sequence."""
+        """Return the draft of one sequence."""
         return drafted(self.ask(batch=batch({sequence_id: committed}, limit), **fields))
 
     def refusal(self):
-        """The status and details that the stream ends with."""
+        """Return the status and details with which the stream ends."""
         try:
             response = self.read()
         except grpc.RpcError as error:
@@ -183,7 +183,7 @@ class Stream:
         raise AssertionError(f"answered with {response}")
 
     def end(self):
-        """No more requests; returns once the service has ended the stream."""
+        """Send the end of the requests, and return once the service has ended the stream."""
         self._requests.put(None)
         for _ in self.call:
             pass
@@ -198,7 +198,7 @@ class Caller:
     """A channel to a service, its streams and calls."""
 
     def __init__(self, channel, metadata=(), steps=None):
-        """`steps`: the address of a service whose step socket streams go over; None: they go over gRPC."""
+        """Make a caller; steps: address of the service if streams use its step socket, None for gRPC."""
         self.channel = channel
         self._metadata = metadata
         self._steps = steps
@@ -206,7 +206,7 @@ class Caller:
         self._streams = []
 
     def stream(self, namespace=None, **fields):
-        """A stream; with its handshake if a namespace is given."""
+        """Return a new stream, with its handshake if a namespace is given."""
         stream = Stream(self._open_stream)
         self._streams.append(stream)
         if namespace is not None:
@@ -220,17 +220,17 @@ class Caller:
         return method(requests, metadata=self._metadata, timeout=TIMEOUT_S, wait_for_ready=True)
 
     def call(self, method, **fields):
-        """The response to a unary call."""
+        """Make a unary call and return its response."""
         request = getattr(pb, f"{method}Request")(**fields)
         return getattr(self._stub, method)(request, metadata=self._metadata, timeout=TIMEOUT_S, wait_for_ready=True)
 
     def begin(self, method, **fields):
-        """A unary call that is not waited for."""
+        """Start a unary call without waiting for it."""
         request = getattr(pb, f"{method}Request")(**fields)
         return getattr(self._stub, method).future(request, metadata=self._metadata, timeout=TIMEOUT_S)
 
     def refusal(self, method, **fields):
-        """The status and details that a unary call ends with."""
+        """Return the status and details with which a unary call ends."""
         try:
             response = self.call(method, **fields)
         except grpc.RpcError as error:
@@ -238,14 +238,14 @@ class Caller:
         raise AssertionError(f"answered with {response}")
 
     def warm(self, requests):
-        """The stub's Warm, over an iterable of requests."""
+        """Call Warm with an iterable of requests."""
         return self._stub.Warm(iter(requests), metadata=self._metadata, timeout=TIMEOUT_S, wait_for_ready=True)
 
     def observe(self, namespace, *runs, names=(), **fields):
         return self.call("Observe", namespace=namespace, texts=texts(*runs, names=names), **fields)
 
     def probe(self, namespace, context, limit=8):
-        """Return the draft after a context in a namespace now, from a separate stream."""
+        """Return the current draft after a context in a namespace, from a separate stream."""
         stream = self.stream(namespace)
         response = stream.ask(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
         stream.end()
@@ -266,7 +266,7 @@ class Caller:
 
 @contextmanager
 def connected(address, metadata=(), credentials=None, *, over_steps=False):
-    """A caller over a connection of its own; with `over_steps` its streams go over the step socket."""
+    """Yield a caller with a separate connection; over_steps: whether its streams use the step socket."""
     options = [*MESSAGE_SIZES, ("grpc.use_local_subchannel_pool", 1)]
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)

@@ -1,4 +1,4 @@
-"""Facts of services that never ran, with numbers in every place."""
+"""Made-up facts of services, with a value in every field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def latency_of(*seconds):
 
 
 def filled_stats(seed):
-    """Statistics with random counts; drafts have 6 positions."""
+    """Return statistics with random counts; drafts have 6 positions."""
     stats, rng = Stats(), np.random.default_rng(seed)
     for array in stats.counters:
         array[:] = rng.integers(1, 1000, array.shape)

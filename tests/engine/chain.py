@@ -1,7 +1,7 @@
 """A model without weights whose tokens depend on all keys and values in their context, and its naive twin.
 
-Its cache entry of a token is a hash of the token and of the entries before it. So a page that is lost, stale, shared
-wrongly or overwritten changes all following tokens.
+The cache entry of a token is a hash of the token and of all earlier entries, so a page that is lost, stale, wrongly
+shared or overwritten changes all following tokens.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ChainForward:
 
 
 class ChosenDepth:
-    """Replaces `InFlightDepth`; the depth is that of a function, so that tests do not depend on durations."""
+    """Replaces `InFlightDepth`; a function chooses the depth, so that tests do not depend on durations."""
 
     def __init__(self, choose):
         self._choose = choose

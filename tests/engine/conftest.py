@@ -55,7 +55,7 @@ def make_folder(folder, *, seed=0, max_shard_size="5GB", family="llama", vary=0.
 
 @pytest.fixture(autouse=True)
 def no_drafter_failed(caplog):
-    """Fail a test if a drafter failed in it, because the engine goes on without drafts.
+    """Fail a test in which a drafter fails, because the engine continues without drafts.
 
     Tests of failing drafters clear the log.
     """

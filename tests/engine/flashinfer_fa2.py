@@ -2,7 +2,7 @@
 
 After flashinfer 0.7.2: `PrefillSplitQOKVIndptr` and `PrefillPlanImpl` in scheduler.cuh, `FA2DetermineCtaTileQ` in
 utils.cuh, `BatchPrefillWithPagedKVCacheDevice` in prefill.cuh, `PersistentVariableLengthMergeStatesKernel` in
-cascade.cuh. Arguments are those of the compiled module. Results of tiles that were never written are not numbers.
+cascade.cuh. Arguments are those of the compiled module. Results of tiles that were never written are NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Allocator:
 
 
 def split(queries, pages, page_size, group, head_dim, tiles_at_most, *, graph, rows, uniform):
-    """(whether keys are split, pages of a chunk, tile of queries, tiles of a graph)."""
+    """Return (whether keys are split, pages per chunk, queries per tile, number of tiles in a graph)."""
     packed = [length * group for length in queries]
     if graph and uniform:
         assert set(queries) == {uniform}
@@ -150,7 +150,7 @@ def paged_run(
         entries = torch.arange(ceil_div(key_count, page_size)) + kv[request]
         # After the last table it reads page 0.
         pages = torch.where(entries < kv[-1], indices[entries.clamp(max=len(indices) - 1)], 0).long()
-        # Results are placed by the number of chunks of the length that is read.
+        # The offset of a result depends on the number of chunks of the length that is read.
         chunks = ceil_div(max(key_count, 1), size) if splits else 1
         start, end = (min((chunk + more) * size, key_count) for more in (0, 1)) if splits else (0, key_count)
         key, value = (

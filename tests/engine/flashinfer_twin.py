@@ -1,8 +1,8 @@
 """The parts of FlashInfer that the engine uses, in slow PyTorch on the CPU, with FlashInfer's names of arguments.
 
 Arrays are read like in its kernels: lengths are sums over pages, slots are looked up in a page table, and CUDA graphs
-run tile by tile (`flashinfer_fa2.py`). Arguments that kernels overwrite are overwritten, and arguments that they refuse
-or would misread are refused.
+run tile by tile (`flashinfer_fa2.py`). Arguments that kernels overwrite are overwritten, and arguments that kernels
+refuse or would misread are refused.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def joined(parts, return_lse):
 
 INT32 = torch.int32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Float32 is used here instead of 16 bits; the library does not support it."""
+"""Accepted dtypes. Tests on the CPU use float32, which the library itself does not support."""
 
 
 def check_array(array, *, size=None, dtypes=(INT32,)):
-    """Check what kernels require of an array of numbers."""
+    """Check the requirements of kernels for an array of numbers."""
     assert array.dtype in dtypes
     assert array.ndim == 1
     assert array.is_contiguous()
@@ -55,7 +55,7 @@ def check_array(array, *, size=None, dtypes=(INT32,)):
 
 
 def check_heads(*tensors):
-    """Check what kernels require of heads: any strides but the last."""
+    """Check the requirements of kernels for heads: only the last dimension must be contiguous."""
     for tensor in tensors:
         assert tensor.ndim == 3
         assert tensor.stride(-1) == 1

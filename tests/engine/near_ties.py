@@ -1,4 +1,4 @@
-"""Compare outputs in 16 bits with a reference: they may differ only where its two best logits are a near tie."""
+"""Compare 16-bit outputs with a reference: they may differ only where the two best logits are a near tie."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def best_two(logits: torch.Tensor) -> Best:
 
 
 def differences(got: Sequence[Sequence[int]], expected: Sequence[Reference]) -> list[Difference]:
-    """The first position where each output differs; the tokens after it have another context."""
+    """The first position where each output differs; tokens after it have a different context."""
     found = []
     for request, (tokens, reference) in enumerate(zip(got, expected, strict=True)):
         assert len(tokens) == len(reference.tokens)

@@ -1,4 +1,4 @@
-"""The engine's loop: outputs are the target's, with any drafter and in any batch."""
+"""The engine's loop: outputs equal the target's, with any drafter and in any batch."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temper
     engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))
     asked = requests(12, temperature=temperature)
     assert outputs(engine, asked) == plain[temperature]
-    assert outputs(engine, asked) == plain[temperature]  # the corpus has the outputs now
+    assert outputs(engine, asked) == plain[temperature]  # now drafted from the corpus
     engine.close()
 
 
@@ -101,7 +101,7 @@ def test_wrong_drafts_do_not_change_outputs(model, plain, temperature):
 
 
 def scripted_by(asked, answers, *, wrong_every=0):
-    """A drafter of the right tokens, except that every `wrong_every`-th one is wrong."""
+    """A drafter of right tokens, except that every `wrong_every`-th token is wrong."""
 
     def script(sequence_id, length):
         start = length - len(asked[sequence_id].prompt)
@@ -156,7 +156,7 @@ def test_malformed_drafts_are_dropped_and_reported_once(model, plain, draft, cap
     caplog.clear()
 
 
-def test_long_prompts_run_in_chunks_beside_decoding(model):
+def test_long_prompts_run_in_chunks_batched_with_decoding(model):
     small = EngineConfig(max_sequences=4, max_step_tokens=32, max_draft=6)
     rng = np.random.default_rng(5)
     asked = [
@@ -188,7 +188,7 @@ def test_requests_beyond_the_pages_wait(model, plain):
 @pytest.mark.parametrize("max_draft", [0, 6])
 @pytest.mark.parametrize("room", [1, 2, 4, 7])
 def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_draft):
-    """Also with drafts that are longer than the rest of the output."""
+    """Also if drafts are longer than the remaining output."""
     endless = replace(model.config, eos_token_ids=())
     window = endless.max_positions
     config = replace(CONFIG, max_draft=max_draft)
@@ -212,7 +212,7 @@ def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_dr
 
 @pytest.mark.parametrize("max_draft", [0, 6])
 def test_outputs_end_with_the_end_token(model, max_draft):
-    """An output ends with the first end token, also in the middle of a draft."""
+    """An output ends with the first end token, even in the middle of a draft."""
     request = requests(1)[0]
     [full] = outputs(build_engine(model, CONFIG, NoDrafter()), [request])
     end = full[len(full) // 2]
@@ -241,7 +241,7 @@ def test_outputs_depend_on_the_seed_only(model):
 
 
 def test_the_observer_may_cancel_requests(model, plain):
-    """Running and waiting requests can be cancelled; their completions have what they had produced."""
+    """Running and waiting requests can be cancelled; their completions contain the tokens produced so far."""
     engine = build_engine(model, replace(CONFIG, max_sequences=2), NoDrafter())
     asked, cancelled, steps = requests(5), {}, iter(range(1000))
 

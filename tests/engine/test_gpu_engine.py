@@ -1,8 +1,8 @@
-"""Whole engines: with any drafter and any number of steps in flight, outputs are those of decoding without drafts.
+"""Complete engines: with any drafter and number of steps in flight, outputs are those of decoding without drafts.
 
-In float32 with plain attention they are equal. In 16 bits with FlashInfer, on a GPU, they may differ at near ties,
-whose number is reported; on the CPU its twin computes in float32, where there are none. Sampled texts also follow the
-probabilities of the model, computed token by token.
+In float32 with plain attention they are equal. In 16 bits with FlashInfer on a GPU they may differ at near ties, whose
+number is reported; on the CPU, FlashInfer's twin computes in float32, which has none. Sampled texts also follow the
+model's probabilities, computed token by token.
 """
 
 from contextlib import closing
@@ -44,12 +44,12 @@ DRAFTERS = ("none", "ngram", "ssd")
 
 
 def drafter_of(name):
-    # Longer drafts than a step verifies, so that there are drafts for the step after the one in flight.
+    # Drafts are longer than a step verifies, so that they also cover the step after the one in flight.
     return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), warn=pytest.fail)
 
 
 def twice(model, config, drafter, attention, asked):
-    """Outputs, outputs of a second run with what the drafter learned, and the draft tokens accepted in that run."""
+    """Outputs of two runs with the same drafter, and the number of draft tokens accepted in the second run."""
     with closing(build_engine(model, config, drafter_of(drafter), attention=attention)) as engine:
         first = outputs(engine, asked)
         again = engine.generate(asked)
@@ -140,7 +140,7 @@ def halved(part, dtype):
 
 @pytest.mark.parametrize("bug", [None, halved], ids=["as it is", "planted bug"])
 def test_logits_with_an_8_bit_cache_are_close_to_those_with_16_bits(library, tmp_path, monkeypatch, bug):
-    """A prompt in two chunks, and a draft after it."""
+    """Runs a prompt in two chunks, and a draft after it."""
     if bug is not None:
         monkeypatch.setattr(calls, "as_stored", bug)
     make_folder(tmp_path, head_dim=64, initializer_range=0.1)
@@ -162,7 +162,7 @@ VOCAB, PROMPT, LENGTH, COUNT = 6, np.array([1, 4, 2, 2, 5], np.uint32), 3, 1500
 
 @pytest.fixture(scope="module")
 def small_folder(tmp_path_factory):
-    """A model with so few tokens that all texts of LENGTH tokens can be counted."""
+    """A model with few enough tokens to enumerate all texts of LENGTH tokens."""
     folder = tmp_path_factory.mktemp("models") / "small"
     make_folder(folder, vocab_size=VOCAB)
     return folder

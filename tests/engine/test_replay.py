@@ -1,4 +1,4 @@
-"""Recorded outputs: what the target computes counts only after them."""
+"""Recorded outputs replace the target's tokens."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.engine.workload import StrictDrafter, replayed
 
 
 def recorded_requests(count=8):
-    """Requests with records of half the output, of all of it, of more, and without a record."""
+    """Requests whose record has half the length of the output, the same length or more, and requests without one."""
     rng = np.random.default_rng(2)
     lengths = (10, 20, 30, None)
     records = [None if size is None else rng.integers(1, VOCAB, size).astype(np.uint32) for size in lengths]
@@ -75,7 +75,7 @@ def test_planted_faults_are_caught(monkeypatch):
 
 
 def test_recorded_steps_still_sample(monkeypatch):
-    """So a replay takes as long as other steps."""
+    """Replayed steps run the same operations, so that they take as long as other steps."""
     calls = []
     greedy = verify.greedy_tokens
     monkeypatch.setattr(verify, "greedy_tokens", lambda logits: (calls.append(1), greedy(logits))[1])

@@ -1,4 +1,4 @@
-"""Random draft trees that are right along the beginning of one path."""
+"""Random draft trees in which the first tokens of one path are right."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Workload:
         self.contents = {}
         self.streamed = {}
         self.computed = {}
-        """By salt, all texts up to the end of a page whose keys and values were computed."""
+        """All texts up to the end of a page whose keys and values were computed, by salt."""
 
     def run(self, steps=60):
         for _ in range(steps):
@@ -243,7 +243,7 @@ class Workload:
             self.seen["rejected"] += completion.drafted - completion.accepted
 
     def check_progress(self, oldest, decoding, before, report):
-        """Check that the oldest sequence advances, and that decoding ones get a token unless they were preempted."""
+        """Check that the oldest sequence advances, and that decoding ones get a token unless they are preempted."""
         for sequence in oldest:
             if sequence.in_flight == 0 or before[sequence][2]:
                 assert (sequence.computed, len(sequence)) > before[sequence][:2]

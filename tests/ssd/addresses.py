@@ -1,4 +1,4 @@
-"""Conversion of texts to addresses, as kernels take them, and back."""
+"""Conversion of texts to addresses, which kernels take as arguments, and back."""
 
 from __future__ import annotations
 

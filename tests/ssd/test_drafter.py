@@ -177,7 +177,7 @@ def test_the_next_turn_of_a_session_drafts_as_if_it_were_new(drafter):
     drafter.start(1, TEXT[:100], session_id="chat")
     drafter.draft(progress_of({1: TEXT[100:120]}, limit=4))
     drafter.finish(1, TEXT[120:130], learn=False)
-    # The prompt repeats all of that, then the beginning of the text.
+    # The prompt repeats the previous turn, then the beginning of the text.
     prompt = np.concatenate((TEXT[:130], TEXT[:20]))
     drafter.start(2, prompt, session_id="chat")
     drafter.start(3, prompt)
@@ -333,15 +333,15 @@ def test_a_list_of_tokens_can_be_drafted_for():
         drafter.corpus.refresh()
         assert drafter.corpus.requests == 3
         for wrong in ([-1], [1 << 32], [1.5], [[1]], [0xFFFF_FFFF]):
-            with pytest.raises(ValueError, match=r"token ids|whole numbers"):
+            with pytest.raises(ValueError, match=r"token ids|integers"):
                 drafter.propose(wrong)
 
 
 @pytest.mark.parametrize("tokens", [np.array([1, -1, 5]), np.array([1.0]), np.array([[1]], np.uint32)])
 def test_arrays_of_other_types_are_refused(drafter, tokens):
-    with pytest.raises(ValueError, match="row of uint32"):
+    with pytest.raises(ValueError, match="1-D uint32 array"):
         drafter.start(1, tokens)
-    with pytest.raises(ValueError, match="row of uint32"):
+    with pytest.raises(ValueError, match="1-D uint32 array"):
         drafter.corpus.append(tokens)
     drafter.corpus.append(TEXT)
     drafter.corpus.refresh()

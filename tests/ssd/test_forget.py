@@ -123,7 +123,7 @@ def test_forgetting_nothing_changes_nothing():
     assert corpus.times.forgotten == 0
 
 
-def test_text_is_erased_once_nobody_reads_it():
+def test_text_is_erased_once_it_has_no_readers():
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, [SECRET, *some_requests(20)], "mine")
     held, done = corpus.view, threading.Event()
@@ -138,7 +138,7 @@ def test_text_is_erased_once_nobody_reads_it():
     assert not done.wait(0.3)
     ring = held.arrays[2]
     assert ring[1] == 0
-    # New views do not contain it, although it is still in the ring.
+    # New views do not contain the text, although it is still in the ring.
     assert corpus.view is not held
     assert not draft_after(corpus, SECRET[:20])
     del held
@@ -154,7 +154,7 @@ def test_a_running_copy_stops_when_its_source_is_forgotten():
     assert drafter.draft(progress_of({1: []}, 4)).tokens.tolist() == SECRET[20:24].tolist()
     corpus.forget("mine")
     corpus.refresh()
-    # The pointer of the sequence still points to where the text was.
+    # The pointer of the sequence still points to the position of the erased text.
     assert not drafter.draft(progress_of({1: SECRET[20:22]}, 4)).tokens.tolist()
 
 
@@ -173,7 +173,7 @@ def test_idle_sessions_with_a_turn_of_that_id_are_dropped():
     assert drafter.memory_bytes() == held
     drafter.forget("first")
     assert drafter.memory_bytes() < held
-    # A turn that runs meanwhile finishes, but its index is not kept.
+    # A turn that is running finishes, but its index is not kept.
     drafter.start(3, SECRET[:10], session_id="chat", request_id="fourth")
     running = drafter.memory_bytes()
     drafter.forget("fourth")
@@ -196,7 +196,7 @@ def draft_of_second(drafter, tokens):
 
 
 @pytest.mark.parametrize("from_another", [False, True])
-def test_a_running_request_is_forgotten_too(from_another):
+def test_a_running_request_is_forgotten(from_another):
     corpus = Corpus(100_000, DEPTH)
     drafter, another = (SuffixDrafter(CONFIG, corpus=corpus) for _ in range(2))
     start_two(drafter)
@@ -207,7 +207,7 @@ def test_a_running_request_is_forgotten_too(from_another):
         drafter.forget("mine")
     corpus.refresh()
     assert draft_of_second(drafter, SECRET[12:19]) == []
-    # It continues, and drafts from its own text.
+    # The request continues, and drafts from its own text.
     drafter.draft(progress_of({1: SECRET[30:40]}, 0))
     own = drafter.draft(progress_of({1: SECRET[5:12]}, 8, cost=1e-6)).tokens
     assert own.tolist() == SECRET[12:20].tolist()

@@ -1,4 +1,4 @@
-"""`propose_after` gives the drafts that a commit would give, and changes no later draft."""
+"""`propose_after` returns the drafts that a commit would return, and changes no later draft."""
 
 import numpy as np
 import pytest

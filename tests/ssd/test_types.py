@@ -35,13 +35,13 @@ def test_read_only_slices_are_accepted():
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint64, np.float32, ">u4"])
 def test_the_error_names_the_field_of_another_dtype(field, dtype):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
-    with pytest.raises(ValueError, match=rf"^{field} must be a contiguous row of uint32, not "):
+    with pytest.raises(ValueError, match=rf"^{field} must be a contiguous 1-D uint32 array, not "):
         replace(progress, **{field: getattr(progress, field).astype(dtype)}).check_arrays()
 
 
 @pytest.mark.parametrize("counts", [np.zeros(4, np.uint32)[::2], np.zeros((2, 1), np.uint32)], ids=["gaps", "table"])
 def test_the_error_names_the_field_of_another_layout(counts):
-    with pytest.raises(ValueError, match=r"^verified must be a contiguous row of uint32, not "):
+    with pytest.raises(ValueError, match=r"^verified must be a contiguous 1-D uint32 array, not "):
         replace(progress_of({1: [5], 2: [6]}, limit=4), verified=counts).check_arrays()
 
 

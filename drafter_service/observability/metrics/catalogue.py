@@ -1,4 +1,4 @@
-"""All metrics: name, description with unit, and where the value is read.
+"""All metrics: name, description with unit, and the function that reads the value.
 
 Values of a namespace are rows of numbers, so that the rows of many namespaces can be summed.
 """
@@ -44,7 +44,7 @@ class Counter:
     name: str
     help: str
     read: Read
-    """Returns one number for each label value."""
+    """Function that returns one number for each label value."""
     label: str = ""
     values: tuple[str, ...] = ("",)
     """Values of the label."""
@@ -75,7 +75,7 @@ class Number(NamedTuple):
     name: str
     help: str
     read: Callable[[Any], float]
-    """Reads it from the facts of a namespace, of the service, or of the shared log."""
+    """Function that reads the number from the facts of a namespace, the service or the shared log."""
 
 
 def _counter(name: str, path: str, text: str, labels: tuple[str, ...] = LABELS) -> Counter:
@@ -87,7 +87,7 @@ def _number(name: str, path: str, text: str) -> Number:
 
 
 def _ranges(table: str, column: int, starts: tuple[int, ...]) -> Read:
-    """A column of one of the tables in `Stats`, summed over ranges of its rows."""
+    """Return a function that sums a column of one of the tables in `Stats` over ranges of rows."""
 
     def read(facts: NamespaceFacts) -> np.ndarray:
         rows: Any = getattr(facts.stats.counters, table)

@@ -35,22 +35,22 @@ from drafter_service.observability.metrics.catalogue import (
 COUNTER_ENDS = tuple(accumulate(len(counter.values) for counter in COUNTERS))
 
 PAUSE_S = 1e-4
-"""Pause around each metric family. Without it another thread waits up to 5 ms for the interpreter lock, longer than an
-engine step: while 20 namespaces were collected continuously, the event loop was late by 3 ms (99th percentile) with
-pauses and by 9 ms without."""
+"""Pause around each metric family, in seconds. Without it another thread waits up to 5 ms for the interpreter lock,
+longer than an engine step: while 20 namespaces were collected continuously, the event loop was late by 3 ms (99th
+percentile) with pauses and by 9 ms without."""
 
 OTHER = "other"
 """Label of the row that sums the remaining namespaces. A namespace of this name is always part of it."""
 ENGINE = "ssd"
 MAX_UNLOADED = 1024
-"""Namespaces whose last counters are kept after they left memory, 2 kB each."""
+"""Number of namespaces whose last counters are kept after they were unloaded, 2 kB each."""
 
 
 class DrafterCollector(Collector):
     """Reads the facts whenever Prometheus scrapes."""
 
     def __init__(self, facts: Callable[[], ServiceFacts], max_namespaces: int) -> None:
-        """`facts` is called in the thread that collects."""
+        """Make a collector; it calls `facts` in the thread that collects."""
         self._facts = facts
         self._rows = NamespaceRows(max_namespaces)
         self._updating = threading.Lock()
@@ -103,13 +103,13 @@ class NamespaceRows:
     """
 
     def __init__(self, max_own: int) -> None:
-        """`max_own`: maximum number of namespaces with a row of their own."""
+        """Make an empty table; max_own: maximum number of namespaces with a separate row."""
         self._max_own = max_own
         self._own: set[str] = set()
         self._last: dict[str, np.ndarray] = {}
         """Counters at the last scrape, most recently present namespaces last."""
         self._rest: np.ndarray | None = None
-        """Sums over namespaces without a row of their own; None if there never was one."""
+        """Sums over namespaces without a separate row; None if there never was one."""
 
     def update(self, namespaces: Iterable[NamespaceFacts]) -> list[Row]:
         """Return the current rows of these namespaces: at most `max_own`, and one for the rest."""

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of the metrics, in threads of its own."""
+"""The HTTP endpoint of the metrics, in separate threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssd.errors import UserError
 logger = structlog.get_logger(__name__)
 
 MAX_NAMESPACES = 20
-"""A namespace has about 170 series; collecting 20 namespaces takes about 30 ms."""
+"""Maximum number of namespaces with separate series. Each has about 170; collecting 20 takes about 30 ms."""
 ANSWER_S = 5.0
 """Maximum time for the event loop to return the facts; Prometheus itself waits for 10 s."""
 POLL_S = 0.1
@@ -37,9 +37,10 @@ class MetricsEndpoint:
         *,
         max_namespaces: int = MAX_NAMESPACES,
     ) -> None:
-        """`facts` is called in other threads; see `facts_from_loop`. At most `max_namespaces` have series of their own.
+        """Make an endpoint that does not listen yet.
 
-        Raises UserError if `address` is not HOST:PORT.
+        facts: called in other threads; see `facts_from_loop`. max_namespaces: maximum number of namespaces with
+        separate series. Raises UserError if `address` is not HOST:PORT.
         """
         self.address = Address.parse(address)
         """After `start`, with the actual port."""
@@ -88,7 +89,7 @@ class _PlainText(MetricsHandler):
         try:
             super().do_GET()
         except TimeoutError:
-            # The base class would take this for a slow client and log nothing.
+            # The base class would mistake this for a slow client and log nothing.
             logger.warning("metrics not sent: the service is busy")
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
 

@@ -1,1 +1,1 @@
-"""Reports on what drafting saves: JSON, terminal and HTML."""
+"""Reports on the savings from drafting: JSON, terminal and HTML."""

@@ -39,7 +39,7 @@ from ssd.corpus.snapshot import load
 
 
 def build_report(facts: ServiceFacts) -> Report:
-    """Return the report of a running service. It only reads; the counters may grow meanwhile."""
+    """Return the report of a running service. It only reads; the counters may grow concurrently."""
     return service_report(facts, [namespace_report(namespace, facts.now) for namespace in facts.namespaces])
 
 
@@ -146,7 +146,7 @@ def _with_rates(corpus: CorpusReport, lately: Recent | None) -> CorpusReport:
 
 
 def _latency(latency: Latency) -> LatencyReport:
-    counts = latency.counts.copy()  # The original may be written meanwhile.
+    counts = latency.counts.copy()  # The original may change concurrently.
     used = [index for index, count in enumerate(counts) if count]
     if not used:
         return LatencyReport(count=0, bins=[])

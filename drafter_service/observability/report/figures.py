@@ -1,4 +1,4 @@
-"""CounterTables and ratios of a report, computed from counters and from samples over time.
+"""Tables and ratios of a report, computed from counters and from samples over time.
 
 A ratio is always a finite number, or None where its denominator is zero.
 """
@@ -36,7 +36,7 @@ MAX_PERIODS = 96
 """A curve of this many points is smooth, and 100 namespaces of them stay below 4 MB of JSON."""
 RECENT_S = 3600.0
 MAX_TIME = 1e12
-"""Seconds since 1970 that no correct clock shows."""
+"""Upper bound of plausible times, in seconds since 1970."""
 SOURCE_NAMES: dict[Source, Literal["corpus", "local"]] = {Source.CORPUS: "corpus", Source.LOCAL: "local"}
 
 
@@ -61,7 +61,7 @@ def finite(value: float) -> float:
 
 
 def drafting_of(steps: int, committed: int, hits: int, drafted: int, accepted: int) -> Drafting:
-    """Return what follows from these totals; negative ones count as 0."""
+    """Return these totals with the ratios computed from them; negative totals count as 0."""
     steps, committed, hits, drafted, accepted = (max(0, total) for total in (steps, committed, hits, drafted, accepted))
     saved = max(0, committed - steps) if steps else 0
     tokens_per_step, drafted_per_step = ratio(committed, steps), ratio(drafted, steps)
@@ -86,7 +86,7 @@ def drafting_of(steps: int, committed: int, hits: int, drafted: int, accepted: i
 
 
 def sum_drafting(parts: Iterable[Drafting]) -> Drafting:
-    """Return the totals of several namespaces, and what follows from them."""
+    """Return the totals of several namespaces with the ratios computed from them."""
     totals = [(part.steps, part.committed, part.hits, part.drafted, part.accepted) for part in parts]
     return drafting_of(*(sum(column) for column in zip(*totals, strict=True))) if totals else drafting_of(0, 0, 0, 0, 0)
 
@@ -159,12 +159,12 @@ def _calibration(counters: Counters) -> Calibration:
 
 
 def _tally(drafted: int, accepted: int) -> dict[str, Any]:
-    """The fields of a `Tally`."""
+    """Return the fields of a `Tally`."""
     return {"drafted": drafted, "accepted": accepted, "acceptance": share(accepted, drafted)}
 
 
 def _used(table: np.ndarray) -> tuple[int, int]:
-    """The first and last + 1 row in which something was drafted."""
+    """Return the first and last + 1 row in which something was drafted."""
     used = np.flatnonzero(table[:, VERIFIED])
     return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
 
@@ -174,7 +174,7 @@ def _min_age(bits: int) -> int:
 
 
 def _median_age(bins: list[AgeTally]) -> int | None:
-    """Upper bound of the bin that contains the median of the accepted tokens."""
+    """Return the upper bound of the bin that contains the median of the accepted tokens."""
     accepted, seen = sum(entry.accepted for entry in bins), 0
     for entry in bins:
         seen += entry.accepted
@@ -206,7 +206,7 @@ def periods(samples: Sequence[Sample]) -> list[Period]:
 
 
 def recent(samples: Sequence[Sample]) -> Recent | None:
-    """Return what happened in the last hour, or since the first sample; `samples` as from `ordered`."""
+    """Return the changes in the last hour, or since the first sample; `samples` as from `ordered`."""
     if len(samples) < 2:
         return None
     end = samples[-1]
@@ -222,7 +222,7 @@ def recent(samples: Sequence[Sample]) -> Recent | None:
 
 
 def _change(begin: Sample, end: Sample) -> Sample:
-    """Growth of each total; 0 where a counter was reset."""
+    """Return the growth of each total; 0 where a counter was reset."""
     return Sample(end.time, *[max(0, after - before) for before, after in zip(begin[1:], end[1:], strict=True)])
 
 

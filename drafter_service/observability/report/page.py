@@ -13,7 +13,8 @@ from drafter_service.observability.report.schema import Drafting, NamespaceRepor
 from drafter_service.observability.report.verdict import by_saving, remarks, saving, service_remarks, worth
 
 MAX_IN_FULL = 12
-"""Namespaces shown in full, 0.1 to 0.2 MB of page each. Those that save least are only rows of the overview."""
+"""Maximum number of namespaces shown in full, 0.1 to 0.2 MB of page each. Those that save least are only rows of the
+overview."""
 TITLE = "What drafting saves"
 OVERVIEW = (
     ("namespace", "name"),
@@ -25,7 +26,7 @@ OVERVIEW = (
     ("output tokens", "minor"),
     ("remembered", "minor"),
 )
-"""Heads and classes of the columns."""
+"""Headings and classes of the columns."""
 
 
 def render_page(report: Report) -> str:
@@ -54,7 +55,7 @@ def _footer(report: Report) -> str:
 
 
 def _one(namespace: NamespaceReport, more: str = "") -> str:
-    """A namespace in full; `more` is a panel after its own."""
+    """Return a namespace in full, followed by the panel `more`."""
     panels = f'<div class="plots">{"".join(namespace_panels(namespace))}{more}</div>'
     return _remarks(remarks(namespace)) + _cards(namespace.drafting, namespace) + panels
 
@@ -79,7 +80,7 @@ def _remarks(sentences: Iterable[str]) -> str:
 
 
 def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
-    """The key values, each with its recent value below."""
+    """Return the key values, each with its recent value below."""
     recent = None if namespace is None else namespace.recent
     shown = [
         ("tokens per step", "tokens_per_step", units.ratio, "1 is plain decoding"),

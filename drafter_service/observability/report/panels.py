@@ -165,13 +165,13 @@ def _speed(namespace: NamespaceReport) -> list[str]:
     ]
     note = (
         f"{units.ratio(drafting.drafted_per_step)} draft tokens are verified per step. "
-        f"They pay while one costs less than {units.share(drafting.break_even_cost)} of a step."
+        f"Verifying them pays while one costs less than {units.share(drafting.break_even_cost)} of a step."
     )
     return [panel("Estimated speed-up", note, table(("cost of verifying a token", "speed"), rows))]
 
 
 def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:
-    """The cells under `TALLY_HEADS`."""
+    """Return the cells under `TALLY_HEADS`."""
     return (
         Value(tally.acceptance, units.share),
         Value(tally.drafted, units.count),
@@ -189,7 +189,11 @@ def _open_name(number: int, last: int) -> str:
 def _latencies(namespace: NamespaceReport) -> list[str]:
     kinds = (
         ("Draft latency", "One message: drafts for the whole batch of an engine.", namespace.draft_latency),
-        ("Merge latency", "Making finished requests draftable; drafting continues meanwhile.", namespace.merge_latency),
+        (
+            "Merge latency",
+            "Time to make finished requests draftable; drafting continues.",
+            namespace.merge_latency,
+        ),
     )
     return [_latency(title, note, known) for title, note, known in kinds if known is not None and known.count]
 

@@ -18,7 +18,7 @@ LOWER_HEIGHT, LOWER_GAP = 78, 30
 """Pixels of the lower chart of `drafting_over_time`, and above it."""
 VOLUME_HEIGHT, VOLUME_GAP = 34, 22
 FEW_TOKENS = 30
-"""Shares of fewer draft tokens are drawn paler: the next one may change them by several percent."""
+"""Minimum number of draft tokens of a reliable share; shares of fewer are drawn paler."""
 MAX_RADIUS = 11.0
 QUANTILE_LABELS_HEIGHT = 32
 """Pixels for the labels of p50 and p99 above the bars."""
@@ -93,7 +93,7 @@ def corpus_over_time(periods: Sequence[Period], capacity: int | None) -> str:
 
 
 def time_ticks(begin: float, end: float, at_most: int) -> list[tuple[float, str]]:
-    """Return round moments between two, in seconds since 1970, with their labels."""
+    """Return round times from `begin` to `end`, in seconds since 1970, with their labels."""
     step = next((step for step in TIME_STEPS_S if (end - begin) / step <= at_most), None)
     if step is None:
         step = TIME_STEPS_S[-1] * math.ceil((end - begin) / at_most / TIME_STEPS_S[-1])
@@ -108,13 +108,13 @@ def _dates(periods: Sequence[Period], frame: Frame, x: Scale) -> list[str]:
 
 
 def _runs(periods: Iterable[Period]) -> list[list[Period]]:
-    """Consecutive periods for which tokens per step are known."""
+    """Return runs of consecutive periods for which tokens per step are known."""
     grouped = groupby(periods, lambda period: period.tokens_per_step is not None)
     return [list(run) for is_known, run in grouped if is_known]
 
 
 def _curve(run: Sequence[Period], name: str, x: Scale, y: Scale) -> list[charts.Point]:
-    """Points of a field over consecutive periods; a horizontal line for a single period."""
+    """Return the points of a field over consecutive periods; a horizontal line for a single period."""
     if len(run) == 1:
         height = y(getattr(run[0], name) or 0.0)
         return [(x(run[0].begins_at), height), (x(run[0].ends_at), height)]
@@ -123,7 +123,7 @@ def _curve(run: Sequence[Period], name: str, x: Scale, y: Scale) -> list[charts.
 
 
 def _spot(period: Period, frame: Frame, x: Scale, y: float) -> str:
-    """The marks and the tooltip that appear under the pointer."""
+    """Return the marks and the tooltip that appear under the pointer."""
     seconds = period.ends_at - period.begins_at
     words = (
         f"{units.moment(period.begins_at)}, {units.duration(seconds)}: "
@@ -141,7 +141,7 @@ def _middle(period: Period) -> float:
     return (period.begins_at + period.ends_at) / 2
 
 
-# --- CounterTables as bars
+# --- Counter tables as bars
 
 
 class Bar(NamedTuple):
@@ -254,7 +254,7 @@ def durations(known: LatencyReport, title: str) -> str:
 
 
 def _quantile(frame: Frame, known: LatencyReport, name: str, value: float | None, slot: float, y: float) -> list[str]:
-    """A vertical line at a quantile, with its label at the height `y`."""
+    """Return a vertical line at a quantile, with its label at the height `y`."""
     x = _quantile_x(frame, known, value, slot)
     is_right = x > (frame.left + frame.width) / 2
     shift, anchor = (-5, "end") if is_right else (5, "start")
@@ -265,7 +265,7 @@ def _quantile(frame: Frame, known: LatencyReport, name: str, value: float | None
 
 
 def _quantile_x(frame: Frame, known: LatencyReport, seconds: float | None, slot: float) -> float:
-    """Right edge of the bin of a quantile: a quantile is the upper bound of its bin, or the longest duration."""
+    """Return the right edge of a quantile's bin; a quantile is the upper bound of its bin, or the longest duration."""
     for index, one in enumerate(known.bins):
         if one.most_s is None or (seconds or 0.0) <= one.most_s * (1 + 1e-9):
             return frame.left + (index + 1) * slot

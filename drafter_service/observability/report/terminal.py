@@ -34,11 +34,11 @@ from drafter_service.observability.report.verdict import (
 )
 
 MAX_IN_FULL = 3
-"""With more namespaces than this only the overview is printed."""
+"""Maximum number of namespaces that are printed in full; with more only the overview is printed."""
 BAR_WIDTH = 10
 CURVE_WIDTH = 60
 MAX_PASSAGE = 300
-"""Characters of a passage."""
+"""Maximum number of characters of a passage."""
 POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
 """First value of each group, here and below."""
 MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -52,7 +52,7 @@ Row = tuple[str, float | None, int]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a sentence about each namespace, then the tables. 80 columns wide, whatever the terminal's width."""
+    """Print a sentence about each namespace, then the tables, 80 columns wide in any terminal."""
     namespaces = by_saving(report)
     for line in _head(report):
         console.print(Text(line, "dim"))
@@ -177,7 +177,7 @@ def _over_time(namespace: NamespaceReport) -> list[RenderableType]:
 
 
 def _bars(title: str, rows: Iterable[Row]) -> Table:
-    """A table of rows with bars."""
+    """Return a table of rows with bars."""
     table = _table(title, "accepted", "", "of")
     table.columns[1].justify = "left"
     table.columns[1].min_width = BAR_WIDTH
@@ -265,7 +265,7 @@ def _passages(passages: Iterable[PassageReport]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    """A table whose first column is text and whose others are numbers, aligned to the right."""
+    """Return a table whose first column is text and whose others are numbers, aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(Text(first))
     for head in others:
@@ -279,7 +279,7 @@ def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     return grid
 
 
-# --- CounterTables of a report in few rows
+# --- Counter tables of a report in few rows
 
 
 def positions(namespace: NamespaceReport) -> list[Row]:
@@ -320,7 +320,7 @@ def calibration(namespace: NamespaceReport) -> list[tuple[str, float | None, flo
 
 
 def _groups(tallies: Iterable[tuple[int, Tally]], firsts: Sequence[int], last: int | None) -> list[Row]:
-    """Sums over groups of tallies, by the first value of each group; `last` counts all larger values, too."""
+    """Return sums over groups of tallies, by the first value of each group; `last` counts all larger values, too."""
     rows = []
     for first, following in zip(firsts, (*firsts[1:], None), strict=True):
         members = [tally for key, tally in tallies if first <= key and (following is None or key < following)]

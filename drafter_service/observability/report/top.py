@@ -1,4 +1,4 @@
-"""`ssd-drafter top`: what a service does now, one line per namespace, redrawn at an interval."""
+"""`ssd-drafter top`: current rates of a service, one line per namespace, redrawn at an interval."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ssd.errors import UserError
 
 CURVE_WIDTH = 8
 OTHER_LINES = 12
-"""Lines of a frame that are not namespaces."""
+"""Number of lines of a frame that are not namespaces."""
 WIDE = 110
-"""From this number of columns on, more values are shown."""
+"""Minimum number of columns at which more values are shown."""
 QUIT = (b"q", b"Q", b"")
 """Input that quits; the empty string means that the terminal was closed. Ctrl-C interrupts as usual."""
 
 Wait = Callable[[float], bool]
-"""Waits for a number of seconds, or until the user quits; returns True if the user quit."""
+"""Function that waits for a number of seconds, or until the user quits; returns True if the user quit."""
 
 
 def watch(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s: float) -> None:
@@ -74,7 +74,7 @@ def print_once(fetch: Callable[[], Report], console: Console, wait: Wait, interv
 
 
 def wait_without_keys(seconds: float) -> bool:
-    """Wait where there is no keyboard."""
+    """Wait if there is no keyboard."""
     time.sleep(seconds)
     return False
 
@@ -107,7 +107,7 @@ def _wait(terminal: int, seconds: float) -> bool:
 
 
 class Rates(NamedTuple):
-    """Rates of one namespace, or of all together. None: not known, as before the second report."""
+    """Rates of one namespace, or of all together. None: not known, such as before the second report."""
 
     name: str
     corpus_tokens: int
@@ -133,7 +133,7 @@ class _Change(NamedTuple):
 
 
 def rates_of(before: Report | None, now: Report) -> list[Rates]:
-    """Return the rates of each namespace in the report `now`, and as the last entry those of all together."""
+    """Return the rates of each namespace in the report `now`, followed by those of all together."""
     seconds = _seconds_between(before, now)
     known = {} if before is None or seconds is None else {one.name: one for one in before.namespaces}
     changes = [_change(known.get(one.name), one) for one in now.namespaces]
@@ -151,7 +151,7 @@ def rates_of(before: Report | None, now: Report) -> list[Rates]:
 
 
 def _seconds_between(before: Report | None, now: Report) -> float | None:
-    """Seconds between two reports of the same process; None if there are none."""
+    """Return the seconds between two reports of the same process; None without two such reports."""
     if before is None or before.service is None or now.service is None:
         return None
     if before.service.started_at != now.service.started_at or before.taken_at >= now.taken_at:
@@ -220,7 +220,7 @@ class Monitor:
         self._failure = ""
 
     def note(self, report: Report) -> None:
-        """Take a new report."""
+        """Replace the latest report."""
         self._rates = rates_of(self._report, report)
         self._report, self._failure = report, ""
         for rates in self._rates:

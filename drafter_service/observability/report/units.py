@@ -13,7 +13,7 @@ MAX_SCALED = 1e21
 BAR_PARTS = " ▏▎▍▌▋▊▉█"
 CURVE_LEVELS = "▁▂▃▄▅▆▇█"
 MIN_EXTENT = 0.1
-"""A curve whose range is less than this share of its maximum is scaled as if it were: noise should look flat."""
+"""Minimum range of a curve as a share of its maximum, so that a curve with less variation, mere noise, looks flat."""
 DURATIONS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 

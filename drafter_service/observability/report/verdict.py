@@ -1,4 +1,4 @@
-"""Sentences about a report: what drafting saves, and what needs attention."""
+"""Sentences about a report: the savings from drafting, and problems."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from drafter_service.observability.report.schema import (
 )
 
 MIN_GAIN = 0.01
-"""A smaller share of saved steps is not noticeable."""
+"""Minimum share of saved steps that is reported as a gain."""
 USUAL_COST = 0.02
-"""Cost of one more verified token, as a fraction of a step, where it was not measured."""
+"""Cost of one more verified token, as a fraction of a step, if it was not measured."""
 MAX_LATE_SHARE, MIN_LATE = 0.001, 100
 MAX_CALIBRATION_ERROR = 0.05
 MIN_CALIBRATION_TOKENS = 10_000
-"""Fewer draft tokens do not show whether probabilities are calibrated."""
+"""Minimum number of draft tokens from which calibration is judged."""
 MAX_LOG_LAG_S = 5.0
 
 
 def saving(drafting: Drafting) -> str:
-    """Return a predicate for a sentence whose subject is the namespace: what drafting saves."""
+    """Return the predicate of a sentence about the savings, whose subject is the namespace."""
     if drafting.steps == 0:
         return "has not been asked for a draft yet."
     if drafting.drafted == 0:
@@ -47,7 +47,7 @@ def worth(drafting: Drafting) -> str:
 
 
 def remarks(namespace: NamespaceReport) -> list[str]:
-    """Return what needs attention in a namespace."""
+    """Return sentences about problems of a namespace."""
     found = []
     steps, clients, error = namespace.drafting.steps, namespace.clients, namespace.calibration.error
     if clients is not None and clients.timeouts > max(MIN_LATE, MAX_LATE_SHARE * steps):
@@ -58,13 +58,13 @@ def remarks(namespace: NamespaceReport) -> list[str]:
     if error is not None and error > MAX_CALIBRATION_ERROR and namespace.drafting.drafted >= MIN_CALIBRATION_TOKENS:
         found.append(
             f"Acceptance probabilities are off by {units.share(error)} on average, so drafts are longer or shorter "
-            "than pays. They are learned from the numbers of verified tokens that engines report; check those."
+            "than optimal. They are learned from the numbers of verified tokens that engines report; check those."
         )
     return found
 
 
 def service_remarks(report: Report) -> list[str]:
-    """Return what needs attention in the service."""
+    """Return sentences about problems of the service."""
     log = None if report.service is None else report.service.log
     if log is None:
         return []

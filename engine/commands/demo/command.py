@@ -156,8 +156,8 @@ def _introduction(model: str, count: int, seconds: float, is_chosen: bool) -> st
     return (
         f"{reason or f'{count} requests are run'}{bound}: about {count * seconds / 60:.1f} minutes.\n"
         f"They go to [bold]{escape(model)}[/] one at a time: {EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near "
-        "repeats, the rest new. Each is run without drafts and with a sidecar that starts empty, in turns.\n"
-        "An output ends with its function, before a line that it already has, or within a line that is too long."
+        "repeats, the rest new. Each is run both without drafts and with a sidecar that starts empty.\n"
+        "An output ends at the end of its function, before a repeated line, or within an overlong line."
     )
 
 

@@ -1,4 +1,4 @@
-"""The client over real sockets, against a service that fails as a test asks for."""
+"""The client over real sockets, against a service whose failures tests control."""
 
 import errno
 import socket
@@ -36,14 +36,14 @@ from tests.strategies import array
 
 @pytest.fixture(params=[False, True], ids=["grpc", "steps"])
 def fake(socket_address, request):
-    """Over gRPC, or over the step socket."""
+    """Yield a fake service, over gRPC or over the step socket."""
     with fake_server_thread(socket_address, FakeService(counting), has_steps=request.param) as server:
         yield server
 
 
 @pytest.fixture
 def connect(socket_address):
-    """Makes clients that are closed in the end, with long deadlines, since the machine may be busy."""
+    """Return a function that connects clients, with long deadlines for busy machines; all are closed at the end."""
     clients = []
 
     def connected(**options):
@@ -196,7 +196,7 @@ def test_the_client_waits_once_for_a_late_service_and_sends_nothing_before_its_a
     assert client.lost is None
 
 
-def test_a_stream_that_is_not_answered_for_too_long_is_closed(fake, connect):
+def test_an_unanswered_stream_is_closed(fake, connect):
     news = []
     client = connect(deadline_s=0.01, patience_s=0.05, on_lost=news.append)
     client.start(1, array([5]))
@@ -235,7 +235,7 @@ def test_a_refusal_is_final_and_reported_once(fake, connect, code, socket_addres
     assert draft_of(client, []) == []
 
 
-def test_a_refusal_after_a_loss_is_final_too(fake, connect):
+def test_a_refusal_after_a_lost_connection_is_final(fake, connect):
     news = []
     client = connect(on_lost=news.append)
     fake.server.refusal = (grpc.StatusCode.PERMISSION_DENIED, "no more")
@@ -287,7 +287,7 @@ def test_no_service_at_the_address(connect, socket_address, monkeypatch):
     assert not news  # The error has the reason.
 
 
-def test_something_else_at_the_address(connect, socket_address):
+def test_another_server_at_the_address(connect, socket_address):
     from concurrent.futures import ThreadPoolExecutor
 
     server = grpc.server(ThreadPoolExecutor(1))
@@ -323,7 +323,7 @@ def test_after_violations_of_the_protocol_only_drafts_are_missing(fake, connect)
 
 
 class Failing:
-    """Replaces a function: fails some times, then calls it."""
+    """Replaces a function: raises an exception `times` times, then calls it."""
 
     def __init__(self, function, problem, times=2):
         self.function, self.problem, self.times = function, problem, times
@@ -408,7 +408,7 @@ BAD_FRAMES = {
 
 @contextmanager
 def answering(address, data):
-    """Answer every stream over the step socket with the same bytes; yields the handshakes that arrived."""
+    """Answer every stream over the step socket with the same bytes; yield the handshakes that arrived."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address.removeprefix("unix:") + ".steps")
     listening.listen()
@@ -486,7 +486,7 @@ def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
     waits = [state.ended(gone)[0] for _ in range(100)]
     assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
     assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
-    for _ in range(2):  # A service that fails after a few responses is not a good one.
+    for _ in range(2):  # A stream that fails after a few responses does not shorten the waits.
         respond(GOOD_RESPONSES - 1)
         assert state.ended(gone) == (LONGEST_BACKOFF_S, None)
     respond(GOOD_RESPONSES)

@@ -22,7 +22,7 @@ steps = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def small_tables():
-    """Make the tables fill up."""
+    """Make the tables so small that they fill up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(history, "TAIL", 10)
         patch.setattr(history, "FOLD_EVERY", 3)
@@ -30,7 +30,7 @@ def small_tables():
 
 
 def added(runs):
-    """Arguments of `append`."""
+    """Return the arguments of `append`."""
     tokens = np.concatenate([np.empty(0, np.uint32), *(array(run) for run in runs.values())])
     return np.array(list(runs), np.int64), tokens, offsets_of(np.array([len(run) for run in runs.values()], np.int64))
 

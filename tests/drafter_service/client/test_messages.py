@@ -14,7 +14,7 @@ from tests.strategies import array
 
 
 def drafts_of(*drafts: tuple[list[int], list[int]], accept_prob: float = 0.5) -> DraftBatch:
-    """Drafts of (tokens, parents) each."""
+    """Return drafts from pairs of (tokens, parents)."""
     batch = DraftBatch.from_paths(
         [Path(array(tokens), np.full(len(tokens), accept_prob, np.float32)) for tokens, _ in drafts]
     )
@@ -34,7 +34,7 @@ MALFORMED = {
 
 
 def answered_with(wire: Wire, drafts: DraftBatch, numbers, limit=3) -> DraftBatch:
-    """The drafts that the engine gets when the service answers with some."""
+    """Return the drafts that the engine receives if the service answers with `drafts`."""
     turn = wire.client.draft(progress_of({number: [] for number in numbers}, limit=limit))
     wire.flush()
     wire.serve()

@@ -1,4 +1,4 @@
-"""Services that answer late or never."""
+"""Pending requests of services that answer late or never."""
 
 from tests.drafter_service.client_wire import connected, counting, finish, start
 from tests.replay import progress_of
@@ -34,7 +34,7 @@ def test_a_service_that_is_always_late_is_asked_less_often():
     assert wire.client.counters.timeouts == 500
     until = (wire.draft(progress_of({1: [token]}, limit=1)) for token in range(506, 600))
     assert any(len(drafts.tokens) for drafts in until)
-    for token in range(600, 605):  # After one response in time it is asked in every step.
+    for token in range(600, 605):  # After one response in time the service is asked in every step.
         assert len(wire.draft(progress_of({1: [token]}, limit=1)).tokens) == 1
 
 

@@ -1,4 +1,4 @@
-"""The client's protocol against an obvious service: everything is sent once, in any order of events, and bad calls."""
+"""The client's protocol against a simple reference service: everything is sent once, in any order of events."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.strategies import array, examples
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """In any order of events the service gets every token once, and learns every text that it may, once."""
+    """Check that in any order of events the service receives each token once, and learns each permitted text once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.client = self.wire.client
 
     def guess(self, text, limit):
-        """Guess what follows, except for every seventh token."""
+        """Draft the tokens that follow, with every seventh one wrong."""
         return [
             token + (place % 7 == 0)
             for place, token in enumerate(self.texts[text[0]][len(text) : len(text) + limit], len(text))
@@ -93,7 +93,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def drop(self, data):
-        """The service drops a sequence to make room."""
+        """Make the service drop a sequence."""
         if self.service.sequences:
             del self.service.sequences[data.draw(st.sampled_from(sorted(self.service.sequences)))]
 
@@ -114,7 +114,7 @@ class AnyOrder(RuleBasedStateMachine):
     def ask_for_all(self):
         running = sorted(self.engine.running)
         asked = len(self.service.requests)
-        while running and len(self.service.requests) == asked:  # After late responses it asks less often.
+        while running and len(self.service.requests) == asked:  # After late responses the client asks less often.
             self.wire.draft(self.engine.progress(running, [100] * len(running)))
             for request in self.engine.running.values():
                 request.committed = request.verified = 0
@@ -125,7 +125,7 @@ TestAnyOrder.settings = examples(80)
 
 
 def run_requests(limit, seed):
-    """Run a batch of requests to their ends with a service that mostly guesses right.
+    """Run a batch of requests to their ends with a service whose drafts are mostly right.
 
     Returns the engine, the service, and the drafts of each sequence by its number of tokens.
     """
@@ -200,7 +200,7 @@ def test_names_that_are_too_long_are_refused():
     start(wire.client, 1, [5], session_id="ä" * 256)
 
 
-def test_a_prompt_that_the_caller_changes_later_is_sent_as_it_was():
+def test_a_later_change_of_the_prompt_array_is_not_sent():
     wire = Wire(FakeService())
     prompt = array([5, 6])
     wire.client.start(1, prompt, session_id=None, request_id=None, learn=True)

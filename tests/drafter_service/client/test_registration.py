@@ -44,7 +44,7 @@ def small_parts(monkeypatch):
 
 
 def reconnected(numbers, size=100) -> Wire:
-    """Connected to a service that has none of the running sequences, before it answers the handshake."""
+    """Return a connection to a service that has lost the running sequences and has not answered the handshake."""
     wire = connected(counting)
     for number in numbers:
         start(wire.client, number, [number] * size)
@@ -56,7 +56,7 @@ def reconnected(numbers, size=100) -> Wire:
 
 @pytest.mark.usefixtures("small_parts")
 def test_lost_sequences_are_registered_in_parts():
-    """Each part is sent when the one before it is answered, without any step in between."""
+    """Each part is sent when the previous part is answered, without any step in between."""
     wire = reconnected(range(1, 9))
     before = len(wire.service.requests) + 1
     wire.settle()
@@ -80,7 +80,7 @@ def test_registered_sequences_have_drafts_while_others_are_registered():
         for _ in range(2):
             wire.serve(1)
             wire.deliver()
-        # The next part was sent when the one before it was answered, behind the batch.
+        # The next part was sent when the previous part was answered, after the batch.
         assert [len(one.starts) for one in wire.requests] == [2]
         assert len(wire.client.settle(turn).tokens) == registered
 
@@ -91,7 +91,7 @@ def crowd(numbers, token, limit=1):
 
 @pytest.mark.parametrize("size", [100, 30])
 def test_a_full_service_drafts_for_the_sequences_that_fit(size):
-    """The others are not registered step after step, which would only drop those."""
+    """The others are not registered again in each step, since that would drop those that fit."""
     wire = Wire(FakeService(counting, max_tokens=1000))
     wire.connect()
     wire.settle()
@@ -234,7 +234,7 @@ def test_many_ends_are_sent_in_parts():
     assert not wire.requests
 
 
-def test_an_end_for_which_there_is_no_room_waits():
+def test_an_end_waits_until_there_is_room():
     wire = Wire(FakeService(counting, max_tokens=1000))
     wire.connect()
     wire.settle()

@@ -1,4 +1,4 @@
-"""The client's stream over the step socket: which thread writes what, and how a stream ends."""
+"""The client's stream over the step socket: the threads that write requests, and the end of a stream."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ from tests.replay import progress_of
 from tests.strategies import array, examples
 
 LONG = SMALL_BYTES // 4 + 1
-"""Tokens of a request that is not small."""
+"""Number of tokens of a request that is not small."""
 
 
 def message(step: int, tokens: int = 0) -> OutgoingRequest:
@@ -34,7 +34,7 @@ def message(step: int, tokens: int = 0) -> OutgoingRequest:
 
 
 class Pipe:
-    """A writer, and the requests that arrive."""
+    """A socket pair with a `SocketWriter` at one end."""
 
     def __init__(self) -> None:
         self.near, self.far = socket.socketpair()
@@ -54,7 +54,7 @@ class Pipe:
         self.woken += 1
 
     def read(self) -> list[int]:
-        """Numbers of the requests that have arrived."""
+        """Return the numbers of the requests that have arrived."""
         try:
             while data := self.far.recv(1 << 20):
                 self.arrived += [pb.DraftRequest.FromString(body) for body, _ in self.frames.feed(data)]
@@ -161,7 +161,7 @@ def test_closing_a_stream_ends_the_waits():
     near, far = socket.socketpair()
     stream = SocketStream(near, "")
     assert not stream.wait(0.0)
-    near.close()  # `close` may have got this far.
+    near.close()  # As if `close` had been interrupted here.
     assert not stream.wait(0.001)
     stream.close()
     assert stream.wait(TIMEOUT_S)
@@ -194,8 +194,8 @@ def test_a_lack_of_descriptors_does_not_select_grpc(socket_address, monkeypatch)
         connector.connect_steps(TIMEOUT_S)
 
 
-def test_the_bytes_of_long_requests_are_made_by_the_other_thread_without_the_lock(socket_address, monkeypatch):
-    """The engine's thread does not wait for it."""
+def test_long_requests_are_serialized_by_the_other_thread_without_the_lock(socket_address, monkeypatch):
+    """The engine's thread does not wait for the serialization."""
     seen = []
     whole = OutgoingRequest.message
 
@@ -250,7 +250,7 @@ client.close()
 """
 
 
-def test_a_fork_does_not_touch_its_parents_connection(socket_address):
+def test_a_forked_child_does_not_use_its_parents_connection(socket_address):
     root = str(Path(__file__).parents[3])
     with fake_server_thread(socket_address, FakeService(lambda *_: [1]), has_steps=True) as fake:
         subprocess.run(

@@ -48,7 +48,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def service():
-    """A server that requires tokens; the caller `admin` has all rights, `reader` only one."""
+    """Yield a server that requires tokens; the caller `admin` has all rights, `reader` has one."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         path = Path(folder)
         address, callers = f"unix:{folder}/drafter.sock", path / "callers.toml"
@@ -95,7 +95,7 @@ def test_a_snapshot_folder_cannot_be_shared(run, service, tmp_path):
     code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.folder)
     assert (code, err) == (
         2,
-        f"error: snapshots.folder: another service uses {service.folder}; give each a folder of its own\n",
+        f"error: snapshots.folder: another service uses {service.folder}; give each its own folder\n",
     )
     assert not list(tmp_path.glob("s*"))
 
@@ -286,7 +286,7 @@ def test_printed_settings_are_read_back(run, tmp_path):
     assert (config.drafting.capacity, config.drafting.draft_shape, config.limits.streams) == (32_000_000, "tree", 3)
     assert (config.access.certificate, config.namespaces.capacities) == (pair.certificate, {"a.b": 1_000_000})
     assert run("serve", "--config", file, "--print-config")[1] == printed
-    # Flags override what is in the file.
+    # Flags override the file.
     assert 'draft_shape = "path"' in run("serve", "--config", file, "--draft-shape", "path", "--print-config")[1]
 
 

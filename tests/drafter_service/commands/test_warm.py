@@ -79,7 +79,7 @@ def test_larger_snapshot_keeps_its_size_by_default(tmp_path, monkeypatch):
 
 
 def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
-    """Text that would be overwritten before the corpus is saved is dropped at once."""
+    """Text that newer text overwrites before the corpus is saved is dropped at once."""
     rows = [{"tokens": [index] * 99} for index in range(400)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     appended = []

@@ -8,5 +8,5 @@ from tests.drafter_service.ingest.loads import model_folder
 
 @pytest.fixture(scope="session")
 def vocabulary(tmp_path_factory):
-    """The shipped tokenizer with a chat template."""
+    """Return the shipped tokenizer with a chat template."""
     return Vocabulary(model_folder(tmp_path_factory.mktemp("models") / "model"))

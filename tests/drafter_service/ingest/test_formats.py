@@ -28,7 +28,7 @@ LEARNED = [[*range(100 - PREFIX_TOKENS, 100), 7, index] for index in range(50)]
 
 
 def small(**settings):
-    """Reading in blocks that hold a few records."""
+    """Return a `Reading` with blocks of a few records."""
     return Reading(block_bytes=1000, **settings)
 
 

@@ -17,7 +17,7 @@ from tests.drafter_service.ingest.loads import Collected, counts_of, model_folde
 
 TIMEOUT_S = 30
 MAX_IN_FLIGHT = BATCHES_READ + 1 + TOKENIZERS + 1 + BATCHES_ENCODED + 1
-"""Batches that were read and not accepted yet: in both queues, entering each, at the tokenizers, and at the sink."""
+"""Maximum number of batches in flight: in both queues, entering each, at the tokenizers, and at the sink."""
 
 
 def load(sources, sink, reading=None, watch=lambda _: None):

@@ -120,7 +120,7 @@ def test_configured_fields_are_read():
 
 
 def test_requests_keep_their_names():
-    """Numbers that a log assigns itself are not used as names: other files have the same ones."""
+    """Record numbers of a log are not used as names, since other files have the same numbers."""
 
     def names(record):
         return [found.request for found in find_outputs(record)]

@@ -24,7 +24,7 @@ from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import write_jsonl
 
 BLOCK = 1500
-"""Bytes; small, so that a load has many blocks."""
+"""Block size in bytes, so small that a load has many blocks."""
 
 
 class KilledError(Exception):
@@ -33,7 +33,7 @@ class KilledError(Exception):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A file of each format; together they have several times the capacity of the corpus."""
+    """Return a file of each format; together they have several times the capacity of the corpus."""
     folder = tmp_path_factory.mktemp("sources")
     rng = np.random.default_rng(0)
 

@@ -60,7 +60,7 @@ def test_lines_have_time_logger_and_event(logs):
     }
 
 
-def test_logs_of_libraries_take_the_same_path(logs):
+def test_logs_of_libraries_are_processed_in_the_same_way(logs):
     logging.getLogger("redis").warning("lost %s, attempt %d", "localhost:6379", 2)
     logging.getLogger("redis").debug("unseen")
     warnings.warn("old", stacklevel=1)
@@ -117,8 +117,8 @@ def test_console_format_has_one_line_per_event_without_locals(logs):
 )
 def test_possible_tokens_and_text_are_redacted_under_any_name(logs, value):
     structlog.get_logger("drafter_service.x").info("learned", detail=value)
-    logging.getLogger("somebody").warning("learned %s", value)
-    logging.getLogger("somebody").warning(value)
+    logging.getLogger("library").warning("learned %s", value)
+    logging.getLogger("library").warning(value)
     lines = json.dumps([{**line, "timestamp": ""} for line in logs()])
     assert len(logs()) == 3
     assert "700" not in lines
@@ -126,7 +126,7 @@ def test_possible_tokens_and_text_are_redacted_under_any_name(logs, value):
 
 
 @pytest.mark.parametrize("name", ["tokens", "prompt", "text", "prompt_text", "completion", "draft", "Content", "token"])
-def test_names_of_text_may_only_have_numbers(logs, name):
+def test_values_under_names_of_text_are_redacted_unless_numbers(logs, name):
     structlog.get_logger("drafter_service.x").info("learned", **{name: SECRET})
     structlog.get_logger("drafter_service.x").info("learned", **{name: 512})
     first, second = logs()
@@ -193,7 +193,7 @@ def test_passwords_in_addresses_are_redacted(logs):
 
 
 def test_only_the_first_line_of_a_library_message_is_logged(logs):
-    logging.getLogger("somebody").error(f"it failed\nprompt: {SECRET}")
+    logging.getLogger("library").error(f"it failed\nprompt: {SECRET}")
     assert logs()[0]["event"] == "it failed"
 
 

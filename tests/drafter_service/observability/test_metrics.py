@@ -206,7 +206,7 @@ def test_a_namespace_called_other_is_part_of_the_rest():
 MOMENTS = st.lists(
     st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 50), st.booleans()), max_size=6), max_size=12
 )
-"""At each moment: namespaces in memory, the growth of each since the previous moment, and whether it restarted at 0."""
+"""For each scrape: namespaces in memory, the growth of each since the previous one, and whether it restarted at 0."""
 
 
 @given(MOMENTS)

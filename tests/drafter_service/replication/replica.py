@@ -44,7 +44,7 @@ async def eventually(condition):
 
 
 class Replica:
-    """Publishes events, and after `read` takes the events of others."""
+    """Publishes events, and after `read` records the events of others."""
 
     def __init__(self, log):
         self.log = log
@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def names(self):
-        """Names of the requests that it took."""
+        """Names of the requests that it read."""
         return [event.request for event in self.taken if isinstance(event, Finished)]
 
     def read(self, after=OLDEST, known=()):
@@ -71,7 +71,7 @@ class Replica:
         await self.log.flush()
 
     async def has(self, number):
-        """Wait until it took `number` events; fails if it took more."""
+        """Wait until it has read `number` events; fail if it has read more."""
         await eventually(lambda: len(self.taken) >= number and self.reader.lag == (0, 0))
         assert len(self.taken) == number
 

@@ -45,7 +45,7 @@ def test_encoded_events_are_decoded_unchanged(events, writer):
 
 @given(st.dictionaries(st.sampled_from(FIELDS).map(str.encode), st.binary(max_size=64)))
 def test_any_bytes_are_decoded_or_refused(columns):
-    """Any fields alone, and any fields in place of those of an entry."""
+    """Arbitrary fields alone, and in place of those of a valid entry, are decoded or refused."""
     for fields in (columns, columns | {b"version": b"1"}, GOOD | columns, GOOD | columns | {b"version": b"1"}):
         try:
             entry = decode(fields)

@@ -49,7 +49,7 @@ def replicas_of(log, number, **options):
 
 @in_loop
 async def test_replicas_learn_the_same(log):
-    """Each takes the events of the others in their order, and none of its own."""
+    """Each replica reads the events of the others in their order, and none of its own."""
     rng = np.random.default_rng(0)
     async with replicas_of(log, 3) as members:
         for member in members:
@@ -114,7 +114,7 @@ async def test_empty_requests_are_not_published(log):
 
 @in_loop
 async def test_new_replica_reads_from_its_position(log):
-    """It starts at the position stored with a snapshot, and skips requests that the snapshot contains."""
+    """The replica starts at the position stored with a snapshot, and skips requests that the snapshot contains."""
     async with replicas_of(log, 4) as (one, two, new, from_own):
         two.read()
         await one.publish(request("a"), request("b"))
@@ -137,8 +137,8 @@ async def test_new_replica_reads_from_its_position(log):
 
 
 @in_loop
-async def test_restarted_replica_reads_what_it_published_before(log):
-    """Its snapshot may be older."""
+async def test_restarted_replica_reads_its_own_earlier_entries(log):
+    """The replica's snapshot may be older than the entries that it published."""
     async with replicas_of(log, 1) as (before,):
         await before.publish(request("a"))
     async with replicas_of(log, 1) as (after,):
@@ -162,7 +162,7 @@ async def test_order_of_forgetting_and_learning_is_kept(log):
 
 @in_loop
 async def test_forgotten_requests_that_arrive_late_are_not_learned(log):
-    """They may be duplicates, or come from a replica that was disconnected; events of this replica count, too."""
+    """Late requests are duplicates, or come from a replica that was disconnected; own events count, too."""
     async with replicas_of(log, 3) as (one, two, late):
         for member in (one, two):
             member.read()
@@ -187,7 +187,7 @@ async def test_text_of_a_dropped_namespace_is_removed_from_redis(log):
 @pytest.mark.parametrize(("age_s", "kept"), [(3600, 3), (-3600, 1), (-1e300, 1), (1e300, 3)])
 @in_loop
 async def test_forgotten_old_text_is_removed_from_redis(log, age_s, kept):
-    """Its age is measured by the clock of Redis. The event that forgets is always kept."""
+    """The age of text is measured by the clock of Redis. The event that forgets is always kept."""
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
         await one.publish(request("b"))
@@ -349,7 +349,7 @@ async def test_exceptions_of_the_consumer_end_the_reader(log):
 
 @in_loop
 async def test_reader_can_be_cancelled(log, monkeypatch):
-    """At any point of its work."""
+    """A reader can be cancelled at any await."""
     monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
     async with replicas_of(log, 1) as (one,):
         for number in range(40):

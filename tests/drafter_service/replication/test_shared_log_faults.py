@@ -152,9 +152,9 @@ async def test_redis_is_killed_and_restarted(kept, logged):
             ]
             assert one.names == [f"two-{number}" for number in range(50)]
             assert one.log.counters.dropped_tokens == two.log.counters.dropped_tokens == 0
-            # Entries of others may have been lost with Redis.
+            # Entries of other replicas may have been lost with Redis.
             assert two.log.counters.gaps == (0 if kept else 1)
-            # Two writers and two readers log it once each, whatever the number of attempts.
+            # Two writers and two readers log it once each, for any number of attempts.
             assert events_of(logged).count("shared_log_unavailable") == 4
             assert events_of(logged).count("shared_log_available") == 4
 

@@ -1,4 +1,4 @@
-"""The calls beside Draft: learning from other text, forgetting, reports, snapshots, namespaces."""
+"""The calls other than Draft: learning from other text, forgetting, reports, snapshots, namespaces."""
 
 import asyncio
 import itertools
@@ -54,18 +54,18 @@ numbers = itertools.count()
 
 @pytest.fixture
 def name():
-    """The name of a namespace that no other test uses."""
+    """Return the name of a namespace that no other test uses."""
     return f"test-{next(numbers)}"
 
 
 def is_on_disk(service, tokens):
-    """Whether a run of tokens is in any file of the snapshot folder."""
+    """Return whether a run of tokens is in any file of the snapshot folder."""
     run = pack(array(tokens), "u4")
     return any(run in path.read_bytes() for path in service.snapshots.rglob("*") if path.is_file())
 
 
 def drafts_of(caller, name, *firsts):
-    """The next token after the beginning of each of these texts."""
+    """Return the draft token after the beginning of each of these texts."""
     return [caller.probe(name, counted(first)[:8], limit=1) for first in firsts]
 
 
@@ -242,13 +242,13 @@ def test_dropping_a_namespace_deletes_it_and_ends_its_streams(service, caller, n
     assert caller.observe(name, counted(100)).texts == 1
 
 
-# In the process, where time can be held.
+# Namespaces in this process, whose corpora only the test refreshes.
 
 DRAFTING = DrafterConfig(capacity=100_000, refresh_interval_s=3600)
 
 
 class Still(Corpus):
-    """A corpus whose queue a test controls."""
+    """A corpus that only the test refreshes."""
 
     def maintain(self, _interval_s):
         """Do nothing."""
@@ -256,7 +256,7 @@ class Still(Corpus):
 
 @asynccontextmanager
 async def learning(max_waiting=100):
-    """A namespace in which `max_waiting` tokens may wait."""
+    """Yield a namespace in which at most `max_waiting` tokens wait."""
     corpus = Still(DRAFTING.capacity, DRAFTING.match_depth)
     namespace = Namespace("some", ModelIdentity(), DRAFTING, corpus, max_waiting=max_waiting)
     try:
@@ -268,7 +268,7 @@ async def learning(max_waiting=100):
 
 
 async def waits(task):
-    """Whether a task still waits after many turns of the event loop."""
+    """Return whether a task still waits after many iterations of the event loop."""
     for _ in range(20):
         await asyncio.sleep(0.001)
     return not task.done()
@@ -334,7 +334,7 @@ CALLERS = {"reader": "read", "learner": "learn", "admin": "admin"}
 
 
 def callers_file(folder):
-    """A file of callers that have one right each, to namespace "a"; their tokens are their names."""
+    """Return a file of callers with one right each, to namespace "a"; their tokens are their names."""
     path = folder / "callers.toml"
     path.write_text("".join(caller_entry(name, "a", right) for name, right in CALLERS.items()))
     return path
@@ -345,7 +345,7 @@ def admin_of(namespaces, access):
 
 
 async def refused(method, request, token):
-    """The status that a call ends with."""
+    """Return the status with which a call ends."""
     context = Context(token)
     with pytest.raises(grpc.aio.AbortError):
         await method(request, context)
@@ -421,7 +421,7 @@ async def test_without_a_folder_nothing_is_saved(tmp_path):
 
 
 @run
-async def test_everything_is_forgotten_though_the_clock_was_ahead():
+async def test_everything_is_forgotten_if_the_clock_was_ahead():
     namespaces = Namespaces(ServiceConfig(drafting=DRAFTING))
     admin = admin_of(namespaces, AccessControl(AccessConfig()))
     context = Context("")
@@ -438,7 +438,7 @@ async def test_everything_is_forgotten_though_the_clock_was_ahead():
 
 @run
 async def test_a_failed_merge_is_repeated(monkeypatch):
-    """Otherwise callers would wait for their text for ever."""
+    """Otherwise callers would wait for their text forever."""
     async with learning() as namespace:
         await learn(namespace, texts(counted(100)), pb.WarmResponse())
         with monkeypatch.context() as patch:

@@ -55,7 +55,7 @@ def resident_bytes(process):
 
 
 def during_steps(caller, _folder, _rng):
-    """Requests are in flight, and what they commit is only in memory."""
+    """Create requests in flight, whose committed tokens are only in memory."""
     stream = caller.stream("kept")
     stream.ask(starts=[start(number, counted(number)) for number in range(64)])
     for _ in range(50):
@@ -64,7 +64,7 @@ def during_steps(caller, _folder, _rng):
 
 
 def during_a_merge(caller, _folder, rng):
-    """Much text is being merged into the base."""
+    """Start a merge of much text into the base tier."""
     stream = caller.stream("kept")
     tokens = np.random.default_rng(0).integers(0, 50_000, (30, 20_000))
     responses = caller.warm(pb.WarmRequest(namespace="kept", texts=texts(*part)) for part in np.split(tokens, 30))
@@ -74,7 +74,7 @@ def during_a_merge(caller, _folder, rng):
 
 
 def during_a_snapshot(caller, folder, _rng):
-    """A snapshot is being written."""
+    """Start writing a snapshot."""
     stream = caller.stream("kept")
     caller.observe("kept", np.random.default_rng(1).integers(0, 50_000, 300_000))
     saving = caller.begin("Snapshot", namespace="kept")
@@ -90,7 +90,7 @@ def during_a_snapshot(caller, folder, _rng):
 
 
 def assert_registered_again(caller):
-    """A client that connects again finds its sequences lost, and has drafts once they are registered again."""
+    """Check that a client that connects again has lost its sequences, and has drafts once they are registered again."""
     stream = caller.stream("kept")
     assert lost(stream.ask(batch=batch({1: [3]}))) == [1]
     again = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
@@ -122,7 +122,7 @@ def test_a_killed_server_restores_everything_that_was_saved():
                 assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_snapshot_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(tmp_path):
+def test_a_killed_save_leaves_the_old_or_the_new_snapshot(tmp_path):
     rounds = 1000 if IS_SOAK else 14
     command = [sys.executable, "-m", "tests.drafter_service.killed_saves", tmp_path, rounds, 5]
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=10 * TIMEOUT_S, check=False)
@@ -150,7 +150,7 @@ def test_a_full_disk_only_prevents_snapshots():
             code, message = caller.refusal("Snapshot")
             assert code is grpc.StatusCode.FAILED_PRECONDITION
             assert re.fullmatch(f"{path}: cannot be written: File too large; free space or save elsewhere", message)
-            # The text is forgotten, but the caller learns that the disk still holds it.
+            # The text is forgotten, but the error reports that the disk still has it.
             assert caller.refusal("Forget", namespace="a", request_id="r")[0] is grpc.StatusCode.FAILED_PRECONDITION
             assert path.read_bytes() == old
             assert sorted(each.name for each in path.parent.iterdir()) == ["corpus.ssd", "namespace.json"]
@@ -233,7 +233,7 @@ async def test_housekeeping_survives_exceptions_and_finishes_work_in_progress():
 
 @pytest.fixture(scope="module")
 def service():
-    """A server with little room, to be misused."""
+    """Yield a server with low limits, for invalid input."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
         arguments = ["--listen", address, "--capacity", "50k", "--memory-limit", "200M"]
@@ -246,13 +246,13 @@ def service():
 
 @pytest.fixture(params=[False, True], ids=["grpc", "steps"])
 def caller(service, request):
-    """Its streams use gRPC, or the step socket."""
+    """Yield a caller whose streams use gRPC or the step socket."""
     with connected(service.address, over_steps=request.param) as caller:
         yield caller
 
 
 def damaged(data, rng):
-    """A message with some bytes changed, cut out, or repeated."""
+    """Return a message with some bytes changed, removed or repeated."""
     data = bytearray(data)
     for _ in range(rng.randrange(1, 4)):
         at, size = rng.randrange(len(data) + 1), rng.randrange(1, 9)
@@ -269,7 +269,7 @@ def damaged(data, rng):
 
 
 def valid_requests(rng):
-    """The requests of a stream, one after the other."""
+    """Return the requests of a stream, in order."""
     for number in itertools.count(1):
         tokens = [rng.randrange(30) for _ in range(rng.randrange(20))]
         yield pb.DraftRequest(
@@ -300,7 +300,7 @@ def test_thousands_of_damaged_messages_are_answered(service, caller):
     assert codes.keys() == {"drafts", grpc.StatusCode.INVALID_ARGUMENT.value[0]}
     assert min(codes.values()) > 500
     assert resident_bytes(service.process) - before < 60 * MB
-    # The learned probabilities may be anything by now, so the price is minimal.
+    # The learned probabilities can have any values now, so the price is minimal.
     new = 1 << 60
     response = stream.ask(starts=[start(new, [1005, 1006, 1005])], batch=batch({new: ()}, limit=1, cost=1e-9))
     assert drafted(response) == [1006]
@@ -326,7 +326,7 @@ CALLS = {
 
 
 def status_of(channel, method, data):
-    """The status that a call of one message ends with."""
+    """Return the status with which a call with one message ends."""
     is_stream = method in ("Warm", "Draft")
     path = f"/ssd.drafter.v1.DrafterService/{method}"
     call = (channel.stream_stream if is_stream else channel.unary_unary)(path)
@@ -370,7 +370,7 @@ def test_a_client_that_reads_no_responses_is_not_read_from(service, caller):
     before = resident_bytes(service.process)
     for _ in range(100 * MB // size):
         stream.send(request)
-    # Others are served meanwhile, for longer than all of that would take.
+    # Other clients are served in the meantime, for longer than reading all requests would take.
     other = caller.stream("unread")
     for _ in range(1000):
         assert not other.ask().HasField("error")
@@ -414,7 +414,7 @@ def test_only_valid_certificates_connect(tmp_path):
         address = re.search(r"listening at (\S+),", process.greeting)[1]
 
         def code_of(client, ca=ours, namespace="a"):
-            """The status of a stream with a client's certificate; None if it is served."""
+            """Return the status of a stream with a client's certificate; None if it is served."""
             key, chain = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
             credentials = grpc.ssl_channel_credentials(ca.certificate.read_bytes(), key, chain)
             with connected(address, credentials=credentials) as caller:

@@ -29,7 +29,7 @@ LLAMA = ModelIdentity("llama", "tokenizer-a", "", 100)
 
 
 def config_of(folder=None, *, fit=10, **changes):
-    """`fit`: number of namespaces within the memory limit."""
+    """Return a configuration; fit: number of namespaces within the memory limit."""
     limit = fit * max_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
@@ -50,7 +50,7 @@ async def opened(folder=None, **changes):
 
 
 async def learned(namespaces, name, *texts):
-    """A namespace after it has learned some texts."""
+    """Return a namespace after it has learned some texts."""
     async with namespaces.use(name, UNKNOWN_MODEL) as namespace:
         for number, text in enumerate(texts):
             namespace.learn(array(text), f"{name}-{number}")
@@ -172,7 +172,7 @@ async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
 
 
 @run
-async def test_the_namespace_that_is_idle_for_longest_is_unloaded_and_restored(tmp_path):
+async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
     async with opened(tmp_path, fit=2) as namespaces:
         for name, last in (("a", 4), ("b", 5), ("c", 6)):
             await learned(namespaces, name, [1, 2, 3, last])
@@ -186,7 +186,7 @@ async def test_the_namespace_that_is_idle_for_longest_is_unloaded_and_restored(t
 @run
 async def test_namespaces_in_use_are_not_unloaded(tmp_path):
     async with opened(tmp_path, fit=2) as namespaces, AsyncExitStack() as stack:
-        # One by a call, one by a stream.
+        # A call uses one namespace, and a stream uses the other.
         first = await stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL))
         session = Session(await learned(namespaces, "b"), Limits())
         with pytest.raises(MemoryLimitError, match="'c' needs up to 25,075,000 bytes; 50,150,000 of the limit"):
@@ -217,7 +217,7 @@ def test_memory_limit_below_one_namespace_is_refused():
 
 
 def blocked_writes(monkeypatch):
-    """Snapshots are written once the event is set; the semaphore counts those that have begun."""
+    """Block the writing of snapshots until the returned event is set; the returned semaphore counts attempts."""
     may_write, begun = threading.Event(), threading.Semaphore(0)
     write = module._write
 
@@ -280,7 +280,7 @@ def test_a_save_continues_when_its_caller_is_cancelled_and_the_next_one_waits(tm
 
 
 def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
-    """One is being unloaded, is wanted again meanwhile, and a third needs its memory."""
+    """A namespace is requested while it is being unloaded, and a third namespace needs its memory."""
     may_write, begun = blocked_writes(monkeypatch)
 
     async def test():
@@ -497,8 +497,8 @@ def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):
     assert namespace.learn(nothing, "0")
 
 
-def test_everything_is_forgotten_although_the_clock_was_set_back(namespace, clock):
-    """It was a day ahead when something was learned."""
+def test_everything_is_forgotten_after_the_clock_was_set_back(namespace, clock):
+    """The clock was a day ahead when the text was learned."""
     for now, text in ((1000.0, [1, 2, 3, 4]), (90_000.0, [5, 6, 7, 8]), (1001.0, [2, 4, 6, 8])):
         clock.now = now
         namespace.learn(array(text), str(now))
@@ -531,7 +531,7 @@ def test_the_time_in_the_shared_log_is_finite(namespace, clock):
     assert [event.time for event in published] == [clock.now, 5.0]
 
 
-def test_a_namespace_that_is_used_is_not_idle(namespace):
+def test_a_used_namespace_is_not_idle(namespace):
     assert namespace.is_idle
     session = Session(namespace, Limits())
     assert not namespace.is_idle

@@ -84,7 +84,7 @@ def test_texts_are_read():
         (pb.Texts(offsets=b"123"), "texts.offsets has 3 bytes"),
     ],
 )
-def test_texts_that_do_not_fit_are_refused(message, problem):
+def test_inconsistent_texts_are_refused(message, problem):
     with pytest.raises(WireError, match=problem):
         read_texts(message, vocab_size=4)
 
@@ -113,7 +113,7 @@ def test_the_default_namespace_is_readable(model, expected):
 
 @st.composite
 def requests(draw):
-    """Requests with any field, and how many fields they have."""
+    """Generate requests with any fields, and their number of fields."""
     starts = draw(st.integers(0, 5))
     finishes = draw(st.integers(0, 5))
     has_batch, step = draw(st.booleans()), draw(st.integers(0, 1 << 63))

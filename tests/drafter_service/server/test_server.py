@@ -30,7 +30,7 @@ numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def service():
-    """A server that no test stops."""
+    """Yield a server that no test stops."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
         with served("--listen", address, "--capacity", "100k", "--refresh-interval", "0.01") as process:
@@ -39,7 +39,7 @@ def service():
 
 @pytest.fixture
 def client(service):
-    """A client of the server, in a namespace of its own."""
+    """Yield a client of the server with a separate namespace."""
     with DrafterClient(service.address, deadline_s=10, namespace=f"test-{next(numbers)}") as client:
         yield client
 
@@ -54,7 +54,7 @@ def suspended(process):
         process.send_signal(signal.SIGCONT)
 
 
-def serve_in_vain(*arguments):
+def failed_start(*arguments):
     """Return the exit code and the error of a server that cannot start."""
     ended = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stderr
@@ -76,7 +76,7 @@ def test_a_service_with_the_classic_policy_drafts_as_the_baseline(socket_address
     arguments = ("--listen", socket_address, "--policy", "classic", "--refresh-interval", "0.01")
     with served(*arguments), DrafterClient(socket_address, deadline_s=10) as client:
         client.start(1, array([1, 2, 3, 1, 2]))
-        # The baseline draws on finished requests only.
+        # The baseline drafts only from finished requests.
         assert client.draft(progress_of({1: []}, limit=2)).tokens.tolist() == []
         replay_one(client, 0, TEXT[:50], TEXT[50:])
         assert_learned(client)
@@ -113,7 +113,7 @@ def test_a_signal_stops_the_service(socket_address, number):
         eventually(lambda: client.lost)
 
 
-def test_after_the_death_of_the_service_only_drafts_are_missing(server, socket_address):
+def test_after_a_crash_of_the_service_only_drafts_are_missing(server, socket_address):
     with DrafterClient(socket_address, deadline_s=10) as client:
         client.start(1, array([1, 2, 1]))
         assert client.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [2]
@@ -126,7 +126,7 @@ def test_after_the_death_of_the_service_only_drafts_are_missing(server, socket_a
 
 
 def test_the_socket_of_a_running_server_is_not_taken_over(service, client):
-    code, error = serve_in_vain("--listen", service.address)
+    code, error = failed_start("--listen", service.address)
     assert code == 2
     assert error.startswith("error: ")
     assert "is in use" in error
@@ -139,7 +139,7 @@ def test_a_port_in_use_is_refused():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, error = serve_in_vain("--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+        code, error = failed_start("--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert code == 2
     assert "cannot listen at" in error
     assert "Traceback" not in error
@@ -167,7 +167,7 @@ def test_the_client_waits_once_for_a_hanging_service_and_uses_it_again_later(ser
             assert len(client.draft(progress_of({1: [token]}, limit=1)).tokens) == 0
         assert time.monotonic() - began < 4 * 0.5
         assert client.counters.timeouts == 6
-    # No token that was committed meanwhile is missing.
+    # No token that was committed in the meantime is missing.
     eventually(lambda: client.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [4, 5])
     assert client.lost is None
 

@@ -1,4 +1,4 @@
-"""The sequences of one stream, in the process: effects of requests, and refusals."""
+"""The sequences of one stream, without sockets: effects of requests, and refusals."""
 
 import asyncio
 
@@ -124,7 +124,7 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     assert refused(ask(session, finishes=[bad_tokens]), "finishes[0].tokens holds the token id 4294967295")
     crowd = pb.Batch(sequence_ids=bytes(8 * (MAX_FIELDS + 1)))
     assert refused(ask(session, batch=crowd), f"batch.sequence_ids has {MAX_FIELDS + 1} elements")
-    # Sequence 1 still runs, the others never began.
+    # Sequence 1 still runs, and the others were not started.
     assert session._sizes == {1: 3}
     response = ask(session, step=9, starts=[start(2, [8])], batch=batch({2: (), 1: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
@@ -183,7 +183,7 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 def test_sequences_have_the_tokens_that_were_sent(shared, actions):
-    """Against a dictionary of texts."""
+    """Compare the session with a dictionary of texts."""
     session, sent = Session(shared, Limits()), {}
     for action, sequence_id, tokens, learn in actions:
         was_running = sequence_id in sent
@@ -284,23 +284,23 @@ def test_the_tokens_of_a_stream_are_bounded(namespace):
 
 
 def test_clients_counters_are_summed(namespace):
-    def tell(session, **totals):
+    def report(session, **totals):
         ask(session, counters=pb.ClientCounters(**totals))
 
     first, second = (Session(namespace, Limits()) for _ in range(2))
-    tell(first, timeouts=3, dropped=5)
-    tell(first, timeouts=4, dropped=5)
-    tell(second, timeouts=10)
+    report(first, timeouts=3, dropped=5)
+    report(first, timeouts=4, dropped=5)
+    report(second, timeouts=10)
     assert (namespace.clients.timeouts, namespace.clients.dropped) == (14, 5)
-    # A client that has connected again sent most of it before.
+    # A client that has reconnected sent most of these totals before.
     again = Session(namespace, Limits())
-    tell(again, timeouts=4, dropped=5, reconnects=2)
-    tell(again, timeouts=6, dropped=5, reconnects=2)
+    report(again, timeouts=4, dropped=5, reconnects=2)
+    report(again, timeouts=6, dropped=5, reconnects=2)
     assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (16, 5, 1)
 
 
 async def indexed(session):
-    """Returns once no prompt is being indexed."""
+    """Wait until no prompt is being indexed."""
     async with asyncio.timeout(60):
         while session._indexing:
             await asyncio.sleep(0.001)
@@ -327,7 +327,7 @@ async def test_a_sequence_that_ends_while_it_is_indexed_is_learned(session):
     ask(session, starts=[start(1, LONG, request_id="r")], batch=batch({1: [7001, 7002]}))
     assert lost(ask(session, finishes=[finish(1, [7003, 7004])])) == []
     assert session._sizes == {}
-    # The id is free at once.
+    # The id can be reused at once.
     ask(session, starts=[start(1, LONG, learn=False)])
     await indexed(session)
     namespace.corpus.refresh()
@@ -344,7 +344,7 @@ async def test_a_sequence_that_ends_while_it_is_indexed_is_learned_only_with_the
     for number, (fields, learn) in enumerate([({"learn": False}, True), ({}, False)]):
         ask(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
         ask(session, finishes=[finish(number, [7002], learn=learn)])
-    # The right is needed when it begins and when it ends.
+    # The right is needed when the sequence begins and when it ends.
     for number, (at_first, at_last) in enumerate([(False, False), (False, True), (True, False)], start=5):
         ask(session, starts=[start(number, LONG)], may_learn=at_first)
         ask(session, finishes=[finish(number, [7003])], may_learn=at_last)

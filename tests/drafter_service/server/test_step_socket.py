@@ -35,7 +35,7 @@ def connect(address):
 
 
 def end_of(connection):
-    """The status and the reason in the last frame."""
+    """Return the status and the reason in the last frame."""
     frames, ends = Frames(), []
     while data := connection.recv(1 << 16):
         ends += [pb.Error.FromString(body) for body, is_last in frames.feed(data) if is_last]
@@ -44,7 +44,7 @@ def end_of(connection):
 
 
 def end_after(address, data, *, half_closed=False):
-    """The status of a connection that sends these bytes."""
+    """Return the status of a connection that sends these bytes."""
     with connect(address) as connection:
         connection.sendall(data)
         if half_closed:
@@ -54,7 +54,7 @@ def end_after(address, data, *, half_closed=False):
 
 @pytest.fixture(scope="module")
 def address():
-    """The address of a server that no test stops."""
+    """Yield the address of a server that no test stops."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder, served("--listen", f"unix:{folder}/drafter.sock"):
         yield f"unix:{folder}/drafter.sock"
 
@@ -69,13 +69,13 @@ def test_connections_without_a_valid_beginning_are_refused(address):
     assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
     assert end_after(address, MAGIC[:5], half_closed=True)[0] is grpc.StatusCode.CANCELLED
     assert end_after(address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
-    # Without access control no token is needed, but this is an invalid one.
+    # Without access control no token is needed, but this header is malformed.
     code, reason = end_after(address, MAGIC + framed(b"Basic xyz") + HANDSHAKE)
     assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization of the form: Bearer TOKEN")
 
 
 async def ends_of_silent_connections(address, number):
-    """The reasons for which connections end that send nothing, at the same time, to a service for two."""
+    """Return the end reasons of simultaneous connections that send nothing, to a service with a limit of two."""
     listening = StepSocket(streams=None, max_connections=2)
     listening.bind(Address(address).steps, 0o600)
     await listening.start()
@@ -126,7 +126,7 @@ def test_the_socket_has_the_mode_and_is_removed_with_the_service(socket_address)
         assert stat.S_IMODE(steps.stat().st_mode) == 0o660
 
 
-def test_the_socket_of_a_dead_service_is_replaced_and_other_files_are_not(socket_address):
+def test_a_stale_socket_is_replaced_and_other_files_are_not(socket_address):
     steps = steps_of(socket_address)
     with served("--listen", socket_address) as process:
         process.kill()
@@ -224,6 +224,6 @@ def test_the_socket_accepts_connections_before_the_service_starts(socket_address
     listening = StepSocket(None, 1)
     listening.bind(Address(socket_address).steps, 0o600)
     with connect(socket_address):
-        pass  # It waits to be served.
+        pass  # The connection waits in the socket's queue.
     asyncio.run(listening.stop(0))
     assert not steps_of(socket_address).exists()

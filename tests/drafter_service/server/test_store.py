@@ -57,7 +57,7 @@ def test_an_unreadable_description_counts_as_missing(store, content):
 
 
 def test_a_namespace_exists_with_either_file(store):
-    """A process that was killed between the two files leaves only one."""
+    """A process that is killed between writing the two files leaves only one."""
     assert store.names() == []
     written(store, "b")
     store.make_folder("a")
@@ -81,7 +81,7 @@ def test_a_refused_corpus_is_renamed(store):
     refused = store.move_refused("a")
     assert refused.read_text() == "damaged"
     assert not store.corpus_path("a").exists()
-    # The next one replaces it: damaged files must not fill the disk.
+    # The next refused corpus replaces it, so that damaged files do not fill the disk.
     store.corpus_path("a").write_text("again")
     assert store.move_refused("a") == refused
     store.remove_refused("a")

@@ -51,7 +51,7 @@ STREAMS = 40
 
 @pytest.fixture(scope="module")
 def service():
-    """Callers of one server, by name; `service.file` says who they are."""
+    """Yield callers of one server, by name; `service.file` is the callers file."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address, file = f"unix:{folder}/drafter.sock", Path(folder) / "callers.toml"
         entries = {name: caller_entry(name, *rights) for name, rights in RIGHTS.items()}
@@ -73,13 +73,13 @@ def service():
 
 @pytest.fixture(params=[False, True], ids=["grpc", "steps"])
 def over_steps(request):
-    """Whether streams go over the step socket."""
+    """Return whether streams use the step socket."""
     return request.param
 
 
 @pytest.fixture
 def calling(service, over_steps):
-    """Makes callers of the service, by name."""
+    """Return a function that makes callers of the service, by name."""
 
     def called(name="everything"):
         return connected(service.address, [("authorization", f"Bearer {name}")], over_steps=over_steps)
@@ -98,7 +98,7 @@ numbers = itertools.count()
 
 @pytest.fixture
 def name():
-    """The name of a namespace that no other test uses."""
+    """Return the name of a namespace that no other test uses."""
     return f"test-{next(numbers)}"
 
 
@@ -229,7 +229,7 @@ def test_a_stream_chooses_the_policy_of_a_new_namespace(caller, name):
     assert "drafts with the policy 'classic', not 'suffix'" in details
 
 
-def test_long_prompts_are_indexed_while_other_streams_go_on(caller, name):
+def test_long_prompts_are_indexed_while_other_streams_are_served(caller, name):
     busy, other = caller.stream(name), caller.stream(name)
     other.ask(starts=[start(1, [5, 6, 5])])
     prompt = counted(1000, 40 * LONG_PROMPT)
@@ -250,7 +250,7 @@ def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
     private.ask(batch=batch({1: output, 2: open_output}))
     if is_finished:
         private.ask(finishes=[finish(1), finish(2)])
-    # The other text of the same request is found, so the private text would be found, too.
+    # The public text is found, so the private text would be found, too.
     assert eventually(lambda: caller.probe(name, open_output[:5], limit=3)) == open_output[5:8]
     assert caller.probe(name, output[:5]) == caller.probe(name, [*prompt, output[0]]) == []
 
@@ -368,7 +368,7 @@ async def messages(*requests):
 
 @run
 async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
-    """So that the time of a refusal depends on nothing in the namespace."""
+    """The duration of a refusal must not depend on the namespace."""
     config = ServiceConfig(access=AccessConfig(callers=service.file))
     streams = DraftStreams(Untouched(), AccessControl(config.access), config.limits)
     context = Context("alice")
@@ -384,7 +384,7 @@ async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
 @pytest.mark.parametrize("is_dropped", [True, False])
 @pytest.mark.parametrize("is_answering", [True, False])
 def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is_answering):
-    """If it were cancelled while gRPC sends a response, the client would wait for ever."""
+    """If a stream were cancelled while gRPC sends a response, its client would wait forever."""
 
     async def test():
         config = ServiceConfig(drafting=DrafterConfig(capacity=5000))

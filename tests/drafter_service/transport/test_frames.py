@@ -1,4 +1,4 @@
-"""Frames, against a slow twin, and invalid frames."""
+"""Frames compared with a slow reference, and invalid frames."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
 
 
 def slow_frames(data):
-    """All complete frames at the beginning, each with whether it is the last."""
+    """Return all complete frames at the beginning, each with whether it is the last."""
     if len(data) < 4:
         return []
     length = int.from_bytes(data[:4], "little")
@@ -19,7 +19,7 @@ def slow_frames(data):
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.booleans(), st.data())
-def test_frames_are_found_however_the_bytes_arrive(messages, has_end, data):
+def test_frames_are_found_for_any_split_of_the_bytes(messages, has_end, data):
     stream = b"".join(map(framed, messages)) + (last_frame(7, "no") if has_end else b"")
     whole = data.draw(st.integers(0, len(stream)))
     cuts = sorted(data.draw(st.lists(st.integers(0, whole), max_size=6)))

@@ -42,13 +42,13 @@ def assert_equal(left, right):
 
 
 @given(runs, st.none() | st.floats(0, 1, exclude_min=True), st.booleans())
-def test_progress_is_read_as_it_was_sent(committed, cost, steps):
+def test_progress_is_equal_after_encoding_and_decoding(committed, cost, steps):
     sent = progress(committed, cost, steps)
     assert_equal(sent, read_batch(pb.Batch.FromString(batch_message(sent).SerializeToString())))
 
 
 @given(runs)
-def test_drafts_are_read_as_they_were_sent(drafted):
+def test_drafts_are_equal_after_encoding_and_decoding(drafted):
     paths = [
         Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL, len(run)) for run in drafted
     ]
@@ -68,7 +68,7 @@ def outcomes():
     )
 
 
-def test_outcomes_are_read_as_they_were_sent():
+def test_outcomes_are_equal_after_encoding_and_decoding():
     sent = outcomes()
     assert_equal(sent, read_outcomes(pb.Outcomes.FromString(outcomes_message(sent).SerializeToString())))
 

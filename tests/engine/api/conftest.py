@@ -1,4 +1,4 @@
-"""One server that the tests of this folder share; a test that stops it or needs other options starts its own."""
+"""Shared server of the tests in this folder; tests that stop it or need other options start their own."""
 
 import shutil
 

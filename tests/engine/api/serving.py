@@ -1,4 +1,4 @@
-"""Starts the real server through its command."""
+"""Start the real server through its command."""
 
 from __future__ import annotations
 

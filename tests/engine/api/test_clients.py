@@ -102,7 +102,7 @@ def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
     assert shorter["logprobs"]["token_logprobs"][1:4] == pytest.approx(scores["token_logprobs"][1:4], abs=1e-4)
 
 
-def test_echo_without_output_scores_the_prompt_alone(http):
+def test_echo_with_zero_tokens_returns_only_the_prompts_logprobs(http):
     asked = {"model": MODEL, "prompt": ["def add(a, b):", "class Pair:"], "echo": True, "temperature": 0}
     longer = http.post("/v1/completions", json=asked | {"logprobs": 2, "max_tokens": 1}).json()
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:

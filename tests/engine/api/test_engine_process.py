@@ -1,4 +1,4 @@
-"""The HTTP process's end of the pipe, with a counting engine in a process of its own."""
+"""`EngineProcess` with a counting engine in a separate process."""
 
 import asyncio
 import time
@@ -82,7 +82,7 @@ async def test_requests_cancelled_at_any_time_free_their_pages(engine):
     unread.cancel()
     await eventually(lambda: engine.stats.pages > 0 and engine.stats.running == 0)
     await eventually(lambda: engine.stats.kv_usage == 0)
-    # The iterator that was closed before its first event never created its tasks.
+    # An iterator that is closed before its first event creates no tasks.
     assert len(ended) == 6
 
 
@@ -153,7 +153,7 @@ def test_a_history_keeps_few_points_at_even_distances(steps, repeats):
     assert set(points) <= set(added)
     assert points == sorted(points)
     assert [points[0], points[-1]] == [added[0], added[-1]] if added else points == []
-    # Nothing was added within a gap that is much longer than the mean distance of points.
+    # Gaps much longer than the mean distance only occur where nothing was added.
     duration = time - added[0][0] if added else 0
     for (before, _), (after, _) in pairwise(points):
         inside = [at for at, _ in added if before < at < after]

@@ -1,4 +1,4 @@
-"""Requests generated from the server's OpenAPI description, and malformed ones: no server error, ever."""
+"""Requests generated from the server's OpenAPI description, and malformed ones, never cause a server error."""
 
 import json
 
@@ -17,7 +17,7 @@ EXAMPLES = 25
 
 @pytest.fixture(scope="module", autouse=True)
 def working_server(server):
-    """Check afterwards that the server still works, and that no page is in use."""
+    """Check after a test that the server still works and that no page is in use."""
     yield
     asked = {"model": MODEL, "prompt": "x", "max_tokens": 3}
     assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=TIMEOUT_S).status_code == 200

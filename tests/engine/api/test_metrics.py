@@ -1,4 +1,4 @@
-"""Metrics: vLLM's names, and what is measured per request."""
+"""Metrics: vLLM's names, engine statistics, and measurements per request."""
 
 from types import SimpleNamespace
 
@@ -81,7 +81,7 @@ def families(metrics):
 
 
 def samples(metrics, name):
-    """Values by the labels other than model and engine."""
+    """Values by labels, without the labels for model and engine."""
     return {
         tuple(value for label, value in sample.labels.items() if label not in ("model_name", "engine")): sample.value
         for family in families(metrics)
@@ -108,7 +108,7 @@ def test_names_kinds_and_labels_are_those_of_vllm(stats):
     assert named == {kind: names | OUR_NAMES.get(kind, set()) for kind, names in VLLM_NAMES.items()}
 
 
-def test_engine_statistics():
+def test_engine_statistics_are_exported():
     metrics = build()
     assert value(metrics, "vllm:num_preemptions_total") == 3
     assert samples(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {("0",): 5, ("1",): 2}

@@ -1,4 +1,4 @@
-"""Text in pieces, compared with the whole text cut where the engine would cut it."""
+"""Compare released pieces with the complete text, cut where the engine would cut it."""
 
 import numpy as np
 from hypothesis import example, given

@@ -32,7 +32,7 @@ def failing(number):
         (errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT)),
     ],
 )
-def test_each_reason_has_its_advice(monkeypatch, number, advice):
+def test_each_bind_error_has_its_own_advice(monkeypatch, number, advice):
     monkeypatch.setattr(socket.socket, "bind", failing(number))
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:80: .*{advice}"):
         server.bind("127.0.0.1", 80)

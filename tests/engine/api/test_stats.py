@@ -1,4 +1,4 @@
-"""Totals of steps against token-by-token counting, and phases of requests on a clock that is set by hand."""
+"""Compare totals of steps with token-by-token counting, and test phases of requests on a fake clock."""
 
 from collections import Counter
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The engine process's end of the pipe, with a counting engine."""
+"""`Worker` with a counting engine."""
 
 import multiprocessing
 import signal
@@ -89,7 +89,7 @@ def test_requests_run_to_their_end(pipe):
     assert stats.drafted_by_source == {"corpus": 3, "local": 3}
     assert stats.accepted_by_source == {"corpus": 3, "local": 0}
     assert (stats.learned_tokens, stats.corpus) == (5, CorpusSize(7, 9))
-    # The first of three steps completed the prompt of three tokens, too.
+    # The first of three steps also completed the prompt of three tokens.
     assert (stats.steps_by_tokens[:3], stats.step_tokens_sum) == ((1, 2, 0), 5 + 3)
     [ended] = [event for event in events if isinstance(event, RequestEnded)]
     assert min(ended.times.queue, ended.times.prefill, ended.times.decode) >= 0

@@ -42,14 +42,14 @@ def missing(monkeypatch):
         (NARROW, torch.bfloat16, "cuda", "plain"),
     ],
 )
-def test_auto_is_flashinfer_where_it_can_run(installed, config, dtype, device, expected):
+def test_auto_selects_flashinfer_if_it_can_run(installed, config, dtype, device, expected):
     assert choose_backend("auto", config, dtype, device) == expected
     assert choose_backend("plain", config, dtype, device) == "plain"
     if expected == "flashinfer":
         assert choose_backend("flashinfer", config, dtype, device) == "flashinfer"
 
 
-def test_auto_is_plain_where_it_is_not_installed(monkeypatch):
+def test_auto_selects_plain_if_flashinfer_is_not_installed(monkeypatch):
     monkeypatch.setattr("engine.attention.backend.has_flashinfer", lambda: False)
     assert choose_backend("auto", CONFIG, torch.bfloat16, "cuda") == "plain"
 
@@ -62,7 +62,7 @@ def test_auto_is_plain_where_it_is_not_installed(monkeypatch):
         (NARROW, torch.bfloat16, "cuda", "heads of 16"),
     ],
 )
-def test_flashinfer_is_refused_with_a_reason_where_it_cannot_run(installed, config, dtype, device, words):
+def test_flashinfer_is_refused_with_a_reason_if_it_cannot_run(installed, config, dtype, device, words):
     with pytest.raises(UserError, match=words) as refusal:
         choose_backend("flashinfer", config, dtype, device)
     assert "\n" not in str(refusal.value)

@@ -145,7 +145,7 @@ def test_shorter_contexts_than_planned_on_a_gpu(heads, runs):
     st.integers(0, 3000),
 )
 def test_workspaces_are_large_enough(heads, sequences, tokens, longest):
-    """On a device of the size of an H200, for any lengths; arrays have the same offsets in all plans."""
+    """Plans for any lengths fit on a device of an H200's size, and all have the same array offsets."""
     pages = np.random.default_rng(longest).integers(1, longest + 2, sequences)
     rng = np.random.default_rng(longest)
     shape = StepShape(sequences, sequences * tokens, tokens, 1)
@@ -171,7 +171,7 @@ def test_workspaces_are_large_enough(heads, sequences, tokens, longest):
 
 
 def test_short_drafts_run_on_small_tiles():
-    """The tile size follows from the rows and the query heads per key head."""
+    """The tile size depends on the number of rows and of query heads per KV head."""
     for sequences, rows, tile in ((1, 1, 16), (1, 17, 64), (64, 64, 16), (64, 192, 16), (64, 320, 128), (2, 8, 16)):
         requests = requests_of(StepShape(sequences, rows, 17, 1), 4)
         assert requests > sequences

@@ -47,7 +47,7 @@ def config_of(heads, kv_heads):
 
 
 def random_batches(rng, kinds):
-    """Steps of four sequences, each with slots to move after it; pages are shuffled."""
+    """Steps of four sequences on shuffled pages, with the slots to move after each step."""
     pages = rng.permutation(PAGES).reshape(4, -1)
     computed = np.zeros(4, int)
     for _ in range(3):
@@ -169,7 +169,7 @@ def test_attention_after_moves(library):
 
 
 def compare_after_moves(library, seed):
-    """Run a prompt, a draft of which some tokens are kept, then a token that attends to them."""
+    """Run a prompt, then a draft, keep some of its tokens, and run a token that attends to them."""
     rng = np.random.default_rng(seed)
     config = config_of(4, 2)
     tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device)
@@ -257,7 +257,7 @@ def outputs(engine, asked):
 
 
 def is_tie(model, library, prompt, mine, other):
-    """Whether outputs differ at a near tie: the two tokens' logits are within 2 units in the last place."""
+    """Whether two outputs differ at a near tie: the tokens' logits are within 2 units in the last place."""
     if library.dtype == torch.float32:
         return False
     same = next(index for index, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)

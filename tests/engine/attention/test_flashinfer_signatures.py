@@ -56,7 +56,7 @@ def real_and_twin():
 
 
 @pytest.mark.parametrize(("real", "twin"), [pytest.param(*pair, id=name) for name, *pair in real_and_twin()])
-def test_the_twin_has_no_parameters_of_its_own(real, twin):
+def test_the_twin_has_no_additional_parameters(real, twin):
     theirs = inspect.signature(real).parameters
     ours = inspect.signature(twin).parameters.values()
     positional = [one.name for one in ours if one.kind is not one.KEYWORD_ONLY]
@@ -85,7 +85,7 @@ def library(monkeypatch):
         monkeypatch.setattr(torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named))
     module = SimpleNamespace(plan=fa2.plan, paged_run=fa2.paged_run, ragged_run=fa2.ragged_run)
     monkeypatch.setattr("flashinfer.prefill.get_batch_prefill_module", lambda backend, *_: {"fa2": module}[backend])
-    # Bits stay apart.
+    # The twins read unpacked masks.
     monkeypatch.setattr("flashinfer.prefill.segment_packbits", lambda mask, indptr, bitorder: (mask, indptr))
 
     def bound(real, twin):

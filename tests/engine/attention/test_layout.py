@@ -22,7 +22,7 @@ PAGE_SIZES = st.sampled_from([1, 4, 16])
 
 @st.composite
 def batches(draw, page_size):
-    """A batch, and for each token the indices of its sequence that it attends to."""
+    """A batch, and for each token the indices within its sequence that it attends to."""
     rng = np.random.default_rng(draw(st.integers(0, 10_000), "seed"))
     sequences, sees = [], []
     for _ in range(draw(st.integers(1, 5), "sequences")):

@@ -86,7 +86,7 @@ def test_query_blocks_cover_a_batch_within_key_blocks(spans):
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.usefixtures("threads")
 def test_rounding_does_not_depend_on_the_step(model_folder):
-    """With packed weights, logits are equal bitwise whatever the step contains."""
+    """With packed weights, logits are bitwise equal, independent of the step's content."""
     model = pack(load_model(model_folder))
     sequence = sequence_of(TEXT[:250], range(32), draft=TEXT[250:260])
     within_draft = new_runner(model, 32).forward(build_batch([sequence], PAGE_SIZE))
@@ -98,7 +98,7 @@ def test_rounding_does_not_depend_on_the_step(model_folder):
 
 
 def test_a_drafters_layers_share_the_pages(model):
-    """A further layer attends to keys that it stored in earlier steps, and is moved with the others."""
+    """An additional layer attends to keys that it stored in earlier steps, and is moved with the others."""
     config = model.config
     attention = PlainAttention(config, 4, PAGE_SIZE, torch.float32, "cpu", kv_layers=1)
     generator = torch.Generator().manual_seed(0)

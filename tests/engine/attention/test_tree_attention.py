@@ -1,7 +1,7 @@
 """Draft trees on a real model: attention, keys and values of accepted paths, and outputs.
 
-Keys of a tree are stored in another order than those of a path, so sums are rounded differently: logits, and keys and
-values above the first layer, are compared within a tolerance, and outputs only where rounding does not matter.
+Keys of a tree are stored in a different order than those of a path, so sums are rounded differently. Logits, and keys
+and values above the first layer, are compared within a tolerance, and outputs only where rounding does not matter.
 """
 
 import numpy as np
@@ -103,7 +103,7 @@ def test_trees_of_the_suffix_drafter_do_not_change_outputs(model, temperature):
         engine = build_engine(model, CONFIG, drafter)
         completions = [*engine.generate(asked), *engine.generate(asked)]
         assert [completion.tokens.tolist() for completion in completions] == 2 * expected
-        # It finds the accepted path by itself.
+        # The drafter determines the accepted path itself.
         assert drafter.stats.verified == sum(completion.drafted for completion in completions)
         assert drafter.stats.accepted == sum(completion.accepted for completion in completions) > 0
 

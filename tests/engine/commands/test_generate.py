@@ -1,4 +1,4 @@
-"""The `generate` command from its arguments to its output."""
+"""The `generate` command, from arguments to output."""
 
 import io
 import json
@@ -89,7 +89,7 @@ def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server
 
 
 class SamplingDrafter(ToyDrafter):
-    """A third-party drafter that samples its tokens; the option `depth` is their number."""
+    """A third-party drafter that samples its tokens; the option `depth` is the number of tokens."""
 
     def __init__(self, config, target):
         super().__init__(config, target, depth=int(config.options.get("depth", 3)))
@@ -155,7 +155,7 @@ def test_a_prompt_given_twice_is_sampled_twice(run, model_folder, tmp_path):
     assert first != second
 
 
-def test_an_interrupted_run_keeps_what_had_finished(run, model_folder, tmp_path, monkeypatch):
+def test_an_interrupted_run_writes_finished_completions(run, model_folder, tmp_path, monkeypatch):
     from engine.engine import Engine
 
     arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1, "--drafter", "none")
@@ -355,7 +355,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize(("options", "prompts", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
-def test_bad_input_is_one_line_and_exit_2(run, model_folder, tmp_path, options, prompts, message):
+def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp_path, options, prompts, message):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "bad.jsonl").write_text("{\n")
@@ -380,7 +380,7 @@ def test_bad_input_is_one_line_and_exit_2(run, model_folder, tmp_path, options, 
         (("--threads", 100_000), "--threads"),
     ],
 )
-def test_errors_that_do_not_depend_on_the_model_come_before_it_is_loaded(
+def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
     run, model_folder, monkeypatch, options, message
 ):
     monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
@@ -388,12 +388,12 @@ def test_errors_that_do_not_depend_on_the_model_come_before_it_is_loaded(
     assert (code, message in err) == (2, True)
 
 
-def test_singular_and_plural(run, model_folder):
+def test_the_summary_uses_singular_and_plural(run, model_folder):
     _, _, err = run("generate", "--model", model_folder, "--max-tokens", 1, PROMPT)
     assert "1 output, 1 token in" in err
 
 
-def test_no_prompt_at_a_terminal(run, model_folder):
+def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -405,8 +405,8 @@ def test_no_prompt_at_a_terminal(run, model_folder):
 
 @pytest.mark.usefixtures("verify_all_drafts")
 @pytest.mark.parametrize("moment", ["between steps", "while an answer is awaited"])
-def test_a_killed_sidecar_costs_no_output(run, model_folder, tmp_path, socket_address, monkeypatch, moment):
-    """The sidecar is killed during the run; all requests finish as without drafts, with one warning."""
+def test_a_killed_sidecar_does_not_change_outputs(run, model_folder, tmp_path, socket_address, monkeypatch, moment):
+    """If the sidecar is killed during the run, all requests finish as without drafts, with one warning."""
     prompts = [f"def f{number}():" for number in range(4)]
     options = ("--max-tokens", 30, "--max-sequences", 2, *prompts)
     plain = ("--drafter", "none", "--output", tmp_path / "plain")

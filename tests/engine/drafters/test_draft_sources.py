@@ -1,4 +1,4 @@
-"""Results name the source of each draft token and the accepted ones, in paths and trees, cut or whole."""
+"""Results contain the source of each draft token and the accepted ones, for complete and truncated paths and trees."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ ASKED = [
 
 
 class ParityTrees(RandomTrees):
-    """Odd tokens come from one source and even ones from the other."""
+    """Drafts random trees in which odd tokens have one source and even ones the other."""
 
     def __init__(self, answers):
         super().__init__(ASKED, answers, VOCAB)
@@ -37,7 +37,7 @@ class ParityTrees(RandomTrees):
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
-def test_sources_are_those_of_the_tokens(model, shape):
+def test_results_have_the_source_of_each_token(model, shape):
     config = EngineConfig(max_sequences=3, max_step_tokens=256, max_draft=9, draft_shape=shape)
     answers = [each.tokens for each in build_engine(model, config, NoDrafter()).generate(ASKED)]
     drafter = ParityTrees(answers)

@@ -1,4 +1,4 @@
-"""Faults of a drafter cost its drafts and are reported once."""
+"""Drafts of a faulty drafter are dropped, and its faults are reported once."""
 
 import logging
 from dataclasses import replace
@@ -26,7 +26,7 @@ def batch_of(tokens=(1, 2, 3), parents=(-1, 0, -1), lengths=(2, 1), accept_prob=
     )
 
 
-def test_sound_drafts_pass():
+def test_valid_drafts_pass():
     check_drafts(Drafts(batch_of()), [2, 1], VOCAB)
     check_drafts(Drafts.empty(3), [0, 0, 0], VOCAB)
 
@@ -48,7 +48,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_drafts_that_cannot_be_verified(fault):
+def test_invalid_drafts_are_refused(fault):
     batch, message = FAULTS[fault]
     with pytest.raises(DraftsError, match=message):
         check_drafts(Drafts(batch), [2, 1], VOCAB)
@@ -72,12 +72,12 @@ DISTRIBUTIONS = {
 }
 
 
-def test_sampled_drafts_pass():
+def test_valid_sampled_drafts_pass():
     check_drafts(Drafts(batch_of(), UNIFORM, np.array([0, 1, -1], np.int32)), [2, 1], VOCAB)
 
 
 @pytest.mark.parametrize("fault", DISTRIBUTIONS)
-def test_distributions_that_cannot_be_used(fault):
+def test_invalid_distributions_are_refused(fault):
     q, rows, message = DISTRIBUTIONS[fault]
     with pytest.raises(DraftsError, match=message):
         check_drafts(Drafts(batch_of(), q, np.array(rows, np.int32)), [2, 1], VOCAB)
@@ -93,7 +93,7 @@ def test_distributions_that_cannot_be_used(fault):
         ((1, 2, 1), [-1, 0, 0], None),
     ],
 )
-def test_sampled_siblings_are_different_tokens_of_one_distribution(tokens, rows, message):
+def test_sampled_siblings_must_be_different_tokens_of_one_distribution(tokens, rows, message):
     siblings = batch_of(tokens=(*tokens, 1), parents=(-1, -1, -1, -1), lengths=(3, 1), accept_prob=(1, 1, 1, 1))
     drafts = Drafts(siblings, UNIFORM, np.array([*rows, 1], np.int32))
     if message is None:
@@ -110,7 +110,7 @@ def table_of(**changes):
     return replace(table, **changes)
 
 
-def test_a_sound_table_passes():
+def test_a_valid_outcome_table_passes():
     check_table(table_of(), [2, 0], VOCAB)
     check_table(OutcomeTable.empty(0, 1, 0), [], VOCAB)
 
@@ -131,7 +131,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("fault", TABLES)
-def test_tables_that_cannot_be_used(fault):
+def test_invalid_outcome_tables_are_refused(fault):
     make, message = TABLES[fault]
     with pytest.raises(DraftsError, match=message):
         check_table(make(), [2, 0], VOCAB)

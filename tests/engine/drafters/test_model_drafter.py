@@ -21,7 +21,7 @@ CONFIG = EngineConfig(max_sequences=4, max_step_tokens=48, max_draft=6, page_siz
 
 
 def requests(temperature):
-    """Prompts with shared beginnings, some of several chunks; settings that change the distribution."""
+    """Prompts with shared prefixes, some longer than a chunk, and settings that change the distribution."""
     rng = np.random.default_rng(2)
     stem = rng.integers(1, 60, 70)
     asked = []
@@ -48,7 +48,7 @@ def run(model, config, asked, **how):
 
 
 def largest_difference(drafter):
-    """Between logits that were proposed from and those of the naive twin, for about 30 proposals."""
+    """Largest difference between the logits of about 30 proposals and those of the naive twin."""
     differences = [0.0]
     for text, path, found in drafter.log[:: max(1, len(drafter.log) // 30)]:
         expected = torch.stack(naive_logits(drafter, text, path))
@@ -71,7 +71,7 @@ def test_exact_outputs_equal_plain_decoding(model, temperature, width):
 
 
 def test_layers_in_the_pages_survive_preemption(model):
-    """Sequences wait for pages, and find their own and others' in the prefix cache when they go on."""
+    """Preempted sequences find their own and others' pages in the prefix cache when they continue."""
     asked = requests(0.8)
     config = replace(CONFIG, watermark=0.0)
     plain = build_engine(model, config, NoDrafter()).generate(asked)
@@ -97,13 +97,13 @@ def test_drafts_are_verified_by_rejection(model, width):
 
 
 def of_the_same_position(drafter, monkeypatch):
-    """Pairs of token t with the hidden state of t."""
+    """Planted fault: pair token t with the hidden state of t instead of t - 1."""
     run = drafter.run
     monkeypatch.setattr(drafter, "run", lambda states, *rest: run(states.roll(-1, dims=0), *rest))
 
 
 def without_page_states(drafter, monkeypatch):
-    """After a prefix-cache hit the hidden state before it is not known."""
+    """Planted fault: after a prefix-cache hit, the preceding hidden state is missing."""
     original = drafter.state_before
 
     def before(sequence, position):
@@ -128,7 +128,7 @@ def test_planted_faults_of_the_drafter_are_caught(model, monkeypatch, fault):
 
 
 class Recycler:
-    """Asks for the largest logits, and drafts nothing."""
+    """Needs the largest logits, and drafts nothing."""
 
     needs = TargetOutputs(top_k=3)
 

@@ -28,11 +28,11 @@ def test_every_kind_has_a_help_text():
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "ssd-remote"])
-def test_every_kind_can_be_made(name):
+def test_every_kind_can_be_built(name):
     build_drafter(name, CONFIG).close()
 
 
-def test_a_class_is_imported_and_made_with_the_options():
+def test_a_third_party_class_is_imported_and_gets_the_options():
     config = configure(OWN, CONFIG, {"width": "7"})
     drafter = build_drafter(OWN, config)
     assert drafter.made_with == (config, None)
@@ -51,7 +51,7 @@ def test_a_class_is_imported_and_made_with_the_options():
         (f"{__name__}:Absent", "has no Absent"),
     ],
 )
-def test_names_that_name_no_drafter(name, message):
+def test_unknown_drafters_are_refused(name, message):
     with pytest.raises(UserError, match=message):
         build_drafter(name, CONFIG)
 
@@ -77,13 +77,13 @@ def test_options_set_fields_of_the_configuration():
         ("ngram", {"longest": "8"}, "the drafter ngram has no options"),
     ],
 )
-def test_bad_options(kind, option, message):
+def test_invalid_options_are_refused(kind, option, message):
     with pytest.raises(UserError, match=message):
         configure(kind, CONFIG, option)
 
 
 def test_the_table_imports_no_pytorch():
-    """Help texts and errors must not wait for it."""
+    """Importing PyTorch would delay help texts and errors."""
     import subprocess
 
     code = "import sys, engine.drafters.registry; print('torch' in sys.modules, 'numba' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Drafters from another package: named on the command line, and contained if they are faulty."""
+"""Drafters from another package: selected on the command line, and contained if they are faulty."""
 
 import sys
 from dataclasses import replace
@@ -28,7 +28,7 @@ NEEDS = {
 }
 
 class Repeater:
-    """Drafts the last token twice, or as its option `fault` says."""
+    """Drafts the last token twice, or fails in the way that its option `fault` names."""
     needs = TargetOutputs()
 
     def __init__(self, config, target):
@@ -121,7 +121,7 @@ def test_a_third_party_drafter_drafts(model):
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("fault", ["raises", "out of vocabulary", "cycle", "too many", "numpy q", "gradient"])
-def test_a_faulty_drafter_costs_its_drafts_and_is_reported_once(model, fault, caplog):
+def test_drafts_of_a_faulty_drafter_are_dropped_and_reported_once(model, fault, caplog):
     drafter = drafter_of(model, fault=fault)
     engine = build_engine(model, replace(CONFIG, verification="rejection"), drafter)
     completions = engine.generate(requests(6))
@@ -157,7 +157,7 @@ def test_faulty_drafts_for_outcomes_are_dropped_and_reported_once(model, fault, 
         ("needs", "AttributeError"),
     ],
 )
-def test_a_drafter_that_cannot_start_is_an_error_of_one_line(model, fault, message, caplog):
+def test_a_drafter_that_cannot_start_gives_a_one_line_error(model, fault, message, caplog):
     with pytest.raises(UserError, match=message) as problem:
         build_engine(model, CONFIG, drafter_of(model, fault=fault))
     assert "\n" not in str(problem.value)

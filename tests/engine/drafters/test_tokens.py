@@ -1,4 +1,4 @@
-"""What a drafter of tokens is told, whatever happens between two of its drafts."""
+"""Calls that `TokenDrafter` makes to a drafter of tokens, whatever happens between two drafts."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def plan_of(*sequences, room=4):
 
 
 def run_step(drafter, plan, tokens, drafted=0, kept=0):
-    """Commit `tokens` to every sequence of a plan, and tell the drafter."""
+    """Commit `tokens` to every sequence of a plan, and pass the results to the drafter."""
     results = []
     for entry in plan.entries:
         entry.draft = np.ones(drafted, np.uint32)
@@ -62,7 +62,7 @@ def append(sequence, token):
     sequence._length += 1
 
 
-def test_a_drafter_is_told_what_was_committed_and_how_its_draft_fared():
+def test_committed_and_verified_tokens_are_reported():
     drafter, sequence = TokenDrafter(Recorder()), new_sequence()
     drafter.start(sequence)
     plan = plan_of(sequence)
@@ -97,7 +97,7 @@ def test_steps_without_a_draft_are_reported_together():
     ]
 
 
-def test_steps_of_a_prompt_produce_nothing():
+def test_prompt_steps_are_not_reported():
     drafter, sequence = TokenDrafter(Recorder()), new_sequence()
     drafter.start(sequence)
     run_step(drafter, plan_of(sequence), [])
@@ -120,7 +120,7 @@ def test_a_sequence_that_could_not_start_gets_no_drafts():
     assert {call[0] for call in drafter.inner.calls} == {"start", "draft"}
 
 
-def test_both_interfaces_are_taken():
+def test_both_drafter_interfaces_are_accepted():
     inner = Recorder()
     drafter = adapt(inner)
     assert isinstance(drafter, TokenDrafter)

@@ -1,4 +1,4 @@
-"""A model drafter with random weights, which uses the whole interface: hidden states, a layer in the KV pages, q.
+"""A model drafter with random weights that uses the whole interface: hidden states, a layer in the KV pages, q.
 
 Its layer gets the pair (hidden state of t - 1, token t) at position t, and its output there gives the distribution of
 token t + 1. Further draft positions use the layer's own output in place of the target's hidden state.
@@ -28,16 +28,16 @@ class ToyDrafter(nn.Module):
         torch.manual_seed(3)
         self.depth, self.width, self.ranked = depth, width, ranked
         self.needs = TargetOutputs(hidden_layers=(shape.num_layers,), kv_layers=1)
-        self.model = [target.model]  # in a list, so that it is no part of this module
+        self.model = [target.model]  # in a list, so that it is not registered as a submodule
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.layer = Layer(shape, shape.num_layers)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.last = {}
-        """By sequence: the last position with a hidden state of the target, and that state."""
+        """Last position with a hidden state of the target, and that state, by sequence id."""
         self.page_states = {}
-        """By page: the hidden state of its last slot."""
+        """Hidden state of the last slot of each page, by page."""
         self.log = []
-        """Of every proposal: text, path of draft tokens, and logits at each depth."""
+        """Text, path of draft tokens, and logits at each depth of every proposal."""
         self.eval()
 
     def bind(self, forward):
@@ -66,7 +66,7 @@ class ToyDrafter(nn.Module):
         )
 
     def state_before(self, sequence, position):
-        """The target's hidden state of the position before."""
+        """The target's hidden state at the previous position."""
         if position == 0:
             return torch.zeros(self.fc.out_features)
         at, state = self.last.get(sequence.sequence_id, (None, None))

@@ -1,4 +1,4 @@
-"""The shape of drafts follows from what steps cost."""
+"""Choice of the draft shape from step times."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from engine.executor.draft_shape import DRAFT_TOKENS, StepRatios, choose_draft_s
         (-0.01, 1.05, "tree"),  # Noise: the longer step was faster.
     ],
 )
-def test_trees_are_chosen_where_their_gain_exceeds_their_cost(cost, tree_factor, shape):
+def test_trees_are_chosen_if_their_gain_exceeds_their_cost(cost, tree_factor, shape):
     assert faster_shape(StepRatios(1 + DRAFT_TOKENS * cost, tree_factor)) == shape
 
 

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def runner_of(model, backend, monkeypatch):
-    """A runner with one page for padding after the pages of sequences."""
+    """A runner whose cache has a padding page after the pages of sequences."""
     weights = model.embedding.weight
     settings = model.config, PAGES + 1, PAGE_SIZE, weights.dtype, str(weights.device)
     if backend == "plain":
@@ -58,7 +58,7 @@ def wide(wide_folder):
 
 
 def decoding(rng, count, *, most_draft=MAX_DRAFT):
-    """Sequences whose tokens but the last are to be in the cache, each with a draft and pages for it."""
+    """Sequences that are computed up to their last token, each with a draft and pages for it."""
     pages = iter(rng.permutation(PAGES).tolist())
     sequences = []
     for index in range(count):
@@ -71,7 +71,7 @@ def decoding(rng, count, *, most_draft=MAX_DRAFT):
 
 
 def fill(runner, sequences):
-    """Compute the keys and values that are to be in the cache."""
+    """Compute the keys and values that the sequences have in the cache."""
     for one in sequences:
         if one.computed:
             runner.forward(build_batch([sequence_of(one.sequence.tokens[:-1], one.sequence.pages)], PAGE_SIZE))
@@ -85,7 +85,7 @@ def state_of(sequences, *, slots=8, device=CPU):
 
 
 def fixed_logits(runner, state, sequences, batch, spare, slack):
-    """Logits of tokens, from a shape with `spare` rows too many for each sequence, and some after the last one."""
+    """Logits of tokens from a shape with `spare` padding rows per sequence, planned for contexts longer by `slack`."""
     drafted = MAX_DRAFT + spare
     widths = [*(1 + len(one.draft) + spare for one in sequences), *[0] * (batch - len(sequences))]
     shape = StepShape(batch, sum(widths) + 2 * spare, 1 + drafted, state.page_tables.shape[1])
@@ -129,7 +129,7 @@ def test_padded_steps_give_the_logits_of_ragged_steps(wide_folder, backend, seed
 
 @pytest.mark.parametrize("backend", ["plain", "flashinfer"])
 def test_lengths_are_read_from_the_device(wide, backend, monkeypatch):
-    """Larger bounds do not change logits; other lengths on the device do."""
+    """Larger bounds do not change logits; different lengths on the device do."""
     rng = np.random.default_rng(1)
     runner = runner_of(wide, backend, monkeypatch)
     sequences = decoding(rng, 3, most_draft=0)

@@ -1,4 +1,4 @@
-"""Steps of fixed shapes and steps in flight give the tokens of eager steps, with any drafter."""
+"""Steps of fixed shapes and steps in flight give the same tokens as eager steps, with any drafter."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -46,14 +46,14 @@ def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain
         assert outputs(engine, asked) == plain[temperature]
         again = engine.generate(asked)
     assert [completion.tokens.tolist() for completion in again] == plain[temperature]
-    # Without a budget, tokens of the corpus are accepted in the second run.
+    # The second run accepts tokens from the corpus, since there is no budget.
     if kind in ("ssd", "ssd-remote") and temperature == 0:
         assert sum(completion.accepted for completion in again) > 50
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_flight", [None, 0, 1, "any"])
-def test_every_drafter_survives_arrivals_cancellations_and_preemptions(make_drafter, kind, in_flight):
+def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_drafter, kind, in_flight):
     """None: the eager executor. Otherwise the graph executor with this depth, which `any` changes at random."""
     rng, depths = np.random.default_rng(7), np.random.default_rng(8)
     config = EngineConfig(max_sequences=5, max_draft=4, max_step_tokens=40, watermark=0.0)
@@ -115,7 +115,7 @@ def mixed_requests():
 
 
 def test_requests_that_need_the_host_can_be_mixed_with_others(model):
-    """At most three run at once, so that the executors alternate."""
+    """At most three requests run at once, so that the executors alternate."""
     asked = mixed_requests()
     plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
     engine = build_engine(model, replace(CONFIG, in_flight=1, max_sequences=3), build_drafter("ssd", DrafterConfig()))
@@ -170,7 +170,7 @@ def test_right_drafts_are_verified_in_every_step():
 
 
 def test_the_draft_after_a_wrong_one_is_not_selected():
-    """It was drafted for another outcome."""
+    """The draft was made for another outcome."""
     _, completion = run_and_log(1, 2)
     assert completion.accepted > 0
     assert completion.steps < TOKENS

@@ -134,7 +134,7 @@ def test_the_context_ends_at_the_sliding_window(tmp_path, shape, context):
 
 
 def test_within_a_sliding_window_attention_is_full(tmp_path):
-    """The context is the longest at which both agree: with one more token, transformers drops the first."""
+    """The context is the longest one at which both agree; with one more token, transformers drops the first."""
     reference = make_folder(tmp_path, family="mistral", sliding_window=100)
     model = load_model(tmp_path)
     tokens = TOKENS[: model.config.max_positions]

@@ -16,7 +16,7 @@ from tests.engine.conftest import make_folder
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub whose answer a test sets; it records the requested name."""
+    """A fake hub whose response a test sets; it records the requested name."""
 
     class Hub:
         answer = None

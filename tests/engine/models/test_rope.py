@@ -97,7 +97,7 @@ def both_tables(rope, head_dim, max_positions):
 def test_long_positions_equal_those_of_transformers(rope):
     for ours, theirs in zip(*both_tables(rope, 64, LONG), strict=True):
         assert ours.shape == theirs.shape
-        # One more rounding of a frequency would be 0.004 radians out here.
+        # One additional rounding of a frequency would cause an error of 0.004 radians here.
         assert (ours - theirs).abs().max() < 1e-6
 
 

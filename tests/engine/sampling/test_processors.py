@@ -44,7 +44,7 @@ def plans(draw):
 
 @given(st.lists(plans(), min_size=1, max_size=4), st.integers(0, 1000), st.booleans())
 def test_rows_are_processed_as_if_the_draft_were_committed(entries, seed, only_last):
-    """For all rows of the drafts, or only those after their last tokens."""
+    """Check all rows of the drafts, or only those after their last tokens."""
     counts = [1 if only_last else 1 + len(entry.draft) for entry in entries]
     starts = np.cumsum([0, *counts])
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (sum(counts), VOCAB)).astype(np.float32))
@@ -67,7 +67,7 @@ def test_rows_are_processed_as_if_the_draft_were_committed(entries, seed, only_l
             np.testing.assert_allclose(after[row].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_logits_without_anything_to_apply_are_returned():
+def test_logits_are_returned_unchanged_if_no_request_changes_them():
     request = Request(array([1, 2]), SamplingParams(temperature=1.0, top_p=0.5))
     logits = torch.zeros(1, VOCAB)
     assert process_logits(logits, [Rows(Sequence(0, request, 10), array([]), None, np.array([0]))]) is logits

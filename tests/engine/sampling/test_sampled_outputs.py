@@ -181,7 +181,7 @@ def penalised_requests():
 
 
 def test_drafts_are_accepted_under_any_settings():
-    """The tests above need accepted drafts."""
+    """The tests above are only meaningful if drafts are accepted."""
     completions = check_all(penalised_requests(), 0)
     assert sum(completion.accepted for completion in completions) > 100
     of_trees = check_all(penalised_requests(), 0, shape="tree", verified="tree")
@@ -190,7 +190,7 @@ def test_drafts_are_accepted_under_any_settings():
 
 
 def penalties_by_rows(monkeypatch):
-    """Count as if every tree were a path."""
+    """Planted fault: count penalties as if every tree were a path."""
     original = TokenCounts.along
     monkeypatch.setattr(TokenCounts, "along", lambda self, draft, tree=None: original(self, draft))
 

@@ -82,7 +82,7 @@ def noise_before_temperature(logits, temperatures, seeds, positions, settings):
 
 
 def crossing_token_dropped(scores, settings):
-    """top-p without the token that reaches the share."""
+    """Planted fault: top-p drops the token that reaches the share."""
     best = scores.sort(dim=-1, descending=True)
     mass = torch.softmax(best.values, dim=-1).cumsum(dim=-1)
     drop = mass > torch.from_numpy(settings.top_p).float()[:, None]
@@ -95,7 +95,7 @@ def one_too_many(scores, settings):
 
 
 def min_p_of_one(scores, settings):
-    """min-p as a probability instead of a share of the largest one."""
+    """Planted fault: min-p is an absolute probability instead of a fraction of the largest one."""
     return scores.masked_fill(
         torch.softmax(scores, dim=-1) < torch.from_numpy(settings.min_p).float()[:, None], float("-inf")
     )
@@ -120,12 +120,12 @@ def test_planted_faults_are_caught(monkeypatch, case, place, fault):
     assert not fits(*SETTINGS[case])
 
 
-def test_a_token_with_the_whole_share_is_kept():
+def test_a_token_that_has_the_whole_top_p_share_is_kept():
     scores = torch.tensor([[5.0, 0.0, 1.0]])
     assert truncate(scores, truncation_of([(0, 1e-12, 0.0)])).isfinite().tolist() == [[True, False, False]]
 
 
-def test_top_p_of_one_keeps_what_rounding_would_lose():
+def test_top_p_of_one_keeps_all_tokens_despite_rounding():
     scores = torch.tensor([[100.0, 0.0, -100.0]])
     assert truncate(scores, truncation_of([(3, 1.0, 0.0)])).isfinite().all()
 

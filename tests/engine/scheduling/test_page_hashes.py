@@ -33,7 +33,7 @@ def test_hashes_do_not_depend_on_the_order_of_queries():
     assert hashes.of(tokens[:8], 1, SIZE) == hashes_of("", range(8))[1]
 
 
-def test_a_salt_has_another_hash_than_a_page_of_the_same_bytes():
-    """A salt of the bytes of another tenant's page has another hash."""
+def test_hashes_of_a_salt_and_of_a_page_with_the_same_bytes_differ():
+    """A tenant cannot choose a salt whose hash is that of another tenant's page."""
     tokens = np.frombuffer(b"page" * SIZE, np.uint32)
     assert salt_hash("page" * SIZE) != page_hash(b"", tokens)

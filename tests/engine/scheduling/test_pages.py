@@ -8,7 +8,7 @@ from engine.scheduling.pages import PagePool
 
 
 class NaivePool:
-    """Lists of owned pages, and a list of hashes in the order of their last use."""
+    """Naive pool: lists of owned pages, and a list of hashes in the order of their last use."""
 
     def __init__(self, count):
         self.count = count
@@ -83,7 +83,7 @@ def test_check_integrity_detects_lost_shared_and_unknown_pages():
 
 
 def test_the_last_freed_page_is_evicted_first():
-    """A page cannot be reused without the pages before it."""
+    """A page is useless in the prefix cache without the pages before it."""
     pool = PagePool(4, 8)
     pages = pool.allocate(4)
     for page in pages:

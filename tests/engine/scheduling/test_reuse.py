@@ -60,7 +60,7 @@ def test_the_prefix_cache_does_not_change_outputs_when_pages_are_scarce(packed, 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
 def test_cached_keys_and_values_equal_recomputed_ones_bitwise(packed):
-    """Pages computed in chunks, token by token, with partly right drafts, after other cached pages."""
+    """Covers pages computed in chunks, token by token, with partly right drafts, and after other cached pages."""
     asked = requests(0.0)
     engine = engine_on(packed, prefix_cache=True, pages=100)
     completions = [*engine.generate(asked[:5]), *engine.generate(asked[5:])]

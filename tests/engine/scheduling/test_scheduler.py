@@ -86,7 +86,7 @@ def does_not_move_accepted_paths(monkeypatch):
 
 
 def moves_tokens_one_by_one(monkeypatch):
-    """Slots are overwritten before they are read if tokens move in this order."""
+    """Planted fault: moving tokens one by one overwrites slots before they are read."""
 
     def move(runner, sources, targets):
         for source, target in zip(sources[::-1], targets[::-1], strict=True):
@@ -157,7 +157,7 @@ def test_drafts_leave_the_watermark_free():
 
 
 def test_pages_that_a_running_prompt_needs_are_reserved():
-    """A prompt of 20 pages has 4 of 24: another one of 10 pages would fit now, but not later."""
+    """A prompt of 20 pages has 4 of 24 so far; another prompt of 10 pages would fit now, but not later."""
     engine = engine_of(pages=24, max_sequences=2, max_step_tokens=4 * PAGE_SIZE)
     first = engine.add(Request(text(20 * PAGE_SIZE - 1), SamplingParams(max_tokens=1)))
     engine.step()
@@ -194,7 +194,7 @@ def test_prompt_chunks_end_at_page_boundaries(step_tokens, length, ends):
 
 
 def test_a_shared_prefix_is_computed_once():
-    """By requests that arrive together, in chunks, and by later requests."""
+    """Requests that arrive together, chunked prompts, and later requests share the prefix."""
     stem = text(40)
     asked = [Request(np.concatenate([stem, text(3, seed)]), SamplingParams(max_tokens=2)) for seed in range(1, 6)]
     engine = engine_of(pages=60, max_step_tokens=24)
@@ -238,7 +238,7 @@ def test_nothing_is_shared_across_salts_or_without_the_cache(settings, salt):
 
 
 def test_shared_pages_allow_more_running_sequences():
-    """Eight prompts of ten pages on 24 pages: with the prefix cached, each needs one or two pages of its own."""
+    """Eight prompts of ten pages run on 24 pages: with the prefix cached, each only needs one or two own pages."""
     engine = engine_of(max_step_tokens=64)
     stem = text(36)
     engine.generate([Request(stem, SamplingParams(max_tokens=1))])
@@ -262,7 +262,7 @@ def test_long_prompts_do_not_delay_decoding():
 
 
 def test_requests_finish_in_about_the_order_of_arrival():
-    """On scarce pages, an old request ends before those that arrived much later."""
+    """When pages are scarce, an old request ends before those that arrived much later."""
     engine = engine_of(pages=22, max_step_tokens=16)
     order, ids = [], []
     for seed in range(60):

@@ -1,4 +1,4 @@
-"""Rejection sampling the slow and obvious way: one draft, one candidate at a time, on lists."""
+"""Naive rejection sampling: one draft and one candidate at a time, on lists."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from tests.engine.speculation.test_rejection import planted
 VOCAB = 32
 COUNT = 1500
 LENGTH = 3
-"""Tokens of each output that are tested; it has more, so that drafts have room."""
+"""Number of tested tokens of each output; outputs are longer, so that drafts have room."""
 LIKELY = 4
-"""The other tokens have a bias that forbids them, so that there are few different outputs."""
+"""Number of allowed token ids; a bias forbids all others, so that there are few different outputs."""
 BIAS = dict.fromkeys(range(LIKELY, VOCAB), -100.0)
 PROMPT = np.array([3, 1, 4], np.uint32)
 SHAPE = ModelConfig(
@@ -155,13 +155,13 @@ def test_outputs_have_the_targets_distribution(target, expected, way, verificati
     assert fits(outputs_of(target, config, toy(target, **WAYS[way])), expected)
 
 
-def test_the_budget_does_not_see_what_was_sampled(target, expected):
+def test_selection_does_not_depend_on_a_sampled_tokens_probability(target, expected):
     drafter = toy(target, BoastfulDrafter, width=1)
     assert fits(outputs_of(target, CONFIG, drafter, ByOwnProbability()), expected)
 
 
 class FixedCost:
-    """A cost at which a part of the drafts pays; it is not corrected, so that the test is deterministic."""
+    """A fixed cost at which only some draft tokens are worth verifying, so that the test is deterministic."""
 
     def seconds(self, tokens, sequences):
         return 1 + 0.002 * np.asarray(tokens, np.float64)

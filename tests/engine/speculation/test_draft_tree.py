@@ -12,7 +12,7 @@ def parents_of_trees(draw):
 
 
 @given(parents_of_trees())
-def test_tokens_see_their_ancestors_and_themselves(parents):
+def test_tokens_attend_to_their_ancestors_and_themselves(parents):
     tree = DraftTree(np.array(parents, np.int32))
     for node in range(len(parents)):
         seen, at = set(), node

@@ -1,7 +1,7 @@
-"""Rejection sampling: equal to its slow twin, and outputs distributed as the target's.
+"""Rejection sampling: equal to its slow twin, with outputs distributed like the target's.
 
 The statistical tests draft from a table of distributions, verify, and complete every output to three tokens by plain
-sampling. The texts must have the target's distribution; with a planted fault they must not.
+sampling. The texts must follow the target's distribution, and must not with a planted fault.
 """
 
 import inspect
@@ -136,7 +136,7 @@ def tables(kind):
     elif kind == "truncated":  # proposes tokens that the target never samples
         target = distributions(rng, prefixes, zeros=0.4)
         drafter = distributions(rng, prefixes)
-    elif kind == "second":  # a rejected first candidate leaves a choice to the second
+    elif kind == "second":  # the second candidate matters after a rejected first one
         target[:], drafter = [0.1, 0.45, 0.35, 0.1], np.tile([0.4, 0.4, 0.1, 0.1], (len(target), 1))
     elif kind == "third":  # the first two candidates are nearly always rejected
         target[:], drafter = [0.02, 0.02, 0.5, 0.46], np.tile([0.45, 0.4, 0.14, 0.01], (len(target), 1))
@@ -166,7 +166,7 @@ def test_outputs_have_the_targets_distribution(kind, shape):
 @pytest.mark.parametrize("ranked", [range(len(TREE)), [0, 2], [1, 3, 5]], ids=["all", "first", "second"])
 @pytest.mark.parametrize("kind", ["good", "second"])
 def test_deterministic_candidates(kind, ranked):
-    """Alone, and before and after siblings that were sampled; some of them are the same token."""
+    """Deterministic candidates alone, and before and after sampled siblings; some are the same token."""
     drafts = Drafts(*tables(kind), TREE, ranked=ranked)
     assert drafts.fits(drafts.verified())
 
@@ -178,7 +178,7 @@ def test_a_second_candidate_raises_acceptance():
 
 
 def planted(old, new):
-    """The module with a piece of its source replaced."""
+    """The module with a part of its source replaced."""
     source = inspect.getsource(rejection)
     assert source.count(old) == 1
     module = types.ModuleType("planted")
@@ -267,7 +267,7 @@ def randomness(seed, position):
 
 @settings(max_examples=150)
 @given(st.lists(problems(), min_size=1, max_size=4))
-def test_drafts_are_verified_as_by_the_slow_twin(batch):
+def test_drafts_are_verified_like_by_the_slow_twin(batch):
     drafts, row = [], 0
     for parents, tokens, sampled, _, _, seed, position in batch:
         own = np.array(parents, np.int32)

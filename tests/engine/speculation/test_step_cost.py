@@ -11,15 +11,15 @@ from engine.speculation.token_budget import TokenBudget
 from tests.engine.speculation.test_token_budget import drafts_of
 
 
-def test_costs_between_and_beyond_what_was_measured():
+def test_costs_are_interpolated_and_extrapolated():
     cost = StepCost([1, 11, 21], [1.0, 2.0, 4.0])
     assert cost.seconds(np.array([1, 6, 11, 16, 31]), 1).tolist() == [1.0, 1.5, 2.0, 3.0, 6.0]
-    # What was disturbed does not make larger steps cheaper.
+    # A disturbed measurement does not make larger steps cheaper.
     assert StepCost([1, 2, 3], [1.0, 5.0, 2.0]).seconds(3, 1) == 5.0
     assert StepCost([1, 2], [1.0, 2.0], 0.5).seconds(2, 3) == 3.0
 
 
-def test_one_more_token_costs_each_sequence_its_share():
+def test_cost_of_one_more_is_relative_to_the_time_per_sequence():
     cost = StepCost([1, 101], [1.0, 2.0])
     assert cost.of_one_more(1, 1) == pytest.approx(0.01)
     assert cost.of_one_more(51, 10) == pytest.approx(10 * 0.01 / 1.5)
@@ -27,7 +27,7 @@ def test_one_more_token_costs_each_sequence_its_share():
     assert StepCost([1, 2], [1.0, 1.0]).of_one_more(1, 1) == pytest.approx(1e-4)
 
 
-def test_steps_correct_what_was_measured():
+def test_recorded_steps_correct_the_measured_cost():
     cost = StepCost([1, 16, 256], [1.0, 1.0, 1.0])
     for _ in range(400):
         cost.record(16, 1, 3.0)
@@ -39,8 +39,8 @@ def test_steps_correct_what_was_measured():
     assert cost.seconds(256, 1) < 1.1 * before
 
 
-def test_what_slowed_the_measuring_down_is_forgotten_for_sizes_that_do_not_occur():
-    cost = StepCost([1, 17, 257], [2.0, 2.5, 10.0])  # all of them twice of what they take
+def test_corrections_also_apply_to_sizes_that_do_not_occur():
+    cost = StepCost([1, 17, 257], [2.0, 2.5, 10.0])  # all of them twice the true time
     for _ in range(200):
         cost.record(1, 1, 1.0)
     assert cost.seconds(1, 1) == pytest.approx(1.0, rel=0.05)
@@ -55,7 +55,7 @@ def test_sizes_are_measured_up_to_the_largest():
     assert cost.seconds(1, 8) >= cost.seconds(1, 1)
 
 
-def test_measuring_ends_when_it_has_taken_long(monkeypatch):
+def test_measuring_stops_after_the_time_limit(monkeypatch):
     now = 0.0
 
     def run(tokens, _sequences):
@@ -65,7 +65,7 @@ def test_measuring_ends_when_it_has_taken_long(monkeypatch):
     monkeypatch.setattr("engine.speculation.step_cost.perf_counter", lambda: now)
     cost = StepCost.measured(run, [1, 2, 4, 8, 16, 32, 1000])
     assert cost.seconds(4, 1) == pytest.approx(0.4)
-    assert cost.seconds(1000, 1) == pytest.approx(100)  # by the last slope
+    assert cost.seconds(1000, 1) == pytest.approx(100)  # extrapolated with the last slope
     assert now < 30
 
 
@@ -74,7 +74,7 @@ BY_ROWS = StepCost([1, 1001], [1.0, 11.0])
 COST = PaddedCost(BY_ROWS, GRID.padded_rows)
 
 
-def test_a_step_costs_what_its_shape_does():
+def test_a_padded_step_has_the_cost_of_its_shape():
     assert GRID.rows_of(8) == [8, 12, 16, 24, 40, 72, 136]
     for sequences, tokens, rows in (
         (8, 8, 8),
@@ -91,26 +91,26 @@ def test_a_step_costs_what_its_shape_does():
     assert COST.seconds(many, 1).tolist() == BY_ROWS.seconds(np.array([5, 9, 9, 17]), 1).tolist()
 
 
-def test_the_price_of_one_more_does_not_depend_on_shapes():
+def test_the_cost_of_one_more_ignores_padding():
     assert COST.of_one_more(8, 8) == BY_ROWS.of_one_more(8, 8)
 
 
-def test_what_is_noted_is_that_of_the_shape():
+def test_recorded_steps_correct_the_cost_of_their_shape():
     cost = PaddedCost(StepCost([1, 12, 100], [1.0, 1.0, 1.0]), GRID.padded_rows)
     for _ in range(500):
         cost.record(9, 8, 2.0)
     assert cost.seconds(12, 8) == pytest.approx(2.0, rel=0.01)
 
 
-def test_drafts_fill_a_shape_up():
-    """The second sequence's unlikely tokens cost nothing once the first one's have brought the larger shape."""
+def test_draft_tokens_that_replace_padding_are_free():
+    """The first sequence's tokens need a larger shape, whose padding the second one's unlikely tokens fill."""
     budget = TokenBudget(PaddedCost(StepCost([2, 6, 10, 34], [1.0, 1.1, 9.0, 90.0]), GRID.padded_rows))
     drafts = drafts_of([0.9, 0.9], [0.01, 0.01, 0.01])
     assert budget.select(drafts, np.array([2, 3]), 2).lengths.tolist() == [2, 2]
 
 
 class Timed:
-    """Steps whose time goes by their rows."""
+    """Steps whose duration is proportional to their rows."""
 
     def __init__(self):
         self.now = 0.0

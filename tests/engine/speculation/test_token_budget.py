@@ -18,28 +18,28 @@ RISES = st.lists(st.floats(0, 1.0), min_size=3, max_size=3)
 
 
 def flat(paths):
-    return np.array([odds for path in paths for odds in path]), np.cumsum([0, *map(len, paths)])
+    return np.array([accept_prob for path in paths for accept_prob in path]), np.cumsum([0, *map(len, paths)])
 
 
 def parents_of(paths):
     return np.array([index - 1 for path in paths for index in range(len(path))], np.int32)
 
 
-def slow_path_prob(odds, parents, offsets):
-    """One token after the other."""
+def slow_path_prob(accept_prob, parents, offsets):
+    """Naive twin of `path_prob`: one token after the other."""
     whole = []
     for start, end in itertools.pairwise(offsets):
         for at in range(start, end):
-            whole.append(odds[at] * (1.0 if parents[at] < 0 else whole[start + parents[at]]))
+            whole.append(accept_prob[at] * (1.0 if parents[at] < 0 else whole[start + parents[at]]))
     return whole
 
 
 @given(PATHS, st.data())
 def test_path_prob_is_the_product_along_the_path(drafts, data):
-    odds, offsets = flat(drafts)
+    accept_prob, offsets = flat(drafts)
     parents = [data.draw(st.integers(-1, index - 1)) for draft in drafts for index in range(len(draft))]
-    found = path_prob(odds, np.array(parents, np.int32), offsets)
-    np.testing.assert_allclose(found, slow_path_prob(odds, parents, offsets), rtol=1e-9)
+    found = path_prob(accept_prob, np.array(parents, np.int32), offsets)
+    np.testing.assert_allclose(found, slow_path_prob(accept_prob, parents, offsets), rtol=1e-9)
 
 
 def tokens_per_second(paths, lengths, tokens, cost):
@@ -48,11 +48,11 @@ def tokens_per_second(paths, lengths, tokens, cost):
 
 
 @given(PATHS, RISES, st.integers(0, 20), st.floats(0, 0.5))
-def test_no_other_choice_is_quicker(paths, rises, prompt_tokens, per_sequence):
+def test_no_other_selection_is_faster(paths, rises, prompt_tokens, per_sequence):
     cost = StepCost([1, 4, 16, 64], np.cumsum([1.0, *rises]), per_sequence)
     tokens = len(paths) + prompt_tokens
-    odds, offsets = flat(paths)
-    lengths = worth_verifying(path_prob(odds, parents_of(paths), offsets), offsets, tokens, len(paths), cost)
+    accept_prob, offsets = flat(paths)
+    lengths = worth_verifying(path_prob(accept_prob, parents_of(paths), offsets), offsets, tokens, len(paths), cost)
     assert all(0 <= length <= len(path) for length, path in zip(lengths, paths, strict=True))
     best = max(
         tokens_per_second(paths, choice, tokens, cost)
@@ -61,7 +61,7 @@ def test_no_other_choice_is_quicker(paths, rises, prompt_tokens, per_sequence):
     assert tokens_per_second(paths, lengths, tokens, cost) == pytest.approx(best)
 
 
-def test_where_every_token_costs_a_step_only_sure_ones_are_verified():
+def test_expensive_tokens_are_not_verified_and_free_ones_are():
     expensive = StepCost([1, 100], [1.0, 100.0])
     offsets = np.array([0, 3])
     assert worth_verifying(np.array([0.9, 0.8, 0.7]), offsets, 1, 1, expensive).tolist() == [0]
@@ -81,11 +81,11 @@ def test_a_cost_that_is_far_too_high_is_corrected_by_probes():
     assert min(verified[-50:]) > 4
 
 
-def test_probes_cost_little_where_the_price_is_right():
+def test_probes_are_rare_if_the_cost_is_right():
     budget, drafts = TokenBudget(StepCost([64, 81], [1.0, 1.3])), drafts_of(*[[0.9, 0.9, 0.9, 0.9]] * 64)
     expensive = TokenBudget(StepCost([1, 17], [1.0, 17.0]))
     probed = [int(expensive.select(drafts_of([0.5] * 16), np.array([16]), 1).lengths.sum()) for _ in range(200)]
-    assert sum(probed) == 0  # nothing that may gain two tokens
+    assert sum(probed) == 0  # no draft is expected to gain two tokens
     for _ in range(200):
         lengths = budget.select(drafts, np.full(64, 4), 64).lengths
         assert np.count_nonzero(lengths) <= 1
@@ -94,7 +94,7 @@ def test_probes_cost_little_where_the_price_is_right():
 
 
 def record(budget, tokens, accepted, seconds, *, sequences=1, drafting_s=None, is_probe=False):
-    """Report a step; without `drafting_s` the drafter was not asked."""
+    """Record a step; without `drafting_s` the drafter was not called."""
     plan = StepPlan([None] * sequences, asked=drafting_s is not None, is_probe=is_probe, drafting_s=drafting_s or 0.0)
     budget.record(plan, tokens, accepted, seconds)
 
@@ -107,7 +107,7 @@ CHEAP = StepCost([1, 100], [1.0, 1.5])
 
 
 @pytest.mark.parametrize("price", [0.002, 0.02, 0.2])
-def test_drafts_that_are_never_accepted_cost_a_hundredth_and_are_tried_again(price):
+def test_drafts_that_are_never_accepted_take_little_time_and_are_retried(price):
     budget, drafts = TokenBudget(StepCost([1, 101], [1.0, 1.0 + 100 * price])), drafts_of([1.0] * 16)
     spent = []
     for _ in range(2000):
@@ -119,7 +119,7 @@ def test_drafts_that_are_never_accepted_cost_a_hundredth_and_are_tried_again(pri
 
 
 def asked_in(budget, steps, *, accepted, drafting_s, step_s=1.0):
-    """Return the steps in which the drafter is asked."""
+    """Return the steps in which the drafter is called."""
     asked = []
     for step in range(steps):
         if budget.is_backing_off:
@@ -130,19 +130,19 @@ def asked_in(budget, steps, *, accepted, drafting_s, step_s=1.0):
     return asked
 
 
-def test_a_useless_drafter_is_asked_at_growing_intervals():
+def test_a_useless_drafter_is_called_at_growing_intervals():
     asked = asked_in(TokenBudget(CHEAP), 100, accepted=0, drafting_s=0.1)
     assert asked[:6] == [0, 2, 6, 14, 30, 46]
     assert np.diff(asked[4:]).tolist() == [16] * len(np.diff(asked[4:]))
 
 
 @pytest.mark.parametrize(("drafting_s", "pays"), [(0.4, True), (0.6, False)])
-def test_asking_pays_if_accepted_tokens_save_more_than_it_takes(drafting_s, pays):
-    # One token accepted beside one that a step makes anyway: half of a step is saved.
+def test_no_backoff_if_accepted_tokens_save_more_time_than_drafting_takes(drafting_s, pays):
+    # A step produces one accepted token and the bonus token, so the draft saves half of a step.
     assert (len(asked_in(TokenBudget(CHEAP), 64, accepted=1, drafting_s=drafting_s)) == 64) == pays
 
 
-def test_a_drafter_that_becomes_useful_is_asked_in_every_step_again():
+def test_a_drafter_that_becomes_useful_is_called_in_every_step_again():
     budget = TokenBudget(CHEAP)
     asked_in(budget, 200, accepted=0, drafting_s=0.01)
     asked = asked_in(budget, 40, accepted=1, drafting_s=0.01)
@@ -172,7 +172,7 @@ def test_calibrated_drafts_keep_their_probabilities():
     assert budget.calibration > 0.85
 
 
-def test_tokens_that_no_step_can_verify_do_not_count_as_expected():
+def test_tokens_that_cannot_be_verified_do_not_count_as_expected():
     budget, drafts = TokenBudget(CHEAP), drafts_of([1.0] * 9, [1.0] * 9)
     for _ in range(500):
         assert budget.select(drafts, np.array([4, 0]), 2).lengths.tolist() == [4, 0]
@@ -180,5 +180,5 @@ def test_tokens_that_no_step_can_verify_do_not_count_as_expected():
     assert budget.calibration == pytest.approx(1)
 
 
-def test_the_price_is_that_of_the_step():
+def test_the_cost_of_one_more_is_that_of_the_step_cost():
     assert TokenBudget(CHEAP).cost_of_one_more(51, 10) == CHEAP.of_one_more(51, 10)

@@ -1,4 +1,4 @@
-"""The n-gram model compared with one that follows the definition."""
+"""Compare the n-gram model with a naive one that follows the definition."""
 
 from collections import Counter, defaultdict
 

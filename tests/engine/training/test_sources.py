@@ -27,7 +27,7 @@ def test_copies_are_grouped_directly_and_through_others():
     assert groups == [[0, 2, 3], [1]]
 
 
-def test_common_idioms_do_not_make_copies():
+def test_files_that_share_common_lines_are_not_copies():
     idiom = ["if __name__ == '__main__': unittest.main()\n"] * 2
     files = [file(f"{n}.py", [*idiom, LINES[n]]) for n in range(sources.COMMON_LINE_FILES + 5)]
     assert all(len(group) == 1 for group in near_duplicate_groups(files))

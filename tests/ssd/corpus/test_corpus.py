@@ -1,4 +1,4 @@
-"""The corpus: what is remembered, and that readers never see a partial merge or overwritten text.
+"""The corpus remembers the newest text, and readers never see a partial merge or overwritten text.
 
 Corpora are tiny here and merged in tiny slices, so that a few requests wrap around the ring many times.
 """
@@ -64,13 +64,13 @@ def assert_is_whole(contents, appended, capacity=CAPACITY):
     everything = naive.concatenated(appended)
     assert min(capacity, len(everything)) <= len(contents.text) <= contents.slots
     assert contents.text == everything[len(everything) - len(contents.text) :]
-    # Keys of the first positions reach back into overwritten text.
+    # Keys of the first positions extend into overwritten text.
     readable = DEPTH if contents.oldest > 0 else 0
     expected = [position for position in naive.usable_positions(contents.text) if position >= readable]
     positions = [(slot - contents.oldest) % contents.slots for order in contents.orders for slot in order]
     assert sorted(positions) == expected
     for order in contents.orders:
-        # As kernels read them: around the ring, padding included.
+        # Kernels read the ring including its padding.
         keys = [naive.key(contents.memory, PAD + slot, DEPTH) for slot in order]
         assert keys == sorted(keys)
         assert keys == [naive.key(contents.text, (slot - contents.oldest) % contents.slots, DEPTH) for slot in order]
@@ -133,7 +133,7 @@ def test_a_request_is_drafted_from_the_next_refresh_until_it_is_overwritten():
         assert draft_after(corpus, request[:3]) == request[3:11]
         if number % 10 == 0:
             newest = requests[max(0, number + 1 - CAPACITY // (size + 1)) : number + 1]
-            # The oldest may begin with tokens whose keys are overwritten.
+            # The oldest request may begin with tokens whose keys are overwritten.
             assert all(draft_after(corpus, request[-4:-1]) == request[-1:] for request in newest[1:])
             settle(corpus)
             room = (Contents(corpus.view).slots) // (size + 1) + 1
@@ -222,7 +222,7 @@ def repeat_until(stopped, problems, work):
 
 
 def test_drafts_during_maintenance_contain_only_known_transitions():
-    """In all text each token is one of the successors of the one before; in overwritten text it would hardly be."""
+    """In intact text each token is a successor of the previous one; in overwritten text that would be unlikely."""
     # With matches of at most 5 tokens no pointer is set. Pointers predict tokens even after a mismatch.
     config = DrafterConfig(capacity=CAPACITY, match_depth=5, max_draft=32, cost=1e-4, draft_shape="tree")
     corpus, rng, other_rng = Corpus(CAPACITY, config.match_depth), np.random.default_rng(0), np.random.default_rng(1)

@@ -112,7 +112,7 @@ def test_a_held_view_blocks_only_the_maintainer():
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     assert not done.wait(0.5)
-    # The writer has published at least one view since, and waits; queries continue.
+    # The writer has published at least one more view, and waits; queries continue.
     assert corpus.view is not held
     drafter = SuffixDrafter(DrafterConfig(capacity=20_000, match_depth=DEPTH), corpus=corpus)
     assert drafts_of(drafter, some_requests(3))
@@ -130,7 +130,7 @@ def test_a_held_view_blocks_only_the_maintainer():
 
 
 def test_held_text_is_unchanged_while_newer_text_is_merged():
-    """Saving holds a state: newer text becomes draftable meanwhile, as long as there is room."""
+    """Saving holds a state; in the meantime newer text becomes draftable, as long as there is room."""
     corpus = Corpus(100_000, DEPTH)
     fill(corpus, some_requests(1500))
     settle(corpus)

@@ -27,7 +27,7 @@ def evidence_in(tier):
 
 
 def evidence_of(prefix, produced, hidden=()):
-    """Return the expected counts for the output of a request after its prefix; hidden: indices that were skipped."""
+    """Return the expected counts for a request's output after its prefix; hidden: indices of skipped tokens."""
     text = [naive.SEPARATOR, *prefix, *produced]
     return Counter(
         (tuple(naive.key(text, position, DEPTH)), text[position])
@@ -124,15 +124,15 @@ def test_a_request_without_room_continues_after_a_gap():
     tier.extend(2, array([7, 8]))  # no block is free
     tier.finish(1)
     tier.merge()
-    tier.extend(2, array([9]))  # still none: the previous suffix array refers to it
-    # Nothing is new, but the block must become free.
+    tier.extend(2, array([9]))  # still no free block: the previous suffix array refers to it
+    # There is no new text, but the block must become free.
     tier.merge()
     tier.extend(2, array([10]))
     tier.merge()
     assert evidence_in(tier) == evidence_of([5, 6, 7, 8, 9], [10])
 
 
-def test_a_block_is_reused_only_when_nobody_reads_it():
+def test_a_block_is_reused_only_when_it_has_no_readers():
     tier = LiveTier(blocks=2, depth=DEPTH)
     tier.start(1, array([1]))
     tier.extend(1, array([2]))

@@ -1,4 +1,4 @@
-"""The ring buffer: its slots, the slots repeated at its ends, and which tokens it takes."""
+"""The ring buffer: its slots, the slots repeated at its ends, and the tokens that it accepts."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def small_rings():
 
 
 def with_pads(ring):
-    """Return all that a kernel may read: PAD slots before slot 0, the slots, and PAD slots after them."""
+    """Return all memory that a kernel may read: PAD slots before slot 0, the slots, and PAD slots after them."""
     return uint32_at(ring.address - 4 * PAD, PAD + ring.capacity + PAD).tolist()
 
 
@@ -45,7 +45,7 @@ def test_each_end_repeats_the_other_after_any_writes(steps):
             slots[position % CAPACITY] = token
         everything = with_pads(ring)
         shown = everything[PAD:-PAD]
-        # Of the slots that were not written yet only the last ones are read.
+        # Only the last of the unwritten slots are read.
         assert shown[: len(written)] == slots[: len(written)]
         assert shown[-PAD:] == slots[-PAD:]
         assert everything[:PAD] == shown[-PAD:]
@@ -55,7 +55,7 @@ def test_each_end_repeats_the_other_after_any_writes(steps):
 
 @given(st.integers(0, 3 * CAPACITY), st.integers(0, CAPACITY))
 @examples(100)
-def test_erased_positions_are_separators_in_the_padding_too(position, size):
+def test_erased_positions_are_separators_also_in_the_padding(position, size):
     ring = Ring(CAPACITY)
     for _ in range(4):
         ring.write(np.full(CAPACITY - 1, 5, np.uint32))
@@ -95,8 +95,8 @@ def test_the_largest_token_id_is_valid_and_the_separator_is_not():
     "tokens",
     [np.array([1, -1]), np.array([1.5]), np.array([], np.float64), np.array([[1]], np.uint32), np.array([1], ">u4")],
 )
-def test_only_rows_of_uint32_are_tokens(tokens):
-    with pytest.raises(ValueError, match="a row of uint32"):
+def test_only_1d_uint32_arrays_are_tokens(tokens):
+    with pytest.raises(ValueError, match="a 1-D uint32 array"):
         check_tokens(tokens)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots: what they restore, what is refused, and how files are replaced."""
+"""Snapshots: restored contents, refused files, and replacement of files."""
 
 import os
 import struct
@@ -51,7 +51,7 @@ def assert_same_drafts(one, other, requests):
 
 @pytest.mark.parametrize("count", [300, 2500])
 def test_a_loaded_corpus_drafts_the_same(path, count):
-    """Many positions match, so drafts are equal only if suffix arrays are. With 2500 requests the ring has wrapped."""
+    """Many positions match, so drafts are equal only if the suffix arrays are. After 2500 requests the ring wraps."""
     requests = some_requests(count)
     corpus = Corpus(CAPACITY, DEPTH)
     for first in range(0, count, 700):
@@ -72,7 +72,7 @@ def test_a_loaded_corpus_drafts_the_same(path, count):
     assert_same_drafts(corpus, loaded, requests[-100:])
 
 
-def test_text_in_the_smaller_tiers_is_loaded_too(path):
+def test_text_in_the_smaller_tiers_is_loaded(path):
     requests = some_requests(1200, ids=1_000_000)
     corpus = built(requests[:400])
     fill(corpus, requests[400:])
@@ -277,7 +277,7 @@ def test_a_snapshot_without_a_capacity_takes_the_default(path):
 
 
 def test_text_and_counters_are_loaded_without_tables_of_another_layout(path):
-    """Tables of another version may have other sizes, and there may be other ones."""
+    """Another version may have other tables, and tables of other sizes."""
     corpus, stats = built(some_requests(200)), Stats()
     stats.record_path(committed=3, verified=2, accepted=1)
     save(corpus, path, stats)
@@ -330,7 +330,7 @@ def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch):
         patch.setattr(os, "replace", fail)
         with pytest.raises(SnapshotError, match="No space left on device") as kept:
             save(corpus, path)
-    # A kept error does not hold the state, for which forgetting would wait.
+    # A kept error must not hold the state, since forgetting would wait for it.
     corpus.forget_older_than(-1)
     corpus.refresh()
     assert "corpus.snapshot" in str(kept.value)

@@ -14,7 +14,7 @@ from tests.strategies import ALPHABETS, array, examples
 
 MAX_DRAFT = 12
 CLEARLY = 2.0
-"""A node pays clearly if its path probability is at least this many times the price."""
+"""Multiple of the price from which a node's path probability counts as clearly above the price."""
 COSTS = st.sampled_from([0.001, 0.005, 0.02, 0.1, 0.3])
 
 
@@ -76,7 +76,7 @@ def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
         tokens_per_step, cost_of_step = drafter.corpus.learned.pace
         path_probs = path_probs_of(drafts)
         assert all(prob >= cost * tokens_per_step / cost_of_step * (1 - 1e-4) for prob in path_probs)
-        # In descending order.
+        # Nodes are added in descending order of path probability.
         assert all(later <= earlier * (1 + 1e-4) for earlier, later in itertools.pairwise(path_probs))
 
 

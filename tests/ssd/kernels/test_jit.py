@@ -1,4 +1,4 @@
-"""Caching of compiled kernels, and the functions that are written in LLVM's language."""
+"""Caching of compiled kernels, and the functions that are written in LLVM IR."""
 
 import os
 

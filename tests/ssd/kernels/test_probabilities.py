@@ -1,6 +1,6 @@
 """Learned probabilities approach frequencies.
 
-The checks are statistical. Further tests show that they fail if learning is broken.
+The checks are statistical. Other tests show that they fail if learning is broken.
 """
 
 import copy
@@ -126,7 +126,7 @@ def the_opposite_is_learned(tables, before):
 
 
 def learn_with(drafter, step, bug):
-    """Run a step from which the drafter learns, then apply the bug if there is one."""
+    """Run a step from which the drafter learns, then apply `bug`, if given, to the tables."""
     before = copy.deepcopy(drafter.corpus.learned) if bug else None
     step()
     if bug:
@@ -134,9 +134,10 @@ def learn_with(drafter, step, bug):
 
 
 def draft_overestimated_tokens(steps, bug=None):
-    """In the corpus the same token always follows context k; the target produces it with probability CHANCES[k].
+    """Draft tokens that always follow their context in the corpus, but rarely in the target's output.
 
-    Returns a row per step: context, accept_prob, whether the target produced the token; and the counters.
+    In the corpus one token always follows context k; the target produces it with probability CHANCES[k]. Returns a row
+    per step: context, accept_prob, whether the target produced the token; and the counters.
     """
     rng = np.random.default_rng(0)
     corpus = Corpus(CAPACITY, 32)
@@ -200,9 +201,10 @@ def test_broken_learning_is_detected(bug):
 
 
 def draft_two_siblings(steps, bug=None):
-    """In one long request one token follows context k with probability CHANCES[k], and another otherwise.
+    """Draft two tokens for each context; the target produces one of them.
 
-    Both are drafted. Returns a row per step: context, accept_prob of both, whether the target produced the first.
+    In one long request a token follows context k with probability CHANCES[k], and another token otherwise. Returns a
+    row per step: context, accept_prob of both, whether the target produced the first.
     """
     rng = np.random.default_rng(0)
     rows = []

@@ -66,7 +66,7 @@ def test_tokens_committed_in_many_steps_have_the_same_probabilities_as_a_prompt(
 
 
 def test_room_is_made_for_a_step_that_commits_many_tokens():
-    # Each token is so rare that all of its occurrences are sampled, in whatever order equal keys are.
+    # Each token is so rare that all of its occurrences are sampled, for any order of equal keys.
     texts = [np.random.default_rng(seed).integers(0, 500, 5000).astype(np.uint32) for seed in range(3)]
     with drafter_of(cost=0.001) as drafter, drafter_of(cost=0.001) as another:
         for sequence_id, text in enumerate(texts):
@@ -148,7 +148,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("progress", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_step_that_is_refused_has_no_effect(progress, message):
+def test_a_refused_step_has_no_effect(progress, message):
     def run(with_refusal):
         with drafter_of(cost=0.001) as drafter:
             for sequence_id in (1, 2):
@@ -167,7 +167,7 @@ def test_a_step_that_is_refused_has_no_effect(progress, message):
 
 
 def test_a_kept_error_does_not_block_the_maintainer():
-    """The view that a refused step read is released, although the error keeps the frames."""
+    """The view that a refused step read is released although the error holds the frames."""
     with drafter_of() as drafter:
         drafter.start(1, array([1]))
         with pytest.raises(ValueError, match="offered 0 tokens") as error:

@@ -74,8 +74,8 @@ def turns():
 @given(turns(), DEPTHS)
 @example(([1, 2, 3], [(1.0, [])]), 32)  # the same prompt again
 @example(([1, 2, 3], [(0.0, [])]), 32)  # an empty one
-@example(([1, 2, 3, 4], [(0.5, [3, 9])]), 32)  # shares one more token than the part says
-def test_a_turn_indexes_only_what_differs(drawn, depth):
+@example(([1, 2, 3, 4], [(0.5, [3, 9])]), 32)  # shares one more token than the drawn part
+def test_a_turn_indexes_only_tokens_after_the_common_prefix(drawn, depth):
     text, prompts = drawn
     index = new_index(text, depth)
     sorted_sizes = []
@@ -153,6 +153,6 @@ def test_tokens_of_single_steps_are_indexed_like_a_prompt(seed, kinds, prompt_si
             at += size
             assert_indexes(index_in(drafter, 1), text[:at].tolist(), depth)
         drafter.finish(1, text[at:])
-        # The next turn begins with all of that.
+        # The next turn begins with the prompt and the output.
         drafter.start(2, np.append(text, array([1, 2])), session_id="s")
         assert_indexes(index_in(drafter, 2), [*text.tolist(), 1, 2], depth)

@@ -1,4 +1,4 @@
-"""Facts of imaginary services, plausible and deterministic, and a server that answers with reports."""
+"""Plausible, deterministic facts of services for tests, and a server that answers with reports."""
 
 from __future__ import annotations
 

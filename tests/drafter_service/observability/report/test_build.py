@@ -234,7 +234,7 @@ odd_floats = st.one_of(st.floats(), st.floats(0, 1e6))
 
 @st.composite
 def any_stats(draw):
-    """Counters that no drafter produces, such as those of a damaged file."""
+    """Generate counters that no drafter produces, such as those of a damaged file."""
     stats = Stats()
     for table in stats.counters:
         values = odd_floats if table.dtype == np.float64 else st.one_of(counts, st.integers(-5, 0))

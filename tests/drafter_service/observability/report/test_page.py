@@ -36,7 +36,7 @@ SERVICES = {
 
 
 def report_of(name):
-    """The report; the text of its passages contains markup."""
+    """Return the named report; the text of its passages contains markup."""
     report = build_report(SERVICES[name]())
     namespaces = [
         namespace.model_copy(
@@ -80,7 +80,7 @@ def test_page_is_balanced_and_refers_to_nothing(name):
     assert not re.search(r"https?://|@import|url\(|<script|<b>x|NaN|\binf\b", page)
 
 
-def test_page_of_a_snapshot_leaves_out_what_is_not_known():
+def test_page_of_a_snapshot_omits_unknown_values():
     known = REPORTS["one"].namespaces[0]
     unknown = dict.fromkeys(("recent", "over_time", "draft_latency", "merge_latency", "clients", "model"))
     page = render_page(

@@ -87,7 +87,7 @@ def test_many_namespaces_are_an_overview():
     assert rows == [f"team-{n}" for n in reversed(range(8))]
 
 
-def test_remarks_name_what_needs_attention():
+def test_remarks_report_problems():
     busy = busy_namespace(clients=ClientTotals(timeouts=200_000))
     table = busy.stats.counters.calibration
     table[:, 2] = 0.5 * table[:, 2]
@@ -107,7 +107,7 @@ def test_remarks_name_what_needs_attention():
     assert "!" not in printed(build_report(calm))
 
 
-def test_report_of_a_snapshot_leaves_out_what_is_not_known():
+def test_report_of_a_snapshot_omits_unknown_values():
     report = build_report(service(busy_namespace()))
     known = report.namespaces[0]
     unknown = dict.fromkeys(

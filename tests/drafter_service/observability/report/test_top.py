@@ -193,6 +193,6 @@ def read_until(terminal, wanted):
         assert ready, seen
         try:
             seen += os.read(terminal, 4096)
-        except OSError:  # The other side is gone.
+        except OSError:  # The other end is closed.
             raise AssertionError(seen) from None
     return seen

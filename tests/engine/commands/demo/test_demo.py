@@ -60,10 +60,12 @@ def test_one_differing_output_is_reported():
 @pytest.mark.parametrize(
     ("seconds", "prompts", "expected"), [(0.1, 200, 300), (1.0, 200, 150), (60.0, 200, 120), (0.1, 10, 25)]
 )
-def test_the_number_of_requests_follows_from_their_time(seconds, prompts, expected):
+def test_the_number_of_requests_depends_on_the_time_per_request(seconds, prompts, expected):
     count = command.choose_requests(seconds, prompts)
     assert count == expected
-    make_workload([("a.py", f"def f{number}():") for number in range(prompts)], count, 0)  # has enough prompts
+    make_workload(
+        [("a.py", f"def f{number}():") for number in range(prompts)], count, 0
+    )  # raises if there are too few prompts
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ def test_exact_repeats_are_drafted(demo):
     assert sum(r["output_tokens"] for r in repeats) > 2 * sum(r["steps"] for r in repeats)
 
 
-def test_the_page_loads_nothing(demo):
+def test_the_page_is_self_contained(demo):
     out, _ = demo
     page = (out / "run.html").read_text()
 

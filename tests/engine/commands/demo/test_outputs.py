@@ -1,4 +1,4 @@
-"""Where outputs end, and how many of their tokens are loops."""
+"""Ends of outputs, and numbers of tokens in loops."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ METHOD = "class A:\n    def f(self):\n        pass\n\n    async def g(self):\n  
         (METHOD, "        if x:\n            return 1\n        return 2\n", "\tx"),
         (METHOD, "        a()\n        b()\n", "        a()\n        c()\n"),
         (METHOD, "        a()\n            a()\n        b", None),  # the same statement, indented differently
-        (METHOD, "        a()\n        a()", None),  # the line may go on
+        (METHOD, "        a()\n        a()", None),  # the line may be incomplete
         (METHOD, "        a()\n\n\n        b()\n", None),  # blank lines are no repetition
         ("x = [\n", "1,\n2,\n", "1,\n"),  # no function
         ("x = [\n", "1,\n2,\n3", None),

@@ -1,4 +1,4 @@
-"""Sequences on the host, and the same in request slots of a device state."""
+"""Sequences on the host, and the same sequences in request slots of a device state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 
 VOCAB = 3
-"""Few tokens, so that drafts are often right."""
+"""Number of token ids; few, so that drafts are often right."""
 PAGE_SIZE = 4
 PAGES = 400
-"""The scratch page follows them."""
+"""Number of pages; the scratch page follows them."""
 MAX_LENGTH = 40
 
 
@@ -66,7 +66,7 @@ def history_of(sequence):
 
 
 def same_state(state, sequences, slots):
-    """Whether the slots hold what the sequences hold."""
+    """Whether the slots have the same content as the sequences."""
     return all(
         (
             int(state.lengths[slot]) == len(sequence)

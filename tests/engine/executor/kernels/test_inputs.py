@@ -1,4 +1,4 @@
-"""Compare the inputs that the device builds with the batch that the host builds for the same sequences."""
+"""Compare inputs built on the device with the batch that the host builds for the same sequences."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ SCRATCH = PAGES * PAGE_SIZE
 
 
 def random_step(seed, device):
-    """Planned sequences with drafts and pages, their state, and the arguments of a step with a few rows too many."""
+    """Planned sequences with drafts and pages, their state, and the arguments of a step with some padding rows."""
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     max_draft = int(rng.integers(0, 7))

@@ -1,4 +1,4 @@
-"""Compare tokens sampled on the device with those of one large computation and with those of the host."""
+"""Compare tokens sampled on the device with those of one unsplit computation and those of the host."""
 
 import weakref
 
@@ -50,7 +50,7 @@ def random_rows(seed, device="cpu"):
 
 
 def sampled_in_one_part(logits, temperatures, seeds, positions, limits):
-    """The token of every row, from all scores and all noise at once."""
+    """Naive twin: the token of every row, from all scores and all noise at once."""
     is_sampled = temperatures > GREEDY_BELOW
     scores = logits / torch.where(is_sampled, temperatures, 1).float()[:, None]
     if limits is not None:
@@ -108,7 +108,7 @@ class Memory(TorchDispatchMode):
 
 
 def memory_of(function, most):
-    """Largest number of bytes in use besides the logits, for many rows of tensors without values."""
+    """Peak number of bytes in use besides the logits, for many rows of tensors without values."""
     settings = {"device": "meta"}
     logits = torch.zeros(1088, 128_256, **settings)
     integers = torch.zeros(len(logits), dtype=torch.int64, **settings)

@@ -1,4 +1,4 @@
-"""Operations of a step run on tensors without values, and on a GPU without synchronisation."""
+"""Operations of a step run on tensors without values, and without synchronisation on a GPU."""
 
 from dataclasses import fields
 

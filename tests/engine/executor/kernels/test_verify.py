@@ -1,4 +1,4 @@
-"""Compare verification on the device with the host's, over several steps and on arbitrary rows."""
+"""Compare verification on the device with that on the host, over several steps and on arbitrary rows."""
 
 from types import SimpleNamespace
 
@@ -97,7 +97,7 @@ def random_rows(data):
     return tokens, starts, counts, target
 
 
-# The implementation does not change between examples.
+# The health check is safe to suppress: the fixture does not change between examples.
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ragged_rows_are_verified_like_the_naive_twin(implementation, data):
