@@ -133,7 +133,7 @@ def replay_one(
 
 
 def outcomes_of(batch: DraftBatch, draft: list[int], count: int) -> dict[Outcome, list[int]]:
-    """Return drafts for the `count` likeliest outcomes of verifying `draft`, from a tree after the same text."""
+    """Return drafts for the `count` most likely outcomes of verifying `draft`, from a tree after the same text."""
     tokens, parents, probabilities = batch.tokens.tolist(), batch.parents.tolist(), batch.accept_prob.tolist()
     children: dict[int, list[int]] = {}
     path_prob = [0.0] * len(tokens)

@@ -35,8 +35,8 @@ class EngineConfig:
     draft_shape: DraftShape = "path"
     """`path`: verify a draft tree only up to its first branch. `tree`: verify the whole tree."""
     verification: Verification = "exact"
-    """How drafts are accepted when sampling, unless a request says otherwise. `exact`: a draft token is accepted if it
-    is the one that decoding without drafts produces. `rejection`: speculative sampling; outputs have the same
+    """How drafts are accepted when sampling, unless a request sets its own mode. `exact`: a draft token is accepted if
+    it is the one that decoding without drafts produces. `rejection`: speculative sampling; outputs have the same
     distribution."""
     in_flight: int | None = None
     """Number of launched steps whose results are unknown while the next one is planned: 0 or 1. None: chosen at run

@@ -47,7 +47,7 @@ class EngineReady:
 
 @dataclass(frozen=True)
 class EngineFailed:
-    """Event: the engine could not start, or has stopped for good."""
+    """Event: the engine could not start or has stopped."""
 
     reason: str
 

@@ -148,7 +148,7 @@ async def _run_one(
 
 
 def prompt_only(run: Run) -> Run:
-    """Wrap `run` for requests that want only prompt log-probabilities: drop the one generated token."""
+    """Wrap `run` for requests that only need prompt log-probabilities: drop the one generated token."""
 
     async def run_prompt(request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
         async with aclosing(run(request)) as events:

@@ -77,7 +77,7 @@ class GuardedDrafter:
         return Drafts.empty(len(plan.producing))
 
     def propose_after(self, plan: StepPlan) -> OutcomeTable | None:
-        """See `Drafter`; None if the drafter lacks the method or fails."""
+        """See `Drafter`; None if the drafter does not have the method or fails."""
         if self.proposes_after:
             rooms = [entry.draft_room for entry in plan.producing]
             with self._contained():

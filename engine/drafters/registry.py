@@ -101,7 +101,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def describe_kinds() -> str:
-    """Return one line that names all kinds and says what they draft from."""
+    """Return one line that lists all kinds with their descriptions."""
     return "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
 
 

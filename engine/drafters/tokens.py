@@ -66,7 +66,7 @@ class TokenDrafter:
         self._reported[sequence.sequence_id] = Reported(len(prompt))
 
     def propose(self, plan: StepPlan) -> Drafts:
-        """Report committed tokens and return drafts; sequences whose `start` failed get none."""
+        """Report committed tokens and return drafts; sequences whose `start` failed get empty drafts."""
         entries = plan.producing
         at = [index for index, entry in enumerate(entries) if entry.sequence.sequence_id in self._reported]
         if not at:

@@ -1,7 +1,7 @@
-"""Chooses the shape of drafts, path or tree, from what verifying a tree costs on this machine.
+"""Choose the draft shape, path or tree, from the measured cost of verifying each on this machine.
 
-At a low cost of one more token trees gain up to 16 % over paths, at a high cost nothing; a step with a tree may take
-longer, because attention needs a mask.
+If an additional token is cheap, trees gain up to 16 % throughput over paths; if it is expensive, they gain nothing. A
+step with a tree may take longer, because attention needs a mask.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ssd.config import DraftShape
 
 COSTS = (0.005, 0.02, 0.05, 0.1)
 TREE_GAINS = (1.160, 1.070, 1.023, 1.005)
-"""Throughput of tree drafts relative to paths at these costs of one more token, on recorded traffic; section 6 of
-docs/drafting.md."""
+"""Throughput of trees relative to paths on recorded traffic, if an additional token costs `COSTS` (fractions of a
+step); see section 6 of docs/drafting.md."""
 DRAFT_TOKENS = 8
-"""Tokens of the measured drafts; on recorded traffic trees have 9 at a cost of 0.02."""
+"""Number of tokens in the measured drafts; on recorded traffic, trees have 9 tokens at a cost of 0.02."""
 CONTEXT = 256
 PAGE_SIZE = 16
 MIN_ADVANTAGE = 1.05
-"""Least expected speed-up by trees for which they are chosen: they store keys in another order than decoding without
-drafts, so that near ties may be decided differently, and measurements differ by a few percent."""
+"""Minimum expected speed-up for choosing trees. They store keys in a different order than decoding without drafts,
+which may resolve near ties differently, and measurements vary by a few percent."""
 MAX_ROUNDS = 40
 MIN_ROUNDS = 2
 MEASURING_S = 1.0
@@ -40,19 +40,19 @@ MEASURING_S = 1.0
 
 
 class StepRatios(NamedTuple):
-    """Durations of steps of one sequence, relative to one another."""
+    """Ratios of the durations of steps of one sequence."""
 
     path_to_plain: float
-    """A step with a path of `DRAFT_TOKENS` tokens, by one without a draft."""
+    """Step with a path of `DRAFT_TOKENS` tokens to a step without a draft."""
     tree_to_path: float
-    """A step with a tree of `DRAFT_TOKENS` tokens, by one with such a path."""
+    """Step with a tree of `DRAFT_TOKENS` tokens to a step with a path of the same length."""
 
 
 def choose_draft_shape(model: Decoder, attention: str) -> DraftShape:
     """Return the shape with the higher expected throughput for a loaded model.
 
-    attention: as in `choose_backend`. It is `path` on a GPU, where CUDA graphs run paths only. Raises UserError for an
-    attention that is not available.
+    Always `path` on a GPU, where CUDA graphs only run paths. attention: as in `choose_backend`. Raises UserError for an
+    attention backend that is not available.
     """
     if model.embedding.weight.is_cuda:
         return "path"
@@ -60,14 +60,14 @@ def choose_draft_shape(model: Decoder, attention: str) -> DraftShape:
 
 
 def faster_shape(steps: StepRatios) -> DraftShape:
-    """Return `tree` if trees are expected to be clearly faster, else `path`."""
+    """Return `tree` if trees are expected to be faster by at least `MIN_ADVANTAGE`, otherwise `path`."""
     cost = (steps.path_to_plain - 1) / DRAFT_TOKENS
     gain = np.interp(np.log(max(cost, COSTS[0])), np.log(COSTS), TREE_GAINS)
     return "tree" if gain >= MIN_ADVANTAGE * steps.tree_to_path else "path"
 
 
 def _measure(model: Decoder, attention: str) -> StepRatios:
-    """Time the three kinds of steps alternately, and return medians of the ratios within a round."""
+    """Time the three kinds of steps alternately and return the medians of the ratios within each round."""
     dtype, device = model.embedding.weight.dtype, str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     context = min(CONTEXT, model.config.max_positions - DRAFT_TOKENS - 1)

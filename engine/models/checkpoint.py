@@ -72,7 +72,7 @@ class Checkpoint:
                         _check_header(file.get_slice(name), wanted[name], name, path)
                         missing.discard(name)
                     elif not _is_redundant(name, is_tied):
-                        # Without this tensor the logits would be those of another model.
+                        # Ignoring this tensor would silently compute a different model.
                         raise UserError(
                             f"{path} has the tensor {name}, which {CONFIG_FILE} does not describe; "
                             "are both of the same model?"

@@ -196,7 +196,7 @@ def _rope(fields: Fields) -> Rope:
 
 def _scaling(rope_type: str, values: Fields, positions: int) -> Scaling | None:
     if rope_type in ("default", "dynamic"):
-        # Dynamic scaling changes nothing within the context window, and this engine stays within it.
+        # Dynamic scaling changes nothing within the context window, which this engine never exceeds.
         return None
     if rope_type == "linear":
         return Linear(float(values["factor"]))

@@ -22,7 +22,7 @@ from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from ssd.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes that a model can run in, whatever dtype its weights are stored in."""
+"""Dtypes that a model can run in, independent of the dtype of the stored weights."""
 
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
@@ -103,7 +103,7 @@ def allocate(decoder: Decoder, device: str) -> None:
             for name, tensor in decoder.state_dict().items()
         }
         decoder.load_state_dict(memory, assign=True)
-        decoder.tie()  # each name has memory of its own
+        decoder.tie()  # `memory` has a separate tensor for each name
         decoder.frequencies = config.rope.frequencies(config.head_dim).repeat(2).to(device)
     except RuntimeError as problem:
         if "memory" not in str(problem):

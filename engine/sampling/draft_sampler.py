@@ -25,7 +25,7 @@ class SampledTokens(NamedTuple):
     """Draft tokens for n sequences: c candidates each, in the order in which they are to be tried."""
 
     tokens: Tensor
-    """int64 [n, c]: sampled without replacement; for a greedy request the likeliest ones."""
+    """int64 [n, c]: sampled without replacement; for a greedy request the most likely ones."""
     is_possible: Tensor
     """bool [n, c]: whether the request can sample the token; others must not be proposed."""
     q: Tensor

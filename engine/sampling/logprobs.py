@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens and of the likeliest alternatives.
+"""Log-probabilities of tokens and of the most likely alternatives.
 
-They are the model's own, before bias, penalties, temperature and truncation.
+They are computed from the raw logits, before bias, penalties, temperature and truncation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Logprobs:
     tokens: np.ndarray
     """float32 [N]: log-probabilities of the tokens themselves."""
     ranks: np.ndarray
-    """int64 [N]: their ranks among all tokens; 1 is the likeliest."""
+    """int64 [N]: ranks of the tokens by probability; 1 is the most likely."""
     top_ids: np.ndarray
-    """uint32 [N, n]: the n likeliest tokens, in descending order."""
+    """uint32 [N, n]: the n most likely tokens, in descending order."""
     top: np.ndarray
-    """float32 [N, n]: their log-probabilities."""
+    """float32 [N, n]: log-probabilities of `top_ids`."""
 
     def part(self, start: int, end: int, count: int | None = None) -> Logprobs:
         """Return the log-probabilities of tokens `start` to `end`, with `count` alternatives each (None: all)."""

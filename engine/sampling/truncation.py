@@ -110,7 +110,7 @@ def _ranked_score(best: Tensor, lowest: Tensor, limits: Limits) -> Tensor:
     """
     kept = torch.where(limits.top_k > 0, limits.top_k, best.shape[1])
     share = torch.where(limits.top_p < 1, limits.top_p, float("inf"))  # 1 keeps what rounding would lose
-    # Sums begin with the likeliest token, so that they do not depend on the other rows.
+    # Sum from the most likely token on, so that sums do not depend on the other rows.
     weights = torch.exp((best - best[:, :1]).double())
     is_kept = torch.arange(best.shape[1], device=best.device) < kept[:, None]
     weights = weights.masked_fill(~is_kept | (best < lowest[:, None]), 0)

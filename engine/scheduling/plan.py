@@ -87,7 +87,7 @@ class StepPlan:
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     asked: bool = False
-    """Whether the drafter was asked for drafts."""
+    """Whether the drafter was called."""
     is_probe: bool = False
     """Whether a draft is verified only to measure the cost of a step of this size."""
     drafting_s: float = 0.0
@@ -131,7 +131,7 @@ class SequenceResult:
     kept: np.ndarray
     """int64 [a]: indices of the accepted tokens within the draft, a path from the root."""
     logprobs: Logprobs | None = None
-    """Log-probabilities of `tokens`, if the request asked for them."""
+    """Log-probabilities of `tokens`, if requested."""
     hidden: Tensor | None = None
     """[scheduled + a, layers, hidden size]: hidden states of the scheduled tokens, whose positions begin with
     `plan.computed`, and of the accepted draft tokens; None unless the drafter needs them."""

@@ -144,7 +144,7 @@ class Scheduler:
             reserved += self._missing_pages(sequence, len(sequence))
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
-        """Return the number of pages that a sequence lacks for `tokens` tokens."""
+        """Return the number of additional pages that a sequence needs for `tokens` tokens."""
         return max(0, self.pages.pages_for(tokens) - len(sequence.pages))
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:
@@ -223,7 +223,7 @@ class Scheduler:
             sequence = entry.sequence
             asked = sequence.request.max_draft
             wanted = max_draft if asked is None else min(asked, max_draft)
-            # The target adds a token of its own after the draft, and each step in flight commits at least one.
+            # The target adds a bonus token after the draft, and each step in flight commits at least one token.
             wanted = min(wanted, sequence.room - 1 - min(sequence.in_flight, 1))
             end = sequence.end_after(entry.scheduled)
             spare = max(0, self.pages.free_count - self._watermark)

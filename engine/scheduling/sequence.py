@@ -40,9 +40,9 @@ class Sequence:
         self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalises else None
         """Counts for penalties; None if the request has none."""
         self.logprobs: list[Logprobs] = []
-        """Log-probabilities of output tokens, if the request asked for them."""
+        """Log-probabilities of output tokens, if requested."""
         self.prompt_logprobs: list[Logprobs] = []
-        """Log-probabilities of prompt tokens except the first, if the request asked for them."""
+        """Log-probabilities of prompt tokens except the first, if requested."""
         self.steps = 0
         self.drafted = 0
         self.accepted = 0

@@ -150,7 +150,7 @@ def _rejected(part: Part, q: Tensor | None) -> list[Verdict]:
 
 
 def _add_logprobs(results: SequenceOf[SequenceResult], bounds: np.ndarray, logits: Tensor) -> None:
-    """Add the log-probabilities of the tokens, for requests that asked for them."""
+    """Add the log-probabilities of the tokens for requests that need them."""
     counts = {
         index: count
         for index, result in enumerate(results)

@@ -33,7 +33,7 @@ def _build_reference(
     size = drafts.tokens.shape[1]
     lengths = state.lengths[request_slots]
     room = state.limits[request_slots] - lengths
-    # The target adds a token of its own after the draft.
+    # The target adds a bonus token after the draft.
     counts = torch.where(room > 0, 1 + torch.minimum(drafts.lengths, room - 1), 0)
     contexts = (lengths - 1).clamp(min=0)
     row = torch.arange(rows, device=request_slots.device, dtype=torch.int32)
@@ -97,7 +97,7 @@ def _build(
         slot = tl.load(request_slots + sequence)
         length = tl.load(lengths + slot)
         room = tl.load(limits + slot) - length
-        # The target adds a token of its own after the draft.
+        # The target adds a bonus token after the draft.
         count = tl.where(room > 0, 1 + tl.minimum(tl.load(draft_lengths + sequence), room - 1), 0)
         context = tl.maximum(length - 1, 0)
         tl.store(out_contexts + sequence, context)

@@ -13,7 +13,7 @@ class Drafts(NamedTuple):
     tokens: Tensor
     """int32 [B, K]."""
     lengths: Tensor
-    """int32 [B]: number of draft tokens; `build_inputs` ignores those beyond the sequence's limit."""
+    """int32 [B]: number of draft tokens; `build_inputs` drops tokens beyond the sequence's limit."""
 
 
 class StepInputs(NamedTuple):
@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
     cache_slots: Tensor
     """int64 [N]: page * page_size + offset."""
     request_slots: Tensor
-    """int64 [N]: request slot of each row's sequence; the idle one after the last sequence."""
+    """int64 [N]: request slot of each row's sequence; the idle slot for rows after the last sequence."""
     starts: Tensor
     """int32 [B + 1]: first row of each sequence, and the end of the last one."""
     contexts: Tensor

@@ -73,7 +73,7 @@ def complete(server, prompt, **more):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (380, False)])
-def test_it_fits_logs_no_errors_and_loads_nothing_from_elsewhere(server, tab, width, dark):
+def test_the_page_fits_logs_no_errors_and_loads_no_external_resources(server, tab, width, dark):
     messages, addresses = tab.show(server.url, width, dark=dark)
     assert messages == []
     assert all(address.startswith(server.url) for address in addresses)

@@ -56,7 +56,7 @@ def real_and_twin():
 
 
 @pytest.mark.parametrize(("real", "twin"), [pytest.param(*pair, id=name) for name, *pair in real_and_twin()])
-def test_the_twin_has_no_parameters_of_its_own(real, twin):
+def test_the_twin_has_no_additional_parameters(real, twin):
     theirs = inspect.signature(real).parameters
     ours = inspect.signature(twin).parameters.values()
     positional = [one.name for one in ours if one.kind is not one.KEYWORD_ONLY]

@@ -155,7 +155,7 @@ def test_a_prompt_given_twice_is_sampled_twice(run, model_folder, tmp_path):
     assert first != second
 
 
-def test_an_interrupted_run_keeps_what_had_finished(run, model_folder, tmp_path, monkeypatch):
+def test_an_interrupted_run_writes_finished_completions(run, model_folder, tmp_path, monkeypatch):
     from engine.engine import Engine
 
     arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1, "--drafter", "none")

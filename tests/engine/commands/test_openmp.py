@@ -15,7 +15,7 @@ command.main()
 """
 
 
-def test_the_spin_count_is_limited_where_nothing_is_chosen():
+def test_the_spin_count_is_limited_by_default():
     environment = {"OMP_NUM_THREADS": "2"}
     limit_spinning(environment)
     assert environment == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": SPIN_COUNT}

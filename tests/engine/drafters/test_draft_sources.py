@@ -37,7 +37,7 @@ class ParityTrees(RandomTrees):
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
-def test_sources_are_those_of_the_tokens(model, shape):
+def test_results_have_the_source_of_each_token(model, shape):
     config = EngineConfig(max_sequences=3, max_step_tokens=256, max_draft=9, draft_shape=shape)
     answers = [each.tokens for each in build_engine(model, config, NoDrafter()).generate(ASKED)]
     drafter = ParityTrees(answers)

@@ -53,7 +53,7 @@ def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_flight", [None, 0, 1, "any"])
-def test_every_drafter_survives_arrivals_cancellations_and_preemptions(make_drafter, kind, in_flight):
+def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_drafter, kind, in_flight):
     """None: the eager executor. Otherwise the graph executor with this depth, which `any` changes at random."""
     rng, depths = np.random.default_rng(7), np.random.default_rng(8)
     config = EngineConfig(max_sequences=5, max_draft=4, max_step_tokens=40, watermark=0.0)

@@ -50,7 +50,7 @@ def test_the_shipped_models_logits_equal_those_of_transformers(shipped, tokenize
     assert (prompt_logits(shipped, ids) - expected).abs().max() < 1e-4
 
 
-def test_the_card_compares_it_with_the_ngram_model():
+def test_the_model_card_compares_the_model_with_the_ngram_model():
     card = (SHIPPED_MODEL / "README.md").read_text()
     own = float(re.search(r"\| this model \| ([\d.]+)", card)[1])
     ngram = float(re.search(r"\| interpolated Kneser-Ney .*? \| ([\d.]+)", card)[1])

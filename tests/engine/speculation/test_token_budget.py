@@ -18,28 +18,28 @@ RISES = st.lists(st.floats(0, 1.0), min_size=3, max_size=3)
 
 
 def flat(paths):
-    return np.array([odds for path in paths for odds in path]), np.cumsum([0, *map(len, paths)])
+    return np.array([accept_prob for path in paths for accept_prob in path]), np.cumsum([0, *map(len, paths)])
 
 
 def parents_of(paths):
     return np.array([index - 1 for path in paths for index in range(len(path))], np.int32)
 
 
-def slow_path_prob(odds, parents, offsets):
+def slow_path_prob(accept_prob, parents, offsets):
     """Naive twin of `path_prob`: one token after the other."""
     whole = []
     for start, end in itertools.pairwise(offsets):
         for at in range(start, end):
-            whole.append(odds[at] * (1.0 if parents[at] < 0 else whole[start + parents[at]]))
+            whole.append(accept_prob[at] * (1.0 if parents[at] < 0 else whole[start + parents[at]]))
     return whole
 
 
 @given(PATHS, st.data())
 def test_path_prob_is_the_product_along_the_path(drafts, data):
-    odds, offsets = flat(drafts)
+    accept_prob, offsets = flat(drafts)
     parents = [data.draw(st.integers(-1, index - 1)) for draft in drafts for index in range(len(draft))]
-    found = path_prob(odds, np.array(parents, np.int32), offsets)
-    np.testing.assert_allclose(found, slow_path_prob(odds, parents, offsets), rtol=1e-9)
+    found = path_prob(accept_prob, np.array(parents, np.int32), offsets)
+    np.testing.assert_allclose(found, slow_path_prob(accept_prob, parents, offsets), rtol=1e-9)
 
 
 def tokens_per_second(paths, lengths, tokens, cost):
@@ -51,8 +51,8 @@ def tokens_per_second(paths, lengths, tokens, cost):
 def test_no_other_selection_is_faster(paths, rises, prompt_tokens, per_sequence):
     cost = StepCost([1, 4, 16, 64], np.cumsum([1.0, *rises]), per_sequence)
     tokens = len(paths) + prompt_tokens
-    odds, offsets = flat(paths)
-    lengths = worth_verifying(path_prob(odds, parents_of(paths), offsets), offsets, tokens, len(paths), cost)
+    accept_prob, offsets = flat(paths)
+    lengths = worth_verifying(path_prob(accept_prob, parents_of(paths), offsets), offsets, tokens, len(paths), cost)
     assert all(0 <= length <= len(path) for length, path in zip(lengths, paths, strict=True))
     best = max(
         tokens_per_second(paths, choice, tokens, cost)

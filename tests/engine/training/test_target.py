@@ -155,7 +155,7 @@ def test_training_end_to_end(library, tmp_path):
     assert (prompt_logits(model, ids[0].numpy()) - expected).abs().max() < 1e-4
 
 
-def test_texts_survive_encoding_and_decoding():
+def test_decoding_restores_encoded_texts():
     tokenizer = train_tokenizer([FILE], 300)
     for text in (FILE, "x = 'ünïcode \U0001f600'\n\t\r\n", " \n  \n    deep\n"):
         ids = tokenizer.encode(text).ids
