@@ -36,7 +36,7 @@ def find_buf():
 def buf():
     program = find_buf()
     if program is None:
-        pytest.skip("SKIPPED LOUDLY: the contract is not checked, there is no buf; pip install buf-bin")
+        pytest.skip("buf is not installed; pip install buf-bin")
 
     def run(folder, *arguments):
         return subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)

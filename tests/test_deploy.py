@@ -35,13 +35,13 @@ GRAFANA_VARIABLES = {
 
 
 def import_or_skip(name):
-    return pytest.importorskip(name, reason=f"SKIPPED LOUDLY: {name} is part of the dev extra")
+    return pytest.importorskip(name, reason=f"{name} is part of the dev extra")
 
 
 def find_program(name, package):
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
-        pytest.skip(f"SKIPPED LOUDLY: {name} is not installed; {package}")
+        pytest.skip(f"{name} is not installed; {package}")
     return found
 
 

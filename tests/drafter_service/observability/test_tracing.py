@@ -13,7 +13,7 @@ import pytest
 from drafter_service.observability.tracing import interceptors
 from ssd.errors import UserError
 
-pytest.importorskip("opentelemetry.instrumentation.grpc", reason="SKIPPED LOUDLY: the extra otel is not installed")
+pytest.importorskip("opentelemetry.instrumentation.grpc", reason="the extra otel is not installed")
 
 ONE_CALL = """
 import asyncio, grpc
@@ -110,7 +110,7 @@ def test_missing_extra_is_named(monkeypatch):
 
 
 def test_spans_are_exported_without_exception_messages():
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="SKIPPED LOUDLY: no OTLP exporter")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the OTLP exporter is not installed")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     received = []
