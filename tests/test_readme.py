@@ -1,17 +1,20 @@
-"""Examples, commands and figures in the README are correct."""
+"""Examples, commands and figures in the README and in docs/api.md are correct."""
 
 import re
+import sys
 from pathlib import Path
 
+from engine.drafters.registry import KINDS
 from engine.models.shipped import SHIPPED_MODEL
 from tests.engine.api.serving import serving
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
-def examples():
-    """Return the Python examples in the README."""
-    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def examples(text=README):
+    """Return the Python examples in a document, by default the README."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_client_example_runs(capsys):
@@ -30,6 +33,32 @@ def test_the_library_examples_run(tmp_path, monkeypatch):
     assert (tmp_path / "corpus.ssd").exists()
 
 
+def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
+    imports, drafting, _, engine, drafter = examples((ROOT / "docs" / "api.md").read_text())
+    exec(f"import numpy as np\n{imports}\n{drafting}\nassert drafter.propose([1, 2, 3]).tokens.tolist() == [4, 5]", {})
+    (tmp_path / "documented_drafter.py").write_text(drafter)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = engine.replace(
+        'build_drafter("ssd", DrafterConfig())',
+        'build_drafter("documented_drafter:Repeat", DrafterConfig(options={"times": "3"}))',
+    ).replace(", has_budget=True", "")
+    assert own.count("documented_drafter") == 1
+    outputs = []
+    for example in (engine, own):
+        names = {}
+        exec(example, names)
+        outputs.append(names["completion"])
+    assert outputs[0].tokens.tolist() == outputs[1].tokens.tolist()
+    assert outputs[1].drafted > 30
+    assert "items" in capsys.readouterr().out
+
+
+def test_the_table_of_drafters_has_every_kind():
+    table = README[README.index("| `--drafter` |") :].split("\n\n")[0]
+    assert re.findall(r"^\| `([\w.:-]+)`", table, re.MULTILINE)[1:] == [*KINDS, "package.module:Class"]
+
+
 def test_perplexities_equal_the_model_card():
     card = (SHIPPED_MODEL / "README.md").read_text()
     scores = [re.search(rf"\| {name}.*?\| ([\d.]+)", card)[1] for name in ("this model", "interpolated")]
@@ -37,7 +66,7 @@ def test_perplexities_equal_the_model_card():
 
 
 def test_make_targets_in_the_readme_exist():
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))
     assert {"run", "test", "setup"} <= targets
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
