@@ -149,7 +149,7 @@ class TargetInfo:
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """Drafts for B sequences, T tokens in all."""
+    """Drafts for B sequences, T tokens in total."""
 
     batch: DraftBatch
     """Tokens, parents, `accept_prob` and sources, one draft per entry of `StepPlan.producing`, in that order."""

@@ -95,7 +95,9 @@ KINDS: Mapping[str, Kind] = {
     "ngram": Kind("prompt lookup in the request's own text", _ngram),
     "ssd": Kind("all earlier requests and the request's own text", _ssd, has_options=True),
     "ssd-remote": Kind("the same, in a sidecar at --address", _ssd_remote),
-    "classic": Kind("the article's plain scheme, as a baseline", _classic, has_options=True),
+    "classic": Kind(
+        "baseline: the most frequent continuation of the last 10 tokens or fewer", _classic, has_options=True
+    ),
 }
 """Drafter kinds by their `--drafter` name."""
 

@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 
 class HostInputs(NamedTuple):
-    """Inputs of a step from the host, for B sequences, each of which runs its last token and a draft."""
+    """Inputs of a step from the host. Each of B sequences runs its last token and a draft."""
 
     table: np.ndarray
     """int32 [B, SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)]: the data that is copied to the device."""

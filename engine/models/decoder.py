@@ -54,7 +54,7 @@ class Decoder(nn.Module):
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN, layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Run the model as `forward` does and also return the hidden states after some layers.
+        """Run the model like `forward`, and also return the hidden states after some layers.
 
         layers: L numbers from 0, the embeddings, to num_layers, the last layer's output before the final norm.
         Returns the normalised states [N, hidden_size] and those of `layers`, in their order, [N, L, hidden_size].

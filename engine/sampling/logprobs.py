@@ -20,7 +20,7 @@ class Logprobs:
     """Log-probabilities of N tokens, in nats."""
 
     tokens: np.ndarray
-    """float32 [N]: log-probabilities of the tokens themselves."""
+    """float32 [N]: log-probabilities of the tokens."""
     ranks: np.ndarray
     """int64 [N]: ranks of the tokens by probability; 1 is the most likely."""
     top_ids: np.ndarray

@@ -19,7 +19,7 @@ from ssd.types import ROOT, DraftBatch, offsets_of
 
 
 class ToyDrafter(nn.Module):
-    """Drafts `depth` tokens, with `width` candidates at each depth of which the first is continued."""
+    """Drafts `depth` tokens, with `width` candidates at each depth; continues the first candidate."""
 
     def __init__(self, config, target, *, depth=3, width=1, ranked=()):
         """ranked: indices of the candidates at each depth that are the likeliest tokens instead of sampled ones."""
