@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from engine.commands.openmp import limit_spinning
 from engine.commands.options import EngineOptions, engine_options, sampling_options
 from ssd.errors import UserError
-
-SPIN_COUNT = "1000"
-"""Number of iterations that a waiting OpenMP thread spins before it sleeps.
-
-GNU OpenMP, which PyTorch's Linux builds contain, spins 300,000 times by default, which takes milliseconds. If other
-processes compete for the cores, a spinning thread can keep the thread that it waits for from being scheduled.
-`benchmarks/contention.py` compares values.
-"""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="ssd-drafter")
 def cli() -> None:
     """Inference engine with lossless speculative decoding, for models from Hugging Face folders."""
+    limit_spinning(os.environ)
 
 
 @cli.command()
@@ -152,18 +145,8 @@ def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
     train_with_progress(work, out, tokens, compiled)
 
 
-def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Let waiting OpenMP threads sleep early, unless the environment already configures how they wait.
-
-    Must be called before PyTorch is first imported.
-    """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
-        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
 def main() -> None:
     """Run the command line. UserError is printed as one line, with exit code 2."""
-    limit_spinning(os.environ)
     try:
         cli()
     except UserError as problem:

@@ -4,33 +4,68 @@ import sys
 
 import pytest
 
-from engine.commands.main import SPIN_COUNT, limit_spinning
+from engine.commands import openmp
+from engine.commands.openmp import NO_SPINNING, busy_processors, is_contended, limit_spinning
 
-PRINT_SPIN_COUNT = """
-import os, sys
+CHECK_ORDER = """
+import sys
 import engine.commands.main as command
-assert "torch" not in sys.modules
-command.cli = lambda: print(os.environ["GOMP_SPINCOUNT"])
+command.limit_spinning = lambda environment: print("torch" in sys.modules)
+sys.argv = ["ssd-engine", "generate", "--help"]
 command.main()
 """
 
 
-def test_the_spin_count_is_limited_by_default():
-    environment = {"OMP_NUM_THREADS": "2"}
+@pytest.mark.parametrize(("busy", "chosen"), [(0.2, {}), (2.0, {"GOMP_SPINCOUNT": NO_SPINNING})])
+def test_threads_do_not_spin_beside_busy_processes(monkeypatch, busy, chosen):
+    monkeypatch.setattr(openmp, "busy_processors", lambda: busy)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    environment = {}
     limit_spinning(environment)
-    assert environment == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": SPIN_COUNT}
+    assert environment == chosen
+
+
+@pytest.mark.parametrize(
+    ("busy", "processors", "threads", "expected"),
+    [
+        (0.0, 2, 2, False),
+        (0.5, 2, 2, False),
+        (1.0, 2, 2, True),
+        (2.0, 2, 1, False),
+        (10.0, 64, 16, False),
+        (60.0, 64, 16, True),
+    ],
+)
+def test_processors_are_contended_if_threads_exceed_the_free_ones(busy, processors, threads, expected):
+    assert is_contended(busy, processors, threads) is expected
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_the_users_choice_is_kept(name):
+def test_the_users_choice_takes_precedence(monkeypatch, name):
+    monkeypatch.setattr(openmp, "busy_processors", lambda: 100.0)
     environment = {name: "active"}
     limit_spinning(environment)
     assert environment == {name: "active"}
 
 
-def test_the_command_limits_spinning_before_torch_is_imported():
-    chosen = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PRINT_SPIN_COUNT], env=chosen, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == SPIN_COUNT
+@pytest.mark.parametrize("threads", ["", "all", "2,1"])
+def test_an_unusual_number_of_threads_counts_as_all_processors(monkeypatch, threads):
+    monkeypatch.setattr(openmp, "busy_processors", lambda: 2.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    environment = {"OMP_NUM_THREADS": threads}
+    limit_spinning(environment)
+    assert environment["GOMP_SPINCOUNT"] == NO_SPINNING
+
+
+def test_the_load_is_the_share_of_ticks_that_are_not_idle(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    rows = iter(["cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2 3", "cpu  110 1 52 805 51 1 0 0 0 0\ncpu0 1 2 3"])
+    waits = []
+    assert busy_processors(lambda: next(rows), waits.append) == pytest.approx(2 * 14 / 20)
+    assert waits == [openmp.WINDOW_S]
+    assert busy_processors(lambda: "cpu  1 1 1 1 1 1 1 1 0 0\n", waits.append) == 0.0
+
+
+def test_the_command_chooses_before_torch_is_imported():
+    done = subprocess.run([sys.executable, "-c", CHECK_ORDER], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False\n")
