@@ -164,7 +164,7 @@ def _check_arrays(batch: DraftBatch) -> None:
     for name, dtype in DTYPES.items():
         array = getattr(batch, name)
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            raise DraftsError(f"{name} is not a row of {np.dtype(dtype).name}")
+            raise DraftsError(f"{name} is not a 1-D {np.dtype(dtype).name} array")
         if name != "offsets" and len(array) != len(batch.tokens):
             raise DraftsError(f"{name} has {len(array)} elements for {len(batch.tokens)} tokens")
 
@@ -178,7 +178,7 @@ def _check_tokens(tokens: np.ndarray, accept_prob: np.ndarray, vocab_size: int) 
 
 def _check_distributions(drafts: Drafts, q_rows: np.ndarray, vocab_size: int) -> None:
     if q_rows.dtype != np.int32 or q_rows.shape != drafts.batch.tokens.shape:
-        raise DraftsError("q_rows is not a row of int32, one per token")
+        raise DraftsError("q_rows is not a 1-D int32 array with one element per token")
     count = 0
     if drafts.q is not None:
         _check_q(drafts.q, vocab_size)
