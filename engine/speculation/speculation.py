@@ -46,12 +46,9 @@ class Speculation:
 
     def propose(self, plan: StepPlan) -> None:
         """Set the drafts of the producing entries of a plan."""
-        self._start(plan)
-        if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
+        tokens = self._prepare(plan)
+        if tokens is None:
             return
-        tokens = sum(entry.scheduled for entry in plan.entries)
-        if self._budget is not None:
-            plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
         began = perf_counter()
         drafts = self._drafter.propose(plan)
         plan.drafting_s = perf_counter() - began
@@ -70,12 +67,9 @@ class Speculation:
 
     def propose_ahead(self, plan: StepPlan) -> None:
         """Set the producing entries' drafts for likely outcomes of the step in flight."""
-        self._start(plan)
-        if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
+        tokens = self._prepare(plan)
+        if tokens is None:
             return
-        tokens = sum(entry.scheduled for entry in plan.entries)
-        if self._budget is not None:
-            plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
         table = self._drafter.propose_after(plan)
         plan.asked = True
         if table is None or table.tokens.size == 0:
@@ -114,6 +108,19 @@ class Speculation:
     def close(self) -> None:
         """Release the drafter."""
         self._drafter.close()
+
+    def _prepare(self, plan: StepPlan) -> int | None:
+        """Start new sequences and set the plan's cost.
+
+        Return the number of tokens of the step without drafts, or None if the drafter is not asked in this step.
+        """
+        self._start(plan)
+        if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
+            return None
+        tokens = sum(entry.scheduled for entry in plan.entries)
+        if self._budget is not None:
+            plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
+        return tokens
 
     def _start(self, plan: StepPlan) -> None:
         for entry in plan.entries:
