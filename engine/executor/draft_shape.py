@@ -54,8 +54,8 @@ def choose_draft_shape(model: Decoder, attention: str) -> DraftShape:
     Always `path` on a GPU, where CUDA graphs only run paths. attention: as in `choose_backend`. Raises UserError for an
     attention backend that is not available.
     """
-    if model.embedding.weight.is_cuda:
-        return "path"
+    if model.embedding.weight.is_cuda or model.config.max_positions <= 2 * DRAFT_TOKENS:
+        return "path"  # A shorter context window has no room for the measured steps.
     return faster_shape(_measure(model, attention))
 
 

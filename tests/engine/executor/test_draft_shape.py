@@ -1,5 +1,7 @@
 """Choice of the draft shape from step times."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.executor import draft_shape
@@ -22,6 +24,11 @@ from engine.executor.draft_shape import DRAFT_TOKENS, StepRatios, choose_draft_s
 )
 def test_trees_are_chosen_if_their_gain_exceeds_their_cost(cost, tree_factor, shape):
     assert faster_shape(StepRatios(1 + DRAFT_TOKENS * cost, tree_factor)) == shape
+
+
+def test_models_with_a_tiny_context_window_use_paths(model, monkeypatch):
+    monkeypatch.setattr(model, "config", replace(model.config, max_positions=8))
+    assert choose_draft_shape(model, "plain") == "path"
 
 
 def test_all_three_kinds_of_steps_are_timed(model, monkeypatch):
