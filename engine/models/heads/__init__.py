@@ -1,0 +1,1 @@
+"""Draft heads: small networks that continue the hidden states of a target model."""

@@ -1,0 +1,53 @@
+"""EAGLE heads, of its first and second version: decoder layers over the pair (embedding, the target's last state).
+
+Li et al., "EAGLE" (2024) and "EAGLE-2" (2024). Both versions have the same network; the second drafts dynamic trees.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.config import ModelConfig
+from engine.models.decoder import Attend, Layer, RMSNorm
+from engine.models.heads.head import DraftHead, HeadOutput, NoNorm, normalise
+from engine.models.ops import PLAIN, Ops
+
+
+class EagleHead(DraftHead):
+    """`layers(fc([embedding, state]))` without norms at the ends, then the target's output projection."""
+
+    def __init__(
+        self, config: ModelConfig, target_layers: int, *, has_bias: bool = True, has_norms: bool = False
+    ) -> None:
+        """config: its `num_layers` is the head's. target_layers: number of layers of the target.
+
+        has_bias: whether `fc` has a bias. has_norms: whether the first layer has an input norm, and the embedding and
+        the output are normalised (`layernorms` in the speculators format).
+        """
+        super().__init__(config)
+        self.hidden_layers = (target_layers,)
+        self.num_layers = config.num_layers
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(2 * size, size, bias=has_bias)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        if not has_norms:
+            self.layers[0].input_norm = NoNorm()
+        self.embedding_norm = RMSNorm(size, eps) if has_norms else NoNorm()
+        self.norm = RMSNorm(size, eps) if has_norms else NoNorm()
+
+    def target_states(self, hidden: Tensor) -> Tensor:
+        """See `DraftHead.target_states`."""
+        return normalise(self.target.norm, hidden[:, 0])
+
+    def forward(
+        self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
+    ) -> HeadOutput:
+        """See `DraftHead.forward`."""
+        embeddings = normalise(self.embedding_norm, self.embed(tokens), ops)
+        residual, change = self.fc(torch.cat((embeddings, states), dim=-1)), None
+        rotate = self.rotation(positions, ops, residual)
+        for layer in self.layers:
+            residual, change = layer(residual, change, ops, rotate, attend)
+        state, hidden = self.norm.normalise_sum(residual, change, ops)
+        return HeadOutput(hidden, state)

@@ -1,0 +1,61 @@
+"""Multi-token prediction (MTP): one further decoder layer over the target's last hidden state and the next token.
+
+DeepSeek-V3 Technical Report (2024), section 2.2. To draft several tokens with a single layer, it is run again on its
+own output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.config import ModelConfig
+from engine.models.decoder import Attend, Layer, RMSNorm
+from engine.models.heads.head import DraftHead, HeadOutput, normalise
+from engine.models.ops import PLAIN, Ops
+
+
+@dataclass(frozen=True)
+class MtpStyle:
+    """Differences between model families."""
+
+    reads_normalised: bool = True
+    """Whether the target's hidden state has passed its final norm."""
+    returns_normalised: bool = False
+    """Whether the state for the next draft position has passed the head's own final norm."""
+    zeroes_first: bool = False
+    """Whether the embedding of the first pair, at position 1, is replaced with zeros."""
+
+
+class MtpHead(DraftHead):
+    """`layer(fc([embedding_norm(embedding), hidden_norm(state)]))`, then a norm and the output projection."""
+
+    def __init__(self, config: ModelConfig, target_layers: int, style: MtpStyle) -> None:
+        """target_layers: number of layers of the target."""
+        super().__init__(config)
+        self.style = style
+        self.hidden_layers = (target_layers,)
+        self.embedding_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layer = Layer(config, 0)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def target_states(self, hidden: Tensor) -> Tensor:
+        """See `DraftHead.target_states`."""
+        return normalise(self.target.norm, hidden[:, 0]) if self.style.reads_normalised else hidden[:, 0]
+
+    def forward(
+        self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
+    ) -> HeadOutput:
+        """See `DraftHead.forward`."""
+        embeddings = self.embed(tokens)
+        if self.style.zeroes_first:
+            embeddings = torch.where(positions[:, None] == 1, 0, embeddings)
+        embeddings = normalise(self.embedding_norm, embeddings, ops)
+        pairs = self.fc(torch.cat((embeddings, normalise(self.hidden_norm, states, ops)), dim=-1))
+        residual, change = self.layer(pairs, None, ops, self.rotation(positions, ops, pairs), attend)
+        state, hidden = self.norm.normalise_sum(residual, change, ops)
+        return HeadOutput(hidden, hidden if self.style.returns_normalised else state)
