@@ -86,6 +86,7 @@ def launch(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
         TargetInfo.from_model(model, config, options.model),
+        draft_models=options.draft_models,
         address=options.address,
         warn=warn,
     )
