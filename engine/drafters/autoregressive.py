@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutputs
-from engine.drafters.calibration import AcceptanceTable, reached_tokens
+from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
-from engine.drafters.draft_pool import Candidates, DraftPool, drafts_of, likeliest
+from engine.drafters.draft_pool import Candidates, DraftPool, PoolDrafts, drafts_of, likeliest
 from engine.drafters.slots import SlotWriter
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead
 from engine.sampling.draft_sampler import sample_drafts
-from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.types import ROOT
@@ -52,10 +52,7 @@ class AutoregressiveDrafter:
         self._depth = depth
         self._has_trees = has_trees
         self._source = source
-        self._tables = {is_sampled: AcceptanceTable() for is_sampled in (False, True)}
-        """By whether the request samples, because its scores then include noise."""
-        self._last_drafts: dict[int, Candidates] = {}
-        """By the id of the sequence."""
+        self._calibration = Calibration()
         self._pace = Pace()
 
     def bind(self, forward: DraftForward) -> None:
@@ -71,15 +68,12 @@ class AutoregressiveDrafter:
         """See `Drafter.observe`."""
         self._writer.observe(result.results)
         for each in result.results:
-            nodes = self._last_drafts.pop(each.sequence_id, None)
-            # Drafts that are verified by rejection may be selected by depth instead of by rank.
-            if nodes is not None and each.drafted and each.plan.q_rows is None:
-                self._learn(nodes.take(np.arange(each.drafted)), each)
+            self._pace.record_acceptance(*self._calibration.learn(each))
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
         self._writer.finish(sequence)
-        self._last_drafts.pop(sequence.sequence_id, None)
+        self._calibration.forget(sequence)
 
     def close(self) -> None:
         """See `Drafter.close`."""
@@ -92,15 +86,13 @@ class AutoregressiveDrafter:
             return Drafts.empty(len(plan.producing))
         growth = self._grow(plan, entries)
         growth.keep_slots()
-        limits = np.array([entry.draft_room for entry in entries])
-        batch, nodes = drafts_of(growth.pool, limits, self._source)
-        bounds = batch.offsets.astype(np.int64)
-        for index, entry in enumerate(entries):
-            own = np.arange(bounds[index], bounds[index + 1])
-            self._last_drafts[entry.sequence.sequence_id] = nodes.take(own)
+        drafts = growth.drafts(self._source)
+        self._calibration.remember([entry.sequence for entry in entries], drafts)
         at = np.array([index for index, entry in enumerate(plan.producing) if entry in entries])
-        q = torch.cat(growth.q) if growth.q else None
-        return Drafts(batch.scatter(at, len(plan.producing)), q, None if q is None else nodes.q_row.astype(np.int32))
+        batch = drafts.batch.scatter(at, len(plan.producing))
+        if not growth.q:
+            return Drafts(batch)
+        return Drafts(batch, torch.cat(growth.q), drafts.nodes.q_row.astype(np.int32))
 
     def _can_draft(self, entry: SequencePlan) -> bool:
         """Whether the slots before the last token can be written: the target has computed all other tokens."""
@@ -111,7 +103,7 @@ class AutoregressiveDrafter:
 
     def _grow(self, plan: StepPlan, entries: list[SequencePlan]) -> Growth:
         has_trees = self._has_trees and self._forward.runs_tree_parts
-        growth = Growth(self.head, self._forward, self._writer, self._tables, entries, has_trees=has_trees)
+        growth = Growth(self.head, self._forward, self._writer, self._calibration, entries, has_trees=has_trees)
         began = perf_counter()
         growth.run_committed()
         for depth in range(1, self._depth + 1):
@@ -127,15 +119,6 @@ class AutoregressiveDrafter:
             growth.run(nodes)
         return growth
 
-    def _learn(self, verified: Candidates, result: SequenceResult) -> None:
-        """Learn the acceptance of draft tokens; verified: those of the last draft that the step verified."""
-        reached = reached_tokens(verified.parent, result.kept)
-        accepted = np.zeros(result.drafted, np.bool_)
-        accepted[result.kept] = True
-        table = self._tables[result.plan.sequence.request.sampling.is_sampled]
-        table.observe(verified.score[reached], verified.depth[reached], accepted[reached])
-        self._pace.record_acceptance(verified.depth[reached], accepted[reached])
-
 
 class Growth:
     """Drafts of one step while they grow."""
@@ -145,7 +128,7 @@ class Growth:
         head: DraftHead,
         forward: DraftForward,
         writer: SlotWriter,
-        tables: dict[bool, AcceptanceTable],
+        calibration: Calibration,
         entries: list[SequencePlan],
         *,
         has_trees: bool,
@@ -153,7 +136,7 @@ class Growth:
         self.pool = DraftPool()
         self.q: list[Tensor] = []
         """Distributions that tokens were sampled from, float32 [rows, V] for each depth."""
-        self._head, self._forward, self._writer, self._tables = head, forward, writer, tables
+        self._head, self._forward, self._writer, self._calibration = head, forward, writer, calibration
         self._entries = entries
         self._sequences = [entry.sequence for entry in entries]
         samplings = [sequence.request.sampling for sequence in self._sequences]
@@ -182,7 +165,7 @@ class Growth:
         exists = sampled.is_possible.cpu().numpy() & (np.arange(count) < self._branches[owner, None])
         row, _ = np.nonzero(exists)
         score = sampled.scores.cpu().numpy()[exists]
-        accept_prob = self._accept_prob(owner[row], score, depth)
+        accept_prob = self._calibration.accept_prob(self._is_sampled[owner[row]], score, depth)
         q_row = np.full(len(row), DETERMINISTIC)
         if sampled.q is not None:
             first = sum(map(len, self.q))
@@ -222,6 +205,10 @@ class Growth:
         output = self._head(on_device(nodes.token, device), states, rows.positions, rows.attend, self._forward.ops)
         self._frontier = Frontier(nodes.owner, ids, nodes.path_prob, output.state, output.hidden)
 
+    def drafts(self, source: int) -> PoolDrafts:
+        """Return the likeliest candidates."""
+        return drafts_of(self.pool, self._rooms, source)
+
     def keep_slots(self) -> None:
         """Record the path of draft tokens whose slots stay valid if they are committed."""
         if self._head.state_size or self._head.shares_target_cache:
@@ -245,11 +232,6 @@ class Growth:
         places = {node: place for place, node in enumerate(run)}
         parents = [places.get(self.pool.parent(node), ROOT) for node in run]
         return DraftSpan(entry.sequence.pages, start, len(ids), DraftTree(np.array(parents, np.int32)))
-
-    def _accept_prob(self, owner: np.ndarray, score: np.ndarray, depth: int) -> np.ndarray:
-        depths = np.full(len(owner), depth)
-        greedy, sampled = (self._tables[key].accept_prob(score, depths) for key in (False, True))
-        return np.where(self._is_sampled[owner], sampled, greedy)
 
 
 class Frontier(NamedTuple):

@@ -19,17 +19,14 @@ class ModelHead(DraftHead):
     first_slot = 0
     state_size = 0
 
-    def __init__(self, model: Decoder, vocab_size: int, *, shares_target_cache: bool = False) -> None:
-        """vocab_size: the target's; a model may have further, unused tokens.
-
-        shares_target_cache: whether the model reads the target's keys and values instead of its own, as a copy of the
+    def __init__(self, model: Decoder, *, shares_target_cache: bool = False) -> None:
+        """shares_target_cache: whether the model reads the target's keys and values instead of its own, as a copy of the
         target can. Then it never has to catch up with the target.
         """
         super().__init__(model.config)
         self.model = model
         self.num_layers = model.config.num_layers
         self.shares_target_cache = shares_target_cache
-        self._vocab_size = vocab_size
 
     def forward(
         self, tokens: Tensor, _states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
@@ -40,4 +37,4 @@ class ModelHead(DraftHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DraftHead.logits`."""
-        return self.model.logits(hidden)[:, : self._vocab_size]
+        return self.model.logits(hidden)

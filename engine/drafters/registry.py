@@ -107,7 +107,7 @@ def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     """Return the function that builds a drafter which runs a network."""
 
     def build(config: DrafterConfig, resources: Resources) -> AnyDrafter:
-        from engine.drafters.heads import build_model_drafter
+        from engine.drafters.model_kinds import build_model_drafter
 
         return build_model_drafter(kind, config, resources)
 
@@ -180,6 +180,17 @@ def configure(kind: str, config: DrafterConfig, options: Mapping[str, str]) -> D
         return replace(config, **given)
     except ValueError as problem:
         raise UserError(f"drafter option: {problem}") from None
+
+
+def check_kind(kind: str, folder: Path | None, target: Path) -> None:
+    """Raise UserError if a kind has weights that do not fit the target; the target's weights are not read.
+
+    folder: of the weights; None for the default of the kind. target: folder of the target.
+    """
+    if kind in KINDS and KINDS[kind].runs_model:
+        from engine.drafters.model_kinds import check_weights
+
+        check_weights(kind, folder, target)
 
 
 def build_drafter(

@@ -11,6 +11,7 @@ from engine.drafters.draft_model import ModelHead
 from engine.models.decoder import Decoder
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
+from engine.models.heads.medusa import MedusaHeads
 from engine.models.heads.mtp import MtpHead, MtpStyle
 from engine.models.ops import PLAIN
 from tests.engine.drafters.toy import attend_densely
@@ -44,12 +45,16 @@ def eagle3(target):
 
 def draft_model(target):
     shape = replace(target.config, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, num_layers=2)
-    return ModelHead(random_weights(Decoder(shape)), target.config.vocab_size)
+    return ModelHead(random_weights(Decoder(shape)))
 
 
 def self_copy(target):
     """The target itself as its drafter."""
-    return ModelHead(target, target.config.vocab_size, shares_target_cache=True)
+    return ModelHead(target, shares_target_cache=True)
+
+
+def medusa(target):
+    return MedusaHeads(target.config, 3)
 
 
 HEADS = {"mtp": mtp, "eagle": eagle, "eagle3": eagle3, "draft-model": draft_model, "self": self_copy}
@@ -57,7 +62,7 @@ HEADS = {"mtp": mtp, "eagle": eagle, "eagle3": eagle3, "draft-model": draft_mode
 
 def make_head(kind, target, seed=5):
     torch.manual_seed(seed)
-    head = HEADS[kind](target)
+    head = medusa(target) if kind == "medusa" else HEADS[kind](target)
     if not isinstance(head, ModelHead):
         random_weights(head)
     head.attach(target)
