@@ -20,8 +20,8 @@ class ModelHead(DraftHead):
     state_size = 0
 
     def __init__(self, model: Decoder, *, shares_target_cache: bool = False) -> None:
-        """shares_target_cache: whether the model reads the target's keys and values instead of its own, as a copy of the
-        target can. Then it never has to catch up with the target.
+        """shares_target_cache: whether the model reads the target's keys and values instead of its own, as a copy of
+        the target can. Then it never has to catch up with the target.
         """
         super().__init__(model.config)
         self.model = model
