@@ -304,7 +304,9 @@ class Engine:
             result.kept = result.kept[: cut.length]
             if result.logprobs is not None:
                 result.logprobs = result.logprobs.part(0, cut.length)
-        sequence.commit(result.tokens, drafted=result.drafted, accepted=result.accepted, logprobs=result.logprobs)
+        sequence.commit(
+            result.tokens, drafted=result.sources, accepted=result.accepted_sources, logprobs=result.logprobs
+        )
         self.scheduler.register_pages(sequence)
         return cut
 

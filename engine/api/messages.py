@@ -135,7 +135,7 @@ class EngineStats:
     drafted_per_position: tuple[int, ...] = ()
     """Entry i: number of drafts with at least i + 1 tokens on their longest path."""
     drafted_by_source: dict[str, int] = field(default_factory=dict)
-    """`drafted` by source: the names of `ssd.types.Source` in lower case."""
+    """`drafted` by the name of the source, see `engine.drafters.sources`."""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     learned_tokens: int = 0
     """Tokens of finished outputs that were passed to the drafter for learning."""

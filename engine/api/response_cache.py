@@ -30,7 +30,7 @@ class ResponseCache:
             self._completions.move_to_end(key)
             if len(cached.tokens):
                 yield TokensProduced(0, cached.tokens, 0, len(cached.content), cached.logprobs)
-            yield RequestEnded(0, replace(cached, steps=0, drafted=0, accepted=0))
+            yield RequestEnded(0, replace(cached, steps=0, drafted=0, accepted=0, by_source={}))
             return
         async with aclosing(engine.run(request)) as events:
             async for event in events:

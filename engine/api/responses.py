@@ -21,6 +21,7 @@ from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
 from engine.api.schemas import SamplingFields
 from engine.api.service import Service
 from engine.models.detokenize import Detokenizer
+from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.request import Completion, Request
 from ssd.errors import UserError
 
@@ -105,9 +106,8 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
     outputs = completions.values()
     prompt_tokens = sum(prompts)
     completion_tokens = sum(len(completion.tokens) for completion in outputs)
-    steps = sum(completion.steps for completion in outputs)
-    accepted = sum(completion.accepted for completion in outputs)
-    drafted = sum(completion.drafted for completion in outputs)
+    draft = draft_usage(outputs)
+    accepted = draft["accepted_tokens"]
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -115,14 +115,9 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
         "prompt_tokens_details": {"cached_tokens": _cached_tokens(len(completions) // len(prompts), completions)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
+            "rejected_prediction_tokens": draft["drafted_tokens"] - accepted,
         },
-        "draft": {
-            "steps": steps,
-            "drafted_tokens": drafted,
-            "accepted_tokens": accepted,
-            "tokens_per_step": round(completion_tokens / steps, 3) if steps else None,
-        },
+        "draft": draft,
     }
 
 

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.api.messages import STEP_TOKEN_BOUNDS, CorpusSize, EngineStats, RequestTimes
+from engine.drafters.sources import SOURCE_NAMES, count_sources
 from engine.scheduling.request import Completion, FinishReason, Request
-from ssd.types import Source
 
 if TYPE_CHECKING:
     from engine.engine import Engine, StepReport
     from engine.scheduling.plan import SequenceResult
     from engine.scheduling.sequence import Sequence
-
-SOURCES = tuple(source.name.lower() for source in Source)
 
 
 class EngineTotals:
@@ -31,8 +29,8 @@ class EngineTotals:
         """Scalar totals; the arrays below are counted separately, and `snapshot` adds the current load."""
         self._drafted_per_position = np.zeros(engine.max_draft, np.int64)
         self._accepted_per_position = np.zeros(engine.max_draft, np.int64)
-        self._drafted_by_source = np.zeros(len(SOURCES), np.int64)
-        self._accepted_by_source = np.zeros(len(SOURCES), np.int64)
+        self._drafted_by_source = np.zeros(len(SOURCE_NAMES), np.int64)
+        self._accepted_by_source = np.zeros(len(SOURCE_NAMES), np.int64)
         self._steps_by_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._pending_prompts: dict[int, int] = {}
         """Prompt lengths of requests that have not produced a token yet, by the engine's ids."""
@@ -77,8 +75,8 @@ class EngineTotals:
             steps_by_tokens=tuple(self._steps_by_tokens),
             drafted_per_position=tuple(self._drafted_per_position.tolist()),
             accepted_per_position=tuple(self._accepted_per_position.tolist()),
-            drafted_by_source=dict(zip(SOURCES, self._drafted_by_source.tolist(), strict=True)),
-            accepted_by_source=dict(zip(SOURCES, self._accepted_by_source.tolist(), strict=True)),
+            drafted_by_source=dict(zip(SOURCE_NAMES, self._drafted_by_source.tolist(), strict=True)),
+            accepted_by_source=dict(zip(SOURCE_NAMES, self._accepted_by_source.tolist(), strict=True)),
             corpus=self._corpus_size(),
             kv_usage=1 - scheduler.pages.free_count / scheduler.pages.count,
             pages=scheduler.pages.count,
@@ -91,8 +89,8 @@ class EngineTotals:
             self._stats.accepted += result.accepted
             self._drafted_per_position[: result.max_accepted] += 1
             self._accepted_per_position[: result.accepted] += 1
-        self._drafted_by_source += _count_by_source([result.sources for result in drafts])
-        self._accepted_by_source += _count_by_source([result.sources[result.kept] for result in drafts])
+        self._drafted_by_source += count_sources(np.concatenate([result.sources for result in drafts]))
+        self._accepted_by_source += count_sources(np.concatenate([result.accepted_sources for result in drafts]))
 
     def _corpus_size(self) -> CorpusSize | None:
         # Only the embedded drafter has a corpus in this process.
@@ -147,8 +145,3 @@ class RequestTimer:
     def request_cancelled(self, sequence_id: int) -> None:
         """Delete the record of a request."""
         del self._phases[sequence_id]
-
-
-def _count_by_source(sources: list[np.ndarray]) -> np.ndarray:
-    """Return the number of tokens per source, int64 [sources], without unknown sources of a remote drafter."""
-    return np.bincount(np.concatenate(sources), minlength=len(SOURCES))[: len(SOURCES)]

@@ -27,7 +27,7 @@ class OutcomeTable:
     accept_prob: np.ndarray
     """float32 [B, K, n]."""
     source: np.ndarray
-    """uint8 [B, K, n]: an `ssd.types.Source` each."""
+    """uint8 [B, K, n]: an `engine.drafters.sources.DraftSource` each."""
 
     @classmethod
     def empty(cls, sequences: int, outcomes: int, width: int) -> OutcomeTable:

@@ -1,11 +1,12 @@
-"""Read the weights of a model folder from one or several safetensors files.
+"""Read the weights of a model folder from one or several files.
 
 Names, shapes and dtypes are checked in the headers of all files before the first weight is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "BF16", "F16")
 """Supported dtypes, by their names in safetensors headers."""
 
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -36,7 +39,13 @@ def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
     }
     if name in whole:
         return [whole[name]]
-    _, layer, part, kind = name.replace("qk_norm.", "qk_norm_").split(".")
+    _, layer, part = name.split(".", 2)
+    return [(f"model.layers.{layer}.{suffix}", rows) for suffix, rows in layer_parts(part, config)]
+
+
+def layer_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
+    """Return names within a layer, and rows, of the tensors that the parameter `name` of a `Layer` concatenates."""
+    part, kind = name.replace("qk_norm.", "qk_norm_").split(".")
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {
         "input_norm": [("input_layernorm", config.hidden_size)],
@@ -48,21 +57,25 @@ def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
         "gate_up_proj": [("mlp.gate_proj", config.intermediate_size), ("mlp.up_proj", config.intermediate_size)],
         "down_proj": [("mlp.down_proj", config.hidden_size)],
     }
-    return [(f"model.layers.{layer}.{suffix}.{kind}", rows) for suffix, rows in parts[part]]
+    return [(f"{suffix}.{kind}", rows) for suffix, rows in parts[part]]
 
 
 class Checkpoint:
     """Weight files of a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raise UserError if files are missing."""
+    def __init__(self, folder: Path, paths: Sequence[Path] | None = None) -> None:
+        """paths: the files, by default those of a model. Raises UserError if files are missing."""
         self._folder = folder
-        self._paths = _weight_files(folder)
+        self._paths = weight_files(folder) if paths is None else paths
 
-    def check(self, wanted: Shapes, *, is_tied: bool) -> None:
+    def names(self) -> set[str]:
+        """Return the names of all tensors. Raises UserError for a damaged file."""
+        return set(self._locations())
+
+    def check(self, wanted: Shapes, *, is_redundant: Callable[[str], bool]) -> None:
         """Raise UserError unless the files have exactly the tensors `wanted`, as floats of those shapes.
 
-        is_tied: whether the output projection is the embedding, so that the files may have a copy of it.
+        is_redundant: whether the files may have a further tensor of a name; it is not read.
         """
         missing = set(wanted)
         for path in self._paths:
@@ -71,7 +84,7 @@ class Checkpoint:
                     if name in wanted:
                         _check_header(file.get_slice(name), wanted[name], name, path)
                         missing.discard(name)
-                    elif not _is_redundant(name, is_tied):
+                    elif not (is_redundant(name) or name.endswith("rotary_emb.inv_freq")):
                         # Ignoring this tensor would silently compute a different model.
                         raise UserError(
                             f"{path} has the tensor {name}, which {CONFIG_FILE} does not describe; "
@@ -95,6 +108,22 @@ class Checkpoint:
                     targets[name].copy_(file.get_tensor(name))
                 _refuse_non_finite(targets[name], name, path)
 
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of any dtype. Raises UserError if there is none of this name."""
+        path = self._locations().get(name)
+        if path is None:
+            raise UserError(f"{self._folder} lacks {name}; download or copy the folder again")
+        with _open(path) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _locations(self) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        for path in self._paths:
+            with _open(path) as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        return found
+
 
 def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path) -> None:
     if header.get_dtype() not in FLOATS:
@@ -109,10 +138,6 @@ def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path) ->
         )
 
 
-def _is_redundant(name: str, is_tied: bool) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and is_tied)
-
-
 def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
     lowest, highest = torch.aminmax(tensor)  # needs no mask as large as the tensor; propagates NaN
     if not (torch.isfinite(lowest) and torch.isfinite(highest)):
@@ -125,13 +150,54 @@ def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as problem:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                yield file
+        else:
+            yield PickledTensors(path)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as problem:
         raise UserError(f"{path} is damaged or cut short ({problem}); download or copy it again") from None
 
 
-def _weight_files(folder: Path) -> list[Path]:
+class PickledTensors:
+    """A file that `torch.save` wrote, with the interface of an open safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise what `torch.load` raises for a damaged file, or for one that contains more than tensors."""
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
+            raise pickle.UnpicklingError("it is not a dictionary of tensors")
+        self._tensors: dict[str, Tensor] = loaded
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> PickledHeader:
+        """Return the dtype and shape of a tensor."""
+        return PickledHeader(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return a tensor."""
+        return self._tensors[name]
+
+
+class PickledHeader:
+    """Dtype and shape of a tensor, in the form of safetensors."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_dtype(self) -> str:
+        """Return the dtype by its name in safetensors headers."""
+        return _DTYPE_NAMES.get(self._tensor.dtype, str(self._tensor.dtype).removeprefix("torch."))
+
+    def get_shape(self) -> list[int]:
+        """Return the size of each dimension."""
+        return list(self._tensor.shape)
+
+
+def weight_files(folder: Path) -> list[Path]:
     """Return the weight files: those listed in the index, or the single file without an index. Raises UserError."""
     index_path = folder / INDEX_FILE
     if not index_path.exists():

@@ -45,6 +45,12 @@ FAMILIES = {
         fixed=NO_BIAS,
         always_qkv_bias=True,
     ),
+    "MiMoForCausalLM": Family(  # Qwen2 and MTP layers
+        "mimo",
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        fixed=NO_BIAS,
+        always_qkv_bias=True,
+    ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +19,10 @@ from engine.models.decoder import Decoder
 from engine.models.families import config_from_hf, config_to_hf
 from engine.models.files import read_json
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
+from engine.models.heads.mtp_names import mtp_tensors
 from ssd.errors import UserError
+
+M = TypeVar("M", bound=nn.Module)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model can run in, independent of the dtype of the stored weights."""
@@ -32,13 +35,26 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     """
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
-    with torch.device("meta"), _NoInitialisation():
-        decoder = Decoder(config)
-    wanted = {name: tuple(tensor.shape) for name, tensor in checkpoint_views(decoder).items()}
-    checkpoint.check(wanted, is_tied=config.tie_embeddings)
+    decoder = on_meta_device(lambda: Decoder(config))
+    is_mtp = mtp_tensors(read_json(folder / CONFIG_FILE))
+    checkpoint.check(
+        shapes(checkpoint_views(decoder)),
+        is_redundant=lambda name: is_mtp(name) or (name == "lm_head.weight" and config.tie_embeddings),
+    )
     allocate(decoder.to(dtype), device)
     checkpoint.copy_into(checkpoint_views(decoder))
     return decoder.eval().requires_grad_(False)
+
+
+def on_meta_device(make: Callable[[], M]) -> M:
+    """Return a module without weights, whose names, shapes and dtypes can be compared with those of a checkpoint."""
+    with torch.device("meta"), _NoInitialisation():
+        return make()
+
+
+def shapes(views: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors by their names."""
+    return {name: tuple(tensor.shape) for name, tensor in views.items()}
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -95,20 +111,24 @@ def allocate(decoder: Decoder, device: str) -> None:
 
     Raises UserError if they do not fit into memory.
     """
-    config = decoder.config
+    allocate_weights(decoder, device)
+    decoder.tie()  # each name got a separate tensor
+    decoder.frequencies = decoder.config.rope.frequencies(decoder.config.head_dim).repeat(2).to(device)
+
+
+def allocate_weights(module: nn.Module, device: str) -> None:
+    """Allocate the weights of a module on the meta device, uninitialized. Raises UserError if they do not fit."""
     try:
         # `to_empty` does the same with operators on the meta device, which import SymPy.
         memory = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            for name, tensor in decoder.state_dict().items()
+            for name, tensor in module.state_dict().items()
         }
-        decoder.load_state_dict(memory, assign=True)
-        decoder.tie()  # `memory` has a separate tensor for each name
-        decoder.frequencies = config.rope.frequencies(config.head_dim).repeat(2).to(device)
+        module.load_state_dict(memory, assign=True)
     except RuntimeError as problem:
         if "memory" not in str(problem):
             raise
-        size = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
+        size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         raise UserError(
             f"{size / (1 << 30):.1f} GiB of weights do not fit into the memory of {device!r}; "
             "load the model as bfloat16, or choose a smaller one"

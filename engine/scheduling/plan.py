@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.drafters.sources import NO_SOURCES
+
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from torch import Tensor
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:  # The HTTP process imports this module and must not import Py
     from engine.speculation.draft_tree import DraftTree
 
 NO_TOKENS = np.empty(0, np.uint32)
-NO_SOURCES = np.empty(0, np.uint8)
 NO_ROWS = np.empty(0, np.int64)
 
 
@@ -44,7 +45,7 @@ class SequencePlan:
     tree: DraftTree | None = None
     """Shape of the draft; None if each token follows the one before it."""
     sources: np.ndarray = field(default_factory=lambda: NO_SOURCES)
-    """uint8 [k]: where each draft token was found, an `ssd.types.Source` each."""
+    """uint8 [k]: what proposed each draft token, an `engine.drafters.sources.DraftSource` each."""
     q_rows: np.ndarray | None = None
     """int32 [k]: row of `StepPlan.q` that each draft token was sampled from, -1 for a deterministic candidate; None if
     all of them are deterministic."""
@@ -169,8 +170,13 @@ class SequenceResult:
 
     @property
     def sources(self) -> np.ndarray:
-        """uint8 [drafted]: where each draft token was found, an `ssd.types.Source` each."""
+        """uint8 [drafted]: what proposed each draft token, an `engine.drafters.sources.DraftSource` each."""
         return self.plan.sources
+
+    @property
+    def accepted_sources(self) -> np.ndarray:
+        """uint8 [accepted]: `sources` of the accepted draft tokens."""
+        return self.plan.sources[self.kept]
 
     @property
     def max_accepted(self) -> int:

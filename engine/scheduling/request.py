@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from engine.drafters.sources import DraftCounts
 from engine.sampling.logprobs import Logprobs
 from ssd.errors import UserError
 
@@ -224,6 +225,8 @@ class Completion:
     """Log-probabilities of the prompt's tokens except the first, if requested."""
     cached_tokens: int = 0
     """Number of prompt tokens whose keys and values were in the prefix cache."""
+    by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
+    """`drafted` and `accepted` by the name of the source, see `engine.drafters.sources`."""
 
     @property
     def content(self) -> np.ndarray:

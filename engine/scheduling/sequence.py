@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.drafters.sources import NO_SOURCES, counts_by_name
 from engine.sampling.logprobs import Logprobs, join_logprobs
 from engine.sampling.stopping import Cut, Stopping
 from engine.sampling.token_counts import TokenCounts
@@ -44,8 +45,10 @@ class Sequence:
         self.prompt_logprobs: list[Logprobs] = []
         """Log-probabilities of prompt tokens except the first, if requested."""
         self.steps = 0
-        self.drafted = 0
-        self.accepted = 0
+        self.drafted = bytearray()
+        """Source of each draft token that the target verified."""
+        self.accepted = bytearray()
+        """Source of each draft token that the target accepted."""
         self._tokens = np.empty(max_length, np.uint32)
         self._tokens[: len(request.prompt)] = request.prompt
         self._length = len(request.prompt)
@@ -93,16 +96,22 @@ class Sequence:
         self.preemptions += 1
 
     def commit(
-        self, tokens: np.ndarray, *, drafted: int = 0, accepted: int = 0, logprobs: Logprobs | None = None
+        self,
+        tokens: np.ndarray,
+        *,
+        drafted: np.ndarray = NO_SOURCES,
+        accepted: np.ndarray = NO_SOURCES,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """Append the tokens of a step, uint32 [n], which computed the keys and values of all but the last one.
 
-        drafted, accepted: numbers of draft tokens that the step verified and accepted. logprobs: those of `tokens`.
+        drafted, accepted: uint8 [k] and [a], sources of the draft tokens that the step verified and accepted. logprobs:
+        those of `tokens`.
         """
-        self.computed += 1 + accepted
+        self.computed += 1 + len(accepted)
         self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
+        self.drafted += drafted.tobytes()
+        self.accepted += accepted.tobytes()
         self._tokens[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         if self.token_counts is not None:
@@ -118,8 +127,9 @@ class Sequence:
             tokens=self.output.copy(),
             finish_reason=cut.reason,
             steps=self.steps,
-            drafted=self.drafted,
-            accepted=self.accepted,
+            drafted=len(self.drafted),
+            accepted=len(self.accepted),
+            by_source=counts_by_name(self.drafted, self.accepted),
             cached_tokens=self.cached_tokens,
             stop_reason=cut.stop_reason,
             text=self.stopping.text(),

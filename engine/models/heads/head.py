@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
@@ -50,7 +51,9 @@ class DraftHead(nn.Module):
         self.embedding = None
         self.lm_head = None
         self.register_buffer("draft_vocabulary", None)
-        self.register_buffer("frequencies", config.rope.frequencies(config.head_dim).repeat(2), persistent=False)
+        with torch.device("cpu"):  # operators on the meta device import torch._dynamo, which takes seconds
+            frequencies = config.rope.frequencies(config.head_dim).repeat(2)
+        self.register_buffer("frequencies", frequencies, persistent=False)
         self._attached: tuple[Decoder, ...] = ()
 
     def attach(self, target: Decoder) -> None:

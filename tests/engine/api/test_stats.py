@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from engine.api import stats
 from engine.api.messages import STEP_TOKEN_BOUNDS, RequestTimes
 from engine.api.stats import EngineTotals, RequestTimer
+from engine.drafters.sources import SOURCE_NAMES, DraftSource
 from engine.engine import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason, Request
-from ssd.types import Source
 from tests.engine.api.fake_engine import FakeEngine
 
 
 @st.composite
 def results(draw):
-    # A remote drafter may send unknown sources.
-    sources = np.array(draw(st.lists(st.sampled_from([*Source, 77]), max_size=2)), np.uint8)
+    # Drafters of other packages may use unknown sources.
+    sources = np.array(draw(st.lists(st.sampled_from([*DraftSource, 77]), max_size=2)), np.uint8)
     kept = np.flatnonzero(draw(st.lists(st.booleans(), min_size=len(sources), max_size=len(sources))))
     tokens = np.zeros(len(kept) + draw(st.integers(0, 1)), np.uint32)
     sequence = SimpleNamespace(sequence_id=draw(st.integers(0, 3)))
@@ -46,8 +46,9 @@ def test_totals_equal_counting_token_by_token(steps):
             accepted.update(result.sources[node] for node in result.kept)
         sizes += [size] if size else []
     snapshot = totals.snapshot()
-    assert snapshot.drafted_by_source == {source.name.lower(): drafted[source] for source in Source}
-    assert snapshot.accepted_by_source == {source.name.lower(): accepted[source] for source in Source}
+    for shown, counted in ((snapshot.drafted_by_source, drafted), (snapshot.accepted_by_source, accepted)):
+        by_code = [counted[source] + counted[77] * (source is DraftSource.OTHER) for source in DraftSource]
+        assert shown == dict(zip(SOURCE_NAMES, by_code, strict=True))
     assert (snapshot.drafted, snapshot.accepted) == (drafted.total(), accepted.total())
     assert snapshot.step_tokens_sum == sum(sizes)
     for index, bound in enumerate(STEP_TOKEN_BOUNDS):

@@ -86,8 +86,8 @@ def test_requests_run_to_their_end(pipe):
     stats = events[-1]
     assert (stats.generated_tokens, stats.prompt_tokens, stats.running) == (5, 3, 0)
     assert (stats.kv_usage, stats.accepted, stats.accepted_per_position) == (0, 3, (3, 0))
-    assert stats.drafted_by_source == {"corpus": 3, "local": 3}
-    assert stats.accepted_by_source == {"corpus": 3, "local": 0}
+    assert {name: count for name, count in stats.drafted_by_source.items() if count} == {"corpus": 3, "local": 3}
+    assert {name: count for name, count in stats.accepted_by_source.items() if count} == {"corpus": 3}
     assert (stats.learned_tokens, stats.corpus) == (5, CorpusSize(7, 9))
     # The first of three steps also completed the prompt of three tokens.
     assert (stats.steps_by_tokens[:3], stats.step_tokens_sum) == ((1, 2, 0), 5 + 3)

@@ -1,5 +1,6 @@
 """Results contain the source of each draft token and the accepted ones, for complete and truncated paths and trees."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -41,19 +42,26 @@ def test_results_have_the_source_of_each_token(model, shape):
     config = EngineConfig(max_sequences=3, max_step_tokens=256, max_draft=9, draft_shape=shape)
     answers = [each.tokens for each in build_engine(model, config, NoDrafter()).generate(ASKED)]
     drafter = ParityTrees(answers)
-    kept_elsewhere = drafted = 0
+    kept_elsewhere = 0
+    drafted, accepted = Counter(), Counter()
 
     def observe(report):
-        nonlocal kept_elsewhere, drafted
+        nonlocal kept_elsewhere
         for result in report.results:
             draft = drafter.drafts[result.sequence_id][: result.drafted]
-            drafted += result.drafted
+            drafted.update((result.sequence_id, token % 2) for token in draft)
+            accepted.update((result.sequence_id, token % 2) for token in draft[result.kept])
             assert result.sources.tolist() == (draft % 2).tolist()
             assert draft[result.kept].tolist() == result.tokens[: result.accepted].tolist()
             kept_elsewhere += result.kept.tolist() != list(range(result.accepted))
 
     engine = build_engine(model, config, drafter)
-    assert [each.tokens.tolist() for each in engine.generate(ASKED, observe)] == [each.tolist() for each in answers]
-    assert drafted > 20
+    completions = engine.generate(ASKED, observe)
+    assert [each.tokens.tolist() for each in completions] == [each.tolist() for each in answers]
+    assert drafted.total() > 20
+    for index, completion in enumerate(completions):
+        counts = [(drafted[index, source], accepted[index, source]) for source in (0, 1)]
+        assert completion.by_source == dict(zip(("corpus", "local"), counts, strict=True))
+        assert (completion.drafted, completion.accepted) == tuple(map(sum, zip(*counts, strict=True)))
     assert (kept_elsewhere > 5) is (shape == "tree")
     assert innermost(engine.drafter) is drafter

@@ -38,7 +38,7 @@ def plans(draw):
         rejected = array(draw(st.lists(token, max_size=4)))
         if sequence.token_counts is not None:
             sequence.token_counts.along(rejected)
-        sequence.commit(array(draw(st.lists(token, min_size=1, max_size=4))), drafted=len(rejected))
+        sequence.commit(array(draw(st.lists(token, min_size=1, max_size=4))))
     return SequencePlan(sequence, 0, 1, True, draft=array(draw(st.lists(token, max_size=5))))
 
 

@@ -32,7 +32,7 @@ def commit_on_host(entries, target):
     for entry, start in zip(entries, bounds.tolist(), strict=False):
         own = target[start : start + 1 + len(entry.draft)]
         accepted = accepted_length(entry.draft, own)
-        entry.sequence.commit(own[: accepted + 1], drafted=len(entry.draft), accepted=accepted)
+        entry.sequence.commit(own[: accepted + 1], accepted=np.zeros(accepted, np.uint8))
         produced.append(own[: accepted + 1].tolist())
     return produced
 

@@ -1,0 +1,69 @@
+"""Sources of draft tokens: their codes in `DraftBatch.source`, their names in reports, and counts by source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from ssd.types import Source
+
+
+class DraftSource(IntEnum):
+    """What proposed a draft token. The first codes are those of `ssd.types.Source`; unknown codes count as `OTHER`."""
+
+    CORPUS = Source.CORPUS
+    LOCAL = Source.LOCAL
+    DRAFT_MODEL = 2
+    SELF_INT8 = 3
+    MTP = 4
+    EAGLE = 5
+    EAGLE3 = 6
+    MEDUSA = 7
+    LOOKAHEAD = 8
+    RECYCLE = 9
+    REST = 10
+    OTHER = 255
+    """For drafters that are not part of this package."""
+
+
+SOURCE_NAMES = tuple(source.name.lower().replace("_", "-") for source in DraftSource)
+"""Names in reports, in the order of the codes: `corpus`, `local`, names of drafter kinds, and finally `other`."""
+NO_SOURCES = np.empty(0, np.uint8)
+
+
+class DraftCounts(NamedTuple):
+    """Numbers of draft tokens that the target verified and accepted."""
+
+    drafted: int
+    accepted: int
+
+
+def count_sources(sources: np.ndarray) -> np.ndarray:
+    """Return the number of tokens of each source, int64 [len(SOURCE_NAMES)].
+
+    sources: uint8 [T], the code of each token.
+    """
+    return np.bincount(np.minimum(sources, len(SOURCE_NAMES) - 1), minlength=len(SOURCE_NAMES))
+
+
+def counts_by_name(drafted: bytes | bytearray, accepted: bytes | bytearray) -> dict[str, DraftCounts]:
+    """Return the counts of each source that drafted anything, by its name.
+
+    drafted, accepted: the source of each verified and of each accepted draft token.
+    """
+    columns = (count_sources(np.frombuffer(codes, np.uint8)).tolist() for codes in (drafted, accepted))
+    return {name: DraftCounts(*counts) for name, *counts in zip(SOURCE_NAMES, *columns, strict=True) if counts[0]}
+
+
+def sum_by_name(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
+    """Return the sums of several counts by name, in the order of `SOURCE_NAMES`."""
+    drafted, accepted = Counter[str](), Counter[str]()
+    for part in parts:
+        for name, counts in part.items():
+            drafted[name] += counts.drafted
+            accepted[name] += counts.accepted
+    return {name: DraftCounts(drafted[name], accepted[name]) for name in SOURCE_NAMES if drafted[name]}

@@ -1,0 +1,87 @@
+"""Read and write EAGLE-1 and EAGLE-2 heads: the authors' format, and that of the speculators library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.config import ModelConfig
+from engine.models.decoder import Layer
+from engine.models.families import config_to_hf
+from engine.models.heads.eagle import EagleHead
+from engine.models.heads.source import Blueprint, HeadFolder, Views, layer_views
+from engine.models.loader import on_meta_device
+from ssd.errors import UserError
+
+EMBEDDING = "embed_tokens.weight"
+TARGETS = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
+"""Copies of the target's tensors, which the speculators library may write."""
+
+
+def read_eagle(source: HeadFolder, target: ModelConfig) -> Blueprint[EagleHead]:
+    """Return the EAGLE head of a folder. Raises UserError if it is none, or one for another target."""
+    is_speculator = "transformer_layer_config" in source.fields
+    fields = source.fields["transformer_layer_config"] if is_speculator else source.fields
+    fusion, blocks = ("fusion_fc", ["transformer."]) if is_speculator else ("fc", _blocks(source))
+    if f"{fusion}.weight" not in source.names:
+        raise UserError(
+            f"{source.folder} has no tensor {fusion}.weight, so it is no EAGLE head; give --draft-model the folder of "
+            "one, or choose the drafter that the folder is for"
+        )
+    source.refuse_other_target(
+        target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
+    )
+    config = replace(source.layer_config(fields, blocks[0], target), num_layers=len(blocks))
+    has_bias = f"{fusion}.bias" in source.names or bool(source.fields.get("fusion_bias"))
+    has_norms = bool(source.fields.get("layernorms"))
+    has_embedding = EMBEDDING in source.names and not is_speculator
+
+    def new_head() -> EagleHead:
+        head = EagleHead(config, target.num_layers, has_bias=has_bias, has_norms=has_norms)
+        if has_embedding:
+            head.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        return head
+
+    return Blueprint(
+        on_meta_device(new_head),
+        lambda head: _views(head, fusion, blocks),
+        is_redundant=lambda name: name in TARGETS,
+    )
+
+
+def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Return the configuration and the tensors of a head in the authors' format.
+
+    A bias of `fc` is always written: SGLang leaves it uninitialised where the file has none, and vLLM ignores it, so
+    only heads without a bias work in both. vLLM reads the second architecture and SGLang the first one.
+    """
+    views = _views(head, "fc", [f"layers.{index}." for index in range(head.num_layers)])
+    if head.fc.bias is None:
+        views["fc.bias"] = head.fc.weight.new_zeros(head.fc.out_features)
+    fields = config_to_hf(replace(head.config, tie_embeddings=False), str(dtype).removeprefix("torch."))
+    fields["architectures"] = ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]
+    fields["model_type"] = "qwen3" if head.config.qk_norm else "llama"
+    return {**fields, "qkv_bias": head.config.qkv_bias, "bias": True}, views
+
+
+def _blocks(source: HeadFolder) -> list[str]:
+    count = source.number(source.fields, "num_hidden_layers", 1)
+    if not 1 <= count <= len(source.names):
+        raise UserError(f"{source.folder} has a head of {count} layers, of which its weight files have none")
+    return [f"layers.{index}." for index in range(count)]
+
+
+def _views(head: EagleHead, fusion: str, blocks: list[str]) -> Views:
+    views: Views = {f"{fusion}.{name}": parameter.detach() for name, parameter in head.fc.named_parameters()}
+    for norm, name in ((head.embedding_norm, "embedding_layernorm"), (head.norm, "pre_lm_head_layernorm")):
+        views.update({f"{name}.{kind}": parameter.detach() for kind, parameter in norm.named_parameters()})
+    for layer, block in zip(head.layers, blocks, strict=True):
+        assert isinstance(layer, Layer)
+        views |= layer_views(layer, head.config, block)
+    if head.embedding is not None:
+        views[EMBEDDING] = head.embedding.weight.detach()
+    return views

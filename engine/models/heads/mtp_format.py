@@ -1,0 +1,134 @@
+"""Read and write MTP layers in the forms of `mtp_names`, in a target's own folder or in one of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.config import ModelConfig
+from engine.models.decoder import RMSNorm
+from engine.models.families import config_to_hf
+from engine.models.heads.mtp import MtpHead, MtpStyle
+from engine.models.heads.mtp_names import MIMO, MtpForm, deepseek, find_mtp_form
+from engine.models.heads.source import Blueprint, HeadFolder, Views, layer_views
+from engine.models.heads.vocabulary import draft_ids, read_draft_ids
+from engine.models.loader import on_meta_device
+from ssd.errors import UserError
+
+TARGET_HEAD = "lm_head.weight"
+UNSUPPORTED = {"self_attn.kv_a_proj_with_mqa.weight": "multi-head latent attention", "mlp.gate.weight": "experts"}
+"""Tensors that show what kind of layer this engine does not have."""
+
+
+def read_mtp(source: HeadFolder, target: ModelConfig) -> Blueprint[MtpHead]:
+    """Return the MTP layer of a folder. Raises UserError if it has none, or one for another target."""
+    form = find_mtp_form(source.names)
+    if form is None:
+        raise UserError(
+            f"{source.folder} has no MTP layer (model.mtp_layers.0, mtp or model.layers.N.eh_proj); "
+            "give --draft-model a folder that has one, or choose another drafter"
+        )
+    _refuse_unsupported(source, form, target)
+    fields = source.fields
+    source.refuse_other_target(
+        target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
+    )
+    config = replace(source.layer_config(fields, form.block, target), num_layers=1)
+    kept = read_draft_ids(source, target, None)
+    head = on_meta_device(lambda: _new_head(config, target, form, None if kept is None else len(kept)))
+
+    def finish(head: MtpHead) -> None:
+        if form.hidden_first:
+            _swap_inputs(head.fc)
+        if kept is not None:
+            assert isinstance(head.lm_head, nn.Linear)
+            head.lm_head.weight.copy_(_projection(source, target)[kept])
+            head.draft_vocabulary = kept.to(head.lm_head.weight.device)
+
+    copies = tuple(form.prefix + name for name in form.copies)
+    return Blueprint(
+        head,
+        lambda head: _views(head, form),
+        is_redundant=lambda name: name in copies or not name.startswith(form.prefix),
+        finish=finish,
+    )
+
+
+def mtp_files(head: MtpHead, dtype: torch.dtype) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Return the configuration and the tensors of an attached head in MiMo's form.
+
+    vLLM and SGLang run a layer of this form beside any target. They take its decoder layer to be Qwen2's, whose
+    queries, keys and values have biases, and vLLM demands copies of the target's embedding and output projection. In
+    a reduced draft vocabulary, an addition of this engine, the rows of the projection are the head's, and `d2t` (see
+    `vocabulary`) names them.
+    """
+    if not head.style.zeroes_first:
+        raise ValueError("MiMo's form replaces the first embedding with zeros, but this head was trained without")
+    config = replace(head.config, num_layers=head.hidden_layers[0], architecture="MiMoForCausalLM")
+    views = _views(head, MIMO)
+    projection = f"{MIMO.prefix}{MIMO.projection}.weight"
+    views[projection] = views[projection].roll(head.config.hidden_size, dims=1)
+    for part in ("q_proj", "k_proj", "v_proj"):
+        weight = views[f"{MIMO.block}self_attn.{part}.weight"]
+        views.setdefault(f"{MIMO.block}self_attn.{part}.bias", weight.new_zeros(len(weight)))
+    views["model.embed_tokens.weight"] = head.target.embedding.weight.detach()
+    views[TARGET_HEAD] = head.target.lm_head.weight.detach().clone()
+    if head.draft_vocabulary is not None:
+        assert isinstance(head.lm_head, nn.Linear)
+        views[TARGET_HEAD][head.draft_vocabulary] = head.lm_head.weight.detach().to(views[TARGET_HEAD].dtype)
+        views |= draft_ids(head.draft_vocabulary, config.vocab_size)
+    fields = config_to_hf(replace(config, tie_embeddings=False), str(dtype).removeprefix("torch."))
+    # transformers has no class for MiMo; its decoder layers are those of Qwen2.
+    return {**fields, "model_type": "qwen2", "num_nextn_predict_layers": 1, "qk_norm": config.qk_norm}, views
+
+
+def _new_head(config: ModelConfig, target: ModelConfig, form: MtpForm, kept: int | None) -> MtpHead:
+    head = MtpHead(config, target.num_layers, MtpStyle(zeroes_first=form.zeroes_first))
+    if kept is not None:
+        head.lm_head = nn.Linear(config.hidden_size, kept, bias=False)
+    return head
+
+
+def _views(head: MtpHead, form: MtpForm) -> Views:
+    own: dict[str, RMSNorm | nn.Linear] = {
+        form.embedding_norm: head.embedding_norm,
+        form.hidden_norm: head.hidden_norm,
+        form.projection: head.fc,
+        form.final_norm: head.norm,
+    }
+    views: Views = {f"{form.prefix}{name}.weight": module.weight.detach() for name, module in own.items()}
+    return views | layer_views(head.layer, head.config, form.block)
+
+
+def _projection(source: HeadFolder, target: ModelConfig) -> Tensor:
+    """Return the output projection of a head with a reduced vocabulary, [vocab_size, hidden_size]."""
+    weight = source.checkpoint.read(TARGET_HEAD)
+    wanted = (target.vocab_size, target.hidden_size)
+    if tuple(weight.shape) != wanted or not weight.isfinite().all():
+        raise UserError(f"{TARGET_HEAD} in {source.folder} is not a matrix of {wanted} finite numbers; copy it again")
+    return weight
+
+
+def _swap_inputs(projection: nn.Linear) -> None:
+    """Exchange the columns for the hidden state and those for the embedding."""
+    projection.weight.copy_(projection.weight.roll(projection.out_features, dims=1))
+
+
+def _refuse_unsupported(source: HeadFolder, form: MtpForm, target: ModelConfig) -> None:
+    for name, what in UNSUPPORTED.items():
+        if form.block + name in source.names:
+            raise UserError(
+                f"the MTP layer in {source.folder} has {what} ({form.block}{name}), which this engine does not "
+                "support; use another drafter"
+            )
+    # SGLang exports the layer of DeepSeek's form as layer 0 of a folder of its own.
+    numbered = f"{form.prefix}eh_proj.weight" in source.names
+    if numbered and form.prefix not in (deepseek(0).prefix, deepseek(target.num_layers).prefix):
+        raise UserError(
+            f"the MTP layer in {source.folder} is {form.prefix[:-1]}, but behind this target of {target.num_layers} "
+            f"layers it must be model.layers.{target.num_layers}; give a head trained for it"
+        )

@@ -1,0 +1,124 @@
+"""What the readers of all published formats of draft heads have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from engine.models.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, layer_parts, weight_files
+from engine.models.config import ModelConfig
+from engine.models.decoder import Layer
+from engine.models.families import FAMILIES, config_from_hf
+from engine.models.files import read_json
+from ssd.errors import UserError
+
+H = TypeVar("H", bound=nn.Module)
+Views = dict[str, Tensor]
+"""Writable views of a module's weights by their names in a checkpoint."""
+
+SINGLE_FILES = (WEIGHTS_FILE, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Weight files that heads are published in, in order of preference."""
+
+
+class HeadFolder:
+    """Configuration and weight files of a published head."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raise UserError if there is no such folder, or if it lacks one of the files."""
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; give one with {CONFIG_FILE} and the weights of a draft head")
+        self.folder = folder
+        self.fields: Mapping[str, Any] = read_json(folder / CONFIG_FILE)
+        self.checkpoint = Checkpoint(folder, _head_files(folder))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self.checkpoint.names())
+
+    def number(self, fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+        """Return an integer of the configuration. Raises UserError if it is missing or not a number."""
+        value = fields.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int):
+            raise UserError(f"{self.folder / CONFIG_FILE} lacks the number {name}; download or copy it again")
+        return value
+
+    def refuse_other_target(self, target: ModelConfig, *, hidden_size: int, vocab_size: int) -> None:
+        """Raise UserError unless the head is for targets of this hidden size and vocabulary."""
+        if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
+            raise UserError(
+                f"{self.folder} is a head for a target with hidden size {hidden_size} and {vocab_size} tokens, but "
+                f"this target has hidden size {target.hidden_size} and {target.vocab_size} tokens; "
+                "give a head trained for it"
+            )
+
+    def layer_config(self, fields: Mapping[str, Any], block: str, target: ModelConfig) -> ModelConfig:
+        """Return the shape of a head's decoder layers.
+
+        fields: a configuration like that of a model. block: prefix of the first layer's tensors. Biases and norms of
+        queries and keys that the files contain are added, because configurations of heads often do not mention them.
+        Positions are limited by the target alone. Raises UserError for layers that this engine does not support.
+        """
+        path = self.folder / CONFIG_FILE
+        try:
+            config = config_from_hf({**fields, "architectures": [_architecture(fields)]})
+        except UserError as problem:
+            raise UserError(str(problem).replace(CONFIG_FILE, str(path), 1)) from None
+        return replace(
+            config,
+            max_positions=max(config.max_positions, target.max_positions),
+            qkv_bias=config.qkv_bias or f"{block}self_attn.q_proj.bias" in self.names,
+            output_bias=config.output_bias or f"{block}self_attn.o_proj.bias" in self.names,
+            mlp_bias=config.mlp_bias or f"{block}mlp.down_proj.bias" in self.names,
+            qk_norm=config.qk_norm or f"{block}self_attn.q_norm.weight" in self.names,
+        )
+
+
+@dataclass(frozen=True)
+class Blueprint(Generic[H]):
+    """A head that fits the target and its files, before its weights are read."""
+
+    head: H
+    """On the meta device."""
+    views: Callable[[H], Views]
+    """Names in the files, and where the tensors go."""
+    is_redundant: Callable[[str], bool]
+    """Whether the files may have a further tensor of a name."""
+    finish: Callable[[H], None] = field(default=lambda _head: None)
+    """Called when the weights were read."""
+
+
+def layer_views(layer: Layer, config: ModelConfig, prefix: str) -> Views:
+    """Return the weights of a decoder layer by their names in checkpoints."""
+    views: Views = {}
+    for name, parameter in layer.named_parameters():
+        if name == "hidden_norm.weight":  # of the first layer of EAGLE-3
+            views[prefix + name] = parameter.detach()
+            continue
+        parts = layer_parts(name, config)
+        rows = parameter.detach().split([rows for _, rows in parts])
+        views.update((prefix + part, view) for (part, _), view in zip(parts, rows, strict=True))
+    return views
+
+
+def _architecture(fields: Mapping[str, Any]) -> str:
+    """Return the family whose decoder layers a head has, or the unsupported name that the configuration has."""
+    kind = str(fields.get("model_type") or "none")
+    names = fields.get("architectures")
+    own = names[0] if isinstance(names, list) and names else None
+    return next((name for name, family in FAMILIES.items() if name == own or family.model_type == kind), kind)
+
+
+def _head_files(folder: Path) -> list[Path]:
+    if (folder / INDEX_FILE).exists():
+        return weight_files(folder)
+    for name in SINGLE_FILES:
+        if (folder / name).exists():
+            return [folder / name]
+    raise UserError(f"{folder} has no weights; a draft head has one of {', '.join((INDEX_FILE, *SINGLE_FILES))}")
