@@ -94,12 +94,12 @@ class Engine:
         `executor` runs all others. `depth`: by default created from `config.in_flight`.
         """
         self.model = model
-        self.scheduler = Scheduler(config, pages)
         self._config = config
         self._executor = executor
         self._graph = graph
         self._depth = InFlightDepth(config.in_flight) if depth is None else depth
         self._speculation = Speculation(drafter, config, model.vocab_size, budget)
+        self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows)
         self._decode = decode
         self._budget = budget
         self._in_flight: deque[InFlightStep] = deque()

@@ -40,6 +40,15 @@ it verifies all tokens up to a depth that it chooses from past acceptance rates.
 
 `engine.sampling.draft_sampler` samples for both modes, with the temperature, penalties and truncation of each request.
 
+Extra rows in the target's batch
+--------------------------------
+
+A drafter that declares `extra_rows` may add up to `entry.extra_room` tokens to each entry: `Drafts.extra`. They run in
+the same forward pass as the draft, but are not verified; `SequenceResult.extra_tokens` has the target's most likely
+token after each of them. Each extra row attends to the context, its ancestors among the extra rows and itself, and its
+position follows its depth, as in a draft tree. No other row attends to it, and its keys and values are overwritten by
+the next step, so extra rows never change outputs.
+
 Layers in the target's KV pages
 -------------------------------
 
@@ -98,6 +107,8 @@ class TargetOutputs(NamedTuple):
     """Number of largest logits, with their tokens, for each verified row."""
     layers: DraftLayers | None = None
     """The drafter's own layers in the KV pages."""
+    extra_rows: int = 0
+    """Largest number of extra rows of a sequence in a step, see `ExtraRows`."""
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError unless the target has these outputs."""
@@ -106,6 +117,8 @@ class TargetOutputs(NamedTuple):
             raise ValueError(f"hidden_layers must be ascending numbers from 0 to {model.num_layers}, not {layers}")
         if not 0 <= self.top_k <= model.vocab_size:
             raise ValueError(f"top_k must be 0 to {model.vocab_size}, not {self.top_k}")
+        if self.extra_rows < 0:
+            raise ValueError(f"extra_rows must not be negative, not {self.extra_rows}")
 
 
 NO_OUTPUTS = TargetOutputs()
@@ -155,6 +168,19 @@ class TargetInfo:
 
 
 @dataclass(frozen=True, eq=False)
+class ExtraRows:
+    """Tokens that run behind the drafts of B sequences without being verified, E tokens in total."""
+
+    tokens: np.ndarray
+    """uint32 [E]."""
+    parents: np.ndarray
+    """int32 [E]: index of the parent within the sequence's own extra rows, `ssd.types.ROOT` for a child of the
+    context; parents precede their children."""
+    offsets: np.ndarray
+    """uint32 [B + 1]: sequence i has the extra rows `offsets[i]` up to `offsets[i + 1]`."""
+
+
+@dataclass(frozen=True, eq=False)
 class Drafts:
     """Drafts for B sequences, T tokens in total."""
 
@@ -164,6 +190,8 @@ class Drafts:
     """float32 [R, V]: the distributions that tokens were sampled from; None if all candidates are deterministic."""
     q_rows: np.ndarray | None = None
     """int32 [T]: the row of `q` of each token, `DETERMINISTIC` for a token that was not sampled."""
+    extra: ExtraRows | None = None
+    """Rows that are not verified, for the same sequences; None if there are none."""
 
     @classmethod
     def empty(cls, sequences: int) -> Drafts:

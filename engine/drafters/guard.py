@@ -7,13 +7,13 @@ with its traceback; later ones are only counted, since a faulty drafter is likel
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, TargetOutputs
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.outcomes import OutcomeTable
 from ssd.types import ROOT, DraftBatch
 
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from engine.scheduling.sequence import Sequence
 
 LOG = logging.getLogger(__name__)
-DTYPES = {"tokens": np.uint32, "parents": np.int32, "accept_prob": np.float32, "source": np.uint8, "offsets": np.uint32}
+DTYPES: Mapping[str, type[np.generic]] = {
+    "tokens": np.uint32,
+    "parents": np.int32,
+    "accept_prob": np.float32,
+    "source": np.uint8,
+    "offsets": np.uint32,
+}
 
 TABLE_ARRAYS = {
     "accepted": (np.int32, 2),
@@ -69,10 +75,14 @@ class GuardedDrafter:
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        rooms = [entry.draft_room for entry in plan.producing]  # Read first, in case the drafter changes the plan.
+        # Read first, in case the drafter changes the plan.
+        rooms = [entry.draft_room for entry in plan.producing]
+        extra_rooms = [entry.extra_room for entry in plan.producing]
         with self._contained():
             drafts = self.inner.propose(plan)
             check_drafts(drafts, rooms, self._vocab_size)
+            if drafts.extra is not None:
+                check_extra_rows(drafts.extra, extra_rooms, self._vocab_size)
             return drafts
         return Drafts.empty(len(plan.producing))
 
@@ -120,22 +130,21 @@ class GuardedDrafter:
 def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
     """Raise DraftsError unless a step can verify these drafts; `rooms`: largest length of each."""
     batch = drafts.batch
-    _check_arrays(batch)
-    offsets = batch.offsets.astype(np.int64)
-    lengths = offsets[1:] - offsets[:-1]
-    if len(lengths) != len(rooms) or (lengths < 0).any() or offsets[0] != 0 or offsets[-1] != len(batch.tokens):
-        raise DraftsError(f"offsets do not divide {len(batch.tokens)} tokens into {len(rooms)} drafts")
-    if (lengths > rooms).any():
-        index = int((lengths > rooms).argmax())
-        raise DraftsError(f"draft {index} has {lengths[index]} tokens; at most {rooms[index]} can be verified")
-    if not len(batch.tokens):
-        return
-    places = np.arange(len(batch.tokens)) - np.repeat(offsets[:-1], lengths)
-    if ((batch.parents < ROOT) | (batch.parents >= places)).any():
-        raise DraftsError("a draft token does not come after its parent")
-    _check_tokens(batch.tokens, batch.accept_prob, vocab_size)
-    if drafts.q_rows is not None:
+    _check_arrays(batch, DTYPES)
+    _check_trees(batch, rooms)
+    _check_tokens(batch.tokens, vocab_size)
+    _check_accept_prob(batch.accept_prob)
+    if drafts.q_rows is not None and len(batch.tokens):
         _check_distributions(drafts, drafts.q_rows, vocab_size)
+
+
+def check_extra_rows(extra: ExtraRows, rooms: list[int], vocab_size: int) -> None:
+    """Raise DraftsError unless a step can run these extra rows; `rooms`: largest number for each sequence."""
+    if not isinstance(extra, ExtraRows):
+        raise DraftsError(f"extra is {type(extra).__name__}, not ExtraRows")
+    _check_arrays(extra, {name: DTYPES[name] for name in ("tokens", "parents", "offsets")})
+    _check_trees(extra, rooms)
+    _check_tokens(extra.tokens, vocab_size)
 
 
 def check_table(table: OutcomeTable, rooms: list[int], vocab_size: int) -> None:
@@ -157,11 +166,12 @@ def check_table(table: OutcomeTable, rooms: list[int], vocab_size: int) -> None:
     if (is_used & ((table.lengths < 0) | (table.lengths > limits))).any():
         raise DraftsError("a draft for an outcome is longer than can be verified, or has a negative length")
     is_token = is_used[:, :, None] & (np.arange(width) < table.lengths[:, :, None])
-    _check_tokens(table.tokens[is_token], table.accept_prob[is_token], vocab_size)
+    _check_tokens(table.tokens[is_token], vocab_size)
+    _check_accept_prob(table.accept_prob[is_token])
 
 
-def _check_arrays(batch: DraftBatch) -> None:
-    for name, dtype in DTYPES.items():
+def _check_arrays(batch: DraftBatch | ExtraRows, dtypes: Mapping[str, type[np.generic]]) -> None:
+    for name, dtype in dtypes.items():
         array = getattr(batch, name)
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             raise DraftsError(f"{name} is not a 1-D {np.dtype(dtype).name} array")
@@ -169,9 +179,26 @@ def _check_arrays(batch: DraftBatch) -> None:
             raise DraftsError(f"{name} has {len(array)} elements for {len(batch.tokens)} tokens")
 
 
-def _check_tokens(tokens: np.ndarray, accept_prob: np.ndarray, vocab_size: int) -> None:
+def _check_trees(batch: DraftBatch | ExtraRows, rooms: list[int]) -> None:
+    """Raise DraftsError unless offsets give a draft of allowed length to each sequence, and parents come first."""
+    offsets = batch.offsets.astype(np.int64)
+    lengths = offsets[1:] - offsets[:-1]
+    if len(lengths) != len(rooms) or (lengths < 0).any() or offsets[0] != 0 or offsets[-1] != len(batch.tokens):
+        raise DraftsError(f"offsets do not divide {len(batch.tokens)} tokens into {len(rooms)} drafts")
+    if (lengths > rooms).any():
+        index = int((lengths > rooms).argmax())
+        raise DraftsError(f"draft {index} has {lengths[index]} tokens; at most {rooms[index]} can be verified")
+    places = np.arange(len(batch.tokens)) - np.repeat(offsets[:-1], lengths)
+    if ((batch.parents < ROOT) | (batch.parents >= places)).any():
+        raise DraftsError("a draft token does not come after its parent")
+
+
+def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
     if len(tokens) and int(tokens.max()) >= vocab_size:
         raise DraftsError(f"token id {int(tokens.max())} is out of vocabulary; ids are 0 to {vocab_size - 1}")
+
+
+def _check_accept_prob(accept_prob: np.ndarray) -> None:
     if not ((accept_prob >= 0) & (accept_prob <= 1)).all():
         raise DraftsError("accept_prob is not a probability")
 

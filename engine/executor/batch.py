@@ -1,14 +1,15 @@
-"""The ragged arrays of one step: prompt chunks, single tokens and drafts of all sequences, one after the other."""
+"""The ragged arrays of one step: prompt chunks, single tokens, drafts and extra rows of all sequences, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.scheduling.plan import SequencePlan
+from engine.scheduling.plan import NO_ROWS, SequencePlan
 from engine.speculation.draft_tree import DraftTree
+from ssd.types import ROOT
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,13 +19,13 @@ class Span:
     start: int
     """Index of its first token in the batch."""
     length: int
-    """Number of its tokens in the batch: scheduled tokens, then the draft."""
+    """Number of its tokens in the batch: scheduled tokens, then the draft, then the drafter's extra rows."""
     computed: int
     """Number of the sequence's tokens before the span; their keys and values are in the cache."""
     pages: list[int]
     """The sequence's page table."""
     tree: DraftTree | None = None
-    """Shape of the draft at its end; None for a path."""
+    """Shape of the draft and the extra rows at its end; None for a path."""
 
     @property
     def committed(self) -> int:
@@ -46,28 +47,32 @@ class Batch:
     """One per sequence."""
     logit_rows: np.ndarray
     """int64 [M]: tokens whose logits are needed: the last committed token and the draft of each producing sequence,
-    then prompt tokens that are scored, see `SequencePlan.scored`."""
+    then prompt tokens that are scored, see `SequencePlan.scored`, then extra rows."""
     logit_offsets: np.ndarray
     """int64 [sequences + 1]: offsets into `logit_rows` of each producing sequence's rows."""
     scored_offsets: np.ndarray
     """int64 [sequences + 1]: offsets into `logit_rows` of each sequence's scored prompt tokens."""
+    extra_offsets: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [sequences + 1]: offsets into `logit_rows` of each sequence's extra rows; may be empty without any."""
 
 
 def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
-    """Return the batch of a step: the scheduled tokens and the draft of each entry."""
+    """Return the batch of a step: the scheduled tokens, the draft and the extra rows of each entry."""
     tokens, spans, page_shifts, wanted, scored_rows, scored_counts = [], [], [], [], [], [0]
     pages: list[int] = []
     start = 0
     for entry in entries:
         sequence, computed, drafted = entry.sequence, entry.computed, len(entry.draft)
-        length = entry.scheduled + drafted
+        length = entry.scheduled + drafted + len(entry.extra)
         tokens.append(sequence.tokens[computed : computed + entry.scheduled])
         if drafted:
             tokens.append(entry.draft)
+        if len(entry.extra):
+            tokens.append(entry.extra)
         first_page = computed // page_size
         page_shifts.append(len(pages) - first_page)
         pages += sequence.pages[first_page : (computed + length - 1) // page_size + 1]
-        spans.append(Span(start, length, computed, sequence.pages, entry.tree))
+        spans.append(Span(start, length, computed, sequence.pages, _tree(entry)))
         wanted.append(1 + drafted if entry.produces else 0)
         scored = entry.scored
         if scored:
@@ -81,16 +86,36 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
     page_indices = places // page_size + np.repeat(page_shifts, lengths)
     slots = np.array(pages, np.int64)[page_indices] * page_size + places % page_size
     logit_offsets = np.cumsum([0, *wanted])
-    logit_rows = np.arange(logit_offsets[-1]) + np.repeat(starts + lengths - logit_offsets[1:], wanted)
+    scored_offsets = logit_offsets[-1] + np.cumsum(scored_counts)
+    extra = np.array([len(entry.extra) for entry in entries])
+    logit_rows = _rows_before(starts + lengths - extra, np.array(wanted))
+    extra_rows = _rows_before(starts + lengths, extra)
     return Batch(
         tokens=np.concatenate(tokens, dtype=np.int64),
         positions=_positions(places, spans),
         slots=slots,
         spans=spans,
-        logit_rows=np.concatenate([logit_rows, *scored_rows]),
+        logit_rows=np.concatenate([logit_rows, *scored_rows, extra_rows]),
         logit_offsets=logit_offsets,
-        scored_offsets=logit_offsets[-1] + np.cumsum(scored_counts),
+        scored_offsets=scored_offsets,
+        extra_offsets=scored_offsets[-1] + np.append(0, extra.cumsum()),
     )
+
+
+def _rows_before(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the `counts` rows before each of `ends`, int64 [sum of counts]."""
+    total = counts.cumsum()
+    return np.arange(total[-1]) + (ends - total).repeat(counts)
+
+
+def _tree(entry: SequencePlan) -> DraftTree | None:
+    """Return the shape of an entry's draft and extra rows; None if they are a path."""
+    if entry.extra_tree is None:
+        return entry.tree
+    draft = np.arange(ROOT, len(entry.draft) + ROOT) if entry.tree is None else entry.tree.parents
+    extra = entry.extra_tree.parents
+    shifted = np.where(extra == ROOT, ROOT, extra + len(draft))
+    return DraftTree(np.concatenate((draft, shifted), dtype=np.int32, casting="same_kind"))
 
 
 def _positions(places: np.ndarray, spans: SequenceOf[Span]) -> np.ndarray:

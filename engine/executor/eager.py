@@ -11,6 +11,7 @@ from engine.drafters.base import NO_OUTPUTS, TargetOutputs
 from engine.executor.batch import Batch, build_batch
 from engine.executor.runner import Runner
 from engine.sampling.logprobs import Logprobs, compute_parts
+from engine.sampling.noise import greedy_tokens
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.speculation.verify import verify_drafts
 
@@ -58,6 +59,8 @@ class EagerStep:
             add_hidden_states(results, self._batch, self._states)
         if self._executor.needs.top_k:
             add_top_logits(results, self._batch, self._logits, self._executor.needs.top_k)
+        if self.plan.extra_rows:
+            add_extra_tokens(results, self._batch.extra_offsets, self._logits)
         return StepResult(self.plan, results)
 
     def _compact(self, results: list[SequenceResult]) -> None:
@@ -92,6 +95,13 @@ def add_top_logits(results: list[SequenceResult], batch: Batch, logits: Tensor, 
     for result, first, end in zip(results, batch.logit_offsets[:-1], batch.logit_offsets[1:], strict=True):
         if first < end:
             result.top_tokens, result.top_logits = top.indices[first:end], top.values[first:end]
+
+
+def add_extra_tokens(results: list[SequenceResult], bounds: np.ndarray, logits: Tensor) -> None:
+    """Set the most likely tokens after extra rows in results. bounds: int64 [sequences + 1], into rows of `logits`."""
+    tokens = greedy_tokens(logits[bounds[0] : bounds[-1]]).cpu().numpy().astype(np.uint32)
+    for result, own in zip(results, np.split(tokens, bounds[1:-1] - bounds[0]), strict=True):
+        result.extra_tokens = own
 
 
 def score_prompts(batch: Batch, logits: Tensor, entries: Sequence[SequencePlan]) -> dict[int, Logprobs]:

@@ -6,6 +6,7 @@ Names, shapes and dtypes are checked in the headers of all files before the firs
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,24 +150,32 @@ def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
+    if path.suffix != ".safetensors":
+        yield PickledTensors(path)
+        return
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                yield file
-        else:
-            yield PickledTensors(path)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as problem:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as problem:
         raise UserError(f"{path} is damaged or cut short ({problem}); download or copy it again") from None
 
 
 class PickledTensors:
-    """A file that `torch.save` wrote, with the interface of an open safetensors file."""
+    """A file that `torch.save` wrote, with the interface of an open safetensors file.
+
+    Only tensors are unpickled, so a file cannot run code.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raise what `torch.load` raises for a damaged file, or for one that contains more than tensors."""
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        """Raise UserError for a damaged file, or for one that contains more than tensors."""
+        try:
+            # Files in the format of PyTorch before 1.6 are no archives, and cannot be mapped.
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, OSError) as problem:
+            reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+            raise UserError(f"{path} cannot be read ({reason}); download or copy it again") from None
         if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
-            raise pickle.UnpicklingError("it is not a dictionary of tensors")
+            raise UserError(f"{path} is not a dictionary of tensors; give the weights of one model")
         self._tensors: dict[str, Tensor] = loaded
 
     def keys(self) -> list[str]:

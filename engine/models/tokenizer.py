@@ -28,6 +28,10 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
+    def tokens(self) -> dict[int, str]:
+        """Return the vocabulary, added tokens included: the spelling of each token by its id."""
+        return {token: spelling for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
         """Return token ids, uint32 [N], by default with the special tokens at the beginning of the model's prompts.
 

@@ -50,6 +50,13 @@ class SequencePlan:
     """int32 [k]: row of `StepPlan.q` that each draft token was sampled from, -1 for a deterministic candidate; None if
     all of them are deterministic."""
 
+    extra_room: int = 0
+    """Largest number of extra rows that the size of the step and the pages allow."""
+    extra: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    """uint32 [e]: tokens that run behind the draft for the drafter, and are not verified."""
+    extra_tree: DraftTree | None = None
+    """Shape of the extra rows; None if there are none."""
+
     in_flight_draft: np.ndarray | None = None
     """uint32 [k]: the draft that a step in flight verifies for the sequence; None if no such step is in flight."""
 
@@ -89,6 +96,8 @@ class StepPlan:
     """int64 [producing entries]: lengths before the accepted tokens and the bonus token of `outcomes`."""
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
+    extra_rows: int = 0
+    """Number of extra rows of all entries."""
     asked: bool = False
     """Whether the drafter was called."""
     is_probe: bool = False
@@ -119,8 +128,8 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """Largest number of tokens that run, drafts included."""
-        return sum(entry.scheduled + entry.max_verified for entry in self.entries)
+        """Largest number of tokens that run, drafts and extra rows included."""
+        return sum(entry.scheduled + entry.max_verified for entry in self.entries) + self.extra_rows
 
 
 @dataclass(eq=False, slots=True)
@@ -143,6 +152,8 @@ class SequenceResult:
     accepted or not; None unless the drafter needs them and the sequence produces."""
     top_logits: Tensor | None = None
     """float32 [1 + k, n]."""
+    extra_tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    """uint32 [e]: token of the largest logit after each of the plan's extra rows, before penalties and noise."""
 
     @property
     def sequence_id(self) -> int:

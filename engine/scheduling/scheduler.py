@@ -19,7 +19,8 @@ class Scheduler:
     it waits to be recomputed. The oldest sequence therefore always advances.
     """
 
-    def __init__(self, config: EngineConfig, pages: PagePool) -> None:
+    def __init__(self, config: EngineConfig, pages: PagePool, extra_rows: int = 0) -> None:
+        """extra_rows: largest number of rows that the drafter adds to a sequence's part of a step."""
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
         """In the order of arrival; newer than the running ones."""
@@ -27,6 +28,7 @@ class Scheduler:
         """In the order of arrival."""
         self.preemptions = 0
         self._config = config
+        self._extra_rows = extra_rows
         self._watermark = ceil(config.watermark * pages.count)
 
     @property
@@ -82,6 +84,8 @@ class Scheduler:
             produces = sequence.computed + scheduled == len(sequence)
             entries.append(SequencePlan(sequence, sequence.computed, scheduled, produces))
         self._allocate_draft_room(entries)
+        if self._extra_rows:
+            self._allocate_extra_room(entries)
         return StepPlan(entries)
 
     def register_pages(self, sequence: Sequence) -> None:
@@ -226,10 +230,26 @@ class Scheduler:
             # The target adds a bonus token after the draft, and each step in flight commits at least one token.
             wanted = min(wanted, sequence.room - 1 - min(sequence.in_flight, 1))
             end = sequence.end_after(entry.scheduled)
-            spare = max(0, self.pages.free_count - self._watermark)
-            missing = self._missing_pages(sequence, min(end + wanted, sequence.max_length))
-            sequence.pages += self.pages.allocate(min(missing, spare))
-            entry.draft_room = max(0, min(wanted, len(sequence.pages) * self.pages.page_size - end))
+            room = self._allocate_spare(sequence, min(end + wanted, sequence.max_length)) - end
+            entry.draft_room = max(0, min(wanted, room))
+
+    def _allocate_extra_room(self, entries: list[SequencePlan]) -> None:
+        """Set `extra_room`: divide the step's remaining tokens among the entries with draft room, if pages are free.
+
+        Prompts and drafts come first. Extra rows are never committed, so they may lie beyond the maximum length.
+        """
+        drafting = [entry for entry in entries if entry.draft_room]
+        left = self._config.max_step_tokens - sum(entry.scheduled + entry.draft_room for entry in entries)
+        wanted = min(self._extra_rows, left // max(1, len(drafting)))
+        for entry in drafting:
+            end = entry.sequence.end_after(entry.scheduled) + entry.draft_room
+            entry.extra_room = max(0, min(wanted, self._allocate_spare(entry.sequence, end + wanted) - end))
+
+    def _allocate_spare(self, sequence: Sequence, tokens: int) -> int:
+        """Allocate pages above the watermark towards `tokens` tokens; return the number of tokens that fit."""
+        spare = max(0, self.pages.free_count - self._watermark)
+        sequence.pages += self.pages.allocate(min(self._missing_pages(sequence, tokens), spare))
+        return len(sequence.pages) * self.pages.page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts
+from engine.drafters.base import Drafts, ExtraRows
 from engine.drafters.guard import GuardedDrafter
 from engine.drafters.outcomes import OutcomeTable
 from engine.drafters.tokens import adapt
@@ -53,6 +54,8 @@ class Speculation:
         drafts = self._drafter.propose(plan)
         plan.drafting_s = perf_counter() - began
         plan.asked = True
+        if drafts.extra is not None:
+            add_extra_rows(plan, drafts.extra)
         lengths = self._usable_lengths(drafts.batch)
         sampled = sampled_drafts(drafts, plan.producing)
         if self._budget is not None:
@@ -60,7 +63,7 @@ class Speculation:
             if any(sampled):
                 shown = hide_sampled(shown, sampled, plan.producing, self._rates)
                 lengths = np.diff(shown.offsets).astype(np.int64)
-            lengths, plan.is_probe = self._budget.select(shown, lengths, tokens)
+            lengths, plan.is_probe = self._budget.select(shown, lengths, tokens + plan.extra_rows)
         plan.q = drafts.q
         for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
             self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
@@ -159,6 +162,14 @@ class Speculation:
         entry.sources = batch.source[own][:size]
         if drafts.q_rows is not None:
             entry.q_rows = drafts.q_rows[own][:size]
+
+
+def add_extra_rows(plan: StepPlan, extra: ExtraRows) -> None:
+    """Set the extra rows of the producing entries of a plan."""
+    plan.extra_rows = len(extra.tokens)
+    for entry, (start, end) in zip(plan.producing, pairwise(extra.offsets.tolist()), strict=True):
+        if start < end:
+            entry.extra, entry.extra_tree = extra.tokens[start:end], DraftTree(extra.parents[start:end])
 
 
 def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:

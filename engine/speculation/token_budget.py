@@ -4,8 +4,9 @@ A step of N tokens takes t(N) seconds, see `engine.speculation.step_cost`. B seq
 one more for each accepted draft token. Of all tokens drafted for a batch, the m most likely ones are verified, where m
 >= 0 maximises the rate (B + sum of their path_prob) / t(N + m).
 
-Drafting takes time as well. While accepted tokens save less time than drafting takes, the drafter is called only in
-every second step, then in every fourth, eighth and sixteenth.
+Drafting takes time as well: that of the drafter, and that of its extra rows in the step. While accepted tokens save
+less time than drafting takes, the drafter is called only in every second step, then in every fourth, eighth and
+sixteenth.
 """
 
 from __future__ import annotations
@@ -111,10 +112,17 @@ class TokenBudget:
         self._backoff_left = max(0, self._backoff_left - 1)
         if not plan.asked:
             return
-        self._spent_s = ASKING_DECAY * self._spent_s + plan.drafting_s
+        self._spent_s = ASKING_DECAY * self._spent_s + plan.drafting_s + self._extra_s(plan, tokens)
         self._saved_s = ASKING_DECAY * self._saved_s + accepted * seconds / (sequences + accepted)
         self._backoff = 0 if self._saved_s >= self._spent_s else min(2 * self._backoff + 1, MAX_BACKOFF)
         self._backoff_left = self._backoff
+
+    def _extra_s(self, plan: StepPlan, tokens: int) -> float:
+        """Return the seconds that a plan's extra rows add to a step of `tokens` tokens."""
+        if not plan.extra_rows:
+            return 0.0
+        without, whole = self._cost.seconds(np.array([tokens - plan.extra_rows, tokens]), len(plan.entries))
+        return float(whole - without)
 
     def _probe(self, lengths: np.ndarray, usable: np.ndarray, gains: np.ndarray) -> bool:
         """Select the draft with the largest expected gain if a probe is due; return whether it was selected."""

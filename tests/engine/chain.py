@@ -10,6 +10,8 @@ import itertools
 
 import torch
 
+from engine.drafters.base import NO_OUTPUTS
+from engine.drafters.tokens import adapt
 from engine.engine import Engine
 from engine.executor.build import build_graph_executor
 from engine.executor.eager import EagerExecutor
@@ -150,9 +152,14 @@ class ChosenDepth:
 
 
 def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=None):
-    """An engine with this model. has_graph: with a graph executor. depth: returns the number of steps in flight."""
+    """An engine with this model. depth: returns the number of steps in flight.
+
+    has_graph: with a graph executor, unless the drafter needs the target's outputs.
+    """
+    drafter = adapt(drafter)
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
+    has_graph = has_graph and drafter.needs == NO_OUTPUTS
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     depth = None if depth is None else ChosenDepth(depth)
-    executor = EagerExecutor(runner, PAGE_SIZE)
+    executor = EagerExecutor(runner, PAGE_SIZE, drafter.needs)
     return Engine(MODEL, config, executor, pool, drafter, budget=budget, graph=graph, depth=depth)

@@ -85,6 +85,9 @@ class RandomBackoff:
     def cost_of_one_more(self, tokens, sequences):
         return 0.02
 
+    def seconds(self, tokens, sequences):
+        return 0.01
+
     def select(self, drafts, usable, tokens):
         return Selection(usable)
 
@@ -108,8 +111,10 @@ def replayed(request):
 class Workload:
     """Requests with shared prefixes, tenants, recorded outputs, cancellations and few pages."""
 
-    def __init__(self, seed, shape="path", has_backoff=False, in_flight=None):
-        """in_flight: 0, 1, or "any", with steps of fixed shapes; None: eager steps."""
+    def __init__(self, seed, shape="path", has_backoff=False, in_flight=None, wrap=lambda drafter: drafter):
+        """in_flight: 0, 1, or "any", with steps of fixed shapes; None: eager steps. wrap: applied to the drafter that
+        the engine gets.
+        """
         self.rng = rng = np.random.default_rng(seed)
         self.seen = Counter()
         """Counts of the events that the workload must cover."""
@@ -132,7 +137,7 @@ class Workload:
         self.engine = chain_engine(
             config,
             pages,
-            self.drafter,
+            wrap(self.drafter),
             budget,
             has_graph=in_flight is not None,
             depth=depth if in_flight is not None else None,

@@ -26,7 +26,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 def read_eagle3(source: HeadFolder, target: ModelConfig) -> Blueprint[Eagle3Head]:
     """Return the EAGLE-3 head of a folder. Raises UserError if it is none, or one for another target."""
-    fields = {**source.fields, **source.fields.get("transformer_layer_config", {})}
+    source.refuse_other_kind("eagle3")
+    fields = {**source.fields, **source.layer_fields()}
     block = AUTHORS if any(name.startswith(AUTHORS) for name in source.names) else SPECULATORS
     if f"{block}hidden_norm.weight" not in source.names:
         raise UserError(

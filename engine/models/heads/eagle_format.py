@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Layer
+from engine.models.decoder import Layer, RMSNorm
 from engine.models.families import config_to_hf
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.source import Blueprint, HeadFolder, Views, layer_views
@@ -24,8 +24,8 @@ TARGETS = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 
 def read_eagle(source: HeadFolder, target: ModelConfig) -> Blueprint[EagleHead]:
     """Return the EAGLE head of a folder. Raises UserError if it is none, or one for another target."""
-    is_speculator = "transformer_layer_config" in source.fields
-    fields = source.fields["transformer_layer_config"] if is_speculator else source.fields
+    source.refuse_other_kind("eagle")
+    fields, is_speculator = source.layer_fields(), "transformer_layer_config" in source.fields
     fusion, blocks = ("fusion_fc", ["transformer."]) if is_speculator else ("fc", _blocks(source))
     if f"{fusion}.weight" not in source.names:
         raise UserError(
@@ -57,8 +57,11 @@ def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Ma
     """Return the configuration and the tensors of a head in the authors' format.
 
     A bias of `fc` is always written: SGLang leaves it uninitialised where the file has none, and vLLM ignores it, so
-    only heads without a bias work in both. vLLM reads the second architecture and SGLang the first one.
+    only heads without a bias work in both. vLLM reads the second architecture and SGLang the first one. Raises
+    ValueError for a head with norms at both ends, which the authors' format lacks.
     """
+    if isinstance(head.norm, RMSNorm):
+        raise ValueError("the authors' format has no norms at the ends of an EAGLE head")
     views = _views(head, "fc", [f"layers.{index}." for index in range(head.num_layers)])
     if head.fc.bias is None:
         views["fc.bias"] = head.fc.weight.new_zeros(head.fc.out_features)

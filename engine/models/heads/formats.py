@@ -68,7 +68,8 @@ def load_head(
     head: DraftHead | MedusaHeads = blueprint.head.to(dtype).requires_grad_(False)
     allocate_weights(head, device)
     if isinstance(head, DraftHead):
-        head.frequencies = head.frequencies.to(device)
+        config = head.config  # `to` converted the frequencies too
+        head.frequencies = config.rope.frequencies(config.head_dim).repeat(2).to(device)
     source.checkpoint.copy_into(blueprint.views(head))
     blueprint.finish(head)
     return head.eval()

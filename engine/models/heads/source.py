@@ -49,6 +49,19 @@ class HeadFolder:
             raise UserError(f"{self.folder / CONFIG_FILE} lacks the number {name}; download or copy it again")
         return value
 
+    def refuse_other_kind(self, kind: str) -> None:
+        """Raise UserError if the folder is of the speculators library, and has another kind of head."""
+        own = self.fields.get("speculators_model_type", kind)
+        if own != kind:
+            raise UserError(f"{self.folder} has a head of the kind {own!r}, not {kind!r}; give another folder")
+
+    def layer_fields(self) -> Mapping[str, Any]:
+        """Return the part of the configuration that describes decoder layers; the speculators library nests it."""
+        fields = self.fields.get("transformer_layer_config", self.fields)
+        if not isinstance(fields, dict):
+            raise UserError(f"{self.folder / CONFIG_FILE} has no object transformer_layer_config; copy it again")
+        return fields
+
     def refuse_other_target(self, target: ModelConfig, *, hidden_size: int, vocab_size: int) -> None:
         """Raise UserError unless the head is for targets of this hidden size and vocabulary."""
         if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drafters.base import Drafts, TargetOutputs
-from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_table
+from engine.drafters.base import Drafts, ExtraRows, TargetOutputs
+from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows, check_table
 from engine.drafters.outcomes import OutcomeTable
 from ssd.types import DraftBatch
 
@@ -29,6 +29,20 @@ def batch_of(tokens=(1, 2, 3), parents=(-1, 0, -1), lengths=(2, 1), accept_prob=
 def test_valid_drafts_pass():
     check_drafts(Drafts(batch_of()), [2, 1], VOCAB)
     check_drafts(Drafts.empty(3), [0, 0, 0], VOCAB)
+
+
+def extra_of(batch):
+    return ExtraRows(batch.tokens, batch.parents, batch.offsets)
+
+
+def test_valid_extra_rows_pass():
+    check_extra_rows(extra_of(batch_of()), [2, 1], VOCAB)
+    check_extra_rows(extra_of(DraftBatch.empty(2)), [0, 0], VOCAB)
+
+
+def test_extra_rows_of_another_type_are_refused():
+    with pytest.raises(DraftsError, match="extra is list, not ExtraRows"):
+        check_extra_rows([], [2, 1], VOCAB)
 
 
 FAULTS = {
@@ -52,6 +66,9 @@ def test_invalid_drafts_are_refused(fault):
     batch, message = FAULTS[fault]
     with pytest.raises(DraftsError, match=message):
         check_drafts(Drafts(batch), [2, 1], VOCAB)
+    if "probability" not in message:
+        with pytest.raises(DraftsError, match=message):
+            check_extra_rows(extra_of(batch), [2, 1], VOCAB)
 
 
 UNIFORM = torch.full((2, VOCAB), 1 / VOCAB)
@@ -148,7 +165,7 @@ class Faulty:
 
 
 class Plan:
-    producing = (SimpleNamespace(draft_room=1), SimpleNamespace(draft_room=1))
+    producing = (SimpleNamespace(draft_room=1, extra_room=0), SimpleNamespace(draft_room=1, extra_room=0))
 
 
 def test_exceptions_are_contained_and_reported_once(caplog):

@@ -11,7 +11,7 @@ from engine.speculation.draft_tree import DraftTree
 
 
 def random_entry(rng, page_size):
-    """An entry within its prompt or at its end, with a path, a tree or no draft."""
+    """An entry within its prompt or at its end, with a path, a tree or no draft, and extra rows or none."""
     prompt = rng.integers(0, 1000, rng.integers(2, 60)).astype(np.uint32)
     asked = SamplingParams(prompt_logprobs=0 if rng.random() < 0.3 else None)
     sequence = Sequence(0, Request(prompt, asked), len(prompt) + 50)
@@ -22,44 +22,60 @@ def random_entry(rng, page_size):
     if entry.produces:
         entry.draft = rng.integers(0, 1000, rng.integers(0, 7)).astype(np.uint32)
         if len(entry.draft) and rng.random() < 0.5:
-            entry.tree = DraftTree(np.array([rng.integers(-1, index) for index in range(len(entry.draft))], np.int32))
-    held = sequence.computed + scheduled + len(entry.draft)
+            entry.tree = random_shape(rng, len(entry.draft))
+        if rng.random() < 0.4:
+            entry.extra = rng.integers(0, 1000, rng.integers(1, 7)).astype(np.uint32)
+            entry.extra_tree = random_shape(rng, len(entry.extra))
+    held = sequence.computed + scheduled + len(entry.draft) + len(entry.extra)
     sequence.pages = rng.permutation(500)[: -(-held // page_size) + rng.integers(0, 3)].tolist()
     return entry
 
 
-def depths(entry):
-    """Distance of each draft token from the last committed one."""
+def random_shape(rng, size):
+    return DraftTree(np.array([rng.integers(-1, index) for index in range(size)], np.int32))
+
+
+def ancestors(entry):
+    """For each draft token and extra row, the list of those it attends to, itself last."""
     found = []
     for index in range(len(entry.draft)):
         parent = index - 1 if entry.tree is None else int(entry.tree.parents[index])
-        found.append(1 + (found[parent] if parent >= 0 else 0))
+        found.append([*(found[parent] if parent >= 0 else []), index])
+    for index in range(len(entry.extra)):
+        parent = int(entry.extra_tree.parents[index])
+        found.append([*(found[len(entry.draft) + parent] if parent >= 0 else []), len(entry.draft) + index])
     return found
 
 
 def naive_batch(entries, page_size):
     """Build the arrays token by token."""
     tokens, positions, slots, rows, offsets, scored, scored_counts = [], [], [], [], [0], [], [0]
+    extra, extra_counts = [], [0]
     for entry in entries:
         start, sequence = len(tokens), entry.sequence
         new = sequence.tokens[entry.computed :][: entry.scheduled].tolist() + entry.draft.tolist()
+        verified = start + len(new)
+        new += entry.extra.tolist()
         for place, token in enumerate(new, start=entry.computed):
             tokens.append(token)
             slots.append(sequence.pages[place // page_size] * page_size + place % page_size)
         end = entry.computed + entry.scheduled
-        positions += [*range(entry.computed, end), *(end - 1 + depth for depth in depths(entry))]
+        positions += [*range(entry.computed, end), *(end - 1 + len(path) for path in ancestors(entry))]
         if entry.produces:
-            rows += range(len(tokens) - len(entry.draft) - 1, len(tokens))
+            rows += range(verified - len(entry.draft) - 1, verified)
         offsets.append(len(rows))
         scored += [start + position - entry.computed for position in entry.scored]
         scored_counts.append(len(scored))
+        extra += range(verified, len(tokens))
+        extra_counts.append(len(extra))
     return {
         "tokens": tokens,
         "positions": positions,
         "slots": slots,
-        "logit_rows": rows + scored,
+        "logit_rows": rows + scored + extra,
         "logit_offsets": offsets,
         "scored_offsets": [len(rows) + count for count in scored_counts],
+        "extra_offsets": [len(rows) + len(scored) + count for count in extra_counts],
     }
 
 
@@ -74,7 +90,12 @@ def test_build_batch_equals_a_loop_over_tokens(seed):
     assert all(getattr(batch, name).dtype == np.int64 for name in expected)
     assert {field.name for field in fields(batch)} == {*expected, "spans"}
     assert [span.computed + span.length for span in batch.spans] == [
-        each.computed + each.scheduled + len(each.draft) for each in entries
+        each.computed + each.scheduled + len(each.draft) + len(each.extra) for each in entries
     ]
-    assert [span.tree for span in batch.spans] == [entry.tree for entry in entries]
+    for span, entry in zip(batch.spans, entries, strict=True):
+        if not len(entry.extra):
+            assert span.tree is entry.tree
+            continue
+        assert span.tree.parents.dtype == np.int32
+        assert [np.flatnonzero(row).tolist() for row in span.tree.sees] == ancestors(entry)
     assert [span.pages for span in batch.spans] == [entry.sequence.pages for entry in entries]

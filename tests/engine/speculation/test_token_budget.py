@@ -142,6 +142,16 @@ def test_no_backoff_if_accepted_tokens_save_more_time_than_drafting_takes(drafti
     assert (len(asked_in(TokenBudget(CHEAP), 64, accepted=1, drafting_s=drafting_s)) == 64) == pays
 
 
+@pytest.mark.parametrize(("extra_rows", "pays"), [(90, True), (110, False)])
+def test_the_time_of_extra_rows_counts_as_drafting(extra_rows, pays):
+    # 100 rows take as long as the step without them, and a step has one accepted token and the bonus token.
+    cost = StepCost([1, 201], [1.0, 3.0])
+    budget, plan = TokenBudget(cost), StepPlan([None], asked=True, extra_rows=extra_rows)
+    for _ in range(20):
+        budget.record(plan, 1 + extra_rows, 1, float(cost.seconds(1 + extra_rows, 1)))
+    assert budget.is_backing_off is not pays
+
+
 def test_a_drafter_that_becomes_useful_is_called_in_every_step_again():
     budget = TokenBudget(CHEAP)
     asked_in(budget, 200, accepted=0, drafting_s=0.01)

@@ -13,12 +13,12 @@ from engine.models.heads.mtp import MtpHead, MtpStyle
 
 
 def randomise(module, seed=0):
-    """Fill all weights with normal noise of standard deviation 0.3, around 1 for norms."""
+    """Fill matrices so that they keep the size of their inputs, and vectors with noise, around 1 for norms."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            center = 1.0 if "norm" in name else 0.0
-            parameter.copy_(center + 0.3 * torch.randn(parameter.shape, generator=generator))
+            spread = 0.3 if parameter.ndim == 1 else parameter.shape[1] ** -0.5
+            parameter.copy_(("norm" in name) + spread * torch.randn(parameter.shape, generator=generator))
     return module.eval().requires_grad_(False)
 
 
@@ -36,9 +36,9 @@ def mtp(target, *, seed=0, kept=None, zeroes_first=True, **shape):
     return randomise(head, seed)
 
 
-def eagle(target, *, seed=0, layers=1, has_bias=True, has_norms=False, has_embedding=False, **shape):
+def eagle(target, *, seed=0, layers=1, has_bias=True, has_embedding=False, **shape):
     config = replace(target.config, num_layers=layers, **shape)
-    head = EagleHead(config, target.config.num_layers, has_bias=has_bias, has_norms=has_norms)
+    head = EagleHead(config, target.config.num_layers, has_bias=has_bias)
     if has_embedding:
         head.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
     head.attach(target)
