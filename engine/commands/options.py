@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import click
 
 from engine.config import EngineConfig, KvDtype, Verification
-from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
+from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, parse_kinds, single_kind
 from engine.models.hub import find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
@@ -42,6 +42,11 @@ class EngineOptions:
     threads: int | None
     config: EngineConfig
     """Other settings; its `draft_shape` is replaced by the field above."""
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Kinds of drafters that requests may choose from."""
+        return tuple(kind for kind in parse_kinds(self.drafter) if kind != "none")
 
     @classmethod
     def take(cls, given: dict[str, Any]) -> EngineOptions:
