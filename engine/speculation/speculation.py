@@ -126,6 +126,7 @@ class Speculation:
         tokens = sum(entry.scheduled for entry in plan.entries)
         if self._budget is not None:
             plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
+            plan.seconds = self._budget.seconds(tokens, len(plan.producing))
         return tokens
 
     def _ask(self, plan: StepPlan) -> Drafts:
