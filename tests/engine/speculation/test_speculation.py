@@ -102,6 +102,9 @@ class Backoff:
     def cost_of_one_more(self, tokens, sequences):
         return 0.02
 
+    def seconds(self, tokens, sequences):
+        return 1.0
+
     def select(self, drafts, usable, tokens):
         assert len(drafts) == len(usable) == 2  # All producing sequences, drafted for or not, as each yields a token.
         return Selection(usable)
