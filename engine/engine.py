@@ -345,7 +345,7 @@ def build_engine(
     )  # fmt: skip
     if hasattr(drafter, "bind"):
         with _reported(drafter):
-            drafter.bind(executors.eager.runner.draft_forward(config.page_size))
+            drafter.bind(executors.draft_forward)
     budget = None if executors.cost is None else TokenBudget(executors.cost)
     return Engine(
         model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph

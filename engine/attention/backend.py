@@ -58,16 +58,16 @@ def make_attention(
     dtype: torch.dtype,
     device: str,
     kv_dtype: torch.dtype | None = None,
-    kv_layers: int = 0,
+    first_slot: int = 0,
 ) -> Attention:
     """Return an attention with an empty cache.
 
-    kv_dtype: dtype of the cache; None: `dtype`. kv_layers: number of drafter layers in the same pages; their indices
-    start at `config.num_layers`. Raises UserError if FlashInfer cannot be imported.
+    kv_dtype: dtype of the cache; None: `dtype`. first_slot: slots of a sequence before it are not attended to, and no
+    queries may be there; FlashInfer attends to them nevertheless. Raises UserError if FlashInfer cannot be imported.
     """
     if backend == "flashinfer":
-        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype, kv_layers=kv_layers)
-    return PlainAttention(config, pages, page_size, dtype, device, kv_layers=kv_layers)
+        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype)
+    return PlainAttention(config, pages, page_size, dtype, device, first_slot=first_slot)
 
 
 def make_ops(backend: Backend) -> Ops:

@@ -42,6 +42,9 @@ class RaggedRows(NamedTuple):
 class Attention(ABC):
     """Attention over paged keys and values."""
 
+    runs_tree_parts = False
+    """Whether a span may begin within a draft tree whose earlier nodes are in the cache."""
+
     @abstractmethod
     def begin(self, batch: Batch) -> Attend:
         """Return the attention of one step: a callable that stores a layer's new keys and values, then attends.

@@ -33,11 +33,8 @@ class PagedCache:
         page_size: int,
         dtype: torch.dtype,
         device: str,
-        *,
-        kv_layers: int = 0,
     ) -> None:
-        """kv_layers: number of additional layers for a drafter; their indices follow the model's."""
-        shape = (config.num_layers + kv_layers, pages, 2, page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, pages, 2, page_size, config.num_kv_heads, config.head_dim)
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 

@@ -31,16 +31,15 @@ class FlashInferAttention(Attention):
         device: str,
         *,
         kv_dtype: torch.dtype | None = None,
-        kv_layers: int = 0,
     ) -> None:
         """dtype: dtype of queries, 16 bits. kv_dtype: dtype of the cache, the same or float8_e4m3fn, stored without a
-        scale. kv_layers: see `PagedCache`.
+        scale.
 
         Raises UserError where FlashInfer cannot be imported.
         """
         self._library = flashinfer()
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self._cache = PagedCache(config, pages, page_size, kv_dtype, device, kv_layers=kv_layers)
+        self._cache = PagedCache(config, pages, page_size, kv_dtype, device)
         self._config = KernelConfig(
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
         )

@@ -60,6 +60,8 @@ class Group:
 class PlainAttention(Attention):
     """Gathers each sequence's keys and values and calls PyTorch's scaled dot-product attention."""
 
+    runs_tree_parts = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -68,17 +70,18 @@ class PlainAttention(Attention):
         dtype: torch.dtype,
         device: str,
         *,
-        kv_layers: int = 0,
+        first_slot: int = 0,
     ) -> None:
-        """kv_layers: see `PagedCache`. Raises ValueError for a page size that does not divide a block of keys."""
+        """first_slot: see `make_attention`. Raises ValueError for a page size that does not divide a block of keys."""
         if KEY_BLOCK % page_size:
             raise ValueError(f"the page size must divide {KEY_BLOCK}, not be {page_size}")
         # The last block of keys may extend beyond the last page.
         pages += KEY_BLOCK // page_size
-        shape = (config.num_layers + kv_layers, pages, page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._scratch = [self._keys.new_empty(0, 0) for _ in range(2)]
+        self._first_slot = first_slot
         self._sharing = config.num_heads // config.num_kv_heads
         self._page_size = page_size
         self._device = device
@@ -129,6 +132,7 @@ class PlainAttention(Attention):
         for index, block in enumerate(blocks):
             if block.mask is not None:
                 mask[index] = block.mask[within[index]]
+        mask[:, :, : self._first_slot] = False
         rows = (starts + within).ravel()
         return Group(
             rows=self._on_device(rows),

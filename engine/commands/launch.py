@@ -12,7 +12,7 @@ import torch
 from engine.attention.backend import choose_backend
 from engine.commands.options import EngineOptions
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import build_drafter, configure
+from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.executor.draft_shape import choose_draft_shape
 from engine.models.decoder import Decoder
@@ -35,6 +35,8 @@ def load(options: EngineOptions) -> Decoder:
     choose_backend(options.attention, None, dtype, device)
     if options.threads:
         _set_threads(options.threads)
+    for kind in parse_kinds(options.drafter):
+        check_kind(kind, options.draft_models.get(kind), options.model)
     return pack(load_model(options.model, dtype=dtype, device=device))
 
 
@@ -86,6 +88,7 @@ def launch(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
         TargetInfo.from_model(model, config, options.model),
+        draft_models=options.draft_models,
         address=options.address,
         warn=warn,
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import click
 
 from engine.config import EngineConfig, KvDtype, Verification
-from engine.drafters.registry import DEFAULT_ADDRESS, describe_kinds, single_kind
+from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds, single_kind
 from engine.models.hub import find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
@@ -35,6 +35,8 @@ class EngineOptions:
     """A name of `engine.drafters.registry.KINDS`, or `package.module:Class`."""
     drafter_options: Mapping[str, str]
     """Settings of the drafter, see `engine.drafters.registry.configure`."""
+    draft_models: Mapping[str, Path]
+    """Folders of weights, by the kind of drafter."""
     address: str
     """Address of a sidecar."""
     draft_shape: DraftShape | Literal["auto"]
@@ -50,7 +52,8 @@ class EngineOptions:
         config = {field.name: given.pop(field.name) for field in fields(EngineConfig) if field.name in given}
         rows = config["max_sequences"] * (1 + config["max_draft"])
         return cls(
-            **own | {"model": find_model(own["model"])},
+            **own
+            | {"model": find_model(own["model"]), "draft_models": _draft_models(own["drafter"], own["draft_models"])},
             config=EngineConfig(**config, max_step_tokens=max(EngineConfig.max_step_tokens, rows)),
         )
 
@@ -58,6 +61,21 @@ class EngineOptions:
 def _drafter(_context: click.Context, _option: click.Parameter, text: str) -> str:
     """Check the name of a drafter before anything is loaded. Raises UserError."""
     return single_kind(text)
+
+
+def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of `[KIND=]FOLDER` by kind; without a kind, for the only one that has weights."""
+    kinds = [kind for kind in parse_kinds(drafter) if kind in KINDS and KINDS[kind].runs_model]
+    folders: dict[str, Path] = {}
+    for text in given:
+        kind, separator, name = text.partition("=")
+        if not separator or kind not in KINDS:
+            kind, name = kinds[0] if len(kinds) == 1 else "", text
+        if kind not in kinds:
+            what = f"KIND=FOLDER with {' or '.join(kinds)}" if kinds else "a drafter that has weights"
+            raise UserError(f"--draft-model {text} does not fit to --drafter {drafter}; give {what}")
+        folders[kind] = find_model(name)
+    return folders
 
 
 def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -104,6 +122,14 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             metavar="KEY=VALUE",
             callback=_pairs,
             help="Setting of the drafter; may be given again.",
+        ),
+        click.option(
+            "--draft-model",
+            "draft_models",
+            multiple=True,
+            metavar="[KIND=]FOLDER",
+            help="Folder or hub name of the drafter's weights; with KIND= for one of several drafters.  "
+            "[default: those in the model's folder, or trained for the shipped model]",
         ),
         click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
         click.option(

@@ -52,11 +52,11 @@ the next step, so extra rows never change outputs.
 Layers in the target's KV pages
 -------------------------------
 
-A drafter with layers of its own declares `kv_layers`. Layers num_layers .. num_layers + kv_layers - 1 of the KV cache
-belong to it. They use the target's page tables, slots and prefix cache, so the content of slot t must depend on tokens
-0..t alone. A drafter that reads hidden states computes slot t from the pair (hidden state of t - 1, token t), and
-writes the slots of all rows passed to `observe` before it returns: afterwards other sequences may share these pages.
-Slots of rejected draft tokens are overwritten later and never read.
+A drafter with layers of its own declares them as `DraftLayers`. They have a cache of their own with the same pages:
+the target's page tables, slots and prefix cache apply to them, so the content of slot t must depend on tokens 0..t
+alone. A drafter that reads hidden states computes slot t from the pair (hidden state of t - 1, token t). When `observe`
+has returned, all slots of pages that are full of computed tokens must be written, because other sequences may share
+these pages from then on. Slots of rejected draft tokens are overwritten later and never read.
 
 After a prefix-cache hit of n tokens the first row in `observe` belongs to position n. Its pair needs the hidden state
 of n - 1, which is not computed again. Since n is a multiple of the page size, it suffices to keep the hidden state of
@@ -88,6 +88,15 @@ DETERMINISTIC = -1
 """Row of `Drafts.q` of a token that was not sampled."""
 
 
+class DraftLayers(NamedTuple):
+    """Layers of a drafter that store keys and values in the pages of the target."""
+
+    config: ModelConfig
+    """Number of layers, and the number and size of their heads."""
+    first_slot: int = 0
+    """Slots of a sequence before it are neither written nor attended to."""
+
+
 class TargetOutputs(NamedTuple):
     """What a drafter needs from the target."""
 
@@ -96,8 +105,8 @@ class TargetOutputs(NamedTuple):
     norm, 0 the embedding."""
     top_k: int = 0
     """Number of largest logits, with their tokens, for each verified row."""
-    kv_layers: int = 0
-    """Number of the drafter's layers in the target's KV pages, with the target's number and size of KV heads."""
+    layers: DraftLayers | None = None
+    """The drafter's own layers in the KV pages."""
     extra_rows: int = 0
     """Largest number of extra rows of a sequence in a step, see `ExtraRows`."""
 
@@ -108,9 +117,8 @@ class TargetOutputs(NamedTuple):
             raise ValueError(f"hidden_layers must be ascending numbers from 0 to {model.num_layers}, not {layers}")
         if not 0 <= self.top_k <= model.vocab_size:
             raise ValueError(f"top_k must be 0 to {model.vocab_size}, not {self.top_k}")
-        for name in ("kv_layers", "extra_rows"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.extra_rows < 0:
+            raise ValueError(f"extra_rows must not be negative, not {self.extra_rows}")
 
 
 NO_OUTPUTS = TargetOutputs()
@@ -194,9 +202,9 @@ class Drafts:
 class Drafter(Protocol):
     """Proposes draft tokens; see the module's docstring for the rules.
 
-    Two methods are optional. `bind(forward: DraftForward) -> None` stores access to the drafter's layers in the KV
-    pages. `propose_after(plan: StepPlan) -> OutcomeTable` returns drafts for likely outcomes of the step in flight, one
-    row per entry of `plan.producing`.
+    Two methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
+    `propose_after(plan: StepPlan) -> OutcomeTable` returns drafts for likely outcomes of the step in flight, one row
+    per entry of `plan.producing`.
     """
 
     needs: TargetOutputs

@@ -1,4 +1,4 @@
-"""Attention over a drafter's own layers in the target's KV pages."""
+"""A drafter's access to the KV pages: attention over its own layers or the target's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.executor.batch import Batch, Span
 from engine.executor.transfer import on_device
 from engine.models.decoder import Attend
 from engine.models.ops import PLAIN, Ops
+from engine.scheduling.pages import PagePool
 from engine.speculation.draft_tree import DraftTree
 
 
@@ -26,7 +27,8 @@ class DraftSpan(NamedTuple):
     """Position of the first token; all slots before it are filled."""
     length: int
     tree: DraftTree | None = None
-    """Shape of the last tokens, if they are a draft with branches."""
+    """Shape of a draft tree whose last nodes are the span's last tokens. The span may begin within the tree, if
+    `DraftForward.runs_tree_parts`."""
 
 
 class DraftRows(NamedTuple):
@@ -35,47 +37,75 @@ class DraftRows(NamedTuple):
     positions: Tensor
     """int64 [N], for rope; tokens of a draft tree at the same depth have the same position."""
     attend: Attend
-    """Stores the keys and values of a layer and computes attention; layers are numbered from the target's first
-    layer."""
+    """Stores the keys and values of a layer and computes attention; layers are numbered from 0."""
 
 
 class DraftForward:
-    """Runs attention of a drafter's layers over the target's pages."""
+    """Prepares attention over pages for the tokens that a drafter runs."""
 
-    def __init__(self, attention: Attention, page_size: int, device: torch.device, ops: Ops = PLAIN) -> None:
+    def __init__(
+        self,
+        own: Attention | None,
+        target: Attention,
+        pages: PagePool,
+        device: torch.device,
+        ops: Ops = PLAIN,
+    ) -> None:
+        """own: attention of the drafter's layers, None if it has none. target: attention of the target's layers."""
         self.ops = ops
         self.device = device
-        self.page_size = page_size
-        self._attention = attention
+        self.page_count = pages.count
+        self.page_size = pages.page_size
+        self._own = own
+        self._target = target
+
+    @property
+    def runs_tree_parts(self) -> bool:
+        """Whether spans may begin within a draft tree."""
+        return self._target.runs_tree_parts
 
     def begin(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
-        """Prepare a batch of spans. Each row attends to itself and to all earlier slots of its sequence."""
+        """Prepare a batch of spans on the drafter's layers. Each row attends to itself and to all earlier slots of its
+        sequence, or in a tree to its ancestors.
+        """
+        assert self._own is not None, "the drafter declared no layers"
+        return self._begin(self._own, spans)
+
+    def begin_on_target(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
+        """Prepare a batch of spans on the target's layers, whose keys and values the target's next step overwrites."""
+        return self._begin(self._target, spans)
+
+    def _begin(self, attention: Attention, spans: SequenceOf[DraftSpan]) -> DraftRows:
         lengths = np.array([span.length for span in spans])
-        starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-        places = np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])
+        firsts = np.cumsum(lengths) - lengths
+        starts = np.array([span.start for span in spans])
+        places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
         slots = np.concatenate([_slots(span, self.page_size) for span in spans])
         positions = places.copy()
-        for first, span in zip(starts.tolist(), spans, strict=True):
+        for first, span in zip(firsts.tolist(), spans, strict=True):
             if span.tree is not None:
-                end = first + span.length
-                branches = slice(end - len(span.tree.parents), end)
-                positions[branches] = places[branches.start] - 1 + span.tree.depths
+                end, nodes = first + span.length, len(span.tree.parents)
+                count = min(nodes, span.length)
+                root = span.start + span.length - nodes - 1
+                positions[end - count : end] = root + span.tree.depths[nodes - count :]
         nothing = np.empty(0, np.int64)
         batch = Batch(
-            tokens=np.zeros(len(places), np.int64),
+            tokens=nothing,
             positions=positions,
             slots=slots,
             spans=[
                 Span(first, span.length, span.start, span.pages, span.tree)
-                for first, span in zip(starts.tolist(), spans, strict=True)
+                for first, span in zip(firsts.tolist(), spans, strict=True)
             ],
             logit_rows=nothing,
             logit_offsets=nothing,
             scored_offsets=nothing,
         )
-        return DraftRows(on_device(positions, self.device), self._attention.begin(batch))
+        return DraftRows(on_device(positions, self.device), attention.begin(batch))
 
 
 def _slots(span: DraftSpan, page_size: int) -> np.ndarray:
+    if span.length == 1:
+        return np.array([span.pages[span.start // page_size] * page_size + span.start % page_size])
     places = np.arange(span.start, span.start + span.length)
     return np.array(span.pages, np.int64)[places // page_size] * page_size + places % page_size

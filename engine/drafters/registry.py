@@ -8,14 +8,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.drafters.base import Drafter, TargetInfo
     from ssd import types
 
@@ -26,17 +29,25 @@ LOG = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 REMOTE_DEADLINE_S = 0.01
 """Longest time that a step waits for a remote drafter, in seconds; a fraction of a step on a CPU."""
+DEPTH = "depth"
+"""Option of the kinds that run a network: the largest number of draft positions."""
 GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have their own flag."""
 
 
 @dataclass(frozen=True)
-class Sidecar:
-    """Access to a drafter that runs in another process."""
+class Resources:
+    """What drafters are built from, besides their settings."""
 
+    target: TargetInfo | None = None
+    """The target; some drafters do not need it."""
+    draft_models: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of weights by kind."""
     address: str = DEFAULT_ADDRESS
+    """Address of a sidecar."""
     warn: Callable[[str], None] = LOG.warning
-    """Called whenever the connection is lost; the engine then runs without drafts until it is restored."""
+    """Called whenever the connection to the sidecar is lost; the engine then runs without drafts until it is
+    restored."""
 
 
 @dataclass(frozen=True)
@@ -45,49 +56,62 @@ class Kind:
 
     help: str
     """Short description of what it drafts from."""
-    build: Callable[[DrafterConfig, TargetInfo | None, Sidecar], AnyDrafter]
+    build: Callable[[DrafterConfig, Resources], AnyDrafter]
     has_options: bool = False
     """Whether it reads `DrafterConfig`, so that the fields may be given as options."""
+    runs_model: bool = False
+    """Whether it runs a network, so that it needs the target and weights."""
 
 
-def _none(_config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+def _none(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     from engine.drafters.none import NoDrafter
 
     return NoDrafter()
 
 
-def _ngram(_config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+def _ngram(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     from engine.drafters.ngram import NgramDrafter
 
     return NgramDrafter()
 
 
-def _ssd(config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+def _ssd(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     from ssd.drafter import SuffixDrafter
 
     return SuffixDrafter(config)
 
 
-def _ssd_remote(_config: DrafterConfig, target: TargetInfo | None, sidecar: Sidecar) -> AnyDrafter:
+def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
     from drafter_service.client import DrafterClient
     from drafter_service.client.identity import model_identity
 
     # The service keeps one namespace for each model.
-    folder = None if target is None else target.folder
+    folder = None if resources.target is None else resources.target.folder
     return DrafterClient(
-        sidecar.address,
+        resources.address,
         deadline_s=REMOTE_DEADLINE_S,
         model=None if folder is None else model_identity(folder),
-        on_lost=lambda reason: sidecar.warn(
-            f"lost the connection to the drafter at {sidecar.address} ({reason}); continuing without drafts"
+        on_lost=lambda reason: resources.warn(
+            f"lost the connection to the drafter at {resources.address} ({reason}); continuing without drafts"
         ),
     )
 
 
-def _classic(config: DrafterConfig, _target: TargetInfo | None, _sidecar: Sidecar) -> AnyDrafter:
+def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     from ssd.classic import ClassicDrafter
 
     return ClassicDrafter(replace(config, policy="classic"))
+
+
+def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
+    """Return the function that builds a drafter which runs a network."""
+
+    def build(config: DrafterConfig, resources: Resources) -> AnyDrafter:
+        from engine.drafters.model_kinds import build_model_drafter
+
+        return build_model_drafter(kind, config, resources)
+
+    return build
 
 
 KINDS: Mapping[str, Kind] = {
@@ -98,6 +122,12 @@ KINDS: Mapping[str, Kind] = {
     "classic": Kind(
         "baseline: the most frequent continuation of the last 10 tokens or fewer", _classic, has_options=True
     ),
+    "draft-model": Kind("a smaller model with the same vocabulary", _running("draft-model"), runs_model=True),
+    "self-int8": Kind("an int8 copy of the target", _running("self-int8"), runs_model=True),
+    "mtp": Kind("multi-token prediction layer of DeepSeek, MiMo or Qwen", _running("mtp"), runs_model=True),
+    "eagle": Kind("EAGLE-1 or EAGLE-2 head", _running("eagle"), runs_model=True),
+    "eagle3": Kind("EAGLE-3 head", _running("eagle3"), runs_model=True),
+    "medusa": Kind("Medusa heads", _running("medusa"), runs_model=True),
 }
 """Drafter kinds by their `--drafter` name."""
 
@@ -133,7 +163,11 @@ def configure(kind: str, config: DrafterConfig, options: Mapping[str, str]) -> D
     """
     if kind not in KINDS:
         return replace(config, options=dict(options))
-    known = {field.name for field in fields(DrafterConfig)} - {*GIVEN_BY_FLAGS, "options"}
+    if KINDS[kind].runs_model:
+        if unknown := sorted(options.keys() - {DEPTH}):
+            raise UserError(f"the drafter {kind} has no option {unknown[0]}; give {DEPTH}")
+        return replace(config, options=dict(options))
+    known = {each.name for each in fields(DrafterConfig)} - {*GIVEN_BY_FLAGS, "options"}
     for name in options:
         if name in GIVEN_BY_FLAGS:
             raise UserError(f"drafter option {name}: give {GIVEN_BY_FLAGS[name]} instead")
@@ -148,25 +182,37 @@ def configure(kind: str, config: DrafterConfig, options: Mapping[str, str]) -> D
         raise UserError(f"drafter option: {problem}") from None
 
 
+def check_kind(kind: str, folder: Path | None, target: Path) -> None:
+    """Raise UserError if a kind has weights that do not fit the target; the target's weights are not read.
+
+    folder: of the weights; None for the default of the kind. target: folder of the target.
+    """
+    if kind in KINDS and KINDS[kind].runs_model:
+        from engine.drafters.model_kinds import check_weights
+
+        check_weights(kind, folder, target)
+
+
 def build_drafter(
     name: str,
     config: DrafterConfig,
     target: TargetInfo | None = None,
     *,
+    draft_models: Mapping[str, Path] = MappingProxyType({}),
     address: str = DEFAULT_ADDRESS,
     warn: Callable[[str], None] = LOG.warning,
 ) -> AnyDrafter:
     """Build the drafter that `name` selects.
 
-    `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `address` and `warn`: see
-    `Sidecar`. Raises UserError for an unknown name, a class that cannot be imported, or a drafter service that does not
-    answer at `address` or serves another model.
+    `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`, `address`
+    and `warn`: see `Resources`. Raises UserError for an unknown name, a class that cannot be imported, weights that do
+    not fit the target, or a drafter service that does not answer at `address` or serves another model.
     """
     kind = single_kind(name)
     if kind not in KINDS:
         return _build_third_party(kind, config, target)
     try:
-        return KINDS[kind].build(config, target, Sidecar(address, warn))
+        return KINDS[kind].build(config, Resources(target, draft_models, address, warn))
     except ValueError as problem:
         raise UserError(f"--drafter {kind}: {problem}") from None
 

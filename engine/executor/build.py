@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from engine.attention.backend import choose_backend, choose_kv_dtype, make_atten
 from engine.attention.base import StepShape
 from engine.config import EngineConfig
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
+from engine.drafters.draft_forward import DraftForward
 from engine.executor.batch import Batch, Span
 from engine.executor.device_state import DeviceState
 from engine.executor.eager import EagerExecutor
@@ -39,6 +40,8 @@ class Executors(NamedTuple):
     eager: EagerExecutor
     graph: GraphExecutor | None
     pages: PagePool
+    draft_forward: DraftForward
+    """The drafter's access to the KV pages."""
     cost: Cost | None
     """Cost of steps, if it was measured."""
 
@@ -64,21 +67,27 @@ def build_executors(
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
-    pages = PagePool(_page_count(model.config, config, kv_dtype, needs.kv_layers), config.page_size)
+    shapes = [model.config] if needs.layers is None else [model.config, needs.layers.config]
+    pages = PagePool(_page_count(shapes, config, kv_dtype), config.page_size)
     # One page beyond the pool's stores the keys and values of padding.
-    cache = make_attention(
-        backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype, needs.kv_layers
-    )
-    runner = Runner(model, cache, device, make_ops(backend))
+    cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype)
+    own = None
+    if needs.layers is not None:
+        shape, first_slot = needs.layers
+        own = make_attention(backend, shape, pages.count + 1, config.page_size, dtype, device, kv_dtype, first_slot)
+    ops = make_ops(backend)
+    runner = Runner(model, cache, device, ops)
+    draft_forward = DraftForward(own, cache, pages, torch.device(device), ops)
     eager = EagerExecutor(runner, config.page_size, needs)
     is_cuda = torch.device(device).type == "cuda"
     needs_host = needs != NO_OUTPUTS or config.draft_shape == "tree"
     if needs_host or not (is_cuda or config.in_flight == 1):
-        return Executors(eager, None, pages, _measure(runner, model.config, config, pages) if measure else None)
+        cost = _measure(runner, model.config, config, pages) if measure else None
+        return Executors(eager, None, pages, draft_forward, cost)
     graph = build_graph_executor(model.config, config, runner, pages, device)
     if is_cuda:
         graph.grid.capture(notify, graph.grid.kind_of([common], model.config.vocab_size))
-    return Executors(eager, graph, pages, graph.grid.measure() if measure else None)
+    return Executors(eager, graph, pages, draft_forward, graph.grid.measure() if measure else None)
 
 
 def build_graph_executor(
@@ -128,18 +137,19 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
     return StepCost.measured(run, [*sizes, largest], config.max_sequences)
 
 
-def _page_count(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, kv_layers: int) -> int:
+def _page_count(shapes: Sequence[ModelConfig], config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the number of pages that fit into the configured memory, at most one full context per sequence.
 
-    dtype: dtype of the cache. kv_layers: number of the drafter's layers in it. Raises UserError if no page fits.
+    shapes: the target, and the drafter's layers if it has any. dtype: dtype of the cache. Raises UserError if no page
+    fits.
     """
-    layers = model.num_layers + kv_layers
-    page_bytes = 2 * layers * model.num_kv_heads * model.head_dim * dtype.itemsize * config.page_size
+    entries = sum(shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
+    page_bytes = 2 * entries * dtype.itemsize * config.page_size
     granted = (config.kv_memory_mib << 20) // page_bytes
     if granted == 0:
         least = -(-page_bytes >> 20)
         raise UserError(
             f"--kv-memory {config.kv_memory_mib}: a page of this model's KV cache takes {least} MiB; give more"
         )
-    usable = config.max_sequences * -(-model.max_positions // config.page_size)
+    usable = config.max_sequences * -(-shapes[0].max_positions // config.page_size)
     return min(granted, usable)

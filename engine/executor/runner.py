@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Attention, FixedAttention, RaggedRows, StepShape
-from engine.drafters.draft_forward import DraftForward
 from engine.executor.batch import Batch
 from engine.executor.kernels.tensors import StepInputs
 from engine.executor.transfer import on_device
@@ -38,10 +37,6 @@ class Runner:
         )
         hidden, states = self._model.hidden_states(tokens, positions, self._attention.begin(batch), self._ops, layers)
         return self._model.logits(hidden[rows]).float(), states
-
-    def draft_forward(self, page_size: int) -> DraftForward:
-        """Return access to the drafter's layers of the cache."""
-        return DraftForward(self._attention, page_size, self._device, self._ops)
 
     @torch.inference_mode()
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:

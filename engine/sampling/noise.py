@@ -104,6 +104,11 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
     return _noise(_keys(seeds, positions)[:, None], torch.arange(size, device=seeds.device))
 
 
+def gumbel_noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return the noise of some tokens, float32 [M, n]; seeds and positions: int64 [M], tokens: int64 [M, n]."""
+    return _noise(_keys(seeds, positions)[:, None], tokens)
+
+
 def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
     return mix64(mix64(seeds) + positions * GOLDEN)
 

@@ -88,6 +88,8 @@ class StepPlan:
     """One per sequence, in the order of their arrival."""
     cost: float | None = None
     """Cost of verifying one more draft token, as a fraction of the step; None if it is not measured."""
+    seconds: float | None = None
+    """Expected duration of the step without drafts; None if it is not measured."""
     outcomes: OutcomeTable | None = None
     """Drafts of the producing entries for outcomes of the step in flight; None if no step is in flight."""
     known_lengths: np.ndarray | None = None

@@ -123,6 +123,7 @@ class Speculation:
         tokens = sum(entry.scheduled for entry in plan.entries)
         if self._budget is not None:
             plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
+            plan.seconds = self._budget.seconds(tokens, len(plan.producing))
         return tokens
 
     def _start(self, plan: StepPlan) -> None:

@@ -76,6 +76,10 @@ class TokenBudget:
         """See `StepCost.of_one_more`."""
         return self._cost.of_one_more(tokens, sequences)
 
+    def seconds(self, tokens: int, sequences: int) -> float:
+        """Return the expected duration of a step of `tokens` tokens."""
+        return float(self._cost.seconds(np.array([tokens]), sequences)[0])
+
     def select(self, drafts: DraftBatch, usable: np.ndarray, tokens: int) -> Selection:
         """Select the draft tokens to verify in a step of `tokens` others. Drafters put the most likely tokens first.
 

@@ -8,7 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.drafters import guard
+from engine.models.heads.formats import save_head
 from engine.models.loader import load_model
+from tests.engine.drafters.heads import make_head
 
 VOCAB = 300
 TEXT = "def add(left, right):\n    return left + right\n\nclass Pair:\n    pass\n" * 20
@@ -74,6 +76,16 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def model(model_folder):
     return load_model(model_folder)
+
+
+@pytest.fixture(scope="session")
+def draft_folders(model, tmp_path_factory):
+    """Folders of weights for `model`, with random values, by kind of drafter."""
+    folder = tmp_path_factory.mktemp("heads")
+    for kind in ("mtp", "eagle", "eagle3", "medusa"):
+        save_head(make_head(kind, model), folder / kind)
+    make_folder(folder / "draft-model", seed=1, hidden_size=32, num_hidden_layers=1)
+    return {kind: folder / kind for kind in ("draft-model", "mtp", "eagle", "eagle3", "medusa")}
 
 
 @pytest.fixture(scope="session")

@@ -85,6 +85,9 @@ class RandomBackoff:
     def cost_of_one_more(self, tokens, sequences):
         return 0.02
 
+    def seconds(self, tokens, sequences):
+        return 0.01
+
     def select(self, drafts, usable, tokens):
         return Selection(usable)
 

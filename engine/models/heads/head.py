@@ -36,6 +36,10 @@ class DraftHead(nn.Module):
     """Layers of the target whose hidden states the head reads, as in `TargetOutputs.hidden_layers`."""
     num_layers = 1
     """Number of layers that store keys and values."""
+    first_slot = 1
+    """First slot that the head computes; there is no state before position 0."""
+    shares_target_cache = False
+    """Whether the head reads and writes the target's own keys and values."""
     draft_vocabulary: Tensor | None
     """int64 [draft vocabulary]: the target's token of each of the head's logits; None if both vocabularies are
     equal."""
@@ -55,6 +59,11 @@ class DraftHead(nn.Module):
             frequencies = config.rope.frequencies(config.head_dim).repeat(2)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self._attached: tuple[Decoder, ...] = ()
+
+    @property
+    def state_size(self) -> int:
+        """Size of a state; 0 if the head reads only tokens."""
+        return self.config.hidden_size
 
     def attach(self, target: Decoder) -> None:
         """Use the target's modules where the head has none of its own."""

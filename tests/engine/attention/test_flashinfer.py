@@ -85,13 +85,11 @@ def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path",
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     config = config_of(*sharing)
-    tested = FlashInferAttention(
-        config, PAGES, PAGE_SIZE, library.dtype, library.device, kv_dtype=kv_dtype, kv_layers=1
-    )
-    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, library.device, kv_layers=1)
+    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device, kv_dtype=kv_dtype)
+    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, library.device)
     for batch, (sources, targets) in random_batches(rng, kinds):
         attends = tested.begin(batch), plain.begin(batch)
-        for layer in range(config.num_layers + 1):
+        for layer in range(config.num_layers):
             heads = torch.randn(len(batch.tokens), sharing[0] + 2 * sharing[1], 64, generator=generator)
             heads = heads.to(library.device, library.dtype)
             # Views of one tensor, as in a model.

@@ -97,25 +97,18 @@ def test_rounding_does_not_depend_on_the_step(model_folder):
         assert torch.equal(alone[0], within_draft[length - 250])
 
 
-def test_a_drafters_layers_share_the_pages(model):
-    """An additional layer attends to keys that it stored in earlier steps, and is moved with the others."""
+def test_slots_before_the_first_are_not_attended_to(model):
     config = model.config
-    attention = PlainAttention(config, 4, PAGE_SIZE, torch.float32, "cpu", kv_layers=1)
+    attention = PlainAttention(config, 4, PAGE_SIZE, torch.float32, "cpu", first_slot=1)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(20, heads, config.head_dim, generator=generator) for heads in (4, 2, 2))
-    pages, own = [2, 0], config.num_layers
-    steps = (sequence_of(TEXT[:12], pages), sequence_of(TEXT[:20], pages, computed=12))
+    pages = [2, 0]
+    attention._keys[0, 2, 0] = attention._values[0, 2, 0] = 9.0
+    steps = (sequence_of(TEXT[:12], pages, computed=1), sequence_of(TEXT[:20], pages, computed=12))
     attended = []
-    for sequence, rows in zip(steps, (slice(0, 12), slice(12, 20)), strict=True):
+    for sequence, rows in zip(steps, (slice(1, 12), slice(12, 20)), strict=True):
         attend = attention.begin(build_batch([sequence], PAGE_SIZE))
-        for layer in range(config.num_layers):
-            attend(layer, query[rows], torch.zeros_like(key[rows]), torch.zeros_like(value[rows]))
-        attended.append(attend(own, query[rows], key[rows], value[rows]).clone())
-    heads = (part.transpose(0, 1) for part in (query, key, value))
+        attended.append(attend(0, query[rows], key[rows], value[rows]).clone())
+    heads = (part[1:].transpose(0, 1) for part in (query, key, value))
     expected = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
     torch.testing.assert_close(torch.cat(attended), expected)
-    slots = attention._keys.flatten(1, 2)
-    before = slots[:, 2 * PAGE_SIZE + 3].clone()
-    attention.move(np.array([2 * PAGE_SIZE + 3]), np.array([5]))
-    assert before[own].any()
-    assert torch.equal(slots[:, 5], before)

@@ -76,12 +76,14 @@ def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tm
     assert [line["tokens"] for line in completions(tmp_path / "dash")] == outputs[0][:1]
 
 
-def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address):
+def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address, draft_folders):
     for temperature in (0, 1):
         outputs = {}
         for drafter in KINDS:
             options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature)
             limits = ("--max-tokens", 30, "--output", tmp_path / drafter)
+            if drafter in draft_folders:
+                options += ("--draft-model", draft_folders[drafter])
             code, _, err = run("generate", "--model", model_folder, *options, *limits, PROMPT, PROMPT, "class")
             assert code == 0, err
             outputs[drafter] = completions(tmp_path / drafter)

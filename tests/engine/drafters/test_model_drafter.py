@@ -113,11 +113,7 @@ def without_page_states(drafter, monkeypatch):
     monkeypatch.setattr(drafter, "state_before", before)
 
 
-def in_the_targets_layer(drafter, monkeypatch):
-    monkeypatch.setattr(drafter.layer, "index", 0)
-
-
-@pytest.mark.parametrize("fault", [of_the_same_position, without_page_states, in_the_targets_layer])
+@pytest.mark.parametrize("fault", [of_the_same_position, without_page_states])
 def test_planted_faults_of_the_drafter_are_caught(model, monkeypatch, fault):
     drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, CONFIG))
     engine = build_engine(model, CONFIG, drafter)

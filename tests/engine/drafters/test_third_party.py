@@ -24,7 +24,7 @@ from ssd.types import DraftBatch, offsets_of
 
 NEEDS = {
     "top_k": TargetOutputs(top_k=10**6), "hidden_layers": TargetOutputs(hidden_layers=(99,)),
-    "kv_layers": TargetOutputs(kv_layers=-1), "extra_rows": TargetOutputs(extra_rows=-1), "needs": None,
+    "extra_rows": TargetOutputs(extra_rows=-1), "needs": None,
 }
 
 class Repeater:
@@ -153,7 +153,6 @@ def test_faulty_drafts_for_outcomes_are_dropped_and_reported_once(model, fault, 
         ("bind", "Repeater cannot be used: RuntimeError: no memory"),
         ("top_k", "top_k must be 0 to"),
         ("hidden_layers", "hidden_layers must be ascending numbers"),
-        ("kv_layers", "kv_layers must not be negative"),
         ("extra_rows", "extra_rows must not be negative"),
         ("needs", "AttributeError"),
     ],

@@ -6,11 +6,13 @@ token t + 1. Further draft positions use the layer's own output in place of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import nn
 
-from engine.drafters.base import DETERMINISTIC, Drafts, TargetOutputs
+from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutputs
 from engine.drafters.draft_forward import DraftSpan
 from engine.models.decoder import Layer, RMSNorm
 from engine.models.ops import PLAIN
@@ -27,10 +29,10 @@ class ToyDrafter(nn.Module):
         shape = target.config
         torch.manual_seed(3)
         self.depth, self.width, self.ranked = depth, width, ranked
-        self.needs = TargetOutputs(hidden_layers=(shape.num_layers,), kv_layers=1)
+        self.needs = TargetOutputs((shape.num_layers,), layers=DraftLayers(replace(shape, num_layers=1)))
         self.model = [target.model]  # in a list, so that it is not registered as a submodule
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layer = Layer(shape, shape.num_layers)
+        self.layer = Layer(shape, 0)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.last = {}
         """Last position with a hidden state of the target, and that state, by sequence id."""
@@ -103,9 +105,10 @@ class ToyDrafter(nn.Module):
             chosen = sampled.tokens.clone()
             is_sampled = [candidate for candidate in range(self.width) if candidate not in self.ranked]
             chosen[:, is_sampled] = sampled.tokens[:, : len(is_sampled)]
-            chosen[:, list(self.ranked)] = sampled.q.topk(self.width, dim=1).indices[:, list(self.ranked)]
+            chosen[:, list(self.ranked)] = logits.topk(self.width, dim=1).indices[:, list(self.ranked)]
             candidates.append(chosen)
-            distributions.append(sampled.q)
+            if sampled.q is not None:
+                distributions.append(sampled.q)
             all_logits.append(logits)
             has_q = sampled.has_q
             tokens = chosen[:, 0]
@@ -114,10 +117,10 @@ class ToyDrafter(nn.Module):
             (each.tokens.copy(), path, [logits[index] for logits in all_logits])
             for index, (each, path) in enumerate(zip(sequences, paths, strict=True))
         ]
-        return self.drafts(plan, entries, torch.stack(candidates, 1), torch.cat(distributions), has_q)
+        return self.drafts(plan, entries, torch.stack(candidates, 1), distributions, has_q)
 
     def drafts(self, plan, entries, candidates, q, has_q):
-        """candidates: [n, depth, width]. q: [depth * n, V]."""
+        """candidates: [n, depth, width]. q: depth distributions [n, V], or none."""
         count, depth, width = candidates.shape
         size = depth * width
         own_parents = np.repeat(np.arange(depth) * width - width, width).clip(ROOT).astype(np.int32)
@@ -132,7 +135,7 @@ class ToyDrafter(nn.Module):
             np.zeros(count * size, np.uint8),
             offsets_of(lengths),
         )
-        return Drafts(batch, q, rows.reshape(-1).astype(np.int32))
+        return Drafts(batch, torch.cat(q) if q else None, rows.reshape(-1).astype(np.int32))
 
     def finish(self, sequence, learn):
         self.last.pop(sequence.sequence_id, None)

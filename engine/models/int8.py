@@ -1,0 +1,45 @@
+"""Weight-only int8 quantization of a decoder, symmetric and per output channel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.models.decoder import Decoder
+
+LARGEST = 127
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with int8 weights and one scale per output channel."""
+
+    weight: Tensor
+    """int8 [out, in]."""
+    scale: Tensor
+    """float [out]."""
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight: float [out, in]."""
+        super().__init__()
+        scale = (weight.abs().amax(dim=1) / LARGEST).clamp(min=torch.finfo(weight.dtype).tiny)
+        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [N, in] to [N, out]."""
+        product = F.linear(hidden, self.weight.to(hidden.dtype)) * self.scale
+        return product if self.bias is None else product + self.bias
+
+
+def quantize_int8(decoder: Decoder) -> Decoder:
+    """Replace the linear layers of a decoder one by one; the result can neither be trained nor saved."""
+    for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:
+        for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
+            plain = parent.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
+            bias = None if plain.bias is None else plain.bias.detach()
+            setattr(parent, name, Int8Linear(plain.weight.detach(), bias))
+    return decoder

@@ -1,0 +1,179 @@
+"""Drafters that run a network once per position, with random weights: outputs, and drafts against the naive twin."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.drafters import autoregressive
+from engine.drafters.autoregressive import AutoregressiveDrafter
+from engine.drafters.none import NoDrafter
+from engine.drafters.slots import SlotWriter
+from engine.engine import build_engine
+from engine.scheduling.pages import PagePool
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.drafters.heads import HEADS, make_head, naive_logits
+
+CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=13, page_size=16, kv_memory_mib=1)
+TOLERANCE = 2e-3
+
+
+def requests(temperature, count=8):
+    """Prompts with shared prefixes, some longer than a chunk, and settings that change the distribution."""
+    rng = np.random.default_rng(2)
+    stem = rng.integers(1, 60, 70)
+    asked = []
+    for index in range(count):
+        prompt = np.concatenate((stem[: 16 * rng.integers(0, 5)], rng.integers(1, 60, rng.integers(1, 40))))
+        sampling = SamplingParams(
+            max_tokens=24,
+            temperature=temperature,
+            seed=index,
+            top_k=int(rng.choice([0, 8])),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            ignore_eos=True,
+        )
+        asked.append(Request(prompt.astype(np.uint32), sampling))
+    return asked
+
+
+class Recorder:
+    """Records the logits from which draft tokens are sampled."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        self._sample = autoregressive.sample_drafts
+        monkeypatch.setattr(autoregressive, "sample_drafts", self)
+
+    def __call__(self, sequences, paths, logits, count):
+        for sequence, path, row in zip(sequences, paths, logits, strict=True):
+            self.calls.append((sequence.tokens.copy(), path, row.clone()))
+        return self._sample(sequences, paths, logits, count)
+
+    def largest_difference(self, head, target, count=60):
+        """Largest relative difference between recorded logits and those of the naive twin, for some of the calls."""
+        differences = []
+        for text, path, row in self.calls[:: max(1, len(self.calls) // count)]:
+            expected = naive_logits(head, target, text, path)[-1]
+            found = row if head.draft_vocabulary is None else row[head.draft_vocabulary]
+            differences.append(float((expected - found).abs().max() / expected.abs().max()))
+        return max(differences)
+
+
+def run(model, config, asked, kind, *, pages=None, has_trees=False, depth=4):
+    head = make_head(kind, model)
+    drafter = AutoregressiveDrafter(head, depth=depth, has_trees=has_trees, source=2)
+    engine = build_engine(model, config, drafter)
+    if pages is not None:
+        engine.scheduler = Scheduler(config, PagePool(pages, config.page_size))
+    completions = engine.generate(asked)
+    engine.scheduler.check_integrity()
+    return head, engine, completions
+
+
+def tokens_of(completions):
+    return [each.tokens.tolist() for each in completions]
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", HEADS)
+def test_exact_outputs_equal_plain_decoding(model, monkeypatch, kind, temperature, has_trees):
+    recorder = Recorder(monkeypatch)
+    asked = requests(temperature)
+    config = replace(CONFIG, draft_shape="tree" if has_trees else "path")
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    head, _, completions = run(model, config, asked, kind, has_trees=has_trees)
+    assert tokens_of(completions) == tokens_of(plain)
+    assert sum(each.drafted for each in completions) > 100
+    assert sum(each.accepted for each in completions) > 0 or temperature == 0
+    assert any(each.cached_tokens for each in completions)
+    assert max(len(path) for _, path, _ in recorder.calls) == 3
+    assert recorder.largest_difference(head, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_slots_survive_preemption(model, monkeypatch, kind):
+    """Preempted sequences find their own and others' pages in the prefix cache when they continue."""
+    recorder = Recorder(monkeypatch)
+    asked = requests(0.8)
+    config = replace(CONFIG, watermark=0.0)
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    head, engine, completions = run(model, config, asked, kind, pages=9)
+    assert engine.scheduler.preemptions > 0
+    assert tokens_of(completions) == tokens_of(plain)
+    assert recorder.largest_difference(head, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+@pytest.mark.parametrize("kind", ["mtp", "draft-model"])
+def test_drafts_are_verified_by_rejection(model, monkeypatch, kind, has_trees):
+    recorder = Recorder(monkeypatch)
+    config = replace(CONFIG, draft_shape="tree" if has_trees else "path", verification="rejection")
+    head, _, completions = run(model, config, requests(0.8), kind, has_trees=has_trees)
+    plain = build_engine(model, config, NoDrafter()).generate(requests(0.8))
+    assert tokens_of(completions) != tokens_of(plain)
+    assert 0 < sum(each.accepted for each in completions) < sum(each.drafted for each in completions)
+    assert recorder.largest_difference(head, model) < TOLERANCE
+
+
+def test_a_copy_of_the_target_is_always_accepted(model):
+    """With the target's noise and keys, every draft token of a path equals the target's token."""
+    _, _, completions = run(model, CONFIG, requests(0.8), "self")
+    assert sum(each.accepted for each in completions) > 0.95 * sum(each.drafted for each in completions)
+
+
+def test_slots_of_accepted_draft_tokens_are_not_computed_again(model, monkeypatch):
+    """A draft model runs each committed token once if its drafts are accepted, except the last one of a draft."""
+    ran = []
+    write = SlotWriter._write
+
+    def counting(writer, spans):
+        ran.append(sum(span.end - span.slots.filled for span in spans))
+        return write(writer, spans)
+
+    monkeypatch.setattr(SlotWriter, "_write", counting)
+    torch.manual_seed(1)
+    head = HEADS["draft-model"](model)
+    head.model = model
+    head.config, head.num_layers = model.config, model.config.num_layers
+    drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=2)
+    asked = [Request(np.arange(1, 9, dtype=np.uint32), SamplingParams(max_tokens=30, ignore_eos=True))]
+    completions = build_engine(model, CONFIG, drafter).generate(asked)
+    assert completions[0].accepted > 0.9 * completions[0].drafted > 10
+    assert ran[0] == 9  # the prompt and the first token
+    assert max(ran[1:]) == 2  # the last draft token, which was not run before, and the bonus token
+
+
+def of_the_same_position(monkeypatch):
+    """Planted fault: pair token t with the hidden state of t instead of t - 1."""
+    advance = SlotWriter._advance
+
+    def shifted(writer, result):
+        if result.hidden is not None:
+            result.hidden = result.hidden.roll(-1, dims=0)
+        return advance(writer, result)
+
+    monkeypatch.setattr(SlotWriter, "_advance", shifted)
+
+
+def without_page_states(monkeypatch):
+    """Planted fault: after a prefix-cache hit, the preceding hidden state is missing."""
+    restarted = SlotWriter._restarted
+
+    def missing(writer, sequence, start):
+        writer._page_states.zero_()
+        return restarted(writer, sequence, start)
+
+    monkeypatch.setattr(SlotWriter, "_restarted", missing)
+
+
+@pytest.mark.parametrize("fault", [of_the_same_position, without_page_states])
+def test_planted_faults_are_caught(model, monkeypatch, fault):
+    recorder = Recorder(monkeypatch)
+    fault(monkeypatch)
+    head, _, _ = run(model, CONFIG, requests(0.8), "mtp")
+    assert recorder.largest_difference(head, model) > 10 * TOLERANCE
