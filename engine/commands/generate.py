@@ -11,40 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
-from engine.config import Verification
+from engine.commands.prompts import Prompt, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine, StepReport
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.draft_usage import draft_usage
-from engine.scheduling.request import Completion, Request, SamplingParams, parse_drafters
+from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.errors import UserError
 
-LINE_SETTINGS = {"drafter": str, "max_draft": int, "verification": str}
-"""Settings beside the prompt in a line of a .jsonl file, with their types. Other fields are ignored."""
 NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt, with the settings that its line of a .jsonl file has."""
-
-    content: str | list[int]
-    """Text, or token ids."""
-    drafters: frozenset[str] | None = None
-    """As in `Request`."""
-    max_draft: int | None = None
-    """As in `Request`."""
-    verification: Verification | None = None
-    """As in `SamplingParams`."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +80,12 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
         return [Prompt(text) for text in options.prompts]
     if options.path is None and sys.stdin.isatty():
         raise UserError(NO_PROMPT)
-    from_stdin = options.path is None or str(options.path) == "-"
-    text = _read_stdin() if from_stdin else _read_file(options.path or Path("-"))
-    # `splitlines` would also split at form feeds and Unicode separators.
-    lines = text.removesuffix("\n").split("\n")
-    if from_stdin:
-        prompts = [Prompt(text)] if text else []
-    elif options.path is not None and options.path.suffix == ".jsonl":
-        prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
-    else:
-        prompts = [Prompt(line) for line in lines if line.strip()]
-    if not prompts:
-        raise UserError(NO_PROMPT if from_stdin else f"{options.path} has no prompt; write one per line")
-    return prompts
+    if options.path is not None and str(options.path) != "-":
+        return read_prompt_file(options.path)
+    text = _read_stdin()
+    if not text:
+        raise UserError(NO_PROMPT)
+    return [Prompt(text)]
 
 
 def _read_stdin() -> str:
@@ -117,34 +93,6 @@ def _read_stdin() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as problem:
         raise UserError(f"cannot read stdin: {problem}") from None
-
-
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
-
-
-def _prompt_of_line(line: str, number: int) -> Prompt:
-    try:
-        record = json.loads(line)
-        content = record["prompt"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"line {number} is not a JSON object with a `prompt`") from None
-    is_ids = isinstance(content, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in content)
-    if not (is_ids or isinstance(content, str)):
-        raise UserError(f"line {number}: `prompt` must be text or a list of token ids")
-    for name, kind in LINE_SETTINGS.items():
-        if record.get(name) is not None and type(record[name]) is not kind:
-            raise UserError(f"line {number}: `{name}` must be {'text' if kind is str else 'a whole number'}")
-    drafter = record.get("drafter")
-    return Prompt(
-        content,
-        drafters=None if drafter is None else parse_drafters(drafter),
-        max_draft=record.get("max_draft"),
-        verification=record.get("verification"),
-    )
 
 
 def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
@@ -163,10 +111,8 @@ def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: Generate
 
 
 def _request(prompt: Prompt, tokenizer: Tokenizer, sampling: SamplingParams) -> Request:
-    content = prompt.content
-    tokens = tokenizer.encode(content) if isinstance(content, str) else np.array(content, np.uint32)
     sampling = replace(sampling, verification=prompt.verification)
-    return Request(tokens, sampling, drafters=prompt.drafters, max_draft=prompt.max_draft)
+    return Request(prompt.tokens(tokenizer), sampling, drafters=prompt.drafters, max_draft=prompt.max_draft)
 
 
 @contextmanager
