@@ -239,6 +239,15 @@ def test_a_head_loads_in_the_dtype_and_with_the_positions_of_the_target(tmp_path
     assert not any(parameter.requires_grad for parameter in head.parameters())
 
 
+def test_optional_tensors_are_recognised_by_their_names(tmp_path, model):
+    """Heads for Qwen3 are published with its `model_type` and without its norms of queries and keys."""
+    save_head(samples.eagle3(model, qkv_bias=True), tmp_path)
+    tensors, fields = published.read(tmp_path)
+    published.write(tmp_path, tensors, {**fields, "model_type": "qwen3", "attention_bias": False})
+    config = load_head("eagle3", tmp_path, model.config).config
+    assert (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias) == (False, True, False, False)
+
+
 def test_mimo_is_a_family(tmp_path):
     """MiMo is Qwen2 with MTP layers, which do not change its logits."""
     make_folder(tmp_path, family="qwen2", vary=0.3)
