@@ -155,10 +155,7 @@ class CombinedDrafter:
             self.skipping.learn(self._expected(entries, merged))
         for entry, one in zip(entries, merged, strict=True):
             self._merged[entry.sequence.sequence_id] = one
-        nodes = [
-            self._choose(entry, one, float(offered))
-            for entry, one, offered in zip(entries, merged, before, strict=True)
-        ]
+        nodes = [self._choose(*each) for each in zip(entries, merged, before.tolist(), strict=True)]
         return joint_drafts(merged, nodes, q)
 
     def observe(self, result: StepResult) -> None:
@@ -254,7 +251,8 @@ class CombinedDrafter:
         size = one.tree.size
         models = [number for number, part in enumerate(self.parts) if part.runs_model]
         prob = one.tree.probs[:size, models].max(axis=1, initial=-1.0)
-        path, at = [], ROOT
+        path: list[int] = []
+        at = ROOT
         while True:
             children = np.flatnonzero((one.tree.parents[:size] == at) & (prob >= 0))
             if not len(children):
@@ -308,16 +306,14 @@ def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:
 
 def joint_drafts(merged: SequenceOf[Merged], nodes: SequenceOf[np.ndarray], q: list[Tensor]) -> Drafts:
     """Return the chosen nodes of each tree as drafts; nodes: int64 [n] each, parents before their children."""
-    parents, rows = [], []
+    parents, rows, probs = [], [], []
     for one, chosen in zip(merged, nodes, strict=True):
         place = np.full(one.tree.size + 1, ROOT)
         place[chosen] = np.arange(len(chosen))
         parents.append(place[one.tree.parents[chosen]])
         rows.append(one.q_rows[chosen])
-    probs = [
-        np.empty(0) if one.found is None else one.found.accept_prob[chosen]
-        for one, chosen in zip(merged, nodes, strict=True)
-    ]
+        assert one.found is not None
+        probs.append(one.found.accept_prob[chosen])
     batch = DraftBatch(
         np.concatenate([one.tree.tokens[chosen] for one, chosen in zip(merged, nodes, strict=True)]).astype(np.uint32),
         np.concatenate(parents).astype(np.int32),
