@@ -97,5 +97,5 @@ def launch(
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
     return build_engine(
         model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
-        common=replace(COMMON_SAMPLING, **common), notify=notify,
+        common=replace(COMMON_SAMPLING, **common), notify=notify, drafters=options.drafters,
     )  # fmt: skip

@@ -45,6 +45,11 @@ class EngineOptions:
     config: EngineConfig
     """Other settings; its `draft_shape` is replaced by the field above."""
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Kinds of drafters that requests may choose from."""
+        return tuple(kind for kind in parse_kinds(self.drafter) if kind != "none")
+
     @classmethod
     def take(cls, given: dict[str, Any]) -> EngineOptions:
         """Remove the engine's options from the arguments of a command and return them. Raises UserError."""
