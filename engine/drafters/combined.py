@@ -48,6 +48,11 @@ class Part:
     runs_model: bool
     """Whether drafting takes forward passes."""
 
+    def may_draft_for(self, sequence: Sequence) -> bool:
+        """Whether the request allows this drafter."""
+        drafters = sequence.request.drafters
+        return drafters is None or self.kind in drafters
+
 
 class OwnDraft(NamedTuple):
     """The draft of one drafter for one sequence, k tokens."""
@@ -144,13 +149,13 @@ class CombinedDrafter:
         q: list[Tensor] = []
         for number, part in enumerate(self.parts):
             if not part.runs_model:
-                self._add(part.drafter.propose(plan), number, merged, q)
+                self._add(self._ask(part, plan), number, merged, q)
         before = self._expected(entries, merged)
         models = [number for number, part in enumerate(self.parts) if part.runs_model]
         if models and self.skipping.is_worth_models(plan, before):
             with self.skipping.timed():
                 for number in models:
-                    self._add(self.parts[number].drafter.propose(plan), number, merged, q)
+                    self._add(self._ask(self.parts[number], plan), number, merged, q)
             self._search_again(plan, merged)
             self.skipping.learn(self._expected(entries, merged))
         for entry, one in zip(entries, merged, strict=True):
@@ -183,6 +188,15 @@ class CombinedDrafter:
         """See `Drafter.close`."""
         for part in self.parts:
             part.drafter.close()
+
+    def _ask(self, part: Part, plan: StepPlan) -> Drafts:
+        """Return the drafts of one drafter, for the requests that allow it."""
+        entries = plan.producing
+        allowed = [index for index, entry in enumerate(entries) if part.may_draft_for(entry.sequence)]
+        if len(allowed) == len(entries):
+            return part.drafter.propose(plan)
+        drafts = part.drafter.propose(replace(plan, entries=[entries[index] for index in allowed]))
+        return replace(drafts, batch=drafts.batch.scatter(np.array(allowed, np.int64), len(entries)))
 
     def _add(self, drafts: Drafts, number: int, merged: list[Merged], q: list[Tensor]) -> None:
         """Add the drafts of one drafter."""
@@ -239,8 +253,11 @@ class CombinedDrafter:
                 (index, end)
                 for index, path in enumerate(paths)
                 for end in range(1, len(path) + 1)
-                if one_is_new(merged[index], path, end, number)
+                if merged[index].tree.probs[path[end - 1], number] < 0
+                and part.may_draft_for(plan.producing[index].sequence)
             ]
+            if not places:
+                continue
             runs = [merged[index].tree.tokens[paths[index][:end]].astype(np.uint32) for index, end in places]
             batch = part.drafter.draft_after(plan, [index for index, _ in places], runs)
             for row, (index, end) in enumerate(places):
@@ -285,11 +302,6 @@ class CombinedDrafter:
             q_rows=np.zeros(len(own.tokens), np.int32) if own.is_sampled else None,
         )
         return replace(result, plan=plan, kept=own.kept(result.tokens), hidden=hidden)
-
-
-def one_is_new(one: Merged, path: np.ndarray, end: int, number: int) -> bool:
-    """Whether the drafter `number` has not drafted the node at the end of a prefix of a path."""
-    return bool(one.tree.probs[path[end - 1], number] < 0)
 
 
 def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:

@@ -111,7 +111,7 @@ def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     def build(config: DrafterConfig, resources: Resources) -> AnyDrafter:
         from engine.drafters.model_kinds import build_model_drafter
 
-        return build_model_drafter(kind, config, resources)
+        return build_model_drafter(kind, config, resources.target, resources.draft_models.get(kind))
 
     return build
 
