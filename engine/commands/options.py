@@ -119,7 +119,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             callback=_drafter,
             metavar="KIND",
             default="ssd",
-            help=f"Drafter to use; A+B combines several. {describe_kinds()}; package.module:Class: a third-party drafter.",
+            help=f"Drafter to use; A+B combines them. {describe_kinds()}; package.module:Class: a third-party drafter.",
         ),
         click.option(
             "--drafter-option",
