@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import click
 
 from engine.config import EngineConfig, KvDtype, Verification
-from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds, single_kind
+from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds
 from engine.models.hub import find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
@@ -65,7 +65,8 @@ class EngineOptions:
 
 def _drafter(_context: click.Context, _option: click.Parameter, text: str) -> str:
     """Check the name of a drafter before anything is loaded. Raises UserError."""
-    return single_kind(text)
+    parse_kinds(text)
+    return text
 
 
 def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
@@ -157,7 +158,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             callback=_drafter,
             metavar="KIND",
             default="ssd",
-            help=f"Drafter to use. {describe_kinds()}; package.module:Class: a third-party drafter.",
+            help=f"Drafter to use; A+B combines them. {describe_kinds()}; package.module:Class: a third-party drafter.",
         ),
         click.option(
             "--drafter-option",

@@ -45,9 +45,9 @@ class AutoregressiveDrafter:
         has_trees: whether drafts may have branches. source: code of the draft tokens, see `engine.drafters.sources`.
         """
         self.head = head
-        layers = None
+        layers: tuple[DraftLayers, ...] = ()
         if not head.shares_target_cache:
-            layers = DraftLayers(replace(head.config, num_layers=head.num_layers), head.first_slot)
+            layers = (DraftLayers(replace(head.config, num_layers=head.num_layers), head.first_slot),)
         self.needs = TargetOutputs(hidden_layers=head.hidden_layers, layers=layers)
         self._depth = depth
         self._has_trees = has_trees

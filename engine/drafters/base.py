@@ -106,8 +106,8 @@ class TargetOutputs(NamedTuple):
     norm, 0 the embedding."""
     top_k: int = 0
     """Number of largest logits, with their tokens, for each verified row."""
-    layers: DraftLayers | None = None
-    """The drafter's own layers in the KV pages."""
+    layers: tuple[DraftLayers, ...] = ()
+    """The drafter's own layers in the KV pages; several groups if drafters are combined."""
     extra_rows: int = 0
     """Largest number of extra rows of a sequence in a step, see `ExtraRows`."""
 

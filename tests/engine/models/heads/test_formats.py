@@ -120,6 +120,7 @@ def test_eagle_heads_are_written_in_their_authors_format(tmp_path, model):
     assert fields["model_type"] == "llama"
     assert fields["num_hidden_layers"] == 2
     assert fields["qkv_bias"] is True
+    assert "bias" not in fields  # of attention, to vLLM and SGLang
 
 
 def test_eagle3_heads_are_written_in_their_authors_format(tmp_path, model):
@@ -226,6 +227,24 @@ def test_layers_of_eagle3_are_numbered_by_the_layer_that_a_state_enters(tmp_path
         del fields[name]
     published.write(tmp_path, tensors, {**fields, **given})
     assert load_head("eagle3", tmp_path, replace(model.config, num_layers=10)).hidden_layers == expected
+
+
+def test_a_copy_of_the_target_embedding_is_dropped(tmp_path, model):
+    """A copy that is being trained stays."""
+    head = samples.eagle(model, has_embedding=True)
+    head.attach(model)
+    assert head.embedding is not None
+    head.embedding.load_state_dict(model.embedding.state_dict())
+    save_head(head, tmp_path, dtype=torch.float32)
+    again = load_head("eagle", tmp_path, model.config)
+    assert again.embedding is not None
+    again.attach(model)
+    assert again.embedding is None
+    for left, right in zip(outputs(head, model, "eagle"), outputs(again, model, "eagle"), strict=True):
+        assert torch.equal(left, right)
+    head.embedding.requires_grad_(True)
+    head.attach(model)
+    assert head.embedding is not None
 
 
 def test_a_head_loads_in_the_dtype_and_with_the_positions_of_the_target(tmp_path, model):
