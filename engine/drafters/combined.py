@@ -198,15 +198,16 @@ class CombinedDrafter:
         drafts = part.drafter.propose(replace(plan, entries=[entries[index] for index in allowed]))
         return replace(drafts, batch=drafts.batch.scatter(np.array(allowed, np.int64), len(entries)))
 
-    def _add(self, drafts: Drafts, number: int, merged: list[Merged], q: list[Tensor]) -> None:
-        """Add the drafts of one drafter."""
+    def _add(self, drafts: Drafts, number: int, merged: SequenceOf[Merged | None], q: list[Tensor]) -> None:
+        """Add the drafts of one drafter; those of sequences without a tree are dropped."""
         q_rows = None
         if drafts.q is not None and drafts.q_rows is not None:
             first = sum(map(len, q))
             q_rows = np.where(drafts.q_rows == DETERMINISTIC, DETERMINISTIC, first + drafts.q_rows.astype(np.int64))
             q.append(drafts.q)
         for index, one in enumerate(merged):
-            one.add(drafts.batch, index, number, q_rows)
+            if one is not None:
+                one.add(drafts.batch, index, number, q_rows)
 
     def _expected(self, entries: SequenceOf[SequencePlan], merged: SequenceOf[Merged]) -> np.ndarray:
         """Evaluate the trees, and return the expected number of accepted tokens of each, float64 [B]."""

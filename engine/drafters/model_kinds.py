@@ -14,7 +14,7 @@ from engine.models.heads.formats import Head, check_head, load_head
 from engine.models.heads.medusa import MedusaHeads
 from engine.models.int8 import quantize_int8
 from engine.models.loader import load_config, load_model
-from engine.models.packed import pack
+from engine.models.packed import pack, pack_linears
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from ssd.errors import UserError
 
@@ -81,6 +81,7 @@ def _load(kind: str, target: TargetInfo, folder: Path | None) -> Head:
     else:
         folder = folder or default_folder(kind, target.folder)
         head = load_head(kind, folder, target.config, target_folder=target.folder, dtype=dtype, device=device)
+        pack_linears(head, next(head.parameters()))
     head.attach(target.model)
     return head
 

@@ -201,12 +201,14 @@ def build_drafter(
     draft_models: Mapping[str, Path] = MappingProxyType({}),
     address: str = DEFAULT_ADDRESS,
     warn: Callable[[str], None] = LOG.warning,
+    threshold: int | None = None,
 ) -> AnyDrafter:
     """Build the drafter that `name` selects.
 
     `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`, `address`
     and `warn`: see `Resources`. Raises UserError for an unknown name, a class that cannot be imported, weights that do
     not fit the target, or a drafter service that does not answer at `address` or serves another model.
+    `threshold`: combine by match length instead, see `engine.drafters.threshold`.
     """
     resources = Resources(target, draft_models, address, warn)
     kinds = parse_kinds(name)
@@ -217,8 +219,13 @@ def build_drafter(
     from engine.drafters.tokens import adapt
 
     parts = [Part(kind, adapt(drafter), _runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
+    has_trees = config.draft_shape == "tree"
     try:
-        return CombinedDrafter(parts, has_trees=config.draft_shape == "tree")
+        if threshold is not None:
+            from engine.drafters.threshold import ThresholdDrafter
+
+            return ThresholdDrafter(parts, has_trees=has_trees, threshold=threshold)
+        return CombinedDrafter(parts, has_trees=has_trees)
     except ValueError as problem:
         raise UserError(f"--drafter {name}: {problem}") from None
 

@@ -11,6 +11,7 @@ from engine.drafters.medusa import MedusaDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.none import NoDrafter
 from engine.drafters.sources import DraftSource
+from engine.drafters.threshold import ThresholdDrafter, own_match_length
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
@@ -108,3 +109,23 @@ def test_requests_choose_among_the_drafters(model):
         drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
         completions = build_engine(model, config, drafter, drafters=("ssd", "mtp")).generate(asked)
         assert {source for each in completions for source in each.by_source} == expected
+
+
+def test_a_threshold_chooses_between_the_drafts(model):
+    """Above the threshold all tokens come from the corpus, below it all from the network; outputs stay the same."""
+    asked = requests(0.0, count=4) + requests(0.0, count=4)
+    plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
+    for threshold, source in ((0, "corpus"), (1000, "mtp")):
+        parts = [make_part(kind, model, False) for kind in ("ssd", "mtp")]
+        drafter = ThresholdDrafter(parts, has_trees=False, threshold=threshold)
+        completions = build_engine(model, CONFIG, drafter).generate(asked)
+        assert tokens_of(completions) == tokens_of(plain)
+        assert source in {name for each in completions for name in each.by_source}
+        assert (source == "mtp") == all("corpus" not in each.by_source for each in completions)
+
+
+def test_match_within_the_text():
+    text = np.array([5, 6, 7, 8, 5, 6, 7], np.uint32)
+    assert own_match_length(text, 8) == 3
+    assert own_match_length(text, 2) == 2
+    assert own_match_length(np.array([1, 2, 3], np.uint32), 8) == 0
