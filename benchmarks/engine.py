@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
 from engine.commands.options import ATTENTIONS, DTYPES
-from engine.drafters.registry import KINDS, single_kind
+from engine.drafters.registry import KINDS, parse_kinds
 from ssd.errors import UserError
 
 COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
@@ -122,7 +122,8 @@ def shape_name(text: str) -> str:
 def drafter_name(text: str) -> str:
     """Check the name of a drafter."""
     try:
-        return single_kind(text)
+        parse_kinds(text)
+        return text
     except UserError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from None
 

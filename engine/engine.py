@@ -14,7 +14,7 @@ owners of the same pages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -62,6 +62,8 @@ class StepReport:
     """Durations of the stages."""
     is_ahead: bool = False
     """Whether the next step was launched before the results of this one were read."""
+    is_backing_off: bool = False
+    """Whether the drafter was not called because drafting did not pay recently."""
 
     @property
     def tokens(self) -> dict[int, np.ndarray]:
@@ -88,10 +90,12 @@ class Engine:
         budget: TokenBudget | None = None,
         graph: GraphExecutor | None = None,
         depth: InFlightDepth | None = None,
+        drafters: Collection[str] = (),
     ) -> None:
         """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `budget`: selects the
         draft tokens to verify; without it, all are verified. `graph`: runs steps in which no request needs the host;
         `executor` runs all others. `depth`: by default created from `config.in_flight`.
+        `drafters`: names of the loaded kinds, from which requests may choose.
         """
         self.model = model
         self._config = config
@@ -102,6 +106,7 @@ class Engine:
         self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows)
         self._decode = decode
         self._budget = budget
+        self._drafters = drafters
         self._in_flight: deque[InFlightStep] = deque()
         """Launched steps, the oldest first."""
         self._next_id = 0
@@ -131,6 +136,7 @@ class Engine:
         Raises UserError for a request that cannot run.
         """
         request.check(self.model)
+        request.check_drafting(self._drafters, self._config.max_draft)
         if request.sampling.stop and self._decode is None:
             raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
         longest = min(len(request.prompt) + request.sampling.max_tokens, self.model.max_positions)
@@ -257,7 +263,7 @@ class Engine:
         """Wait for a step, commit its tokens, and finish the sequences whose output ends."""
         result = step.result()
         watch.lap("verify")
-        report = StepReport()
+        report = StepReport(is_backing_off=result.plan.is_backing_off)
         ended: list[tuple[Sequence, Cut]] = []
         result.results = [each for each in result.results if each.plan.sequence.is_running]
         for each in result.results:
@@ -327,14 +333,16 @@ def build_engine(
     attention: str = "auto",
     common: SamplingParams = COMMON_SAMPLING,
     notify: Callable[[str], None] = lambda _: None,
+    drafters: Collection[str] = (),
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
     `decode`: the tokenizer's decoder, needed for stop strings. `has_budget`: measure the cost of steps for a few
     seconds and verify only draft tokens whose expected gain exceeds their cost; otherwise all are verified.
     `attention`: as in `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called
-    with a progress line before and after slow preparations. Raises UserError for an attention backend or KV cache dtype
-    that is not available, and for a drafter that cannot be bound to the model.
+    with a progress line before and after slow preparations. `drafters`: names of the kinds in `drafter`, from which
+    requests may choose. Raises UserError for an attention backend or KV cache dtype that is not available, and for a
+    drafter that cannot be bound to the model.
     """
     drafter = adapt(drafter)
     with _reported(drafter):
@@ -348,7 +356,8 @@ def build_engine(
             drafter.bind(executors.draft_forward)
     budget = None if executors.cost is None else TokenBudget(executors.cost)
     return Engine(
-        model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph
+        model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph,
+        drafters=drafters,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
-from ssd.outcomes import propose_after
+from ssd.outcomes import draft_after, propose_after
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Outcomes, Progress, check_verified
 
@@ -56,6 +56,15 @@ class SuffixDrafter(CorpusDrafter):
         """See `CorpusDrafter.propose_after` and `ssd.outcomes`."""
         rows = self._rows_of(outcomes.sequence_ids.tolist())
         return propose_after(outcomes, rows, self._sequences, self.stats, self._step)
+
+    def draft_after(self, progress: Progress) -> DraftBatch:
+        """Draft after K continuations of running sequences, as if they had been committed.
+
+        progress: the tokens of each continuation; several may belong to the same sequence, and `verified` must be 0.
+        Changes nothing that later drafts depend on. Raises ValueError as `draft`.
+        """
+        rows = np.array([self._rows_of([sequence_id])[0] for sequence_id in progress.sequence_ids.tolist()], np.int64)
+        return draft_after(progress, rows, self._sequences, self.stats, self._step)
 
     @property
     def own_bytes(self) -> int:

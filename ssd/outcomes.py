@@ -8,6 +8,7 @@ be produced.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,29 +27,50 @@ def propose_after(outcomes: Outcomes, rows: np.ndarray, sequences: Sequences, st
     An outcome has no draft where committing it would reorganize the sequence's index, about once in 256 tokens. Raises
     ValueError for more accepted tokens than the last draft had, or for tokens that are not a path.
     """
-    committed = _committed_tokens(outcomes, rows, sequences)
-    starts, counts = outcomes.offsets[:-1].astype(np.int64), np.diff(outcomes.offsets.astype(np.int64))
-    drafts = [DraftBatch.empty(1)] * len(committed)
-    for number in range(int(counts.max(initial=0))):
-        # One outcome of each sequence at a time, since all outcomes of a sequence use the same row.
-        at = (counts > number).nonzero()[0]
-        fits = [_fits(sequences, int(rows[index]), committed[starts[index] + number]) for index in at]
-        at = at[np.array(fits, bool)]
-        if not len(at):
-            continue
-        runs = [committed[starts[index] + number] for index in at]
-        progress = Progress(
-            sequence_ids=outcomes.sequence_ids[at],
-            tokens=np.concatenate(runs),
-            offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
-            verified=np.zeros(len(at), np.uint32),
-            max_draft=outcomes.max_draft[at],
-            cost=outcomes.cost,
+    bounds = outcomes.offsets.astype(np.int64)
+    owners = np.repeat(np.arange(len(rows)), bounds[1:] - bounds[:-1])
+    progress = Progress(
+        sequence_ids=outcomes.sequence_ids[owners],
+        **_concatenated(_committed_tokens(outcomes, rows, sequences)),
+        verified=np.zeros(len(owners), np.uint32),
+        max_draft=outcomes.max_draft[owners],
+        cost=outcomes.cost,
+    )
+    return draft_after(progress, rows[owners], sequences, stats, step)
+
+
+def draft_after(progress: Progress, rows: np.ndarray, sequences: Sequences, stats: Stats, step: Step) -> DraftBatch:
+    """Draft after each of K continuations; several may belong to the same sequence.
+
+    progress: the tokens of each continuation, as if they had been committed. rows: int64 [K]. A continuation has no
+    draft where committing it would reorganize the sequence's index.
+    """
+    bounds = progress.offsets.tolist()
+    runs = [progress.tokens[start:end] for start, end in pairwise(bounds)]
+    drafts = [DraftBatch.empty(1)] * len(rows)
+    left = np.array([_fits(sequences, int(row), run) for row, run in zip(rows, runs, strict=True)], bool)
+    while left.any():
+        # One continuation of each sequence at a time, since all of a sequence use the same row.
+        waiting = left.nonzero()[0]
+        at = waiting[np.unique(rows[waiting], return_index=True)[1]]
+        left[at] = False
+        part = Progress(
+            sequence_ids=progress.sequence_ids[at],
+            **_concatenated([runs[index] for index in at]),
+            verified=progress.verified[at],
+            max_draft=progress.max_draft[at],
+            cost=progress.cost,
         )
-        batch = _step_and_restore(rows[at], progress, sequences, stats, step)
+        batch = _step_and_restore(rows[at], part, sequences, stats, step)
         for place, index in enumerate(at):
-            drafts[starts[index] + number] = _only(batch, place)
+            drafts[index] = _only(batch, place)
     return DraftBatch.concatenate(drafts) if drafts else DraftBatch.empty(0)
+
+
+def _concatenated(runs: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the fields `tokens` and `offsets` of `Progress` for runs of tokens."""
+    offsets = offsets_of(np.array([len(run) for run in runs], np.uint32))
+    return {"tokens": np.concatenate([*runs, np.empty(0, np.uint32)]), "offsets": offsets}
 
 
 def _committed_tokens(outcomes: Outcomes, rows: np.ndarray, sequences: Sequences) -> list[np.ndarray]:

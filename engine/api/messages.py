@@ -115,6 +115,8 @@ class EngineStats:
     preemptions: int = 0
     steps: int = 0
     """Engine steps."""
+    backoff_steps: int = 0
+    """Engine steps in which the drafter was not called because drafting did not pay recently."""
     steps_by_tokens: tuple[int, ...] = ()
     """Number of steps by the prompt and output tokens that they completed: one entry per bound in
     `STEP_TOKEN_BOUNDS`, then one for all larger steps. Not cumulative."""

@@ -50,9 +50,12 @@ class ResponseCache:
 
 
 def _key(request: Request) -> tuple[object, ...]:
-    """Return everything that the output depends on, and the salt, which isolates tenants from each other."""
+    """Return everything that the output depends on, and the salt, which isolates tenants from each other.
+
+    Accepted drafts change the output in rejection mode.
+    """
     sampling = request.sampling if request.sampling.is_sampled else replace(request.sampling, seed=0)
-    return request.salt, request.prompt.tobytes(), repr(astuple(sampling))
+    return request.salt, request.prompt.tobytes(), repr(astuple(sampling)), request.drafters, request.max_draft
 
 
 def _prompt_tokens(key: tuple[object, ...]) -> int:

@@ -96,8 +96,10 @@ class SamplingFields(UnsupportedFields):
     """OpenAI's name for the end user. Requests share cached pages only with requests of the same user."""
     learn: bool = True
     """Whether the drafter may remember the output."""
+    drafter: str | None = None
+    """Drafters to use, among those that the server has loaded: one, several joined by +, or `none`; None: all."""
     max_draft: Annotated[int, Field(ge=0)] | None = None
-    """Largest number of draft tokens per step; 0: no drafts."""
+    """Largest number of draft tokens per step, 0 (no drafts) to the server's --max-draft; None: the latter."""
     verification: Literal["exact", "rejection"] | None = None
     """How drafts are verified when sampling; None: the server's setting."""
     return_drafted: bool = False

@@ -23,7 +23,7 @@ from engine.models.chat import ChatPrompts
 from engine.models.detokenize import Decode
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Request, SamplingParams, parse_drafters
 
 DEFAULT_MAX_TOKENS = 16
 """Limit of a completion that does not set one, as in OpenAI's API."""
@@ -153,6 +153,7 @@ class Service:
                 ),
                 learn=body.learn and body.max_tokens != 0,
                 salt=body.user or "",
+                drafters=None if body.drafter is None else parse_drafters(body.drafter),
                 max_draft=body.max_draft,
             )
             for index in range(body.n)

@@ -43,6 +43,7 @@ class EngineTotals:
     def step_finished(self, report: StepReport) -> None:
         """Count one engine step."""
         self._stats.steps += 1
+        self._stats.backoff_steps += report.is_backing_off
         step_tokens = 0
         drafts: list[SequenceResult] = []
         for result in report.results:

@@ -11,22 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
+from engine.commands.prompts import Prompt, read_prompt_file
+from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine, StepReport
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.sampling.seeds import sample_seed
+from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.errors import UserError
-
-Prompt = str | list[int]
-"""Text, or token ids."""
 
 NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"
 
@@ -51,9 +50,9 @@ def run_generate(options: GenerateOptions) -> None:
     sampling = options.sampling
     if options.output is None and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         raise UserError("log-probabilities are written to --output; give a file, or - for stdout")
-    model = load(options.engine)
     tokenizer = Tokenizer(options.engine.model)
     requests = _requests(prompts, tokenizer, options)
+    model = load(options.engine)
     console = Console(stderr=True, highlight=False)
     engine = launch(
         model,
@@ -78,22 +77,15 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     if options.prompts and options.path:
         raise UserError("give prompts either as arguments or with --file, not both")
     if options.prompts:
-        return list(options.prompts)
+        return [Prompt(text) for text in options.prompts]
     if options.path is None and sys.stdin.isatty():
         raise UserError(NO_PROMPT)
-    from_stdin = options.path is None or str(options.path) == "-"
-    text = _read_stdin() if from_stdin else _read_file(options.path or Path("-"))
-    # `splitlines` would also split at form feeds and Unicode separators.
-    lines = text.removesuffix("\n").split("\n")
-    if from_stdin:
-        prompts: list[Prompt] = [text] if text else []
-    elif options.path is not None and options.path.suffix == ".jsonl":
-        prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
-    else:
-        prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise UserError(NO_PROMPT if from_stdin else f"{options.path} has no prompt; write one per line")
-    return prompts
+    if options.path is not None and str(options.path) != "-":
+        return read_prompt_file(options.path)
+    text = _read_stdin()
+    if not text:
+        raise UserError(NO_PROMPT)
+    return [Prompt(text)]
 
 
 def _read_stdin() -> str:
@@ -103,38 +95,24 @@ def _read_stdin() -> str:
         raise UserError(f"cannot read stdin: {problem}") from None
 
 
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
-
-
-def _prompt_of_line(line: str, number: int) -> Prompt:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"line {number} is not a JSON object with a `prompt`") from None
-    if isinstance(prompt, str):
-        return prompt
-    is_ids = isinstance(prompt, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in prompt)
-    if not is_ids:
-        raise UserError(f"line {number}: `prompt` must be text or a list of token ids")
-    return list(prompt)
-
-
 def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
     """Return a request per sample of each prompt. Repeated prompts have different seeds."""
     requests = []
     for index, prompt in enumerate(prompts):
         seed = options.sampling.seed + index
         with _prefix_errors(index + 1):
-            tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.uint32)
+            request = _request(prompt, tokenizer, options.sampling)
+            request.check_drafting(options.engine.drafters, options.engine.config.max_draft)
         requests += [
-            Request(tokens, replace(options.sampling, seed=sample_seed(seed, sample)))
+            replace(request, sampling=replace(request.sampling, seed=sample_seed(seed, sample)))
             for sample in range(options.samples)
         ]
     return requests
+
+
+def _request(prompt: Prompt, tokenizer: Tokenizer, sampling: SamplingParams) -> Request:
+    sampling = replace(sampling, verification=prompt.verification)
+    return Request(prompt.tokens(tokenizer), sampling, drafters=prompt.drafters, max_draft=prompt.max_draft)
 
 
 @contextmanager
@@ -169,12 +147,19 @@ def _print_summary(completions: Sequence[Completion], seconds: float, drafter: s
     steps = sum(completion.steps for completion in completions)
     drafted = sum(completion.drafted for completion in completions)
     accepted = sum(completion.accepted for completion in completions)
+    by_source = sum_by_name(completion.by_source for completion in completions)
     console.print(
         f"{_count(len(completions), 'output')}, {_count(tokens, 'token')} in {seconds:.2f} s: "
         f"{tokens / seconds:,.0f} tokens/s, "
-        f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {drafted:,} drafted, {accepted:,} accepted"
-        + (f" ({accepted / drafted:.0%})" if drafted else "")
+        f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {_acceptance(DraftCounts(drafted, accepted))}"
     )
+    if len(by_source) > 1:
+        console.print("by source: " + "; ".join(f"{name}: {_acceptance(each)}" for name, each in by_source.items()))
+
+
+def _acceptance(counts: DraftCounts) -> str:
+    share = f" ({counts.accepted / counts.drafted:.0%})" if counts.drafted else ""
+    return f"{counts.drafted:,} drafted, {counts.accepted:,} accepted{share}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -223,11 +208,12 @@ class CompletionWriter:
         line = {
             "index": prompt,
             "sample": sample,
-            "prompt": self._prompts[prompt],
+            "prompt": self._prompts[prompt].content,
             "completion": self._text(index),
             "tokens": completion.tokens.tolist(),
             "finish_reason": completion.finish_reason.value,
             "stop_reason": completion.stop_reason,
+            "draft": draft_usage([completion]),
         }
         if completion.logprobs is not None:
             line["logprobs"] = _as_json(completion.logprobs)
@@ -245,7 +231,7 @@ class CompletionWriter:
         del self._waiting[index]
 
     def _print(self, index: int) -> None:
-        prompt = self._prompts[index // self._samples]
+        prompt = self._prompts[index // self._samples].content
         shown = prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
         sys.stdout.write(f"{shown}{self._text(index)}\n")
         if len(self._requests) > 1:

@@ -73,10 +73,12 @@ def launch(
     options: EngineOptions,
     warn: Callable[[str], None],
     notify: Callable[[str], None],
+    *,
+    verifies_all: bool = False,
 ) -> Engine:
     """Build the engine around a loaded model. `warn`: as in `build_drafter`. `notify`: as in `build_engine`.
 
-    Raises UserError.
+    `verifies_all`: verify all draft tokens, even if that takes more time than it saves. Raises UserError.
     """
     may_draft = options.drafter != "none" and options.config.max_draft > 0
     shape = options.draft_shape
@@ -96,6 +98,7 @@ def launch(
     # Requests with a penalty run in the eager executor, so no graph is captured for them.
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
     return build_engine(
-        model, config, drafter, tokenizer.decode, has_budget=may_draft, attention=options.attention,
-        common=replace(COMMON_SAMPLING, **common), notify=notify,
+        model, config, drafter, tokenizer.decode,
+        has_budget=may_draft and not verifies_all, attention=options.attention,
+        common=replace(COMMON_SAMPLING, **common), notify=notify, drafters=options.drafters,
     )  # fmt: skip

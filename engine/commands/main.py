@@ -27,7 +27,8 @@ def cli() -> None:
     "--file",
     "path",
     type=click.Path(path_type=Path),
-    help="File with one prompt per line, in a .jsonl file as objects with a `prompt`; - is one prompt from stdin.",
+    help="File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a "
+    "`prompt` and, if wanted, `drafter` (one that is loaded, or none), `max_draft` and `verification`.",
 )
 @engine_options(max_sequences=16)
 @sampling_options

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import click
 
 from engine.config import EngineConfig, KvDtype, Verification
-from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds, single_kind
+from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds
 from engine.models.hub import find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
@@ -45,6 +45,11 @@ class EngineOptions:
     config: EngineConfig
     """Other settings; its `draft_shape` is replaced by the field above."""
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Kinds of drafters that requests may choose from."""
+        return tuple(kind for kind in parse_kinds(self.drafter) if kind != "none")
+
     @classmethod
     def take(cls, given: dict[str, Any]) -> EngineOptions:
         """Remove the engine's options from the arguments of a command and return them. Raises UserError."""
@@ -60,7 +65,8 @@ class EngineOptions:
 
 def _drafter(_context: click.Context, _option: click.Parameter, text: str) -> str:
     """Check the name of a drafter before anything is loaded. Raises UserError."""
-    return single_kind(text)
+    parse_kinds(text)
+    return text
 
 
 def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
@@ -89,31 +95,70 @@ def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, .
     return pairs
 
 
+MODEL_OPTIONS = (
+    click.option(
+        "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
+    ),
+    click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one."),
+    click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default="auto",
+        help="Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU.",
+    ),
+    click.option(
+        "--attention",
+        type=click.Choice(ATTENTIONS),
+        default="auto",
+        help="Attention kernels; auto: flashinfer on a GPU that supports it, else plain.",
+    ),
+    click.option(
+        "--draft-model",
+        "draft_models",
+        multiple=True,
+        metavar="[KIND=]FOLDER",
+        help="Folder or hub name of the drafter's weights; with KIND= for one of several drafters.  "
+        "[default: those in the model's folder, or trained for the shipped model]",
+    ),
+    click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
+    click.option(
+        "--kv-memory",
+        "kv_memory_mib",
+        type=click.IntRange(min=1),
+        default=256,
+        metavar="MIB",
+        help="Memory for the KV cache.",
+    ),
+    click.option(
+        "--kv-dtype",
+        type=click.Choice(get_args(KvDtype)),
+        default="auto",
+        help="Type of the KV cache; auto: the model's; fp8: twice the tokens, less precise, needs flashinfer.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        help="CPU threads, at most 4 per processor.  [default: PyTorch's choice]",
+    ),
+)
+"""Options for the model, the weights of drafters, and the device."""
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `MODEL_OPTIONS` to a command."""
+    return _adding(MODEL_OPTIONS)(command)
+
+
 def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that adds the engine's options to a command; `max_sequences`: default of that option."""
     options = (
-        click.option(
-            "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
-        ),
-        click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one."),
-        click.option(
-            "--dtype",
-            type=click.Choice(DTYPES),
-            default="auto",
-            help="Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU.",
-        ),
-        click.option(
-            "--attention",
-            type=click.Choice(ATTENTIONS),
-            default="auto",
-            help="Attention kernels; auto: flashinfer on a GPU that supports it, else plain.",
-        ),
+        *MODEL_OPTIONS,
         click.option(
             "--drafter",
             callback=_drafter,
             metavar="KIND",
             default="ssd",
-            help=f"Drafter to use. {describe_kinds()}; package.module:Class: a third-party drafter.",
+            help=f"Drafter to use; A+B combines them. {describe_kinds()}; package.module:Class: a third-party drafter.",
         ),
         click.option(
             "--drafter-option",
@@ -123,15 +168,6 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             callback=_pairs,
             help="Setting of the drafter; may be given again.",
         ),
-        click.option(
-            "--draft-model",
-            "draft_models",
-            multiple=True,
-            metavar="[KIND=]FOLDER",
-            help="Folder or hub name of the drafter's weights; with KIND= for one of several drafters.  "
-            "[default: those in the model's folder, or trained for the shipped model]",
-        ),
-        click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
         click.option(
             "--max-draft",
             type=click.IntRange(0, MAX_DRAFT),
@@ -159,20 +195,6 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             help="Maximum number of requests that run at the same time; more wait.",
         ),
         click.option(
-            "--kv-memory",
-            "kv_memory_mib",
-            type=click.IntRange(min=1),
-            default=256,
-            metavar="MIB",
-            help="Memory for the KV cache.",
-        ),
-        click.option(
-            "--kv-dtype",
-            type=click.Choice(get_args(KvDtype)),
-            default="auto",
-            help="Type of the KV cache; auto: the model's; fp8: twice the tokens, less precise, needs flashinfer.",
-        ),
-        click.option(
             "--prefix-cache/--no-prefix-cache",
             default=True,
             help="Compute shared prefixes of prompts only once.",
@@ -182,11 +204,6 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             type=click.IntRange(0, 1),
             hidden=True,
             help="Number of steps in flight while the next one is planned, instead of deciding at run time.",
-        ),
-        click.option(
-            "--threads",
-            type=click.IntRange(min=1),
-            help="CPU threads, at most 4 per processor.  [default: PyTorch's choice]",
         ),
     )
 

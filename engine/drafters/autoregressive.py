@@ -45,9 +45,9 @@ class AutoregressiveDrafter:
         has_trees: whether drafts may have branches. source: code of the draft tokens, see `engine.drafters.sources`.
         """
         self.head = head
-        layers = None
+        layers: tuple[DraftLayers, ...] = ()
         if not head.shares_target_cache:
-            layers = DraftLayers(replace(head.config, num_layers=head.num_layers), head.first_slot)
+            layers = (DraftLayers(replace(head.config, num_layers=head.num_layers), head.first_slot),)
         self.needs = TargetOutputs(hidden_layers=head.hidden_layers, layers=layers)
         self._depth = depth
         self._has_trees = has_trees
@@ -159,7 +159,10 @@ class Growth:
         owner, node, path_prob, _, hidden = self._frontier
         logits = target_logits(self._head, hidden)
         sequences = [self._sequences[index] for index in owner.tolist()]
-        paths = [self.pool.path_to(each) for each in node.tolist()]
+        if any(sequence.request.sampling.adjusts for sequence in sequences):
+            paths = [self.pool.path_to(each) for each in node.tolist()]
+        else:
+            paths = [np.empty(depth - 1, np.uint32)] * len(sequences)  # Only their lengths matter.
         count = int(self._branches[owner].max())
         sampled = sample_drafts(sequences, paths, logits, count)
         exists = sampled.is_possible.cpu().numpy() & (np.arange(count) < self._branches[owner, None])

@@ -14,7 +14,8 @@ Order of calls, all of them from the thread that runs the engine:
     bind(forward)            once, after the KV cache exists, if the drafter has this method
     start(sequence)          once per sequence, before its first step; not again after a preemption
     propose(plan)            at most once per step, before the target's forward pass, for the entries of
-                             `plan.producing`; not called in steps in which drafting does not pay
+                             `plan.producing`, which excludes requests without drafts (`Request.is_drafted`); not called
+                             in steps in which drafting does not pay
     observe(result)          after every step, once its tokens are committed
     finish(sequence, learn)  once per sequence, after `observe` of its last step, or between steps if it is cancelled
     close()                  once
@@ -65,12 +66,12 @@ the last slot of every page, indexed by page.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from ssd.types import DraftBatch
+from ssd.types import DraftBatch, offsets_of
 
 if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
     from pathlib import Path
@@ -105,8 +106,8 @@ class TargetOutputs(NamedTuple):
     norm, 0 the embedding."""
     top_k: int = 0
     """Number of largest logits, with their tokens, for each verified row."""
-    layers: DraftLayers | None = None
-    """The drafter's own layers in the KV pages."""
+    layers: tuple[DraftLayers, ...] = ()
+    """The drafter's own layers in the KV pages; several groups if drafters are combined."""
     extra_rows: int = 0
     """Largest number of extra rows of a sequence in a step, see `ExtraRows`."""
 
@@ -179,6 +180,12 @@ class ExtraRows:
     offsets: np.ndarray
     """uint32 [B + 1]: sequence i has the extra rows `offsets[i]` up to `offsets[i + 1]`."""
 
+    def scatter(self, indices: np.ndarray, count: int) -> ExtraRows:
+        """See `Drafts.scatter`."""
+        lengths = np.zeros(count, np.uint32)
+        lengths[indices] = np.diff(self.offsets)
+        return replace(self, offsets=offsets_of(lengths))
+
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
@@ -197,6 +204,11 @@ class Drafts:
     def empty(cls, sequences: int) -> Drafts:
         """Return no draft for any of `sequences`."""
         return cls(DraftBatch.empty(sequences))
+
+    def scatter(self, indices: np.ndarray, count: int) -> Drafts:
+        """Return drafts for `count` sequences: these at ascending `indices`, int64 [B], and none for the others."""
+        extra = None if self.extra is None else self.extra.scatter(indices, count)
+        return replace(self, batch=self.batch.scatter(indices, count), extra=extra)
 
 
 class Drafter(Protocol):

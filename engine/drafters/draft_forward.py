@@ -45,17 +45,18 @@ class DraftForward:
 
     def __init__(
         self,
-        own: Attention | None,
+        own: tuple[Attention, ...],
         target: Attention,
         pages: PagePool,
         device: torch.device,
         ops: Ops = PLAIN,
     ) -> None:
-        """own: attention of the drafter's layers, None if it has none. target: attention of the target's layers."""
+        """own: attention of each group of the drafter's layers. target: attention of the target's layers."""
         self.ops = ops
         self.device = device
         self.page_count = pages.count
         self.page_size = pages.page_size
+        self._pages = pages
         self._own = own
         self._target = target
 
@@ -64,12 +65,16 @@ class DraftForward:
         """Whether spans may begin within a draft tree."""
         return self._target.runs_tree_parts
 
+    def part(self, groups: slice) -> DraftForward:
+        """Return access to some of the groups of layers, for one of several combined drafters."""
+        return DraftForward(self._own[groups], self._target, self._pages, self.device, self.ops)
+
     def begin(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
         """Prepare a batch of spans on the drafter's layers. Each row attends to itself and to all earlier slots of its
         sequence, or in a tree to its ancestors.
         """
-        assert self._own is not None, "the drafter declared no layers"
-        return self._begin(self._own, spans)
+        assert len(self._own) == 1, "the drafter declared one group of layers"
+        return self._begin(self._own[0], spans)
 
     def begin_on_target(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
         """Prepare a batch of spans on the target's layers, whose keys and values the target's next step overwrites."""

@@ -14,28 +14,28 @@ from engine.models.heads.formats import Head, check_head, load_head
 from engine.models.heads.medusa import MedusaHeads
 from engine.models.int8 import quantize_int8
 from engine.models.loader import load_config, load_model
-from engine.models.packed import pack
+from engine.models.packed import pack, pack_linears
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
     from engine.drafters.base import Drafter, TargetInfo
-    from engine.drafters.registry import Resources
     from ssd.config import DrafterConfig
 
 DEFAULT_DEPTH = 5
 """Largest number of draft positions; where the acceptance is low, fewer are drafted."""
 
 
-def build_model_drafter(kind: str, config: DrafterConfig, resources: Resources) -> Drafter:
-    """Return a drafter that runs a network; `kind`: one of the kinds with `Kind.runs_model`.
+def build_model_drafter(kind: str, config: DrafterConfig, target: TargetInfo | None, folder: Path | None) -> Drafter:
+    """Return a drafter that runs a network.
 
-    Raises ValueError without a target or for an invalid option, UserError for a folder that cannot be used.
+    kind: one of the kinds with `Kind.runs_model`. folder: of its weights, None for the default of the kind. Raises
+    ValueError without a target or for an invalid option, UserError for a folder that cannot be used.
     """
-    if resources.target is None or resources.target.folder is None:
+    if target is None or target.folder is None:
         raise ValueError("it needs the target's model and folder")
     depth = _depth(config)
-    head = _load(kind, resources.target, resources.draft_models.get(kind))
+    head = _load(kind, target, folder)
     has_trees = config.draft_shape == "tree"
     source = DraftSource[kind.replace("-", "_").upper()]
     if isinstance(head, MedusaHeads):
@@ -81,6 +81,7 @@ def _load(kind: str, target: TargetInfo, folder: Path | None) -> Head:
     else:
         folder = folder or default_folder(kind, target.folder)
         head = load_head(kind, folder, target.config, target_folder=target.folder, dtype=dtype, device=device)
+        pack_linears(head, next(head.parameters()))
     head.attach(target.model)
     return head
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -40,3 +40,10 @@ class OutcomeTable:
             accept_prob=np.zeros((sequences, outcomes, width), np.float32),
             source=np.zeros((sequences, outcomes, width), np.uint8),
         )
+
+    def scatter(self, indices: np.ndarray, count: int) -> OutcomeTable:
+        """Return a table of `count` sequences: these rows at `indices`, int64 [B], and unused entries elsewhere."""
+        table = OutcomeTable.empty(count, *self.tokens.shape[1:])
+        for array in fields(table):
+            getattr(table, array.name)[indices] = getattr(self, array.name)
+        return table

@@ -57,8 +57,10 @@ class Kind:
     help: str
     """Short description of what it drafts from."""
     build: Callable[[DrafterConfig, Resources], AnyDrafter]
-    has_options: bool = False
-    """Whether it reads `DrafterConfig`, so that the fields may be given as options."""
+    has_settings: bool = False
+    """Whether it reads the fields of `DrafterConfig`, so that they may be given as options."""
+    options: tuple[str, ...] = ()
+    """Further options, which it reads from `DrafterConfig.options`."""
     runs_model: bool = False
     """Whether it runs a network, so that it needs the target and weights."""
 
@@ -109,25 +111,27 @@ def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     def build(config: DrafterConfig, resources: Resources) -> AnyDrafter:
         from engine.drafters.model_kinds import build_model_drafter
 
-        return build_model_drafter(kind, config, resources)
+        return build_model_drafter(kind, config, resources.target, resources.draft_models.get(kind))
 
     return build
 
 
+RUNS_MODEL: Any = {"options": (DEPTH,), "runs_model": True}
+
 KINDS: Mapping[str, Kind] = {
     "none": Kind("no drafts: plain decoding", _none),
     "ngram": Kind("prompt lookup in the request's own text", _ngram),
-    "ssd": Kind("all earlier requests and the request's own text", _ssd, has_options=True),
+    "ssd": Kind("all earlier requests and the request's own text", _ssd, has_settings=True),
     "ssd-remote": Kind("the same, in a sidecar at --address", _ssd_remote),
     "classic": Kind(
-        "baseline: the most frequent continuation of the last 10 tokens or fewer", _classic, has_options=True
+        "baseline: the most frequent continuation of the last 10 tokens or fewer", _classic, has_settings=True
     ),
-    "draft-model": Kind("a smaller model with the same vocabulary", _running("draft-model"), runs_model=True),
-    "self-int8": Kind("an int8 copy of the target", _running("self-int8"), runs_model=True),
-    "mtp": Kind("multi-token prediction layer of DeepSeek, MiMo or Qwen", _running("mtp"), runs_model=True),
-    "eagle": Kind("EAGLE-1 or EAGLE-2 head", _running("eagle"), runs_model=True),
-    "eagle3": Kind("EAGLE-3 head", _running("eagle3"), runs_model=True),
-    "medusa": Kind("Medusa heads", _running("medusa"), runs_model=True),
+    "draft-model": Kind("a smaller model with the same vocabulary", _running("draft-model"), **RUNS_MODEL),
+    "self-int8": Kind("an int8 copy of the target", _running("self-int8"), **RUNS_MODEL),
+    "mtp": Kind("multi-token prediction layer of DeepSeek, MiMo or Qwen", _running("mtp"), **RUNS_MODEL),
+    "eagle": Kind("EAGLE-1 or EAGLE-2 head", _running("eagle"), **RUNS_MODEL),
+    "eagle3": Kind("EAGLE-3 head", _running("eagle3"), **RUNS_MODEL),
+    "medusa": Kind("Medusa heads", _running("medusa"), **RUNS_MODEL),
 }
 """Drafter kinds by their `--drafter` name."""
 
@@ -138,46 +142,42 @@ def describe_kinds() -> str:
 
 
 def parse_kinds(text: str) -> list[str]:
-    """Split `A+B` into kinds, each a name of `KINDS` or `package.module:Class`. Raises UserError for unknown ones."""
+    """Split `A+B` into kinds, each a name of `KINDS` or `package.module:Class`.
+
+    Raises UserError for unknown kinds, and for `none` or the same kind twice in a combination.
+    """
     kinds = text.split("+")
     for kind in kinds:
         module, separator, name = kind.partition(":")
         if kind not in KINDS and not (separator and module and name):
             raise UserError(f"unknown drafter {kind!r}; give {', '.join(KINDS)}, or package.module:Class")
+        if len(kinds) > 1 and (kind == "none" or kinds.count(kind) > 1):
+            raise UserError(f"--drafter {text}: combine different drafters, without none")
     return kinds
 
 
-def single_kind(text: str) -> str:
-    """Return the one kind that `text` names. Raises UserError for unknown kinds and for combinations of several."""
-    kinds = parse_kinds(text)
-    if len(kinds) > 1:
-        raise UserError(f"--drafter {text}: combining drafters is not supported yet; give one of {', '.join(kinds)}")
-    return kinds[0]
+def configure(text: str, config: DrafterConfig, options: Mapping[str, str]) -> DrafterConfig:
+    """Return `config` with the options of `--drafter-option`; text: as for `parse_kinds`.
 
-
-def configure(kind: str, config: DrafterConfig, options: Mapping[str, str]) -> DrafterConfig:
-    """Return `config` with the options of `--drafter-option`.
-
-    Options of built-in kinds are fields of `DrafterConfig`; those of a third-party kind are stored in
-    `config.options`. Raises UserError for an unknown field or an invalid value.
+    Options that are fields of `DrafterConfig` set them, if one of the kinds reads them; others are stored in
+    `config.options`. Raises UserError for an option that none of the kinds has, and for an invalid value.
     """
-    if kind not in KINDS:
-        return replace(config, options=dict(options))
-    if KINDS[kind].runs_model:
-        if unknown := sorted(options.keys() - {DEPTH}):
-            raise UserError(f"the drafter {kind} has no option {unknown[0]}; give {DEPTH}")
-        return replace(config, options=dict(options))
-    known = {each.name for each in fields(DrafterConfig)} - {*GIVEN_BY_FLAGS, "options"}
-    for name in options:
-        if name in GIVEN_BY_FLAGS:
-            raise UserError(f"drafter option {name}: give {GIVEN_BY_FLAGS[name]} instead")
-        if not KINDS[kind].has_options:
-            raise UserError(f"the drafter {kind} has no options, so it cannot take {name}")
-        if name not in known:
-            raise UserError(f"the drafter {kind} has no option {name}; give {', '.join(sorted(known))}")
+    kinds = parse_kinds(text)
+    known = [KINDS[kind] for kind in kinds if kind in KINDS]
+    settings = {each.name for each in fields(DrafterConfig)} - {*GIVEN_BY_FLAGS, "options"}
+    settings = settings if any(kind.has_settings for kind in known) else set()
+    names = settings.union(*(kind.options for kind in known))
+    if len(known) == len(kinds):
+        for name in options:
+            if name in GIVEN_BY_FLAGS and settings:
+                raise UserError(f"drafter option {name}: give {GIVEN_BY_FLAGS[name]} instead")
+            if name not in names:
+                advice = f"give {', '.join(sorted(names))}" if names else "it has no options"
+                raise UserError(f"the drafter {text} has no option {name}; {advice}")
     try:
-        given: dict[str, Any] = {name: _converted(config, name, text) for name, text in options.items()}
-        return replace(config, **given)
+        given: dict[str, Any] = {name: _converted(config, name, options[name]) for name in options if name in settings}
+        others = {name: value for name, value in options.items() if name not in settings}
+        return replace(config, **given, options=others)
     except ValueError as problem:
         raise UserError(f"drafter option: {problem}") from None
 
@@ -201,18 +201,44 @@ def build_drafter(
     draft_models: Mapping[str, Path] = MappingProxyType({}),
     address: str = DEFAULT_ADDRESS,
     warn: Callable[[str], None] = LOG.warning,
+    threshold: int | None = None,
 ) -> AnyDrafter:
     """Build the drafter that `name` selects.
 
     `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`, `address`
     and `warn`: see `Resources`. Raises UserError for an unknown name, a class that cannot be imported, weights that do
     not fit the target, or a drafter service that does not answer at `address` or serves another model.
+    `threshold`: combine by match length instead, see `engine.drafters.threshold`.
     """
-    kind = single_kind(name)
-    if kind not in KINDS:
-        return _build_third_party(kind, config, target)
+    resources = Resources(target, draft_models, address, warn)
+    kinds = parse_kinds(name)
+    drafters = [_build_kind(kind, config, resources) for kind in kinds]
+    if len(kinds) == 1:
+        return drafters[0]
+    from engine.drafters.combined import CombinedDrafter, Part
+    from engine.drafters.tokens import adapt
+
+    parts = [Part(kind, adapt(drafter), _runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
+    has_trees = config.draft_shape == "tree"
     try:
-        return KINDS[kind].build(config, Resources(target, draft_models, address, warn))
+        if threshold is not None:
+            from engine.drafters.threshold import ThresholdDrafter
+
+            return ThresholdDrafter(parts, has_trees=has_trees, threshold=threshold)
+        return CombinedDrafter(parts, has_trees=has_trees)
+    except ValueError as problem:
+        raise UserError(f"--drafter {name}: {problem}") from None
+
+
+def _runs_model(kind: str) -> bool:
+    return kind in KINDS and KINDS[kind].runs_model
+
+
+def _build_kind(kind: str, config: DrafterConfig, resources: Resources) -> AnyDrafter:
+    if kind not in KINDS:
+        return _build_third_party(kind, config, resources.target)
+    try:
+        return KINDS[kind].build(config, resources)
     except ValueError as problem:
         raise UserError(f"--drafter {kind}: {problem}") from None
 

@@ -129,9 +129,10 @@ class SlotWriter:
         slots = self._slots.get(sequence.sequence_id)
         if slots is None or slots.computed != start:  # a new sequence, or one that was preempted
             slots = self._slots[sequence.sequence_id] = self._restarted(sequence, start)
-        if result.hidden is None:
-            slots.computed = start + result.plan.scheduled + result.accepted
+        if not self._head.state_size:
+            slots.computed = sequence.computed
             return slots
+        assert result.hidden is not None
         # Rows after the end of an output are not committed.
         states = self._head.target_states(result.hidden[: len(sequence) - start])
         size = self._forward.page_size

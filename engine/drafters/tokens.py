@@ -76,6 +76,34 @@ class TokenDrafter:
         batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.cost))
         return Drafts(batch if len(started) == len(entries) else batch.scatter(np.array(at), len(entries)))
 
+    @property
+    def can_draft_after(self) -> bool:
+        """Whether the drafter can draft after tokens that are not committed."""
+        return hasattr(self.inner, "draft_after")
+
+    def draft_after(self, plan: StepPlan, indices: SequenceOf[int], runs: SequenceOf[np.ndarray]) -> DraftBatch:
+        """Return a draft after each run of tokens, uint32, as if it had been committed.
+
+        indices: of the sequence of each run within `plan.producing`, after `propose` was called for the plan.
+        """
+        entries = [plan.producing[index] for index in indices]
+        started = [at for at, entry in enumerate(entries) if entry.sequence.sequence_id in self._reported]
+        if not started:
+            return DraftBatch.empty(len(entries))
+        rooms = [max(0, entries[at].draft_room - len(runs[at])) for at in started]
+        drafter: Any = self.inner
+        batch = drafter.draft_after(
+            Progress(
+                sequence_ids=np.array([entries[at].sequence.sequence_id for at in started], np.uint64),
+                tokens=np.concatenate([runs[at] for at in started]),
+                offsets=offsets_of(np.array([len(runs[at]) for at in started])),
+                verified=np.zeros(len(started), np.uint32),
+                max_draft=np.array(rooms, np.uint32),
+                cost=plan.cost,
+            )
+        )
+        return batch.scatter(np.array(started), len(entries))
+
     def propose_after(self, plan: StepPlan) -> OutcomeTable:
         """Report committed tokens, and return drafts for one outcome of the step in flight: the most likely one.
 

@@ -67,14 +67,14 @@ def build_executors(
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
-    shapes = [model.config] if needs.layers is None else [model.config, needs.layers.config]
+    shapes = [model.config, *(layers.config for layers in needs.layers)]
     pages = PagePool(_page_count(shapes, config, kv_dtype), config.page_size)
     # One page beyond the pool's stores the keys and values of padding.
     cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype)
-    own = None
-    if needs.layers is not None:
-        shape, first_slot = needs.layers
-        own = make_attention(backend, shape, pages.count + 1, config.page_size, dtype, device, kv_dtype, first_slot)
+    own = tuple(
+        make_attention(backend, shape, pages.count + 1, config.page_size, dtype, device, kv_dtype, first_slot)
+        for shape, first_slot in needs.layers
+    )
     ops = make_ops(backend)
     runner = Runner(model, cache, device, ops)
     draft_forward = DraftForward(own, cache, pages, torch.device(device), ops)

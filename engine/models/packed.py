@@ -35,17 +35,24 @@ def pack(decoder: Decoder) -> Decoder:
     A packed decoder can neither be trained nor saved. The plain weights are freed one by one, so that only one layer at
     a time needs memory for both.
     """
-    weight = decoder.embedding.weight
+    pack_linears(decoder, decoder.embedding.weight)
+    return decoder
+
+
+def pack_linears(module: nn.Module, weight: Tensor) -> None:
+    """Replace the linear layers of a module on the CPU with packed ones, where oneDNN supports it.
+
+    weight: one of its weights, for their device and dtype.
+    """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return decoder
+        return
     if weight.dtype == torch.float16:
-        return decoder
+        return
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return decoder
-    for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:
+        return
+    for parent in [each for each in module.modules() if not isinstance(each, nn.Linear)]:
         for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
             plain = parent.get_submodule(name)
             assert isinstance(plain, nn.Linear)
             bias = None if plain.bias is None else plain.bias.detach()
             setattr(parent, name, PackedLinear(plain.weight.detach(), bias))
-    return decoder

@@ -51,13 +51,15 @@ def sample_drafts(
     drafter's logits after that path, over the target's vocabulary.
     """
     samplings = [sequence.request.sampling for sequence in sequences]
+    if any(sampling.adjusts for sampling in samplings):
+        logits = process_logits(logits, _last_rows(sequences, drafts))
+    if not any(sampling.is_sampled for sampling in samplings):
+        return _greedy(logits, count)
     positions = np.array([len(each) + len(draft) for each, draft in zip(sequences, drafts, strict=True)])
     settings = row_settings(samplings, np.ones(len(samplings), np.int64), positions)
-    scored = scores(process_logits(logits, _last_rows(sequences, drafts)), settings)
-    considered = scored.topk(min(CONSIDERED, logits.shape[1]), dim=1)
-    noisy = considered.values
-    if any(sampling.is_sampled for sampling in samplings):
-        noisy = noisy + _noise(samplings, settings, considered.indices)
+    scored = scores(logits, settings)
+    considered = scored.topk(min(CONSIDERED, logits.shape[1]), dim=1, sorted=False)
+    noisy = considered.values + _noise(samplings, settings, considered.indices)
     best = noisy.topk(min(count, noisy.shape[1]), dim=1)
     has_q = np.array([sampling.uses_rejection for sampling in samplings], np.bool_)
     q = None
@@ -66,9 +68,21 @@ def sample_drafts(
     return SampledTokens(
         considered.indices.gather(1, best.indices),
         best.values > float("-inf"),
-        torch.softmax(noisy, dim=1).gather(1, best.indices),
+        (best.values - noisy.logsumexp(dim=1, keepdim=True)).exp(),
         q,
         has_q,
+    )
+
+
+def _greedy(logits: Tensor, count: int) -> SampledTokens:
+    """Return the most likely tokens."""
+    best = logits.topk(min(count, logits.shape[1]), dim=1)
+    return SampledTokens(
+        best.indices,
+        best.values > float("-inf"),
+        (best.values - logits.logsumexp(dim=1, keepdim=True)).exp(),
+        None,
+        np.zeros(len(logits), np.bool_),
     )
 
 

@@ -100,6 +100,8 @@ class StepPlan:
     """Number of extra rows of all entries."""
     asked: bool = False
     """Whether the drafter was called."""
+    is_backing_off: bool = False
+    """Whether the drafter was not called because drafting did not pay recently."""
     is_probe: bool = False
     """Whether a draft is verified only to measure the cost of a step of this size."""
     drafting_s: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives per token, as in OpenAI's API."""
 GREEDY_BELOW = 1e-5
 """Temperatures up to this are greedy: float32 logits divided by them could overflow, and samples would not differ."""
+NO_DRAFTER = "none"
+"""Name that a request gives to choose no drafter."""
 MIN_REPETITION, MAX_REPETITION = 0.01, 100
 """Range of the repetition penalty. Beyond it, logits divided by a low temperature could overflow."""
 
@@ -172,8 +174,10 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     learn: bool = True
     """Whether the drafter may remember the output."""
+    drafters: frozenset[str] | None = None
+    """Kinds of drafters that may draft for it, among those that the engine has loaded; None: all, empty: none."""
     max_draft: int | None = None
-    """Largest number of draft tokens in a step; None: the engine's."""
+    """Largest number of draft tokens in a step, 0 to the engine's; None: the engine's."""
     salt: str = ""
     """Requests share cached keys and values only with requests of the same salt. With one salt per tenant, the time to
     the first token does not reveal whether another tenant sent the same prompt."""
@@ -197,9 +201,27 @@ class Request:
                 f"the prompt has {len(self.prompt)} tokens; the context window of {model.max_positions} must hold it "
                 "and at least one token of output: shorten the prompt"
             )
-        if self.max_draft is not None:
-            _at_least("max_draft", self.max_draft, 0)
         self.sampling.check(model)
+
+    def check_drafting(self, loaded: Collection[str], max_draft: int) -> None:
+        """Raise UserError for drafters that are not among the `loaded` kinds, and for drafts beyond `max_draft`."""
+        if self.drafters is not None and not self.drafters <= set(loaded):
+            choices = [*loaded, "several of these joined by +"] if len(loaded) > 1 else list(loaded)
+            allowed = ", ".join(choices) + " or " * bool(choices) + NO_DRAFTER
+            unknown = ", ".join(map(repr, sorted(self.drafters - set(loaded))))
+            raise UserError(f"drafter must be {allowed}; {unknown} is not loaded")
+        if self.max_draft is not None:
+            _within("max_draft", self.max_draft, 0, max_draft)
+
+    @cached_property
+    def is_drafted(self) -> bool:
+        """Whether drafters may draft for it."""
+        return self.max_draft != 0 and (self.drafters is None or len(self.drafters) > 0)
+
+
+def parse_drafters(text: str) -> frozenset[str]:
+    """Return the kinds of drafters that `A`, `A+B` or `none` names. Whether they are loaded is not checked."""
+    return frozenset() if text == NO_DRAFTER else frozenset(text.split("+"))
 
 
 @dataclass(frozen=True, eq=False)

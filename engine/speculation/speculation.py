@@ -51,7 +51,7 @@ class Speculation:
         if tokens is None:
             return
         began = perf_counter()
-        drafts = self._drafter.propose(plan)
+        drafts = self._ask(plan)
         plan.drafting_s = perf_counter() - began
         plan.asked = True
         if drafts.extra is not None:
@@ -73,7 +73,7 @@ class Speculation:
         tokens = self._prepare(plan)
         if tokens is None:
             return
-        table = self._drafter.propose_after(plan)
+        table = self._ask_ahead(plan)
         plan.asked = True
         if table is None or table.tokens.size == 0:
             return
@@ -118,13 +118,28 @@ class Speculation:
         Return the number of tokens of the step without drafts, or None if the drafter is not asked in this step.
         """
         self._start(plan)
-        if not plan.producing or (self._budget is not None and self._budget.is_backing_off):
+        if not any(entry.sequence.request.is_drafted for entry in plan.producing):
+            return None
+        if self._budget is not None and self._budget.is_backing_off:
+            plan.is_backing_off = True
             return None
         tokens = sum(entry.scheduled for entry in plan.entries)
         if self._budget is not None:
             plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
             plan.seconds = self._budget.seconds(tokens, len(plan.producing))
         return tokens
+
+    def _ask(self, plan: StepPlan) -> Drafts:
+        """Return the drafter's drafts for the producing entries; those of requests without drafts are empty."""
+        part, at = drafted_part(plan)
+        drafts = self._drafter.propose(part)
+        return drafts if at is None else drafts.scatter(at, len(plan.producing))
+
+    def _ask_ahead(self, plan: StepPlan) -> OutcomeTable | None:
+        """Return the drafter's drafts for likely outcomes; requests without drafts have none."""
+        part, at = drafted_part(plan)
+        table = self._drafter.propose_after(part)
+        return table if table is None or at is None else table.scatter(at, len(plan.producing))
 
     def _start(self, plan: StepPlan) -> None:
         for entry in plan.entries:
@@ -162,6 +177,18 @@ class Speculation:
         entry.sources = batch.source[own][:size]
         if drafts.q_rows is not None:
             entry.q_rows = drafts.q_rows[own][:size]
+
+
+def drafted_part(plan: StepPlan) -> tuple[StepPlan, np.ndarray | None]:
+    """Return the plan for the drafter, and the indices of its producing entries in `plan.producing`, int64 [n].
+
+    Producing entries of requests without drafts are left out. The indices are None if there are none of these.
+    """
+    at = [index for index, entry in enumerate(plan.producing) if entry.sequence.request.is_drafted]
+    if len(at) == len(plan.producing):
+        return plan, None
+    entries = [entry for entry in plan.entries if not entry.produces or entry.sequence.request.is_drafted]
+    return replace(plan, entries=entries), np.array(at)
 
 
 def add_extra_rows(plan: StepPlan, extra: ExtraRows) -> None:

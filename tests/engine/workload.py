@@ -31,9 +31,14 @@ class StrictDrafter:
         """The last drafts, if they are paths."""
         self.steps = Counter()
         """Number of reported steps by sequence."""
+        self.most = {}
+        """Largest number of draft tokens that a request asked for, None without a limit, by sequence."""
+        self.calls = Counter()
+        """Number of drafts by sequence."""
 
-    def expect(self, sequence_id, prompt, output):
-        self.answers[sequence_id] = [*prompt.tolist(), *output]
+    def expect(self, sequence_id, request, output):
+        self.answers[sequence_id] = [*request.prompt.tolist(), *output]
+        self.most[sequence_id] = 0 if request.drafters == frozenset() else request.max_draft
 
     def start(self, sequence_id, prompt):
         assert sequence_id not in self.texts
@@ -49,6 +54,8 @@ class StrictDrafter:
             steps = 1 if progress.steps is None else int(progress.steps[index])
             self.note(sequence_id, committed, progress.verified[index], steps)
             text, limit = self.texts[sequence_id], int(progress.max_draft[index])
+            assert self.most[sequence_id] != 0 or limit == 0
+            self.calls[sequence_id] += 1
             if self.shape == "tree":
                 drafts.append(random_tree(self.rng, self.answers[sequence_id][len(text) :], limit, VOCAB))
                 self.offered[sequence_id] = len(drafts[-1][0])
@@ -63,6 +70,8 @@ class StrictDrafter:
         self.note(sequence_id, tokens, verified)
         whole = self.texts.pop(sequence_id) == self.answers[sequence_id]
         assert whole or not learn  # cancelled outputs are not learned
+        # Steps of a request without drafts are reported once, at its end.
+        assert self.most[sequence_id] != 0 or self.calls[sequence_id] <= 1
 
     def note(self, sequence_id, committed, verified, steps=1):
         assert verified <= self.offered[sequence_id]
@@ -143,6 +152,7 @@ class Workload:
             depth=depth if in_flight is not None else None,
         )
         self.records = np.random.default_rng([seed, 1])
+        self.choices = np.random.default_rng([seed, 2])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
         self.asked = {}
         self.answers = {}
@@ -172,7 +182,8 @@ class Workload:
         prompt = np.concatenate([stem, rng.integers(1, VOCAB, rng.integers(1, 9))]).astype(np.uint32)
         sampling = SamplingParams(max_tokens=int(rng.integers(1, 30)))
         recorded = random_record(self.records)
-        request = Request(prompt, sampling, salt=str(rng.choice(["", "tenant"], p=[0.8, 0.2])), recorded=recorded)
+        salt = str(rng.choice(["", "tenant"], p=[0.8, 0.2]))
+        request = Request(prompt, sampling, **self.choose_drafting(), salt=salt, recorded=recorded)
         pages = self.engine.scheduler.pages
         try:
             sequence_id = self.engine.add(request)
@@ -185,7 +196,14 @@ class Workload:
         self.seen["recorded"] += 0 if recorded is None else len(recorded)
         self.contents[sequence_id] = contents([*prompt, *self.answers[sequence_id]])
         self.streamed[sequence_id] = []
-        self.drafter.expect(sequence_id, prompt, self.answers[sequence_id])
+        self.drafter.expect(sequence_id, request, self.answers[sequence_id])
+        self.seen["not drafted"] += not request.is_drafted
+
+    def choose_drafting(self):
+        """Return fields of a request: a fifth choose no drafter, a fifth their own longest draft."""
+        choice = self.choices.random()
+        own = int(self.choices.integers(self.config.max_draft + 1))
+        return {"drafters": frozenset() if choice < 0.2 else None, "max_draft": own if choice > 0.8 else None}
 
     def cancel(self, sequence_id):
         scheduler = self.engine.scheduler
@@ -236,6 +254,9 @@ class Workload:
 
     def check_output(self, report):
         assert report.committed == sum(map(len, report.tokens.values()))
+        for result in report.results:
+            most = self.drafter.most[result.sequence_id]
+            assert most is None or result.drafted <= most
         for sequence_id, tokens in report.tokens.items():
             assert len(tokens)
             self.streamed[sequence_id] += tokens.tolist()

@@ -103,10 +103,15 @@ class _GrowingOutput:
 
 def count_loop_tokens(tokens: np.ndarray) -> int:
     """Return the number of tokens, of uint32 [N], that are part of a loop."""
+    return int(find_loops(tokens).sum())
+
+
+def find_loops(tokens: np.ndarray) -> np.ndarray:
+    """Return which tokens, of uint32 [N], are part of a loop, bool [N]."""
     looping = np.zeros(len(tokens), bool)
     for period in range(1, LOOP_PERIOD + 1):
         repeats = tokens[period:] == tokens[:-period]
         for end in range(LOOP_TOKENS, len(repeats) + 1):
             if repeats[end - LOOP_TOKENS : end].all():
                 looping[period + end - LOOP_TOKENS : period + end] = True
-    return int(looping.sum())
+    return looping

@@ -100,13 +100,18 @@ def eagle3_files(head: Eagle3Head, dtype: torch.dtype) -> tuple[dict[str, Any], 
 
 
 def _style(fields: Mapping[str, Any]) -> Eagle3Style:
-    nested = fields.get("eagle_config") or {}
+    nested = _nested(fields)
     return Eagle3Style(
         norm_before_residual=bool(fields.get("norm_before_residual")),
         norm_before_fc=bool(nested.get("norm_before_fc", fields.get("norm_before_fc"))),
         fc_norm=bool(fields.get("fc_norm")),
         norm_output=bool(fields.get("norm_output")),
     )
+
+
+def _nested(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = fields.get("eagle_config")
+    return nested if isinstance(nested, dict) else {}
 
 
 def _hidden_layers(source: HeadFolder, fields: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
@@ -117,15 +122,16 @@ def _hidden_layers(source: HeadFolder, fields: Mapping[str, Any], target: ModelC
     always concatenated in the order of layers.
     """
     count = target.num_layers
-    entered, left = fields.get(LAYER_IDS), (fields.get("eagle_config") or {}).get(LAYER_IDS)
-    if entered:
-        layers = [int(layer) for layer in entered]
-    elif left:
-        layers = [int(layer) + 1 for layer in left]
+    entered, left = fields.get(LAYER_IDS), _nested(fields).get(LAYER_IDS)
+    given = entered or left
+    if given:
+        if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
+            raise UserError(f"{LAYER_IDS} in {source.folder}/config.json is no list of layers; copy the file again")
+        layers = given if entered else [layer + 1 for layer in given]
     else:
         layers = [2, count // 2, count - 3]
     if len({*layers}) < len(layers) or not all(0 <= layer <= count for layer in layers):
-        origin = "names" if entered or left else "has no eagle_aux_hidden_state_layer_ids, which stands for"
+        origin = "names" if given else "has no eagle_aux_hidden_state_layer_ids, which stands for"
         raise UserError(
             f"{source.folder}/config.json {origin} the layers {', '.join(map(str, layers))} of the target, but this "
             f"target needs different ones from 0 to {count}; give a head trained for it"
@@ -142,7 +148,7 @@ def _hidden_layers(source: HeadFolder, fields: Mapping[str, Any], target: ModelC
 def _refuse_unsupported(source: HeadFolder, fields: Mapping[str, Any], size: int, target_size: int) -> None:
     if source.number(fields, "num_hidden_layers", 1) != 1:
         raise UserError(f"{source.folder} has an EAGLE-3 head of several layers; this engine runs heads of one layer")
-    if not (fields.get("eagle_config") or {}).get("use_aux_hidden_state", True):
+    if not _nested(fields).get("use_aux_hidden_state", True):
         raise UserError(
             f"{source.folder} has an EAGLE-3 head that reads only the last hidden state (use_aux_hidden_state is "
             "false), which this engine does not support; give another head"

@@ -57,8 +57,9 @@ def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Ma
     """Return the configuration and the tensors of a head in the authors' format.
 
     A bias of `fc` is always written: SGLang leaves it uninitialised where the file has none, and vLLM ignores it, so
-    only heads without a bias work in both. vLLM reads the second architecture and SGLang the first one. Raises
-    ValueError for a head with norms at both ends, which the authors' format lacks.
+    only heads without a bias work in both. The authors' field `bias` is left out, because vLLM and SGLang take it to be
+    about attention. vLLM reads the second architecture and SGLang the first one. Raises ValueError for a head with
+    norms at both ends, which the authors' format lacks.
     """
     if isinstance(head.norm, RMSNorm):
         raise ValueError("the authors' format has no norms at the ends of an EAGLE head")
@@ -68,7 +69,7 @@ def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Ma
     fields = config_to_hf(replace(head.config, tie_embeddings=False), str(dtype).removeprefix("torch."))
     fields["architectures"] = ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]
     fields["model_type"] = "qwen3" if head.config.qk_norm else "llama"
-    return {**fields, "qkv_bias": head.config.qkv_bias, "bias": True}, views
+    return {**fields, "qkv_bias": head.config.qkv_bias}, views
 
 
 def _blocks(source: HeadFolder) -> list[str]:

@@ -66,8 +66,13 @@ class DraftHead(nn.Module):
         return self.config.hidden_size
 
     def attach(self, target: Decoder) -> None:
-        """Use the target's modules where the head has none of its own."""
+        """Use the target's modules where the head has none of its own.
+
+        A frozen copy of the target's embedding, with which EAGLE heads are published, is dropped.
+        """
         self._attached = (target,)  # in a tuple, so that the target's weights are not counted as the head's
+        if self.embedding is not None and _is_copy(self.embedding.weight, target.embedding.weight):
+            self.embedding = None
 
     @property
     def target(self) -> Decoder:
@@ -104,6 +109,11 @@ class DraftHead(nn.Module):
         """Return the rotation of heads at `positions`, int64 [N], for tensors of the dtype of `like`."""
         cos, sin = self.config.rope.turns(positions, self.frequencies)
         return ops.rotation(cos, sin, like.dtype)
+
+
+def _is_copy(weight: Tensor, original: Tensor) -> bool:
+    has_same_form = weight.shape == original.shape and weight.dtype == original.dtype
+    return not weight.requires_grad and has_same_form and torch.equal(weight, original)
 
 
 class NoNorm(nn.Module):

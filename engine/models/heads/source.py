@@ -42,11 +42,13 @@ class HeadFolder:
         return frozenset(self.checkpoint.names())
 
     def number(self, fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-        """Return an integer of the configuration. Raises UserError if it is missing or not a number."""
+        """Return a count in the configuration. Raises UserError if it is missing or something else."""
         value = fields.get(name)
         value = default if value is None else value
-        if not isinstance(value, int):
-            raise UserError(f"{self.folder / CONFIG_FILE} lacks the number {name}; download or copy it again")
+        if value is None:
+            raise UserError(f"{self.folder / CONFIG_FILE} lacks the field {name}; download or copy it again")
+        if not isinstance(value, int) or value < 0:
+            raise UserError(f"{name} in {self.folder / CONFIG_FILE} is no count, but {value!r}; copy the file again")
         return value
 
     def refuse_other_kind(self, kind: str) -> None:
@@ -74,9 +76,10 @@ class HeadFolder:
     def layer_config(self, fields: Mapping[str, Any], block: str, target: ModelConfig) -> ModelConfig:
         """Return the shape of a head's decoder layers.
 
-        fields: a configuration like that of a model. block: prefix of the first layer's tensors. Biases and norms of
-        queries and keys that the files contain are added, because configurations of heads often do not mention them.
-        Positions are limited by the target alone. Raises UserError for layers that this engine does not support.
+        fields: a configuration like that of a model. block: prefix of the first layer's tensors. Layers have the biases
+        and the norms of queries and keys that are among these tensors, because configurations of heads often name
+        neither. Positions are limited by the target alone. Raises UserError for layers that this engine does not
+        support.
         """
         path = self.folder / CONFIG_FILE
         try:
@@ -86,10 +89,10 @@ class HeadFolder:
         return replace(
             config,
             max_positions=max(config.max_positions, target.max_positions),
-            qkv_bias=config.qkv_bias or f"{block}self_attn.q_proj.bias" in self.names,
-            output_bias=config.output_bias or f"{block}self_attn.o_proj.bias" in self.names,
-            mlp_bias=config.mlp_bias or f"{block}mlp.down_proj.bias" in self.names,
-            qk_norm=config.qk_norm or f"{block}self_attn.q_norm.weight" in self.names,
+            qkv_bias=f"{block}self_attn.q_proj.bias" in self.names,
+            output_bias=f"{block}self_attn.o_proj.bias" in self.names,
+            mlp_bias=f"{block}mlp.down_proj.bias" in self.names,
+            qk_norm=f"{block}self_attn.q_norm.weight" in self.names,
         )
 
 

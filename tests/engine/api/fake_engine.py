@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from engine.drafters.sources import DraftCounts
 from engine.engine import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
@@ -70,7 +71,9 @@ class FakeEngine:
             report.results.append(SequenceResult(plan, tokens, np.array([0])))
             if len(out) == request.sampling.max_tokens:
                 output = np.array(out, np.uint32)
-                report.finished[sequence_id] = Completion(output, FinishReason.LENGTH, len(out) // 2, len(out), 1)
+                report.finished[sequence_id] = Completion(
+                    output, FinishReason.LENGTH, len(out) // 2, len(out), 1, by_source={"corpus": DraftCounts(1, 1)}
+                )
                 del self.requests[sequence_id]
         return report
 

@@ -25,8 +25,8 @@ TIMEOUT_S = 60
 
 
 def request(tokens=4, prompt=(1, 2, 3), **more):
-    salt = more.pop("salt", "")
-    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens, **more), salt=salt)
+    own = {name: more.pop(name) for name in ("salt", "drafters", "max_draft") if name in more}
+    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens, **more), **own)
 
 
 @asynccontextmanager
@@ -106,8 +106,10 @@ async def test_exact_repeats_come_from_the_cache(engine):
     assert cache.hits == 1
     assert second[-1].completion.tokens.tolist() == first[-1].completion.tokens.tolist() == [1, 2, 3, 4, 5]
     assert second[0].tokens.tolist() == [1, 2, 3, 4, 5]
-    assert second[-1].completion.steps == 0
-    for other in (request(5, salt="other"), request(5, temperature=1.0), request(6), request(5, (3, 2, 1))):
+    assert first[-1].completion.by_source
+    assert (second[-1].completion.steps, second[-1].completion.by_source) == (0, {})
+    drafting = (request(5, drafters=frozenset()), request(5, max_draft=1))
+    for other in (request(5, salt="other"), request(5, temperature=1.0), request(6), request(5, (3, 2, 1)), *drafting):
         await tokens_of(cache.run(engine, other))
     assert cache.hits == 1
     await tokens_of(cache.run(engine, request(5)))  # evicted: 20 tokens hold two of these

@@ -54,6 +54,7 @@ OUR_NAMES = {
     "gauge": {"ssd:corpus_tokens", "ssd:corpus_capacity_tokens"},
     "counter": {
         "ssd:engine_steps",
+        "ssd:backoff_steps",
         "ssd:learned_tokens",
         "ssd:refused_requests",
         "ssd:draft_tokens",
@@ -62,6 +63,7 @@ OUR_NAMES = {
 }
 STATS = EngineStats(
     preemptions=3,
+    backoff_steps=8,
     steps_by_tokens=(2, 1, *[0] * 11, 4),
     step_tokens_sum=80_000,
     accepted_per_position=(5, 2),
@@ -111,6 +113,7 @@ def test_names_kinds_and_labels_are_those_of_vllm(stats):
 def test_engine_statistics_are_exported():
     metrics = build()
     assert value(metrics, "vllm:num_preemptions_total") == 3
+    assert value(metrics, "ssd:backoff_steps_total") == 8
     assert samples(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {("0",): 5, ("1",): 2}
     assert samples(metrics, "ssd:draft_tokens_total") == {("corpus",): 6, ("local",): 3}
     assert samples(metrics, "ssd:accepted_tokens_total") == {("corpus",): 5, ("local",): 2}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.api.schemas import CompletionRequest
+from engine.api.schemas import ChatRequest, CompletionRequest
 from engine.api.service import Service
 from tests.engine.api.serving import MODEL
 
@@ -24,3 +24,58 @@ def test_verification_is_accepted_and_checked_by_the_server(http):
     answer = http.post("/v1/completions", json=asked | {"verification": "greedy"})
     assert answer.status_code == 400
     assert "verification" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("given", "drafters"), [(None, None), ("none", set()), ("ssd", {"ssd"}), ("a+b", {"a", "b"})])
+def test_a_request_chooses_its_drafters(given, drafters):
+    service = SimpleNamespace(served=SimpleNamespace(defaults={}))
+    body = ChatRequest(model=MODEL, messages=[{"role": "user", "content": "x"}], drafter=given, max_draft=3, n=2)
+    requests = Service.requests(service, body, np.array([5], np.uint32), max_tokens=3)
+    assert [(request.drafters, request.max_draft) for request in requests] == [(drafters, 3)] * 2
+
+
+PROMPTS = {
+    "completions": {"prompt": "def chosen(items):"},
+    "chat/completions": {"messages": [{"role": "user", "content": "def chosen(items):"}]},
+}
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
+    def complete(**more):
+        asked = {"model": MODEL, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        answer = http.post(f"/v1/{route}", json=asked | PROMPTS[route] | more).json()
+        [choice] = answer["choices"]
+        return choice.get("text") or choice["message"]["content"], answer["usage"]["draft"]
+
+    complete()
+    text, draft = complete()
+    assert draft["drafted_tokens"] > 0
+    for figure in ("drafted_tokens", "accepted_tokens"):
+        assert sum(counts[figure] for counts in draft["by_source"].values()) == draft[figure]
+    chosen, short = complete(drafter="ssd", max_draft=1)
+    assert chosen == text
+    assert 0 < short["accepted_tokens"] <= short["drafted_tokens"] <= short["steps"]
+    without, plain = complete(drafter="none")
+    assert without == text
+    assert plain == {"steps": 40, "drafted_tokens": 0, "accepted_tokens": 0, "tokens_per_step": 1, "by_source": {}}
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"drafter": "mtp"}, "drafter must be ssd or none; 'mtp' is not loaded"),
+        ({"drafter": "ssd+mtp"}, "drafter must be ssd or none; 'mtp' is not loaded"),
+        ({"drafter": 5}, "drafter: Input should be a valid string"),
+        ({"max_draft": 17}, "max_draft must be 0 to 16, not 17"),
+    ],
+)
+def test_drafters_that_are_not_loaded_are_refused(http, route, stream, given, message):
+    asked = {"model": MODEL, "max_tokens": 2, "stream": stream} | PROMPTS[route] | given
+    answer = http.post(f"/v1/{route}", json=asked)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == (message, next(iter(given)))
+    assert error["type"] == "invalid_request_error"

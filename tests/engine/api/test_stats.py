@@ -37,7 +37,7 @@ def test_totals_equal_counting_token_by_token(steps):
         totals.request_started(sequence_id, Request(np.zeros(10, np.uint32)))
     drafted, accepted, sizes, seen = Counter(), Counter(), [], set()
     for step in steps:
-        totals.step_finished(StepReport(step))
+        totals.step_finished(StepReport(step, is_backing_off=len(step) % 2 == 1))
         size = 0
         for result in step:
             size += len(result.tokens) + (10 if result.sequence_id not in seen else 0)
@@ -50,6 +50,7 @@ def test_totals_equal_counting_token_by_token(steps):
         by_code = [counted[source] + counted[77] * (source is DraftSource.OTHER) for source in DraftSource]
         assert shown == dict(zip(SOURCE_NAMES, by_code, strict=True))
     assert (snapshot.drafted, snapshot.accepted) == (drafted.total(), accepted.total())
+    assert (snapshot.steps, snapshot.backoff_steps) == (len(steps), sum(len(step) % 2 for step in steps))
     assert snapshot.step_tokens_sum == sum(sizes)
     for index, bound in enumerate(STEP_TOKEN_BOUNDS):
         assert sum(snapshot.steps_by_tokens[: index + 1]) == sum(size <= bound for size in sizes)

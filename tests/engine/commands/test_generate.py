@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models
@@ -19,8 +21,10 @@ from engine.commands import main as cli
 from engine.commands.generate import CompletionWriter
 from engine.drafters.none import NoDrafter
 from engine.drafters.registry import KINDS
+from engine.drafters.sources import DraftSource
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
+from ssd.types import ROOT
 from tests.engine.drafters.toy import ToyDrafter
 from tests.servers import served
 from tests.strategies import array
@@ -44,8 +48,13 @@ def run(monkeypatch, capsys):
     return run
 
 
-def completions(path):
+def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def completions(path):
+    """Return the records without the figures of their drafts, which may differ between runs."""
+    return [{name: value for name, value in record.items() if name != "draft"} for record in records(path)]
 
 
 def test_prompts_from_arguments(run, model_folder):
@@ -119,6 +128,61 @@ def test_verification_by_rejection(run, model_folder, tmp_path):
     assert rejection != plain  # Accepted drafts replace the tokens that the seed alone gives.
     assert " 0 accepted" not in summary
     assert outputs(SAMPLING_DRAFTER, "rejection", 0)[0] == outputs("none", "exact", 0)[0]
+
+
+class TwoSources(ToyDrafter):
+    """Drafts 2 tokens, as if the first came from an MTP layer and the second from a network without a known source."""
+
+    def __init__(self, config, target):
+        super().__init__(config, target, depth=2)
+
+    def propose(self, plan):
+        drafts = super().propose(plan)
+        source = np.where(drafts.batch.parents == ROOT, DraftSource.MTP, DraftSource.OTHER).astype(np.uint8)
+        return replace(drafts, batch=replace(drafts.batch, source=source))
+
+
+@pytest.mark.usefixtures("verify_all_drafts")
+def test_lines_choose_their_drafters_and_drafts_are_reported_by_source(run, model_folder, tmp_path):
+    kind = f"{__name__}:TwoSources"
+    settings = [{}, {"drafter": kind, "max_draft": 1}, {"drafter": "none"}, {"max_draft": 0}, {"source": 5}]
+    lines = [json.dumps({"prompt": PROMPT} | each) for each in settings]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    arguments = ("--file", tmp_path / "prompts.jsonl", "--output", tmp_path / "out", "--max-tokens", 30, "--ignore-eos")
+    # One at a time, since the toy drafts equally many tokens for all sequences of a step.
+    code, _, err = run("generate", "--model", model_folder, "--drafter", kind, "--max-sequences", 1, *arguments)
+    assert code == 0, err
+    drafts = [record["draft"] for record in records(tmp_path / "out")]
+    assert len({tuple(record["tokens"]) for record in records(tmp_path / "out")}) == 1
+    assert [list(draft["by_source"]) for draft in drafts] == [["mtp", "other"], ["mtp"], [], [], ["mtp", "other"]]
+    for draft in drafts:
+        assert draft["tokens_per_step"] == pytest.approx(30 / draft["steps"], abs=1e-3)
+        for figure in ("drafted_tokens", "accepted_tokens"):
+            assert sum(counts[figure] for counts in draft["by_source"].values()) == draft[figure]
+    by_source = err[err.index("by source: ") :]
+    for name in ("mtp", "other"):
+        drafted = sum(draft["by_source"].get(name, {"drafted_tokens": 0})["drafted_tokens"] for draft in drafts)
+        assert f"{name}: {drafted} drafted, " in " ".join(by_source.split())
+
+
+@pytest.mark.usefixtures("verify_all_drafts")
+def test_a_line_chooses_its_verification(run, model_folder, tmp_path):
+    lines = [{"prompt": PROMPT, "verification": verification} for verification in (None, "rejection")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def outputs(drafter):
+        settings = ("--drafter", drafter, "--temperature", 0.8, "--max-tokens", 40, "--output", tmp_path / "out")
+        code, _, err = run("generate", "--model", model_folder, "--file", tmp_path / "prompts.jsonl", *settings)
+        assert code == 0, err
+        return [line["tokens"] for line in completions(tmp_path / "out")]
+
+    plain, sampled = outputs("none"), outputs(SAMPLING_DRAFTER)
+    assert [left == right for left, right in zip(plain, sampled, strict=True)] == [True, False]
+
+
+def test_a_single_source_is_not_reported_twice(run, model_folder):
+    _, _, err = run("generate", "--model", model_folder, "--drafter", "ngram", "--max-tokens", 5, PROMPT)
+    assert "by source" not in err
 
 
 @pytest.mark.usefixtures("verify_all_drafts")
@@ -328,6 +392,9 @@ BAD_INPUT = {
     "file that is not text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
     "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
+    "drafter of another type": (("--file", "{tmp}/drafter.jsonl"), [], "line 2: `drafter` must be text"),
+    "longest draft of another type": (("--file", "{tmp}/max.jsonl"), [], "line 1: `max_draft` must be a whole number"),
+    "unknown verification": (("--file", "{tmp}/verification.jsonl"), [], "prompt 1: verification must be exact or"),
     "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
     "token id out of range": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
     "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
@@ -363,6 +430,9 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
     (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 300]}\n')
+    (tmp_path / "drafter.jsonl").write_text('{"prompt": "x", "drafter": "none"}\n{"prompt": "y", "drafter": 1}\n')
+    (tmp_path / "max.jsonl").write_text('{"prompt": "x", "max_draft": true}\n')
+    (tmp_path / "verification.jsonl").write_text('{"prompt": "x", "verification": "greedy"}\n')
     (tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')
     options = [option.format(tmp=tmp_path) for option in options]
@@ -388,6 +458,22 @@ def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
     monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     code, _, err = run("generate", "--model", model_folder, "--device", "cpu", *options, "x")
     assert (code, message in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"drafter": "mtp"}, "prompt 2: drafter must be ssd or none; 'mtp' is not loaded"),
+        ({"max_draft": 5}, "prompt 2: max_draft must be 0 to 4, not 5"),
+    ],
+)
+def test_choices_of_a_line_are_checked_before_the_model_is_loaded(
+    run, model_folder, tmp_path, monkeypatch, line, message
+):
+    monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n' + json.dumps({"prompt": "x"} | line))
+    code, _, err = run("generate", "--model", model_folder, "--max-draft", 4, "--file", tmp_path / "prompts.jsonl")
+    assert (code, message in " ".join(err.split())) == (2, True)
 
 
 def test_the_summary_uses_singular_and_plural(run, model_folder):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from engine.drafters.ngram import NgramDrafter
-from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds, single_kind
+from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
@@ -45,7 +45,8 @@ def test_a_third_party_class_is_imported_and_gets_the_options():
         ("eagle9", "unknown drafter 'eagle9'; give none, ngram, ssd"),
         ("", "unknown drafter ''"),
         (":Class", "unknown drafter ':Class'"),
-        ("ssd+ngram", "--drafter ssd\\+ngram: combining drafters is not supported yet; give one of ssd, ngram"),
+        ("ssd+ssd", "combine different drafters, without none"),
+        ("ssd+none", "combine different drafters, without none"),
         ("ssd+other", "unknown drafter 'other'"),
         ("no_such_module:Class", "--drafter no_such_module:Class: No module named 'no_such_module'"),
         (f"{__name__}:Absent", "has no Absent"),
@@ -58,12 +59,13 @@ def test_unknown_drafters_are_refused(name, message):
 
 def test_combinations_are_parsed():
     assert parse_kinds(f"ssd+{OWN}") == ["ssd", OWN]
-    assert single_kind("ngram") == "ngram"
+    assert parse_kinds("ngram") == ["ngram"]
 
 
 def test_options_set_fields_of_the_configuration():
     given = {"match_depth": "8", "refresh_interval_s": "0.5"}
-    config = configure("ssd", CONFIG, given)
+    config = configure("ssd+mtp", CONFIG, {**given, "depth": "3"})
+    assert config.options == {"depth": "3"}
     assert (config.match_depth, config.refresh_interval_s) == (8, 0.5)
 
 
@@ -74,7 +76,7 @@ def test_options_set_fields_of_the_configuration():
         ("ssd", {"match_depth": "x"}, "match_depth must be a number, not 'x'"),
         ("ssd", {"match_depth": "1000"}, "match_depth must be 1 to 64, not 1000"),
         ("ssd", {"max_draft": "8"}, "give --max-draft instead"),
-        ("ngram", {"longest": "8"}, "the drafter ngram has no options"),
+        ("ngram", {"longest": "8"}, "the drafter ngram has no option longest; it has no options"),
     ],
 )
 def test_invalid_options_are_refused(kind, option, message):

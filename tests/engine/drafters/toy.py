@@ -29,7 +29,7 @@ class ToyDrafter(nn.Module):
         shape = target.config
         torch.manual_seed(3)
         self.depth, self.width, self.ranked = depth, width, ranked
-        self.needs = TargetOutputs((shape.num_layers,), layers=DraftLayers(replace(shape, num_layers=1)))
+        self.needs = TargetOutputs((shape.num_layers,), layers=(DraftLayers(replace(shape, num_layers=1)),))
         self.model = [target.model]  # in a list, so that it is not registered as a submodule
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.layer = Layer(shape, 0)

@@ -1,9 +1,11 @@
 """Ranges of a request's settings, and the content of completions."""
 
+import re
+
 import numpy as np
 import pytest
 
-from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
+from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams, parse_drafters
 from ssd.errors import UserError
 from tests.engine.fake_runner import MODEL, VOCAB
 from tests.strategies import array
@@ -82,6 +84,42 @@ def test_stop_tokens_that_forbid_every_token_are_refused():
     sampling = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(1, VOCAB)))
     with pytest.raises(UserError, match="stop_token_ids"):
         Request(array([1]), sampling).check(MODEL)
+
+
+CHOICES = [
+    ((), "mtp", "drafter must be none; 'mtp' is not loaded"),
+    (("ssd",), "mtp", "drafter must be ssd or none; 'mtp' is not loaded"),
+    (("ssd",), "ssd+none", "drafter must be ssd or none; 'none' is not loaded"),
+    (("ssd",), "", "drafter must be ssd or none; '' is not loaded"),
+    (("ssd", "mtp"), "rest+eagle+ssd", "several of these joined by + or none; 'eagle', 'rest' is not loaded"),
+]
+
+
+@pytest.mark.parametrize(("loaded", "text", "message"), CHOICES)
+def test_drafters_that_are_not_loaded_are_refused(loaded, text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Request(array([1]), drafters=parse_drafters(text)).check_drafting(loaded, 4)
+
+
+def test_requests_choose_among_the_loaded_drafters():
+    chosen = {
+        text: Request(array([1]), drafters=parse_drafters(text)) for text in ("ssd+mtp", "mtp+ssd", "mtp", "none")
+    }
+    for request in (*chosen.values(), Request(array([1]))):
+        request.check_drafting(("ssd", "mtp"), 4)
+    assert chosen["ssd+mtp"].drafters == chosen["mtp+ssd"].drafters == {"ssd", "mtp"}
+    assert [chosen[text].is_drafted for text in ("mtp", "none")] == [True, False]
+    assert Request(array([1])).is_drafted
+
+
+def test_the_longest_draft_is_at_most_the_engines():
+    for most in (None, 0, 1, 4):
+        request = Request(array([1]), max_draft=most)
+        request.check_drafting((), 4)
+        assert request.is_drafted is (most != 0)
+    for most in (-1, 5):
+        with pytest.raises(UserError, match=f"max_draft must be 0 to 4, not {most}"):
+            Request(array([1]), max_draft=most).check_drafting((), 4)
 
 
 def test_content_excludes_the_end_token():

@@ -36,7 +36,7 @@ def test_random_workloads_give_the_outputs_of_single_requests(block, shape, has_
         workload.run()
         seen += workload.seen
     # The workloads must cover all of these.
-    for what in ("finished", "refused", "cancelled", "accepted", "rejected", "cached", "preempted"):
+    for what in ("finished", "refused", "cancelled", "accepted", "rejected", "cached", "preempted", "not drafted"):
         assert seen[what] >= WORKLOADS, seen
     for what in ("cancelled after preemption", "cancelled too late"):
         assert seen[what], seen

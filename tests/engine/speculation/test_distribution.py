@@ -87,6 +87,9 @@ class ByOwnProbability:
 
     is_backing_off = False
 
+    def seconds(self, tokens, sequences):
+        return 0.01
+
     def cost_of_one_more(self, tokens, sequences):
         return 0.02
 

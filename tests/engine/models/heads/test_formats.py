@@ -120,6 +120,7 @@ def test_eagle_heads_are_written_in_their_authors_format(tmp_path, model):
     assert fields["model_type"] == "llama"
     assert fields["num_hidden_layers"] == 2
     assert fields["qkv_bias"] is True
+    assert "bias" not in fields  # of attention, to vLLM and SGLang
 
 
 def test_eagle3_heads_are_written_in_their_authors_format(tmp_path, model):
@@ -228,6 +229,24 @@ def test_layers_of_eagle3_are_numbered_by_the_layer_that_a_state_enters(tmp_path
     assert load_head("eagle3", tmp_path, replace(model.config, num_layers=10)).hidden_layers == expected
 
 
+def test_a_copy_of_the_target_embedding_is_dropped(tmp_path, model):
+    """A copy that is being trained stays."""
+    head = samples.eagle(model, has_embedding=True)
+    head.attach(model)
+    assert head.embedding is not None
+    head.embedding.load_state_dict(model.embedding.state_dict())
+    save_head(head, tmp_path, dtype=torch.float32)
+    again = load_head("eagle", tmp_path, model.config)
+    assert again.embedding is not None
+    again.attach(model)
+    assert again.embedding is None
+    for left, right in zip(outputs(head, model, "eagle"), outputs(again, model, "eagle"), strict=True):
+        assert torch.equal(left, right)
+    head.embedding.requires_grad_(True)
+    head.attach(model)
+    assert head.embedding is not None
+
+
 def test_a_head_loads_in_the_dtype_and_with_the_positions_of_the_target(tmp_path, model):
     save_head(samples.eagle3(model), tmp_path)
     tensors, fields = published.read(tmp_path)
@@ -237,6 +256,15 @@ def test_a_head_loads_in_the_dtype_and_with_the_positions_of_the_target(tmp_path
     assert head.frequencies.dtype == torch.float32
     assert head.config.max_positions == model.config.max_positions
     assert not any(parameter.requires_grad for parameter in head.parameters())
+
+
+def test_optional_tensors_are_recognised_by_their_names(tmp_path, model):
+    """Heads for Qwen3 are published with its `model_type` and without its norms of queries and keys."""
+    save_head(samples.eagle3(model, qkv_bias=True), tmp_path)
+    tensors, fields = published.read(tmp_path)
+    published.write(tmp_path, tensors, {**fields, "model_type": "qwen3", "attention_bias": False})
+    config = load_head("eagle3", tmp_path, model.config).config
+    assert (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias) == (False, True, False, False)
 
 
 def test_mimo_is_a_family(tmp_path):

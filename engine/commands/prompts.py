@@ -1,0 +1,76 @@
+"""Files of prompts, as read by commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engine.config import Verification
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import parse_drafters
+from ssd.errors import UserError
+
+LINE_SETTINGS = {"drafter": str, "max_draft": int, "verification": str}
+"""Settings beside the prompt in a line of a .jsonl file, with their types. Other fields are ignored."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, with the settings that its line of a .jsonl file has."""
+
+    content: str | list[int]
+    """Text, or token ids."""
+    drafters: frozenset[str] | None = None
+    """As in `Request`."""
+    max_draft: int | None = None
+    """As in `Request`."""
+    verification: Verification | None = None
+    """As in `SamplingParams`."""
+
+    def tokens(self, tokenizer: Tokenizer) -> np.ndarray:
+        """Return the token ids, uint32 [n]."""
+        return tokenizer.encode(self.content) if isinstance(self.content, str) else np.array(self.content, np.uint32)
+
+
+def read_prompt_file(path: Path) -> list[Prompt]:
+    """Return the prompts of a file: its lines, or those of the objects in a .jsonl file. Raises UserError."""
+    # `splitlines` would also split at form feeds and Unicode separators.
+    lines = _read_file(path).removesuffix("\n").split("\n")
+    if path.suffix == ".jsonl":
+        prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    else:
+        prompts = [Prompt(line) for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"{path} has no prompt; write one per line")
+    return prompts
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
+
+
+def _prompt_of_line(line: str, number: int) -> Prompt:
+    try:
+        record = json.loads(line)
+        content = record["prompt"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"line {number} is not a JSON object with a `prompt`") from None
+    is_ids = isinstance(content, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in content)
+    if not (is_ids or isinstance(content, str)):
+        raise UserError(f"line {number}: `prompt` must be text or a list of token ids")
+    for name, kind in LINE_SETTINGS.items():
+        if record.get(name) is not None and type(record[name]) is not kind:
+            raise UserError(f"line {number}: `{name}` must be {'text' if kind is str else 'a whole number'}")
+    drafter = record.get("drafter")
+    return Prompt(
+        content,
+        drafters=None if drafter is None else parse_drafters(drafter),
+        max_draft=record.get("max_draft"),
+        verification=record.get("verification"),
+    )

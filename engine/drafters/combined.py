@@ -1,0 +1,339 @@
+"""Combine drafters: their drafts are merged into one tree per sequence.
+
+Drafters of tokens are asked first. Drafters that run a network are asked unless what the others offer the batch is
+worth more without the time that networks take (`engine.drafters.skipping`). Then the corpus is searched again after
+each token of their drafts. Every candidate gets one calibrated probability (`engine.drafters.merged_tree`), and the
+likeliest ones are drafted.
+
+SpecInfer (Miao et al., 2024) merges the trees of several draft models. TensorRT-LLM and Arctic Inference replace the
+draft of a model with that of a suffix structure where the match is long enough.
+
+In verification by rejection, a sampled draft is kept as a whole, whatever its tokens, and ranked candidates are added
+around it. A ranked candidate that equals a sampled sibling is dropped: once the sampled token is rejected, the output
+follows the residual distribution, whichever candidates are tried next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, TargetOutputs
+from engine.drafters.draft_forward import DraftForward
+from engine.drafters.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
+from engine.drafters.skipping import SkipRule
+from engine.drafters.tokens import TokenDrafter
+from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
+from engine.speculation.draft_tree import DraftTree, straight_length
+from ssd.types import ROOT, DraftBatch, offsets_of
+
+ROOM = 96
+"""Largest number of nodes of a merged tree, of which the likeliest are drafted."""
+CHAIN_DECAY = 0.98
+"""Decay per sampled draft of the mean number of its accepted tokens."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the combined drafters."""
+
+    kind: str
+    drafter: Drafter
+    runs_model: bool
+    """Whether drafting takes forward passes."""
+
+    def may_draft_for(self, sequence: Sequence) -> bool:
+        """Whether the request allows this drafter."""
+        drafters = sequence.request.drafters
+        return drafters is None or self.kind in drafters
+
+
+class OwnDraft(NamedTuple):
+    """The draft of one drafter for one sequence, k tokens."""
+
+    tokens: np.ndarray
+    """uint32 [k]."""
+    parents: np.ndarray
+    """int32 [k]."""
+    is_sampled: bool
+    """Whether its tokens were sampled and are verified with q."""
+
+    def kept(self, committed: np.ndarray) -> np.ndarray:
+        """Return the path of draft tokens that equal the committed ones, int64 [a]; committed: uint32 [m]."""
+        path: list[int] = []
+        at = ROOT
+        for token in committed.tolist():
+            nodes = np.flatnonzero((self.parents == at) & (self.tokens == token))
+            if not len(nodes):
+                break
+            at = int(nodes[0])
+            path.append(at)
+        return np.array(path, np.int64)
+
+
+@dataclass
+class Merged:
+    """The merged tree of one sequence, until its results are known."""
+
+    tree: Tree
+    sources: np.ndarray = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
+    """uint8 [room]: source of each node, that of the first drafter that proposed it."""
+    q_rows: np.ndarray = field(default_factory=lambda: np.full(ROOM, DETERMINISTIC))
+    """int64 [room]: row of q of each node."""
+    own: dict[int, OwnDraft] = field(default_factory=dict)
+    """The draft of each drafter, by its number."""
+    found: Evaluation | None = None
+
+    def add(self, batch: DraftBatch, index: int, number: int, q_rows: np.ndarray | None, below: int = ROOT) -> None:
+        """Add draft `index` of a batch, by the drafter `number`, below a node; q_rows: int64 [T]."""
+        part = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
+        before = self.tree.size
+        self.tree, nodes = self.tree.add(
+            batch.tokens[part], batch.parents[part], batch.accept_prob[part], number, below
+        )
+        is_new = nodes >= before
+        self.sources[nodes[is_new]] = batch.source[part][is_new]
+        is_sampled = False
+        if q_rows is not None:
+            sampled = (q_rows[part] != DETERMINISTIC) & (nodes >= 0)
+            self.q_rows[nodes[sampled]] = q_rows[part][sampled]
+            is_sampled = bool(sampled.any())
+        if below == ROOT:
+            self.own[number] = OwnDraft(batch.tokens[part], batch.parents[part], is_sampled)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """int64 [n]: sampled nodes, parents before their children."""
+        return np.flatnonzero(self.q_rows[: self.tree.size] != DETERMINISTIC)
+
+
+class CombinedDrafter:
+    """Merges the drafts of several drafters."""
+
+    def __init__(self, parts: SequenceOf[Part], *, has_trees: bool) -> None:
+        # Drafters of tokens are asked first.
+        self.parts = sorted(parts, key=lambda part: part.runs_model)
+        self.needs = joint_needs([part.drafter.needs for part in self.parts])
+        self.skipping = SkipRule()
+        self._has_trees = has_trees
+        self._mix = Mix(len(self.parts))
+        self._merged: dict[int, Merged] = {}
+        """By the id of the sequence."""
+        self._chain_tokens = 1.0
+        """Mean number of accepted tokens of sampled drafts."""
+
+    def bind(self, forward: DraftForward) -> None:
+        """Give each drafter access to its own layers in the KV pages."""
+        first = 0
+        for part in self.parts:
+            end = first + len(part.drafter.needs.layers)
+            if hasattr(part.drafter, "bind"):
+                part.drafter.bind(forward.part(slice(first, end)))
+            first = end
+
+    def start(self, sequence: Sequence) -> None:
+        """See `Drafter.start`."""
+        for part in self.parts:
+            part.drafter.start(sequence)
+
+    def propose(self, plan: StepPlan) -> Drafts:
+        """See `Drafter.propose`."""
+        entries = plan.producing
+        merged = [Merged(Tree.empty(ROOM, len(self.parts))) for _ in entries]
+        q: list[Tensor] = []
+        for number, part in enumerate(self.parts):
+            if not part.runs_model:
+                self._add(self._ask(part, plan), number, merged, q)
+        before = self._expected(entries, merged)
+        models = [number for number, part in enumerate(self.parts) if part.runs_model]
+        if models and self.skipping.is_worth_models(plan, before):
+            with self.skipping.timed():
+                for number in models:
+                    self._add(self._ask(self.parts[number], plan), number, merged, q)
+            self._search_again(plan, merged)
+            self.skipping.learn(self._expected(entries, merged))
+        for entry, one in zip(entries, merged, strict=True):
+            self._merged[entry.sequence.sequence_id] = one
+        nodes = [self._choose(*each) for each in zip(entries, merged, before.tolist(), strict=True)]
+        return joint_drafts(merged, nodes, q)
+
+    def observe(self, result: StepResult) -> None:
+        """See `Drafter.observe`."""
+        for each in result.results:
+            merged = self._merged.get(each.sequence_id)
+            if merged is not None and merged.found is not None and each.plan.produces:
+                self._mix.learn(merged.tree, merged.found, each.tokens)
+                if len(merged.sampled):
+                    kept = max(len(own.kept(each.tokens)) for own in merged.own.values() if own.is_sampled)
+                    self._chain_tokens = CHAIN_DECAY * self._chain_tokens + (1 - CHAIN_DECAY) * kept
+        for number, part in enumerate(self.parts):
+            own = [self._own_result(each, number, part.drafter.needs) for each in result.results]
+            part.drafter.observe(replace(result, results=own))
+        for each in result.results:
+            self._merged.pop(each.sequence_id, None)
+
+    def finish(self, sequence: Sequence, learn: bool) -> None:
+        """See `Drafter.finish`."""
+        self._merged.pop(sequence.sequence_id, None)
+        for part in self.parts:
+            part.drafter.finish(sequence, learn)
+
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        for part in self.parts:
+            part.drafter.close()
+
+    def _ask(self, part: Part, plan: StepPlan) -> Drafts:
+        """Return the drafts of one drafter, for the requests that allow it."""
+        entries = plan.producing
+        allowed = [index for index, entry in enumerate(entries) if part.may_draft_for(entry.sequence)]
+        if len(allowed) == len(entries):
+            return part.drafter.propose(plan)
+        drafts = part.drafter.propose(replace(plan, entries=[entries[index] for index in allowed]))
+        return replace(drafts, batch=drafts.batch.scatter(np.array(allowed, np.int64), len(entries)))
+
+    def _add(self, drafts: Drafts, number: int, merged: SequenceOf[Merged | None], q: list[Tensor]) -> None:
+        """Add the drafts of one drafter; those of sequences without a tree are dropped."""
+        q_rows = None
+        if drafts.q is not None and drafts.q_rows is not None:
+            first = sum(map(len, q))
+            q_rows = np.where(drafts.q_rows == DETERMINISTIC, DETERMINISTIC, first + drafts.q_rows.astype(np.int64))
+            q.append(drafts.q)
+        for index, one in enumerate(merged):
+            if one is not None:
+                one.add(drafts.batch, index, number, q_rows)
+
+    def _expected(self, entries: SequenceOf[SequencePlan], merged: SequenceOf[Merged]) -> np.ndarray:
+        """Evaluate the trees, and return the expected number of accepted tokens of each, float64 [B]."""
+        expected = np.zeros(len(entries))
+        for index, (entry, one) in enumerate(zip(entries, merged, strict=True)):
+            one.found = self._mix.evaluate(one.tree)
+            expected[index] = one.found.path_prob[self._ranked(one, entry.draft_room)].sum()
+        return expected
+
+    def _ranked(self, one: Merged, limit: int) -> np.ndarray:
+        """Return the nodes of the best draft of at most `limit` tokens, int64 [n]."""
+        assert one.found is not None
+        if self._has_trees:
+            return likeliest_nodes(one.found.path_prob, limit)
+        return best_path(one.tree.parents[: one.tree.size], one.found.path_prob, limit)
+
+    def _choose(self, entry: SequencePlan, one: Merged, offered: float) -> np.ndarray:
+        """Return the nodes to draft, int64 [n]; offered: expected tokens without sampled drafts.
+
+        With sampled tokens, the choice must not depend on which tokens were sampled.
+        """
+        sampled = one.sampled
+        if not len(sampled):
+            return self._ranked(one, entry.draft_room)
+        if self._has_trees:
+            ranked = likeliest_nodes(one.found.path_prob, one.tree.size) if one.found is not None else NO_ROWS
+            others = ranked[~np.isin(ranked, sampled)]
+            return np.concatenate((sampled, others))[: entry.draft_room]
+        if offered <= self._chain_tokens:
+            return sampled[: entry.draft_room]
+        is_ranked = one.q_rows[: one.tree.size] == DETERMINISTIC
+        assert one.found is not None
+        return best_path(
+            one.tree.parents[: one.tree.size], np.where(is_ranked, one.found.path_prob, 0.0), entry.draft_room
+        )
+
+    def _search_again(self, plan: StepPlan, merged: list[Merged]) -> None:
+        """Add what drafters of tokens propose after each token of the networks' likeliest paths."""
+        paths = [self._model_path(one) for one in merged]
+        for number, part in enumerate(self.parts):
+            if not isinstance(part.drafter, TokenDrafter) or not part.drafter.can_draft_after:
+                continue
+            places = [
+                (index, end)
+                for index, path in enumerate(paths)
+                for end in range(1, len(path) + 1)
+                if merged[index].tree.probs[path[end - 1], number] < 0
+                and part.may_draft_for(plan.producing[index].sequence)
+            ]
+            if not places:
+                continue
+            runs = [merged[index].tree.tokens[paths[index][:end]].astype(np.uint32) for index, end in places]
+            batch = part.drafter.draft_after(plan, [index for index, _ in places], runs)
+            for row, (index, end) in enumerate(places):
+                merged[index].add(batch, row, number, None, below=int(paths[index][end - 1]))
+
+    def _model_path(self, one: Merged) -> np.ndarray:
+        """Return the nodes of the likeliest path that a network drafted, int64 [n]."""
+        size = one.tree.size
+        models = [number for number, part in enumerate(self.parts) if part.runs_model]
+        prob = one.tree.probs[:size, models].max(axis=1, initial=-1.0)
+        path: list[int] = []
+        at = ROOT
+        while True:
+            children = np.flatnonzero((one.tree.parents[:size] == at) & (prob >= 0))
+            if not len(children):
+                return np.array(path, np.int64)
+            at = int(children[prob[children].argmax()])
+            path.append(at)
+
+    def _own_result(self, result: SequenceResult, number: int, needs: TargetOutputs) -> SequenceResult:
+        """Return a result as the drafter `number` would see it, if only its own draft had been verified.
+
+        Candidates at a position whose tokens were committed have a result even if the step did not verify them.
+        """
+        hidden = result.hidden
+        if hidden is not None:
+            own_layers = [self.needs.hidden_layers.index(layer) for layer in needs.hidden_layers]
+            hidden = hidden[:, own_layers] if own_layers else None
+        if needs.top_k or needs.extra_rows:
+            top = [None if each is None else each[:, : needs.top_k] for each in (result.top_tokens, result.top_logits)]
+            return replace(result, hidden=hidden, top_tokens=top[0], top_logits=top[1])
+        merged = self._merged.get(result.sequence_id)
+        own = None if merged is None else merged.own.get(number)
+        if own is None or not result.plan.produces:
+            plan = replace(result.plan, draft=NO_TOKENS, tree=None, q_rows=None)
+            return replace(result, plan=plan, kept=NO_ROWS, hidden=hidden)
+        is_path = straight_length(own.parents) == len(own.parents)
+        plan = replace(
+            result.plan,
+            draft=own.tokens,
+            tree=None if is_path else DraftTree(own.parents),
+            q_rows=np.zeros(len(own.tokens), np.int32) if own.is_sampled else None,
+        )
+        return replace(result, plan=plan, kept=own.kept(result.tokens), hidden=hidden)
+
+
+def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:
+    """Return what several drafters need together. Raises ValueError if two of them need extra rows."""
+    if sum(each.extra_rows > 0 for each in needs) > 1:
+        raise ValueError("at most one of the combined drafters may add rows to the target's batch")
+    return TargetOutputs(
+        hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
+        top_k=max(each.top_k for each in needs),
+        layers=tuple(layers for each in needs for layers in each.layers),
+        extra_rows=max(each.extra_rows for each in needs),
+    )
+
+
+def joint_drafts(merged: SequenceOf[Merged], nodes: SequenceOf[np.ndarray], q: list[Tensor]) -> Drafts:
+    """Return the chosen nodes of each tree as drafts; nodes: int64 [n] each, parents before their children."""
+    parents, rows, probs = [], [], []
+    for one, chosen in zip(merged, nodes, strict=True):
+        place = np.full(one.tree.size + 1, ROOT)
+        place[chosen] = np.arange(len(chosen))
+        parents.append(place[one.tree.parents[chosen]])
+        rows.append(one.q_rows[chosen])
+        assert one.found is not None
+        probs.append(one.found.accept_prob[chosen])
+    batch = DraftBatch(
+        np.concatenate([one.tree.tokens[chosen] for one, chosen in zip(merged, nodes, strict=True)]).astype(np.uint32),
+        np.concatenate(parents).astype(np.int32),
+        np.concatenate(probs).astype(np.float32),
+        np.concatenate([one.sources[chosen] for one, chosen in zip(merged, nodes, strict=True)]).astype(np.uint8),
+        offsets_of(np.array([len(chosen) for chosen in nodes])),
+    )
+    if not q:
+        return Drafts(batch)
+    return Drafts(batch, torch.cat(q), np.concatenate(rows).astype(np.int32))

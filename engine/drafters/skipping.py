@@ -1,0 +1,73 @@
+"""Decide whether a step of combined drafters runs their networks.
+
+The tokens that a network's drafts add are predicted from what the other drafters offer: the better that is, the less a
+network adds. A forward pass is skipped if tokens per second, for the batch as a whole, are expected to be higher
+without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+
+from engine.scheduling.plan import StepPlan
+
+EDGES = np.array([0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 4.0])
+"""Upper bounds of the intervals of expected tokens within which gains are averaged."""
+FIRST_GAIN = 2.0
+"""Gain in tokens that is assumed before any was observed."""
+DECAY = 0.95
+"""Decay per observed sequence of the mean gains."""
+TIME_DECAY = 0.8
+"""Decay per step of the mean time of the networks."""
+MAX_SKIPPED = 32
+"""Number of consecutive steps without networks after which they are run to measure their gain again."""
+
+
+class SkipRule:
+    """Learns the gain and the time of the networks."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        """Number of steps in which the networks were skipped."""
+        self._gains = np.full(len(EDGES) + 1, FIRST_GAIN)
+        self._model_s = 0.0
+        self._step_model_s = 0.0
+        self._since_run = 0
+        self._expected = np.empty(0)
+
+    def is_worth_models(self, plan: StepPlan, expected: np.ndarray) -> bool:
+        """Return whether to run the networks in a step.
+
+        expected: float [B], expected number of accepted tokens of each sequence without them.
+        """
+        self._expected = expected
+        self._step_model_s = 0.0
+        if plan.seconds is None or not self._model_s or self._since_run >= MAX_SKIPPED:
+            return True
+        tokens = len(expected) + float(expected.sum())
+        gain = float(self._gains[np.searchsorted(EDGES, expected)].sum())
+        if (tokens + gain) / (plan.seconds + self._model_s) > tokens / plan.seconds:
+            return True
+        self.skipped += 1
+        self._since_run += 1
+        return False
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measure the time of a network's drafts."""
+        began = perf_counter()
+        yield
+        self._step_model_s += perf_counter() - began
+
+    def learn(self, expected: np.ndarray) -> None:
+        """Record a step with networks; expected: float [B], as for `is_worth_models` but with all drafts."""
+        self._since_run = 0
+        seconds = self._step_model_s
+        self._model_s = TIME_DECAY * self._model_s + (1 - TIME_DECAY) * seconds if self._model_s else seconds
+        gains = expected - self._expected
+        for place, gain in zip(np.searchsorted(EDGES, self._expected).tolist(), gains.tolist(), strict=True):
+            self._gains[place] = DECAY * self._gains[place] + (1 - DECAY) * gain

@@ -1,0 +1,131 @@
+"""Combinations of drafters through the engine, with random weights."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.drafters.autoregressive import AutoregressiveDrafter
+from engine.drafters.combined import CombinedDrafter, Part
+from engine.drafters.medusa import MedusaDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.drafters.none import NoDrafter
+from engine.drafters.sources import DraftSource
+from engine.drafters.threshold import ThresholdDrafter, own_match_length
+from engine.drafters.tokens import adapt
+from engine.engine import build_engine
+from engine.scheduling.pages import PagePool
+from engine.scheduling.scheduler import Scheduler
+from ssd.config import DrafterConfig
+from ssd.drafter import SuffixDrafter
+from tests.engine.drafters.heads import make_head
+from tests.engine.drafters.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
+
+
+def make_part(kind, model, has_trees):
+    shape = "tree" if has_trees else "path"
+    if kind == "ssd":
+        return Part(kind, adapt(SuffixDrafter(DrafterConfig(capacity=10_000, max_draft=16, draft_shape=shape))), False)
+    if kind == "ngram":
+        return Part(kind, adapt(NgramDrafter()), False)
+    head = make_head(kind, model)
+    if kind == "medusa":
+        return Part(kind, MedusaDrafter(head, depth=4, has_trees=has_trees, source=DraftSource.MEDUSA), True)
+    drafter = AutoregressiveDrafter(head, depth=4, has_trees=has_trees, source=DraftSource.MTP)
+    return Part(kind, drafter, True)
+
+
+def run(model, config, asked, kinds, pages=None):
+    has_trees = config.draft_shape == "tree"
+    drafter = CombinedDrafter([make_part(kind, model, has_trees) for kind in kinds], has_trees=has_trees)
+    engine = build_engine(model, config, drafter)
+    if pages is not None:
+        engine.scheduler = Scheduler(config, PagePool(pages, config.page_size))
+    sources = np.zeros(256, int)
+
+    def observe(report):
+        for result in report.results:
+            sources[:] += np.bincount(result.sources, minlength=256)
+
+    completions = engine.generate(asked, observe)
+    engine.scheduler.check_integrity()
+    return drafter, sources, completions
+
+
+COMBINATIONS = [("ssd", "mtp"), ("self", "ssd"), ("ngram", "draft-model", "medusa"), ("mtp", "eagle3")]
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kinds", COMBINATIONS)
+def test_exact_outputs_equal_plain_decoding(model, kinds, temperature, shape):
+    config = replace(CONFIG, draft_shape=shape)
+    # The second half repeats the first, so that the corpus has drafts.
+    asked = requests(temperature, count=6) + requests(temperature, count=6)
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    _, sources, completions = run(model, config, asked, kinds)
+    assert tokens_of(completions) == tokens_of(plain)
+    assert sum(each.drafted for each in completions) > 100
+    if "ssd" in kinds:
+        assert sources[DraftSource.CORPUS] + sources[DraftSource.LOCAL] > 20
+    assert sources[DraftSource.MTP] + sources[DraftSource.MEDUSA] > 20
+
+
+def test_slots_of_a_combined_head_are_right(model, monkeypatch):
+    """Accepted tokens of other drafters, preemption and shared pages do not disturb the head's slots."""
+    recorder = Recorder(monkeypatch)
+    config = replace(CONFIG, watermark=0.0, draft_shape="tree")
+    asked = requests(0.8) + requests(0.8)
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    drafter, _, completions = run(model, config, asked, ("ssd", "mtp"), pages=12)
+    assert tokens_of(completions) == tokens_of(plain)
+    head = drafter.parts[1].drafter.head
+    assert recorder.largest_difference(head, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_drafts_are_verified_by_rejection(model, shape):
+    config = replace(CONFIG, draft_shape=shape, verification="rejection")
+    asked = requests(0.8) + requests(0.8)
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    _, _, completions = run(model, config, asked, ("ssd", "mtp"))
+    assert tokens_of(completions) != tokens_of(plain)
+    assert 0 < sum(each.accepted for each in completions) < sum(each.drafted for each in completions)
+
+
+def test_a_perfect_corpus_and_a_perfect_model_are_not_worse_together(model):
+    """A copy of the target and a corpus that has seen the outputs: nearly all draft tokens are accepted."""
+    asked = requests(0.0, count=4)
+    _, _, alone = run(model, CONFIG, asked + asked, ("self",))
+    _, _, both = run(model, CONFIG, asked + asked, ("self", "ssd"))
+    assert sum(each.steps for each in both) <= sum(each.steps for each in alone)
+
+
+def test_requests_choose_among_the_drafters(model):
+    config = replace(CONFIG, draft_shape="tree")
+    base = requests(0.0, count=4)
+    for chosen, expected in ((None, {"corpus", "local", "mtp"}), ("ssd", {"corpus", "local"}), ("mtp", {"mtp"})):
+        asked = [replace(each, drafters=None if chosen is None else frozenset({chosen})) for each in base + base]
+        drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
+        completions = build_engine(model, config, drafter, drafters=("ssd", "mtp")).generate(asked)
+        assert {source for each in completions for source in each.by_source} == expected
+
+
+def test_a_threshold_chooses_between_the_drafts(model):
+    """Above the threshold all tokens come from the corpus, below it all from the network; outputs stay the same."""
+    asked = requests(0.0, count=4) + requests(0.0, count=4)
+    plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
+    for threshold, source in ((0, "corpus"), (1000, "mtp")):
+        parts = [make_part(kind, model, False) for kind in ("ssd", "mtp")]
+        drafter = ThresholdDrafter(parts, has_trees=False, threshold=threshold)
+        completions = build_engine(model, CONFIG, drafter).generate(asked)
+        assert tokens_of(completions) == tokens_of(plain)
+        assert source in {name for each in completions for name in each.by_source}
+        assert (source == "mtp") == all("corpus" not in each.by_source for each in completions)
+
+
+def test_match_within_the_text():
+    text = np.array([5, 6, 7, 8, 5, 6, 7], np.uint32)
+    assert own_match_length(text, 8) == 3
+    assert own_match_length(text, 2) == 2
+    assert own_match_length(np.array([1, 2, 3], np.uint32), 8) == 0

@@ -1,0 +1,279 @@
+"""Folders without a head for the target are refused with one line, before memory is allocated."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.heads import formats
+from engine.models.heads.formats import check_head, load_head, save_head
+from ssd.errors import UserError
+from tests.engine.models.heads import published, samples
+
+MAKE = {"mtp": samples.mtp, "eagle": samples.eagle, "eagle3": samples.eagle3, "medusa": samples.medusa}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, model):
+    root = tmp_path_factory.mktemp("heads")
+    for kind, make in MAKE.items():
+        save_head(make(model), root / kind, dtype=torch.float32)
+    save_head(samples.mtp(model, kept=100), root / "mtp-reduced", dtype=torch.float32)
+    save_head(samples.eagle3(model, hidden_size=32), root / "eagle3-small", dtype=torch.float32)
+    published.as_deepseek(root / "mtp", root / "mtp-deepseek")
+    published.as_qwen(root / "mtp", root / "mtp-qwen")
+    published.as_speculators_eagle3(root / "eagle3", root / "eagle3-speculators")
+    return root
+
+
+def weights_of(folder):
+    return next(folder.glob("*.safetensors"))
+
+
+def config(**changes):
+    """Change fields of the configuration; None removes one."""
+
+    def harm(folder):
+        path = folder / "config.json"
+        fields = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+
+    return harm
+
+
+def tensor(name, change):
+    """Change a tensor; without a result it is removed."""
+
+    def harm(folder):
+        tensors = load_file(weights_of(folder))
+        changed = change(tensors.pop(name, None))
+        if changed is not None:
+            tensors[name] = changed.contiguous()
+        save_file(tensors, weights_of(folder))
+
+    return harm
+
+
+def removed(_tensor):
+    return None
+
+
+def set_to(row, value):
+    def change(given):
+        changed = given.clone()
+        changed.view(-1)[row] = value
+        return changed
+
+    return change
+
+
+def pickled(value):
+    def harm(folder):
+        weights_of(folder).unlink()
+        torch.save(value, folder / "pytorch_model.bin")
+
+    return harm
+
+
+class Code:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return print, ("unpickled",)
+
+
+BAD = {
+    # For any kind.
+    "no folder": ("eagle", shutil.rmtree, "there is no folder"),
+    "no configuration": ("eagle", lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no weights": ("eagle3", lambda folder: weights_of(folder).unlink(), "has no weights; a draft head has one of"),
+    "a missing tensor": ("eagle3", tensor("midlayer.mlp.up_proj.weight", removed), "lacks midlayer.mlp.up_proj.weight"),
+    "a further tensor": ("eagle", tensor("layers.0.more", lambda _: torch.ones(3)), "has the tensor layers.0.more"),
+    "a tensor of another shape": ("mtp", config(intermediate_size=100), "has shape .* describes"),
+    "an integer dtype": ("eagle", tensor("fc.weight", lambda given: given.to(torch.int8)), "fc.weight .* stored as I8"),
+    "a NaN": ("eagle3", tensor("fc.weight", set_to(5, float("nan"))), "fc.weight in .* not finite as float32"),
+    "an infinity": ("medusa", tensor("1.1.weight", set_to(5, float("-inf"))), "1.1.weight in .* not finite"),
+    "a file cut short": (
+        "mtp",
+        lambda folder: weights_of(folder).write_bytes(weights_of(folder).read_bytes()[:5000]),
+        "damaged or cut short",
+    ),
+    "another architecture": (
+        "eagle3",
+        config(model_type="deepseek_v3"),
+        "eagle3.*config.json names the architecture 'deepseek_v3', which this engine does not support",
+    ),
+    "an unsupported feature": ("eagle", config(hidden_act="gelu"), "eagle.*config.json asks for the activation 'gelu'"),
+    "a field of another type": ("eagle", config(vocab_size="many"), "vocab_size in .* is no count, but 'many'"),
+    "a missing field": ("mtp", config(hidden_size=None), "lacks the field hidden_size"),
+    "pickled code": ("eagle", pickled({"fc.weight": Code()}), "pytorch_model.bin cannot be read .*Weights only"),
+    "a pickled list": ("eagle", pickled([torch.ones(2)]), "is not a dictionary of tensors"),
+    "pickled text": (
+        "eagle",
+        lambda folder: (weights_of(folder).unlink(), (folder / "pytorch_model.bin").write_text("weights")),
+        "pytorch_model.bin cannot be read",
+    ),
+    # MTP.
+    "no MTP layer": ("eagle mtp", lambda _folder: None, "has no MTP layer"),
+    "latent attention": (
+        "mtp",
+        tensor("model.mtp_layers.0.self_attn.kv_a_proj_with_mqa.weight", lambda _: torch.ones(3, 3)),
+        "has multi-head latent attention",
+    ),
+    "experts": ("mtp-deepseek", tensor("model.layers.2.mlp.gate.weight", lambda _: torch.ones(3, 3)), "has experts"),
+    "gated attention": (
+        "mtp-qwen",
+        tensor("mtp.layers.0.self_attn.q_proj.weight", lambda given: given.repeat(2, 1)),
+        "q_proj.weight in .* has shape",
+    ),
+    "a reduced vocabulary without a projection": (
+        "mtp-reduced",
+        tensor("lm_head.weight", lambda given: given[:100]),
+        "lm_head.weight in .* is not a matrix of",
+    ),
+    # EAGLE.
+    "no EAGLE head": ("medusa eagle", lambda _folder: None, "no tensor fc.weight, so it is no EAGLE head"),
+    "more layers than tensors": ("eagle", config(num_hidden_layers=10**9), "has a head of 1000000000 layers"),
+    # EAGLE-3.
+    "no EAGLE-3 head": ("eagle eagle3", lambda _folder: None, "so it is no EAGLE-3 head"),
+    "several layers": ("eagle3", config(num_hidden_layers=2), "this engine runs heads of one layer"),
+    "only the last state": (
+        "eagle3",
+        config(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state is false",
+    ),
+    "no embedding of its own size": (
+        "eagle3-small",
+        tensor("embed_tokens.weight", removed),
+        "lacks embed_tokens.weigh",
+    ),
+    "layers that the target lacks": (
+        "eagle3",
+        config(eagle_aux_hidden_state_layer_ids=[0, 1, 7]),
+        "config.json names the layers 0, 1, 7 of the target, but this target needs different ones from 0 to 2",
+    ),
+    "layers that are equal": ("eagle3", config(eagle_aux_hidden_state_layer_ids=[1, 1, 2]), "names the layers 1, 1, 2"),
+    "default layers of a short target": (
+        "eagle3",
+        config(eagle_aux_hidden_state_layer_ids=None, eagle_config=None),
+        "which stands for the layers 2, 1, -1",
+    ),
+    "layers that are no numbers": ("eagle3", config(eagle_aux_hidden_state_layer_ids="all"), "is no list of layers"),
+    "another number of layers": (
+        "eagle3",
+        config(eagle_aux_hidden_state_layer_ids=[0, 2]),
+        "names 2 layers .* and 3 as",
+    ),
+    "another kind of speculator": (
+        "eagle3-speculators",
+        config(speculators_model_type="dflash"),
+        "has a head of the kind 'dflash', not 'eagle3'",
+    ),
+    "no description of the layer": (
+        "eagle3-speculators",
+        config(transformer_layer_config="llama"),
+        "has no object transformer_layer_config",
+    ),
+    # Draft vocabularies.
+    "no draft vocabulary": ("eagle3", tensor("d2t", removed), "lacks d2t"),
+    "a token above the target's": (
+        "eagle3",
+        tensor("d2t", set_to(199, 101)),
+        "maps row 199 to token 300, but .* 0 to 299",
+    ),
+    "a token below 0": ("eagle3", tensor("d2t", set_to(3, -4)), "maps row 3 to token -1"),
+    "tokens instead of offsets": (
+        "eagle3",
+        tensor("d2t", lambda given: given + torch.arange(len(given))),
+        "d2t holds offsets from the row's number",
+    ),
+    "a token of two rows": (
+        "eagle3",
+        tensor("d2t", lambda given: given - torch.arange(200)),
+        "several rows to one token",
+    ),
+    "marks of other tokens": ("eagle3", tensor("t2d", lambda given: ~given), "d2t and t2d in .* name different tokens"),
+    "marks of fewer tokens": ("eagle3", tensor("t2d", lambda given: given[:-1]), "name different tokens"),
+    "offsets that are not integers": ("eagle3", tensor("d2t", lambda given: given.float()), "not as integers"),
+    "offsets of fewer rows": ("eagle3", tensor("d2t", lambda given: given[:-1]), r"shape \(199,\), but needs 200"),
+    # Medusa.
+    "no Medusa heads": ("eagle medusa", lambda _folder: None, "so it has no Medusa heads"),
+    "a number of heads out of range": ("medusa", config(medusa_num_heads=0), "describes 0 Medusa heads"),
+    "more heads than tensors": ("medusa", config(medusa_num_heads=4), r"lacks 3\.0\.linear\.bias and 2 more"),
+}
+"""Folder (and kind, if it is not that of the folder), what is done to it, and the reason."""
+
+
+@pytest.mark.parametrize(("case", "harm", "message"), BAD.values(), ids=BAD.keys())
+def test_a_bad_folder_is_refused_with_a_reason(tmp_path, folders, model, case, harm, message):
+    name, *kind = case.split()
+    folder = tmp_path / name
+    shutil.copytree(folders / name, folder)
+    harm(folder)
+    with pytest.raises(UserError, match=message) as refusal:
+        load_head(kind[0] if kind else name.split("-")[0], folder, model.config)
+    assert "\n" not in str(refusal.value)
+    assert str(tmp_path) in str(refusal.value)
+
+
+OTHERS = {
+    "hidden size": {"hidden_size": 96, "head_dim": 16},
+    "vocabulary": {"vocab_size": 310},
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+def test_a_head_for_another_target_is_refused(folders, model, kind, change):
+    with pytest.raises(
+        UserError, match=r"hidden size 64 and 300 tokens, but this target has hidden size .* trained for it"
+    ):
+        check_head(kind, folders / kind, replace(model.config, **change))
+
+
+def test_a_medusa_head_whose_configuration_has_no_sizes_is_refused_by_its_shapes(tmp_path, folders, model):
+    shutil.copytree(folders / "medusa", tmp_path / "medusa")
+    config(hidden_size=None, vocab_size=None)(tmp_path / "medusa")
+    load_head("medusa", tmp_path / "medusa", model.config)
+    with pytest.raises(UserError, match="has shape"):
+        check_head("medusa", tmp_path / "medusa", replace(model.config, vocab_size=310))
+
+
+def test_a_deepseek_layer_for_a_target_of_another_length_is_refused(folders, model):
+    check_head("mtp", folders / "mtp-deepseek", model.config)
+    with pytest.raises(UserError, match=r"is model\.layers\.2, but .* 5 layers it must be model\.layers\.5"):
+        check_head("mtp", folders / "mtp-deepseek", replace(model.config, num_layers=5))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_the_folder_of_the_target_has_no_head(model, model_folder, kind):
+    with pytest.raises(UserError, match="is the target's own folder"):
+        check_head(kind, model_folder, model.config, target_folder=model_folder)
+
+
+def test_the_folder_of_the_target_may_have_no_mtp_layer(model, model_folder):
+    with pytest.raises(UserError, match="has no MTP layer"):
+        check_head("mtp", model_folder, model.config, target_folder=model_folder)
+
+
+def test_an_unknown_kind_is_refused(folders, model):
+    with pytest.raises(UserError, match="'dflash' is no kind of draft head; give one of mtp, eagle, eagle3, medusa"):
+        check_head("dflash", folders / "eagle", model.config)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_check_allocates_no_weights(folders, model, kind, monkeypatch):
+    monkeypatch.setattr(formats, "allocate_weights", lambda *_: pytest.fail("weights were allocated"))
+    check_head(kind, folders / kind, model.config)
+
+
+def test_heads_that_no_published_format_describes_are_not_written(tmp_path, model):
+    with pytest.raises(ValueError, match="replaces the first embedding"):
+        save_head(samples.mtp(model, zeroes_first=False), tmp_path)
+    head = samples.eagle(model)
+    head.norm = model.norm
+    with pytest.raises(ValueError, match="no norms at the ends"):
+        save_head(head, tmp_path)

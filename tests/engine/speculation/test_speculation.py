@@ -1,0 +1,162 @@
+"""Requests choose whether and how much is drafted for them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.drafters.base import TargetInfo
+from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
+from engine.scheduling.request import Request, SamplingParams
+from engine.speculation.token_budget import Selection
+from ssd.config import DrafterConfig
+from ssd.errors import UserError
+from ssd.types import DraftBatch, Path
+from tests.engine.chain import VOCAB, answer, chain_engine
+from tests.engine.drafters.toy import ToyDrafter
+
+CONFIG = EngineConfig(max_sequences=6, max_draft=4, max_step_tokens=64)
+TOKENS = 24
+NONE = frozenset()
+
+
+class Oracle(NoDrafter):
+    """Drafts what the target produces, and records which sequences it was asked for and how much."""
+
+    def __init__(self, expected):
+        self.expected = expected
+        """Prompt and output by sequence."""
+        self.lengths = {}
+        self.asked = []
+        """Pairs of a sequence id and the largest number of draft tokens."""
+
+    def start(self, sequence_id, prompt):
+        self.lengths[sequence_id] = len(prompt)
+
+    def draft(self, progress):
+        paths = []
+        for index, (sequence_id, most) in enumerate(
+            zip(progress.sequence_ids.tolist(), progress.max_draft.tolist(), strict=True)
+        ):
+            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
+            tokens = self.expected[sequence_id][self.lengths[sequence_id] :][:most]
+            self.asked.append((sequence_id, most))
+            paths.append(Path(np.array(tokens, np.uint32), np.ones(len(tokens), np.float32)))
+        return DraftBatch.from_paths(paths)
+
+
+def asked_for(*choices):
+    """Return requests of different prompts with these fields."""
+    rng = np.random.default_rng(5)
+    sampling = SamplingParams(max_tokens=TOKENS)
+    return [Request(rng.integers(1, VOCAB, 5).astype(np.uint32), sampling, **choice) for choice in choices]
+
+
+def run(requests, *, in_flight=None, budget=None, drafters=("a", "b")):
+    outputs = [answer(request.prompt, TOKENS) for request in requests]
+    drafter = Oracle([[*request.prompt, *output] for request, output in zip(requests, outputs, strict=True)])
+    depth = None if in_flight is None else lambda: in_flight
+    engine = chain_engine(CONFIG, 60, drafter, budget, has_graph=in_flight is not None, depth=depth, drafters=drafters)
+    reports = []
+    completions = engine.generate(requests, reports.append)
+    assert [completion.tokens.tolist() for completion in completions] == outputs
+    assert engine._speculation.drafter.problems == 0
+    return drafter, completions, reports
+
+
+@pytest.mark.parametrize("in_flight", [None, 0, 1])
+def test_each_request_is_drafted_for_as_it_asks(in_flight):
+    requests = asked_for({}, {"drafters": NONE}, {"max_draft": 2}, {"max_draft": 0}, {"drafters": frozenset("b")})
+    drafter, completions, reports = run(requests, in_flight=in_flight)
+    longest = [0] * len(requests)
+    for report in reports:
+        for result in report.results:
+            longest[result.sequence_id] = max(longest[result.sequence_id], result.drafted)
+    assert longest == [4, 0, 2, 0, 4]
+    assert [completion.drafted > 0 for completion in completions] == [most > 0 for most in longest]
+    assert completions[0].steps < completions[2].steps < completions[1].steps
+    # Once at the end, to report its steps.
+    assert [entry for entry in drafter.asked if entry[0] in (1, 3)] == [(1, 0), (3, 0)]
+
+
+@pytest.mark.parametrize("in_flight", [None, 0, 1])
+def test_steps_without_drafted_requests_do_not_call_the_drafter(in_flight):
+    drafter, completions, reports = run(asked_for({"drafters": NONE}, {"max_draft": 0}), in_flight=in_flight)
+    assert drafter.asked == [(0, 0), (1, 0)]
+    assert [completion.drafted for completion in completions] == [0, 0]
+    assert not any(report.is_backing_off for report in reports)
+
+
+class Backoff:
+    """A token budget under which drafting does not pay in every second step."""
+
+    def __init__(self):
+        self.plans = []
+
+    @property
+    def is_backing_off(self):
+        return len(self.plans) % 2 == 1
+
+    def cost_of_one_more(self, tokens, sequences):
+        return 0.02
+
+    def seconds(self, tokens, sequences):
+        return 1.0
+
+    def select(self, drafts, usable, tokens):
+        assert len(drafts) == len(usable) == 2  # All producing sequences, drafted for or not, as each yields a token.
+        return Selection(usable)
+
+    def record(self, plan, tokens, accepted, seconds):
+        self.plans.append(plan)
+
+
+def test_steps_in_which_drafting_does_not_pay_are_reported():
+    budget = Backoff()
+    _, _, reports = run(asked_for({"max_draft": 1}, {"drafters": NONE})[:2], budget=budget)
+    drafting = [any(result.sequence_id == 0 for result in report.results) for report in reports]
+    assert [report.is_backing_off for report in reports] == [
+        index % 2 == 1 and is_drafting for index, is_drafting in enumerate(drafting)
+    ]
+    assert sum(plan.asked for plan in budget.plans) == sum(drafting) - sum(each.is_backing_off for each in reports) > 3
+
+
+def test_drafters_that_are_not_loaded_are_refused_when_a_request_is_added():
+    [request] = asked_for({"drafters": frozenset("ac")})
+    engine = chain_engine(CONFIG, 60, NoDrafter(), drafters=("a", "b"))
+    with pytest.raises(UserError, match="'c' is not loaded"):
+        engine.add(request)
+    with pytest.raises(UserError, match="max_draft must be 0 to 4, not 5"):
+        engine.add(replace(request, drafters=None, max_draft=5))
+    assert not engine.scheduler.has_work
+
+
+@pytest.mark.parametrize("verification", ["exact", "rejection"])
+def test_distributions_of_sampled_drafts_belong_to_their_requests(model, verification):
+    """Requests without drafts among them change no output."""
+    config = replace(CONFIG, max_step_tokens=256, kv_memory_mib=1, verification=verification)
+    rng = np.random.default_rng(2)
+    drafted, undrafted = (
+        [
+            Request(
+                rng.integers(1, 60, 12).astype(np.uint32),
+                SamplingParams(max_tokens=16, temperature=0.8, seed=seed, ignore_eos=True),
+                drafters=drafters,
+            )
+            for seed in range(3)
+        ]
+        for drafters in (None, NONE)
+    )
+
+    def outputs(requests, *, has_drafter=True):
+        drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, config)) if has_drafter else NoDrafter()
+        completions = build_engine(model, config, drafter).generate(requests)
+        for request, completion in zip(requests, completions, strict=True):
+            assert (completion.drafted > 0) is (has_drafter and request.is_drafted)
+        return [completion.tokens.tolist() for completion in completions]
+
+    together = outputs([undrafted[0], drafted[0], drafted[1], undrafted[1], undrafted[2], drafted[2]])
+    assert [together[index] for index in (1, 2, 5)] == outputs(drafted)
+    assert [together[index] for index in (0, 3, 4)] == outputs(undrafted, has_drafter=False)
