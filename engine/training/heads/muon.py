@@ -18,7 +18,10 @@ ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum with Nesterov's look-ahead, for matrices."""
+    """Orthogonalised momentum with Nesterov's look-ahead, for matrices that have been trained before.
+
+    Learning rates are relative to the singular values that a matrix begins with: their root mean square is the unit.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -35,10 +38,12 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameter: nn.Parameter, lr: float) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-        momentum.lerp_(gradient, 1 - MOMENTUM)
-        direction = orthogonalise(gradient.lerp(momentum, MOMENTUM))
-        parameter.add_(direction, alpha=-lr * max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5)
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+            state["unit"] = parameter.norm() / min(parameter.shape) ** 0.5
+        momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
+        parameter.sub_(lr * state["unit"] * orthogonalise(gradient.lerp(momentum, MOMENTUM)))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ class Recipe:
     batch_windows: int = 2
     depth: int = 4
     """Draft positions that are unrolled, or number of Medusa heads."""
-    chain_share: float = 0.5
+    chain_share: float = 0.4
     """Share of the rows of a window from which chains of more than one draft position begin. The others would hardly
     ever be reached: their first draft token is the least likely to be accepted."""
-    matrix_lr: float = 0.03
-    """Learning rate of Muon, for matrices (Jordan et al., 2024)."""
-    other_lr: float = 3e-3
+    matrix_lr: float = 0.008
+    """Learning rate of Muon, for matrices (Jordan et al., 2024), relative to their singular values at the start."""
+    other_lr: float = 2e-3
     """Learning rate of AdamW, for norms, embeddings and output projections."""
     warmup_steps: int = 10
     regression: float = 0.0
@@ -59,7 +59,7 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     recipe.kind: recipe
     for recipe in (
-        Recipe("draft-model", 1_500_000, matrix_lr=0.02, other_lr=3e-3, batch_windows=4),
+        Recipe("draft-model", 500_000),
         Recipe("mtp", 500_000),
         Recipe("eagle", 500_000),
         Recipe("eagle3", 500_000),

@@ -8,8 +8,9 @@ from rich.console import Console
 from tests.engine.conftest import TEXT, VOCAB, make_folder
 
 from engine.models.loader import load_config
-from engine.training.heads import acceptance, command, data
+from engine.training.heads import acceptance, command, data, run
 from engine.training.heads.command import TrainingOptions, train_head
+from engine.training.heads.features import Features
 from engine.training.heads.recipe import RECIPES
 from ssd.errors import UserError
 
@@ -64,12 +65,10 @@ def test_the_written_folder_drafts_for_the_target(kind, target, text_files, tmp_
 def test_a_second_call_continues_and_reuses_hidden_states(target, text_files, tmp_path, monkeypatch):
     chosen = options("eagle3", target, tmp_path, data=text_files)
     train_head(chosen, Console(quiet=True), recipe("eagle3"))
-    monkeypatch.setattr(command.Features, "compute", lambda *_: pytest.fail("computed again"))
-    monkeypatch.setattr("engine.training.heads.run._step", lambda *_: pytest.fail("trained again"))
-    train_head(chosen, Console(quiet=True), recipe("eagle3"))
-    monkeypatch.undo()
-    monkeypatch.setattr(command.Features, "compute", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(Features, "compute", lambda *_: pytest.fail("computed again"))
     train_head(replace(chosen, kind="mtp"), Console(quiet=True), recipe("mtp"))
+    monkeypatch.setattr(run, "_step", lambda *_: pytest.fail("trained again"))
+    train_head(chosen, Console(quiet=True), recipe("eagle3"))
 
 
 def test_the_target_writes_its_own_training_text(target, tmp_path):
