@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.engine.conftest import TEXT, VOCAB, make_folder
 
 from engine.models.loader import load_config
 from engine.training.heads import acceptance, command, data, run
@@ -13,6 +12,7 @@ from engine.training.heads.command import TrainingOptions, train_head
 from engine.training.heads.features import Features
 from engine.training.heads.recipe import RECIPES
 from ssd.errors import UserError
+from tests.engine.conftest import TEXT, VOCAB, make_folder
 
 WINDOW = 32
 

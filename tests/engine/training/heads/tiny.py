@@ -29,7 +29,7 @@ def new_target(config=CONFIG):
     """A target whose distributions are neither flat nor one-hot."""
     torch.manual_seed(0)
     target = Decoder(config)
-    for name, parameter in target.named_parameters():
+    for parameter in target.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1 if parameter.ndim == 1 else 0.4)
     return target.eval().requires_grad_(False)
 
