@@ -29,7 +29,8 @@ HEAD_FILES = [*FILES, "pytorch_model.bin", "medusa_lm_head.*"]
 def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
     """Return the folder of a model: `model` itself if it exists, otherwise the downloaded hub model of that name.
 
-    files: patterns of the files to download. Without `model`, return the shipped model. Models that were downloaded before need no network. Raises UserError.
+    files: patterns of the files to download. Without `model`, return the shipped model. Models that were downloaded
+    before need no network. Raises UserError.
     """
     if not model:
         return SHIPPED_MODEL
