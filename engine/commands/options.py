@@ -11,7 +11,7 @@ import click
 
 from engine.config import EngineConfig, KvDtype, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds
-from engine.models.hub import find_model
+from engine.models.hub import HEAD_FILES, find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 
@@ -80,7 +80,7 @@ def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
         if kind not in kinds:
             what = f"KIND=FOLDER with {' or '.join(kinds)}" if kinds else "a drafter that has weights"
             raise UserError(f"--draft-model {text} does not fit to --drafter {drafter}; give {what}")
-        folders[kind] = find_model(name)
+        folders[kind] = find_model(name, HEAD_FILES)
     return folders
 
 

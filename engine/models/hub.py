@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.models.shipped import SHIPPED_MODEL
@@ -21,12 +22,15 @@ FILES = [
     "chat_template.jinja",
 ]
 """Files that the engine reads; many repositories have the same weights in further formats."""
+HEAD_FILES = [*FILES, "pytorch_model.bin", "medusa_lm_head.*"]
+"""Files of a draft head, many of which were published in PyTorch's format only."""
 
 
-def find_model(model: str | Path | None) -> Path:
+def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
     """Return the folder of a model: `model` itself if it exists, otherwise the downloaded hub model of that name.
 
-    Without `model`, return the shipped model. Models that were downloaded before need no network. Raises UserError.
+    files: patterns of the files to download. Without `model`, return the shipped model. Models that were downloaded
+    before need no network. Raises UserError.
     """
     if not model:
         return SHIPPED_MODEL
@@ -39,7 +43,7 @@ def find_model(model: str | Path | None) -> Path:
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except GatedRepoError:
         advice = "its owner requires accepting terms: do so on huggingface.co, then run `hf auth login`"
     except RepositoryNotFoundError:
