@@ -223,6 +223,52 @@ def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
     train_with_progress(work, out, tokens, compiled)
 
 
+def _add_head_command(kind: str, help_text: str) -> None:
+    @train.command(kind, help=help_text)
+    @click.option(
+        "--target",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Hugging Face folder of the target.  [default: the small model that ships with the package]",
+    )
+    @click.option(
+        "--data",
+        multiple=True,
+        help="Text file (.jsonl: an object with prompt, text or both per line), or `self`: the target's own outputs. "
+        "May be repeated.  [default for the shipped target: the files that it was trained on]",
+    )
+    @click.option(
+        "--prompts", multiple=True, type=click.Path(path_type=Path), help="File with prompts for --data self."
+    )
+    @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write.")
+    @click.option(
+        "--work",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=Path("build/heads"),
+        help="Folder for hidden states and checkpoints; an interrupted run continues from there.",
+    )
+    @click.option("--tokens", type=click.IntRange(min=1), help="Tokens to train on.  [default: those of the recipe]")
+    def command(
+        target: Path | None, data: tuple[str, ...], prompts: tuple[Path, ...], out: Path, work: Path, tokens: int | None
+    ) -> None:
+        from rich.console import Console
+
+        from engine.models.shipped import SHIPPED_MODEL
+        from engine.training.heads.command import TrainingOptions, train_head
+
+        options = TrainingOptions(kind, target or SHIPPED_MODEL, out, work, data, prompts, tokens)
+        train_head(options, Console())
+
+
+for _kind, _help in (
+    ("draft-model", "Train a smaller copy of a target."),
+    ("mtp", "Train a multi-token prediction layer for a target."),
+    ("eagle", "Train an EAGLE head for a target."),
+    ("eagle3", "Train an EAGLE-3 head for a target."),
+    ("medusa", "Train Medusa heads for a target."),
+):
+    _add_head_command(_kind, _help)
+
+
 def main() -> None:
     """Run the command line. UserError is printed as one line, with exit code 2."""
     try:

@@ -97,7 +97,7 @@ stay on one side; the held-out groups were chosen at random. `prompts.jsonl` has
 | optimiser | Muon for the matrices of the layers (learning rate {recipe.matrix_lr}, weight decay {recipe.matrix_weight_decay}), AdamW for the rest (learning rate {recipe.other_lr}) |
 | schedule | {recipe.warmup_steps} steps of warm-up, then constant, linear to zero over the last {recipe.decay_share:.0%} |
 | precision | bfloat16 matrix products with float32 weights; shipped as bfloat16 |
-| hardware | {_cpu_name()}, {torch.get_num_threads()} cores |
+| hardware | {cpu_name()}, {torch.get_num_threads()} cores |
 | time | {seconds / 60:.0f} minutes |
 
 Made by `ssd-engine train target`. With the same CPython, the command reads the same files and samples the same
@@ -107,7 +107,8 @@ batches.
     )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of this machine's processor."""
     if CPU_INFO.exists():
         for line in CPU_INFO.read_text().splitlines():
             if line.startswith("model name"):

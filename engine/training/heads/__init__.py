@@ -1,0 +1,1 @@
+"""Training of draft heads and draft models for a target."""

@@ -1,0 +1,168 @@
+"""Text to train heads on, as the target's tokens: files, the standard library, or the target's own outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.drafters.none import NoDrafter
+from engine.engine import StepReport, build_engine
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from engine.scheduling.request import Request, SamplingParams
+from engine.training.dataset import prepare
+from ssd.errors import UserError
+
+HELD_OUT_EVERY = 50
+"""One document in so many is held out."""
+OUTPUTS_FILE = "outputs.jsonl"
+OUTPUT_TEMPERATURE = 0.8
+OUTPUT_TOKENS = 256
+"""Largest number of tokens of one of the target's own outputs."""
+OUTPUT_BATCH = 64
+"""Prompts that are run at the same time, and lost together by an interruption."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens on both sides of the split, uint32 [N] each."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+    def windows(self, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return windows of both sides in a random order, uint32 [W, length] each.
+
+        Raises UserError for a text that has no window on one of the sides.
+        """
+        rng = np.random.default_rng(seed)
+        sides = []
+        for name, tokens in (("training", self.train), ("held-out", self.held_out)):
+            count = len(tokens) // length
+            if count == 0:
+                raise UserError(
+                    f"the {name} text has {len(tokens)} tokens, fewer than a window of {length}; give more --data"
+                )
+            windows = tokens[: count * length].reshape(count, length)
+            sides.append(windows[rng.permutation(count)])
+        return sides[0], sides[1]
+
+
+def library_text(target: Path, work: Path, vocab_size: int, notify: Callable[[str], None]) -> Text:
+    """Return the standard library with the split of the shipped target.
+
+    Raises UserError for a target that was not trained on this Python's library, whose held-out text is unknown.
+    """
+    text = prepare(work, vocab_size, notify)
+    if (work / TOKENIZER_FILE).read_bytes() != (target / TOKENIZER_FILE).read_bytes():
+        raise UserError(f"{target} was not trained on this Python's standard library; give --data text files or 'self'")
+    return Text(text.train.astype(np.uint32), text.held_out.astype(np.uint32))
+
+
+def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> Text:
+    """Return the tokens of files. `.jsonl` files have a document per line: its `prompt`, followed by its `text`.
+
+    end: the token between documents. Raises UserError for a file that cannot be read.
+    """
+    return _split([tokenizer.encode(document, add_special_tokens=False) for document in _documents(paths)], end)
+
+
+def own_outputs(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Path],
+    total_tokens: int,
+    work: Path,
+    progress: Callable[[int], None],
+) -> Text:
+    """Return prompts, each followed by what the target generates, sampled at `OUTPUT_TEMPERATURE`.
+
+    Prompts are repeated with other seeds until there are `total_tokens` tokens. Outputs are appended to a file in
+    `work`, so that an interrupted call continues. `progress` is called with the number of tokens so far. Raises
+    UserError for files that cannot be read, and for prompts that do not fit into the context window.
+    """
+    encoded = [tokenizer.encode(document) for document in _documents(prompts)]
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / OUTPUTS_FILE
+    documents = _read_outputs(path)
+    engine = build_engine(target, EngineConfig(max_sequences=OUTPUT_BATCH, max_draft=0), NoDrafter())
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            while (done := sum(map(len, documents))) < total_tokens:
+                progress(done)
+                seeds = range(len(documents), len(documents) + OUTPUT_BATCH)
+                requests = [_request(encoded[seed % len(encoded)], seed) for seed in seeds]
+                for request, completion in zip(requests, engine.generate(requests, _ignore), strict=True):
+                    documents.append(np.concatenate((request.prompt, completion.tokens)))
+                    file.write(json.dumps(documents[-1].tolist()) + "\n")
+                file.flush()
+    finally:
+        engine.close()
+    return _split(documents, end_token(target.config))
+
+
+def end_token(config: ModelConfig) -> int | None:
+    """Return the token that separates documents, if the model has one."""
+    return config.eos_token_ids[0] if config.eos_token_ids else config.bos_token_id
+
+
+def _request(prompt: np.ndarray, seed: int) -> Request:
+    return Request(prompt, SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=OUTPUT_TEMPERATURE, seed=seed))
+
+
+def _ignore(_report: StepReport) -> None:
+    """Observe nothing."""
+
+
+def _read_outputs(path: Path) -> list[np.ndarray]:
+    """Return the complete lines of an earlier call, and remove what an interruption left after them."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    complete = data[: data.rfind(b"\n") + 1]
+    if len(complete) < len(data):
+        path.write_bytes(complete)
+    return [np.array(json.loads(line), np.uint32) for line in complete.splitlines()]
+
+
+def _documents(paths: Sequence[Path]) -> Iterator[str]:
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
+        if path.suffix != ".jsonl":
+            yield text
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield _document(path, number, line)
+
+
+def _document(path: Path, number: int, line: str) -> str:
+    try:
+        fields = json.loads(line)
+        parts = [fields[name] for name in ("prompt", "text") if name in fields]
+    except (ValueError, TypeError):
+        parts = []
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise UserError(f"{path}, line {number}: give a JSON object with the strings prompt, text or both")
+    return "".join(parts)
+
+
+def _split(documents: Sequence[np.ndarray], end: int | None) -> Text:
+    """Hold out every document whose number is a multiple of `HELD_OUT_EVERY`; of a single document, its end."""
+    if len(documents) == 1:
+        cut = len(documents[0]) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
+        return Text(*(part.astype(np.uint32) for part in (documents[0][:cut], documents[0][cut:])))
+    separator = np.array([] if end is None else [end], np.uint32)
+    sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for number, document in enumerate(documents):
+        sides[number % HELD_OUT_EVERY == 0].extend((separator, document.astype(np.uint32)))
+    return Text(*(np.concatenate([*side, separator]) for side in sides))

@@ -1,0 +1,69 @@
+"""What determines the result of a training run, besides the target and the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of a run. The learning rates rise linearly over the warm-up and fall linearly to zero at the end."""
+
+    kind: str
+    total_tokens: int
+    """Tokens of the run, each counted once however many draft positions are trained on it."""
+    window: int = 512
+    """Tokens in a row of a batch."""
+    batch_windows: int = 2
+    depth: int = 4
+    """Draft positions that are unrolled, or number of Medusa heads."""
+    chain_share: float = 0.4
+    """Share of the rows of a window from which chains of more than one draft position begin. The others would hardly
+    ever be reached: their first draft token is the least likely to be accepted."""
+    matrix_lr: float = 0.008
+    """Learning rate of Muon, for matrices (Jordan et al., 2024), relative to their singular values at the start."""
+    other_lr: float = 2e-3
+    """Learning rate of AdamW, for norms, embeddings and output projections."""
+    warmup_steps: int = 10
+    regression: float = 0.0
+    """Weight of the distance between an EAGLE head's states and the target's."""
+    draft_vocabulary: int = 3072
+    """Most frequent tokens that an EAGLE-3 head can draft, if the target has more."""
+    hidden_size: int = 192
+    """Hidden size of a draft model."""
+    num_layers: int = 2
+    """Layers of a draft model."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a run without a step."""
+        if self.steps == 0:
+            raise ValueError(f"a run needs at least one batch of {self.batch_tokens} tokens, not {self.total_tokens}")
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one step."""
+        return self.window * self.batch_windows
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.total_tokens // self.batch_tokens
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step as a share of its peak."""
+        return min(1.0, (step + 1) / self.warmup_steps, (self.steps - step) / (0.9 * self.steps))
+
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.kind: recipe
+    for recipe in (
+        Recipe("draft-model", 500_000),
+        Recipe("mtp", 500_000),
+        Recipe("eagle", 500_000),
+        Recipe("eagle3", 500_000),
+        Recipe("medusa", 300_000, depth=3),
+    )
+}
+"""Recipes of the heads that ship with the project, by kind."""

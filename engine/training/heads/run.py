@@ -1,0 +1,154 @@
+"""The loop that trains a draft head or a draft model.
+
+An interrupted run continues from its last checkpoint with the same batches as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.models.decoder import Decoder
+from engine.training.heads.features import Features
+from engine.training.heads.kinds import new_objective
+from engine.training.heads.muon import Muon
+from engine.training.heads.objectives import Objective
+from engine.training.heads.recipe import Recipe
+
+CHECKPOINT_FILE = "checkpoint.pt"
+CHECKPOINT_EVERY_S = 60.0
+SMOOTHED_STEPS = 25
+INPUT_EMBEDDINGS = ("embedding.weight", "lm_head.weight")
+
+
+@dataclass
+class Run:
+    """A training run in memory."""
+
+    recipe: Recipe
+    module: nn.Module
+    objective: Objective
+    optimizers: list[torch.optim.Optimizer]
+    step: int = 0
+    seconds: float = 0.0
+    """Time spent on steps, including those before interruptions."""
+    cpu_seconds: float = 0.0
+    """Processor time of the same, which is less on a machine that does other work."""
+    recent: list[float] = field(default_factory=list)
+    """Tokens per step, estimated on the last batches."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean estimate of the last batches: 1 + the number of accepted draft tokens."""
+        return float(np.mean(self.recent)) if self.recent else 1.0
+
+
+def start(recipe: Recipe, target: Decoder, features: Features) -> Run:
+    """Return a run at step 0 with a new head for the target."""
+    torch.manual_seed(recipe.seed)
+    objective = new_objective(recipe, target, features)
+    matrices, others = _parameters(objective.module)
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon(matrices, lr=recipe.matrix_lr),
+        torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    return Run(recipe, objective.module, objective, optimizers)
+
+
+def resume(recipe: Recipe, target: Decoder, features: Features, work: Path) -> Run:
+    """Return the run with the checkpoint in `work`, or a new one.
+
+    Raises ValueError if the checkpoint was made with another recipe.
+    """
+    run = start(recipe, target, features)
+    path = work / CHECKPOINT_FILE
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        if state["recipe"] != asdict(recipe) or state["features"] != features.fingerprint:
+            raise ValueError(f"{path} was made with another recipe, text or target; use another work folder")
+        run.module.load_state_dict(state["module"])
+        for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        run.step, run.recent = state["step"], state["recent"]
+        run.seconds, run.cpu_seconds = state["seconds"], state["cpu_seconds"]
+    return run
+
+
+def train(run: Run, features: Features, work: Path, *, until: int, progress: Callable[[Run], None]) -> None:
+    """Run the steps before step `until`, with a checkpoint every minute and one at the end."""
+    work.mkdir(parents=True, exist_ok=True)
+    saved_at = time.monotonic()
+    while run.step < until:
+        began, cpu_began = time.monotonic(), time.process_time()
+        _step(run, features)
+        run.step += 1
+        run.seconds += time.monotonic() - began
+        run.cpu_seconds += time.process_time() - cpu_began
+        progress(run)
+        if time.monotonic() - saved_at > CHECKPOINT_EVERY_S or run.step == until:
+            save(run, features, work)
+            saved_at = time.monotonic()
+
+
+def save(run: Run, features: Features, work: Path) -> None:
+    """Write the checkpoint atomically."""
+    state = {
+        "recipe": asdict(run.recipe),
+        "features": features.fingerprint,
+        "step": run.step,
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "recent": run.recent,
+        "module": run.module.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+    }
+    partial = work / (CHECKPOINT_FILE + ".partial")
+    torch.save(state, partial)
+    partial.replace(work / CHECKPOINT_FILE)
+
+
+def _step(run: Run, features: Features) -> None:
+    recipe = run.recipe
+    depths = run.objective(features.windows(_batch(recipe, len(features.tokens), run.step), run.objective.layers))
+    loss = depths.losses.sum()
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"the loss of step {run.step} is not finite; lower the learning rate")
+    loss.backward()
+    for optimizer, peak in zip(run.optimizers, (recipe.matrix_lr, recipe.other_lr), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * recipe.rate(run.step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    run.recent = [*run.recent, 1 + float(depths.accepted.sum())][-SMOOTHED_STEPS:]
+
+
+def _batch(recipe: Recipe, windows: int, step: int) -> np.ndarray:
+    """Return the windows of a step, int64 [B]. The first pass is in order of the windows, which is random already."""
+    indices = np.arange(step * recipe.batch_windows, (step + 1) * recipe.batch_windows)
+    return np.array([_in_pass(recipe.seed, windows, *divmod(int(index), windows)) for index in indices])
+
+
+def _in_pass(seed: int, windows: int, number: int, index: int) -> int:
+    return index if number == 0 else int(np.random.default_rng((seed, number)).permutation(windows)[index])
+
+
+def _parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the matrices that Muon trains, and the parameters for AdamW."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim == 2 and name not in INPUT_EMBEDDINGS and not is_projection(name)
+            (matrices if is_matrix else others).append(parameter)
+    return matrices, others
+
+
+def is_projection(name: str) -> bool:
+    """Return whether a parameter is the output projection of a Medusa head: the last module of its sequence."""
+    return name.startswith("heads.") and name.count(".") == 3
