@@ -75,10 +75,12 @@ def launch(
     notify: Callable[[str], None],
     *,
     verifies_all: bool = False,
+    threshold: int | None = None,
 ) -> Engine:
     """Build the engine around a loaded model. `warn`: as in `build_drafter`. `notify`: as in `build_engine`.
 
-    `verifies_all`: verify all draft tokens, even if that takes more time than it saves. Raises UserError.
+    `verifies_all`: verify all draft tokens, even if that takes more time than it saves. `threshold`: as in
+    `build_drafter`. Raises UserError.
     """
     may_draft = options.drafter != "none" and options.config.max_draft > 0
     shape = options.draft_shape
@@ -93,6 +95,7 @@ def launch(
         draft_models=options.draft_models,
         address=options.address,
         warn=warn,
+        threshold=threshold,
     )
     recommended = load_generation_defaults(options.model).sampling
     # Requests with a penalty run in the eager executor, so no graph is captured for them.

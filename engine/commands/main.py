@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from engine.commands.openmp import limit_spinning
-from engine.commands.options import EngineOptions, engine_options, sampling_options
+from engine.commands.options import EngineOptions, engine_options, numbers, row_options, sampling_options, verifications
 from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.commands.compare.rows import Row
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -117,6 +121,79 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
 
     if not demonstrate(DemoOptions(out, requests, max_tokens, temperature, seed, model)):
         sys.exit(1)
+
+
+@cli.command()
+@row_options
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of prompts, as --file of `generate`.  [default: prompts.jsonl in the model's folder]",
+)
+@click.option("--warm", "earlier", type=click.IntRange(min=0), default=0, help="Prompts to run before, unmeasured.")
+@click.option("--requests", type=click.IntRange(min=1), help="Prompts to measure.  [default: all others]")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Number of tokens per output.")
+@click.option(
+    "--temperature", "temperatures", default="0,0.8", metavar="LIST", callback=numbers(float, 0), help="Temperatures."
+)
+@click.option(
+    "--verification",
+    "verifications",
+    default="exact",
+    metavar="LIST",
+    callback=verifications,
+    help="How drafts are accepted: exact, rejection. Greedy outputs are the same with both.",
+)
+@click.option(
+    "--cost-profile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Predict speed-ups for the hardware of this file, which `profile` wrote.",
+)
+@click.option("--gpu", help="Predict speed-ups for this GPU, such as h100, from its data sheet.")
+@click.option("--model-size", default="8b", help="Size of the model that --gpu runs, such as 8b.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("build"),
+    help="Folder for compare.json, compare.html and compare.md.",
+)
+@click.option("--resume/--no-resume", default=False, help="Keep the results that the folder has, and add missing ones.")
+def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
+    """Compare drafters on the same prompts, and find the best draft depth."""
+    from engine.commands.compare.compare import CompareOptions, run_comparison
+    from engine.commands.compare.roofline import roofline
+    from ssd.cost_profile import CostProfile
+
+    if cost_profile is not None and gpu is not None:
+        raise UserError("give either --cost-profile or --gpu, not both")
+    predicted_for = CostProfile.read(cost_profile) if cost_profile else roofline(gpu, model_size) if gpu else None
+    engine, rows = _take_rows(given)
+    if not run_comparison(CompareOptions(engine, rows, predicted_for=predicted_for, **given)):
+        sys.exit(1)
+
+
+@cli.command()
+@row_options
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write.")
+def profile(out: Path, **given: Any) -> None:
+    """Measure the cost of steps and of drafting on this machine, for the predictions of `compare`."""
+    from engine.commands.compare.profile import write_profile
+
+    engine, rows = _take_rows(given)
+    write_profile(engine, rows, given["concurrency"], out)
+
+
+def _take_rows(given: dict[str, Any]) -> tuple[EngineOptions, list[Row]]:
+    """Remove the options that choose drafters from the arguments of a command; return them and the engine's options."""
+    from engine.commands.compare.rows import parse_rows
+
+    shape, threshold = given.pop("draft_shape"), given.pop("threshold")
+    rows = parse_rows(given.pop("drafters"), given.pop("depths"), shape, [] if threshold is None else [threshold])
+    kinds = dict.fromkeys(kind for row in rows for kind in row.kinds)
+    given |= {"drafter": "+".join(kinds), "drafter_options": {}, "draft_shape": "auto"}
+    given |= {"max_sequences": max(given["concurrency"])}
+    engine = EngineOptions.take(given)
+    return replace(engine, drafter="none"), rows
 
 
 @cli.group()

@@ -144,9 +144,90 @@ MODEL_OPTIONS = (
 """Options for the model, the weights of drafters, and the device."""
 
 
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `MODEL_OPTIONS` to a command."""
-    return _adding(MODEL_OPTIONS)(command)
+def _threshold(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Parse `threshold:N`. Raises UserError."""
+    if text is None:
+        return None
+    rule, _, number = text.partition(":")
+    if rule != "threshold" or not number.isdecimal() or int(number) < 1:
+        raise UserError(f"--combine must be threshold:N with a length of match, such as threshold:4, not {text!r}")
+    return int(number)
+
+
+def numbers(kind: type[int] | type[float], least: float) -> Callable[..., list[Any]]:
+    """Return a callback that parses numbers from `least`, separated by commas. It raises UserError."""
+
+    def parse(_context: click.Context, option: click.Parameter, text: str) -> list[Any]:
+        try:
+            parsed = [kind(part) for part in text.split(",")]
+        except ValueError:
+            parsed = []
+        if not parsed or not all(least <= number < float("inf") for number in parsed):
+            raise UserError(f"{option.opts[0]} must be numbers from {least}, separated by commas, not {text!r}")
+        return list(dict.fromkeys(parsed))
+
+    return parse
+
+
+def verifications(_context: click.Context, option: click.Parameter, text: str) -> list[str]:
+    """Parse kinds of verification, separated by commas. Raises UserError."""
+    names = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in get_args(Verification)]:
+        raise UserError(f"{option.opts[0]} must be {' or '.join(get_args(Verification))}, not {unknown[0]!r}")
+    return names
+
+
+ROW_OPTIONS = (
+    click.option(
+        "--drafter",
+        "drafters",
+        default="all",
+        metavar="LIST",
+        help="Drafters, separated by commas: `all`, or names as for `generate`, with options as NAME@KEY=VALUE; depth "
+        "and shape replace --depth and --draft-shape.",
+    ),
+    click.option(
+        "--depth",
+        "depths",
+        default="4",
+        metavar="LIST",
+        callback=numbers(int, 1),
+        help="Draft depths K, for the drafters that can limit it.",
+    ),
+    click.option(
+        "--draft-shape",
+        type=click.Choice(("auto", *get_args(DraftShape))),
+        default="auto",
+        help="Shape of drafts. auto: paths for drafters that run a network once per position, trees for others.",
+    ),
+    click.option(
+        "--combine",
+        "threshold",
+        metavar="RULE",
+        callback=_threshold,
+        help="Run combinations A+B by this rule as well, as a baseline: threshold:N drafts from the corpus after a "
+        "match of N tokens, otherwise with the network.",
+    ),
+    click.option(
+        "--max-draft",
+        type=click.IntRange(1, MAX_DRAFT),
+        default=16,
+        help="Maximum number of draft tokens per request and step, which are the nodes of a tree.",
+    ),
+    click.option(
+        "--concurrency",
+        default="1",
+        metavar="LIST",
+        callback=numbers(int, 1),
+        help="Numbers of requests that run at the same time.",
+    ),
+)
+"""Options that choose the drafters to measure, and how."""
+
+
+def row_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `MODEL_OPTIONS` and `ROW_OPTIONS` to a command."""
+    return _adding((*MODEL_OPTIONS, *ROW_OPTIONS))(command)
 
 
 def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -15,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from drafter_service.client import DrafterClient
 from engine.commands.demo.measure import Measurement, Part, Summary, measure, summarize
 from engine.commands.demo.outputs import find_lengths
-from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, prepare_report, write_report
+from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, write_report
 from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests, read_prompts
+from engine.commands.reports import prepare_reports
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
 from engine.engine import build_engine
@@ -117,7 +118,7 @@ def demonstrate(options: DemoOptions) -> bool:
 
     Raises UserError.
     """
-    prepare_report(options.out)
+    prepare_reports(options.out, (JSON_FILE, PAGE_FILE))
     console = Console()
     folder = find_model(options.model)
     prompts = read_prompts(folder / PROMPTS_FILE)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.table import Table
 
 import drafter_service.observability.charts as charts
 from drafter_service.observability.charts import Frame
 from engine.commands.demo.measure import Measurement, Part, Summary
-from ssd.errors import UserError
+from engine.commands.reports import package_versions
 
 JSON_FILE, PAGE_FILE = "run.json", "run.html"
 FRAME = Frame(width=900, height=420, left=70, right=20, top=20, bottom=55)
@@ -34,21 +31,11 @@ COLUMNS = (
 )
 
 
-def prepare_report(out: Path) -> None:
-    """Check that the report can be written before running for minutes. Raises UserError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name in (JSON_FILE, PAGE_FILE):
-            (out / name).open("a").close()
-    except OSError as problem:
-        raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
-
-
 def write_report(
     summary: Summary, measurements: Sequence[Measurement], settings: Mapping[str, object], out: Path
 ) -> None:
     """Write run.json and run.html into `out`."""
-    versions = _versions()
+    versions = package_versions()
     last, new = summary.last_tenth, summary.last_tenth_new
     document = {
         "identical": summary.identical,
@@ -147,12 +134,3 @@ def _plot(tenths: Sequence[Part], measurements: Sequence[Measurement]) -> str:
     parts.append(charts.text("tokens in the corpus", middle, FRAME.height - 8, text_anchor="middle"))
     parts.append(charts.y_title(FRAME, "tokens/s"))
     return charts.chart(FRAME, "Tokens per second by corpus size", parts, "full")
-
-
-def _versions() -> dict[str, str]:
-    packages = ("ssd-drafter", "torch", "numpy", "numba", "grpcio")
-    return {
-        **{package: version(package) for package in packages},
-        "python": platform.python_version(),
-        "platform": f"{platform.machine()}, {torch.get_num_threads()} threads",
-    }

@@ -1,0 +1,1 @@
+"""Comparison of drafters on the same prompts, and cost profiles of hardware."""

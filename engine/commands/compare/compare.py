@@ -1,0 +1,185 @@
+"""`ssd-engine compare`: run drafters on the same prompts, and report which of them pays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from engine.commands.compare.page import console_tables, notes, render_markdown, render_page
+from engine.commands.compare.profile import measure_steps
+from engine.commands.compare.results import Comparison, Condition, read_results
+from engine.commands.compare.rows import Row, unusable
+from engine.commands.compare.trial import BATCH, Trial, Workload
+from engine.commands.launch import load
+from engine.commands.options import EngineOptions
+from engine.commands.prompts import read_prompt_file
+from engine.commands.reports import package_versions, prepare_reports
+from engine.config import Verification
+from engine.models.loader import load_config
+from engine.models.shipped import PROMPTS_FILE
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import Request, SamplingParams
+from ssd.cost_profile import CostProfile
+from ssd.errors import UserError
+
+EXACT: tuple[Verification, ...] = ("exact",)
+JSON_FILE, PAGE_FILE, TABLE_FILE = "compare.json", "compare.html", "compare.md"
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Arguments of the command line; see its help."""
+
+    engine: EngineOptions
+    rows: Sequence[Row]
+    prompts: Path | None
+    """None: the file of prompts in the model's folder."""
+    earlier: int
+    requests: int | None
+    """None: all prompts after the earlier ones."""
+    max_tokens: int
+    temperatures: Sequence[float]
+    concurrency: Sequence[int]
+    verifications: Sequence[Verification]
+    predicted_for: CostProfile | None
+    out: Path
+    resume: bool
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """All conditions. Greedy decoding has the same outputs in both modes, so it is run in one of them only."""
+        return [
+            Condition(verification, temperature, concurrency)
+            for temperature in self.temperatures
+            for concurrency in self.concurrency
+            for verification in (self.verifications if temperature > 0 else EXACT)
+        ]
+
+
+def run_comparison(options: CompareOptions) -> bool:
+    """Run the comparison and write its reports; return whether all outputs are as they must be. Raises UserError."""
+    tokenizer = Tokenizer(options.engine.model)
+    workload = read_workload(options, tokenizer)
+    reasons = {row.name: unusable(row, options.engine.draft_models, options.engine.model) for row in options.rows}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    rows = [row for row in options.rows if row.name not in skipped]
+    settings = settings_of(options, workload)
+    earlier = read_results(options.out / JSON_FILE, settings) if options.resume else []
+    prepare_reports(options.out, (JSON_FILE, PAGE_FILE, TABLE_FILE))
+    console = Console(highlight=False)
+    model = load(options.engine)
+    with console.status("measuring steps"):
+        profile = measure_steps(model, options.engine, sorted({1, *options.concurrency, BATCH}))
+    comparison = Comparison(settings, profile, options.predicted_for, package_versions(), earlier, skipped)
+    done = {result.key for result in earlier}
+    missing = {
+        condition: [row for row in rows if (row.name, row.depth, row.shape, condition) not in done]
+        for condition in options.conditions
+    }
+    with _progress(console) as progress:
+        task = progress.add_task("", total=_requests(missing, workload))
+
+        def advance(name: str, requests: int) -> None:
+            progress.update(task, advance=requests, description=escape(name))
+
+        def warn(text: str) -> None:
+            progress.console.print(f"[yellow]warning:[/] {escape(text)}")
+
+        trial = Trial(model, tokenizer, options.engine, workload, warn, advance)
+        outputs = {}
+        for condition, own in missing.items():
+            if not own:
+                continue
+            if condition.temperature not in outputs:
+                outputs[condition.temperature] = trial.baseline(condition.temperature)
+            results = trial.run(own, condition, outputs[condition.temperature], skipped.__setitem__)
+            comparison = comparison.with_results(results)
+            # An interrupted run can continue after its last condition.
+            write_reports(comparison, options.out)
+    if not any(result.drafter != "none" for result in comparison.results):
+        raise UserError(f"no drafter could be measured: {'; '.join(f'{k}: {v}' for k, v in skipped.items())}")
+    write_reports(comparison, options.out)
+    for table in console_tables(comparison):
+        console.print(table)
+    for note in notes(comparison):
+        console.print(note, markup=False, style="dim")
+    console.print(comparison.recommendation(), markup=False, style="bold")
+    console.print(f"wrote {options.out / JSON_FILE}, {PAGE_FILE} and {TABLE_FILE}", markup=False)
+    return all(result.identical is not False for result in comparison.results)
+
+
+def read_workload(options: CompareOptions, tokenizer: Tokenizer) -> Workload:
+    """Return the prompts to run. Raises UserError if there are too few, or if the model cannot run one of them."""
+    path = options.prompts or options.engine.model / PROMPTS_FILE
+    prompts = [prompt.tokens(tokenizer) for prompt in read_prompt_file(path)]
+    count = len(prompts) - options.earlier if options.requests is None else options.requests
+    if count < 1 or options.earlier + count > len(prompts):
+        raise UserError(
+            f"{path} has {len(prompts)} prompts, but {options.earlier} earlier and {max(1, count)} measured requests "
+            "are wanted; change --warm or --requests"
+        )
+    used = prompts[: options.earlier + count]
+    model = load_config(options.engine.model)
+    for number, tokens in enumerate(used, 1):
+        try:
+            Request(tokens, SamplingParams(options.max_tokens)).check(model)
+        except UserError as problem:
+            raise UserError(f"prompt {number}: {problem}") from None
+    return Workload(used[: options.earlier], used[options.earlier :], options.max_tokens)
+
+
+def settings_of(options: CompareOptions, workload: Workload) -> dict[str, object]:
+    """Return what results depend on, except for the drafter and the condition."""
+    tokens = np.concatenate([*workload.earlier, *workload.measured])
+    return {
+        "model": options.engine.model.name,
+        "device": options.engine.device,
+        "dtype": options.engine.dtype,
+        "prompts": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
+        "earlier_requests": len(workload.earlier),
+        "requests": len(workload.measured),
+        "max_tokens": workload.max_tokens,
+        "max_draft": options.engine.config.max_draft,
+    }
+
+
+def write_reports(comparison: Comparison, out: Path) -> None:
+    """Write the three files. Raises UserError."""
+    contents = {
+        JSON_FILE: json.dumps(comparison.as_json(), indent=1) + "\n",
+        PAGE_FILE: render_page(comparison),
+        TABLE_FILE: render_markdown(comparison),
+    }
+    try:
+        for name, content in contents.items():
+            (out / name).write_text(content, encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"cannot write to {out}: {problem.strerror}") from None
+
+
+def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
+    """Return the number of requests that all engines run together."""
+    earlier, measured = len(workload.earlier), len(workload.measured)
+    baselines = len({condition.temperature for condition, rows in missing.items() if rows})
+    rounds = sum(len(rows) + 1 for rows in missing.values() if rows)
+    return baselines * measured + rounds * measured + sum(map(len, missing.values())) * (2 * earlier + measured)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )

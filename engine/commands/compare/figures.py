@@ -1,0 +1,118 @@
+"""Figures of drafts, computed from the steps of a run that verified all draft tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.commands.demo.outputs import find_loops
+from engine.engine import Engine, StepReport
+from engine.scheduling.plan import SequenceResult
+from engine.scheduling.request import Request
+
+
+class Step(NamedTuple):
+    """One verify step of one output."""
+
+    start: int
+    """Number of output tokens before the step."""
+    tokens: int
+    """Number of tokens that the step committed."""
+    accepted: int
+    """Number of draft tokens among them."""
+    drafted: tuple[int, ...]
+    """Number of verified draft tokens at each depth, from 1."""
+
+
+@dataclass
+class Output:
+    """The tokens of one request, and its verify steps."""
+
+    parts: list[np.ndarray] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """uint32 [n]."""
+        return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint32)
+
+    def add(self, result: SequenceResult) -> int:
+        """Add the result of a step; return the length of the output.
+
+        The step that computes the prompt is not a verify step: most drafters cannot draft before it.
+        """
+        start = sum(map(len, self.parts))
+        self.parts.append(result.tokens)
+        if start > 0:
+            drafted = np.bincount(result.plan.draft_depths)[1:].tolist()
+            self.steps.append(Step(start, len(result.tokens), result.accepted, tuple(drafted)))
+        return start + len(result.tokens)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over verify steps."""
+
+    tokens_per_step: float
+    tokens_per_step_no_loops: float | None
+    """Mean over the steps that start outside of loops, as `make run` defines them; None if not asked for."""
+    drafted_per_step: float
+    accept_by_position: list[float]
+    """Share of steps that accepted the draft token at each depth from 1, so that tokens per step are 1 + their sum."""
+    drafted_by_position: list[float]
+    """Number of verified draft tokens at each depth."""
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output], length: int, *, has_loops: bool) -> Figures:
+        """Compute the figures from the steps that start within the first `length` tokens of each output."""
+        steps, outside = list[Step](), list[Step]()
+        for output in outputs:
+            loops = find_loops(output.tokens)
+            own = [step for step in output.steps if step.start < length]
+            steps += own
+            outside += [step for step in own if not loops[step.start]]
+        count = max(1, len(steps))
+        depth = max((len(step.drafted) for step in steps), default=0)
+        return cls(
+            tokens_per_step=_mean_tokens(steps),
+            tokens_per_step_no_loops=_mean_tokens(outside) if has_loops and outside else None,
+            drafted_per_step=sum(sum(step.drafted) for step in steps) / count,
+            accept_by_position=[sum(step.accepted > place for step in steps) / count for place in range(depth)],
+            drafted_by_position=[
+                sum(step.drafted[place] for step in steps if place < len(step.drafted)) / count
+                for place in range(depth)
+            ],
+        )
+
+
+def _mean_tokens(steps: Sequence[Step]) -> float:
+    return sum(step.tokens for step in steps) / max(1, len(steps))
+
+
+def run_group(
+    engine: Engine, requests: Sequence[Request], length: int, observe: Callable[[StepReport], None] = lambda _: None
+) -> list[Output]:
+    """Run requests together and return their outputs, each of at least `length` tokens unless it ends before.
+
+    A request is cancelled when it has that many tokens. Requests should allow further ones, because a draft at the end
+    of an output is cut short. `observe`: called with the report of each step.
+    """
+    outputs = {engine.add(request): Output() for request in requests}
+    while engine.scheduler.has_work:
+        report = engine.step()
+        observe(report)
+        for result in report.results:
+            if outputs[result.sequence_id].add(result) >= length:
+                engine.cancel(result.sequence_id)
+    return list(outputs.values())
+
+
+def groups(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
+    """Divide requests into groups of `size`, the last one smaller."""
+    rest = iter(requests)
+    while group := list(islice(rest, size)):
+        yield group

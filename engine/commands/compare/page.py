@@ -1,0 +1,148 @@
+"""The reports of a comparison: tables for the console and in Markdown, and a self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from rich import box
+from rich.table import Table
+
+import drafter_service.observability.charts as charts
+from drafter_service.observability.charts import Frame
+from engine.commands.compare.results import Comparison, Condition, Result
+
+HEADS = (
+    "drafter",
+    "K",
+    "shape",
+    "tokens per step",
+    "outside loops",
+    "drafted per step",
+    "accepted (%)",
+    "ms per drafted",
+    "best K",
+    "speed-up here",
+    "predicted",
+    "outputs",
+)
+WHOLE = ("drafter", "accepted (%)", "outputs")
+"""Columns that are not wrapped in the console."""
+POSITIONS = 4
+"""Number of positions whose acceptance is shown."""
+BAR = 26
+"""Height of a row of the chart, in pixels."""
+COST_TOKENS = (1, 2, 4, 8, 16)
+NOTES = (
+    "Tokens per step, drafts and acceptance: all draft tokens are verified; K is the draft depth, and drafts have at "
+    "most {max_draft} tokens. Steps that compute a prompt are not counted. Outside loops: steps that start outside of "
+    "loops, at temperature 0. Accepted: share of the steps that accept the draft token at depth 1, 2, ...",
+    "Speed-up: measured with the token budget, as users run it: fewer tokens are drafted and verified where that is "
+    "faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier ones.",
+)
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Return sentences that say how the figures were measured."""
+    sentences = [note.format(**comparison.settings) for note in NOTES]
+    costs = ", ".join(f"{comparison.profile.step(tokens, 1):.2f}" for tokens in COST_TOKENS)
+    sentences.append(f"A step of {', '.join(map(str, COST_TOKENS))} tokens of one request takes {costs} ms here.")
+    if comparison.predicted_for is not None:
+        sentences.append(
+            f"Predicted: not measured, but computed for {comparison.predicted_for.label} from the acceptance measured "
+            "here, without the token budget."
+        )
+    return sentences + [f"{name}: {reason}." for name, reason in comparison.skipped.items()]
+
+
+def table_of(comparison: Comparison, condition: Condition) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a condition, without columns that are empty."""
+    rows = [_cells(result, comparison) for result in comparison.of(condition)]
+    for name, reason in comparison.skipped.items():
+        rows.append((name, *[""] * (len(HEADS) - 2), reason.partition(":")[0]))
+    used = [column for column in range(len(HEADS)) if any(row[column] for row in rows)]
+    return [HEADS[column] for column in used], [[row[column] for column in used] for row in rows]
+
+
+def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
+    target, best = comparison.predicted_for, result.best_depth(comparison.profile)
+    positions = result.accept_by_position
+    return (
+        result.drafter,
+        str(result.K) if result.has_depth else "",
+        result.draft_shape if result.drafted_per_step else "",
+        f"{result.tokens_per_step:.2f}",
+        _number(result.tokens_per_step_no_loops),
+        f"{result.drafted_per_step:.1f}",
+        " ".join(f"{share:.0%}".removesuffix("%") for share in positions[:POSITIONS]),
+        _number(result.ms_per_drafted),
+        "" if best is None else f"{best}{'+' if best == len(positions) else ''}",
+        f"{result.speedup:.2f}x",
+        "" if target is None else f"{result.predicted(target):.2f}x",
+        {True: "identical", False: "DIFFERENT", None: ""}[result.identical],
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def console_tables(comparison: Comparison) -> Iterator[Table]:
+    """Return a table per condition."""
+    for condition in comparison.conditions:
+        heads, rows = table_of(comparison, condition)
+        table = Table(title=str(condition), box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for head in heads:
+            table.add_column(head, justify="right" if head != HEADS[0] else "left", no_wrap=head in WHOLE)
+        for row in rows:
+            table.add_row(*row)
+        yield table
+
+
+def render_markdown(comparison: Comparison) -> str:
+    """Return the tables in Markdown, as in docs/drafters.md."""
+    parts = []
+    for condition in comparison.conditions:
+        heads, rows = table_of(comparison, condition)
+        lines = [heads, ["---"] * len(heads), *rows]
+        parts.append(f"{condition}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    return "\n".join([*parts, *(f"{note}\n" for note in notes(comparison))])
+
+
+def render_page(comparison: Comparison) -> str:
+    """Return the HTML page."""
+    title = f"Drafters for {comparison.settings['model']}"
+    drafted = [result for result in comparison.results if result.drafter != "none"]
+    is_exact = all(result.identical is not False for result in drafted)
+    fastest = max(drafted, key=lambda result: result.speedup, default=None)
+    cards = [charts.card("outputs of exact verification", "identical" if is_exact else "DIFFERENT")]
+    if fastest is not None:
+        where = f"{fastest.drafter}, {fastest.condition}"
+        cards.append(charts.card("largest speed-up here", f"{fastest.speedup:.2f}x", where, kind="green"))
+    sections = []
+    for condition in comparison.conditions:
+        heads, rows = table_of(comparison, condition)
+        content = _bars(comparison.of(condition), str(condition)) + charts.table(heads, rows)
+        sections.append(f"<section><h2>{escape(str(condition))}</h2>{content}</section>")
+    legend = charts.legend([("gray", "tokens per step"), ("green", "speed-up here")])
+    header = f"<h1>{escape(title)}</h1><p>{escape(comparison.recommendation())}</p>"
+    explained = "".join(f"<p class='soft'>{escape(note)}</p>" for note in notes(comparison))
+    facts = {**comparison.settings, **comparison.versions}
+    footer = " · ".join(f"{escape(name)}: {escape(str(value))}" for name, value in facts.items())
+    return charts.page(title, header, charts.cards(cards) + legend + "".join(sections) + explained, footer)
+
+
+def _bars(results: Sequence[Result], label: str) -> str:
+    """Return a chart with two bars per drafter: tokens per step, and speed-up."""
+    frame = Frame(900, BAR * len(results) + 30, left=200, right=60, top=6, bottom=24)
+    ticks = charts.ticks(max(result.tokens_per_step for result in results))
+    x = frame.x_scale(0, ticks[-1])
+    parts = charts.x_axis(frame, x, [(tick, f"{tick:g}") for tick in ticks])
+    for number, result in enumerate(results):
+        y = frame.top + BAR * number
+        name = f"{result.drafter}, K = {result.K}" if result.has_depth else result.drafter
+        parts.append(charts.text(name, frame.left - charts.LABEL_GAP, y + 14, text_anchor="end"))
+        for top, value, kind in ((2, result.tokens_per_step, "gray pale"), (11, result.speedup, "green")):
+            tooltip = f"{name}: {value:.2f}"
+            parts.append(charts.rect(frame.left, y + top, x(value) - frame.left, 8, tooltip, kind=f"bar {kind}"))
+    return charts.chart(frame, label, parts, "full")

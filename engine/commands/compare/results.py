@@ -1,0 +1,204 @@
+"""Results of a comparison: their fields, what follows from them, and the file that they are kept in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from engine.commands.compare.figures import Figures
+from engine.commands.compare.rows import Row
+from engine.config import Verification
+from ssd.config import DraftShape
+from ssd.cost_profile import CostProfile
+from ssd.errors import UserError
+
+VERSION = 1
+MIN_SPEEDUP = 1.05
+"""Smallest speed-up for which drafting is recommended; measurements vary by a few percent."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the drafters of one table have in common."""
+
+    verification: Verification
+    temperature: float
+    concurrency: int
+    """Number of requests that run at the same time."""
+
+    def __str__(self) -> str:
+        return f"temperature {self.temperature:g}, {self.verification}, {self.concurrency} at a time"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One drafter under one condition.
+
+    Tokens per step, drafts and acceptance are those of a run that verified all draft tokens; speed is measured with the
+    token budget.
+    """
+
+    drafter: str
+    verification: Verification
+    temperature: float
+    K: int
+    """The requested draft depth."""
+    concurrency: int
+    has_depth: bool
+    """Whether the drafter can limit its depth to K; others draft up to `max_draft` tokens."""
+    draft_shape: DraftShape
+    tokens_per_step: float
+    tokens_per_step_no_loops: float | None
+    drafted_per_step: float
+    accept_by_position: list[float]
+    drafted_by_position: list[float]
+    drafting_ms: float
+    """Median time that drafting adds to a step."""
+    identical: bool | None
+    """Whether all outputs equal those of `none`; None where they need not."""
+    tokens_per_s: float
+    speedup: float
+    """Tokens per second divided by those of `none`, median over rounds of the same prompts."""
+
+    @classmethod
+    def of(cls, row: Row, condition: Condition, figures: Figures, **measured: Any) -> Result:
+        """Combine the parts of a result."""
+        return cls(
+            drafter=row.name,
+            K=row.depth,
+            has_depth=row.has_depth,
+            draft_shape=row.shape,
+            **asdict(condition),
+            **asdict(figures),
+            **measured,
+        )
+
+    @property
+    def condition(self) -> Condition:
+        """What it has in common with the others of its table."""
+        return Condition(self.verification, self.temperature, self.concurrency)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured, without the figures."""
+        return self.drafter, self.K, self.draft_shape, self.condition
+
+    @property
+    def ms_per_drafted(self) -> float | None:
+        """Drafting time per verified draft token of a sequence; None without drafts."""
+        return self.drafting_ms / self.drafted_per_step if self.drafted_per_step else None
+
+    def at_depth(self, depth: int) -> tuple[float, float, float]:
+        """Return tokens per step, draft tokens per step, and drafting time with drafts up to a smaller depth."""
+        share = min(1.0, depth / max(1, self.K)) if self.has_depth else float(depth > 0)
+        return (
+            1 + sum(self.accept_by_position[:depth]),
+            sum(self.drafted_by_position[:depth]),
+            share * self.drafting_ms,
+        )
+
+    def best_depth(self, profile: CostProfile) -> int | None:
+        """Return the depth from 0 to K with the most tokens per second; None for combinations, and for drafters that
+        cannot limit their depth."""
+        if not self.has_depth or "+" in self.drafter:
+            return None
+        depths = range(len(self.accept_by_position) + 1)
+        return max(depths, key=lambda depth: profile.speedup(*self.at_depth(depth), self.concurrency))
+
+    def predicted(self, profile: CostProfile) -> float:
+        """Return the speed-up that this acceptance gives with the durations of `profile`."""
+        known = profile.drafting(self.drafter.split("@")[0], self.K, self.concurrency)
+        drafting_ms = self.drafting_ms if known is None else known
+        return profile.speedup(self.tokens_per_step, self.drafted_per_step, drafting_ms, self.concurrency)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that the reports show."""
+
+    settings: Mapping[str, object]
+    """What was asked for; results of different settings cannot be compared."""
+    profile: CostProfile
+    """Cost of steps here."""
+    predicted_for: CostProfile | None = None
+    """Cost of steps on other hardware."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    results: Sequence[Result] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by drafter."""
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """All conditions, in the order of the results."""
+        return list(dict.fromkeys(result.condition for result in self.results))
+
+    def of(self, condition: Condition) -> list[Result]:
+        """Return the results of a condition."""
+        return [result for result in self.results if result.condition == condition]
+
+    def with_results(self, results: Sequence[Result]) -> Comparison:
+        """Return a comparison with further results; those of the same key are replaced."""
+        by_key = {result.key: result for result in [*self.results, *results]}
+        return replace(self, results=list(by_key.values()))
+
+    def recommendation(self) -> str:
+        """Return one sentence that says which drafter to use."""
+        # Outputs that differ in exact mode are a defect, which no speed makes up for.
+        speedups: dict[tuple[str, int, bool], list[float]] = {}
+        for result in self.results:
+            if result.verification == "exact" and result.identical is not False and result.drafter != "none":
+                speedups.setdefault((result.drafter, result.K, result.has_depth), []).append(result.speedup)
+        most = max(map(len, speedups.values()), default=0)
+        means = {key: math.prod(each) ** (1 / len(each)) for key, each in speedups.items() if len(each) == most}
+        if not means:
+            return "No drafter was measured in exact mode with the outputs of plain decoding, so none is recommended."
+        best = max(means, key=lambda key: means[key])
+        name = best[0] + (f" with a depth of {best[1]}" if best[2] else "")
+        where = f"{most} {'condition' if most == 1 else 'conditions'}"
+        if means[best] < MIN_SPEEDUP:
+            return f"Do not draft here: the best drafter, {name}, gives {means[best]:.2f}x the tokens/s of none."
+        return f"Use {name}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {
+            "version": VERSION,
+            "recommendation": self.recommendation(),
+            "settings": dict(self.settings),
+            "versions": dict(self.versions),
+            "profile": asdict(self.profile),
+            "predicted_for": None if self.predicted_for is None else asdict(self.predicted_for),
+            "skipped": dict(self.skipped),
+            "results": [
+                {
+                    **asdict(result),
+                    "drafting_ms_per_token": result.ms_per_drafted,
+                    "best_K": result.best_depth(self.profile),
+                    "predicted_speedup": None if self.predicted_for is None else result.predicted(self.predicted_for),
+                }
+                for result in self.results
+            ],
+        }
+
+
+def read_results(path: Path, settings: Mapping[str, object]) -> list[Result]:
+    """Return the results of an earlier comparison with the same settings; none if there is no file.
+
+    Raises UserError for a file that cannot be used, or that has other settings.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return []
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["version"] != VERSION or document["settings"] != json.loads(json.dumps(settings)):
+            raise UserError(
+                f"{path} has results with other settings; give another --out, or --no-resume to replace them"
+            )
+        names = [each.name for each in fields(Result)]
+        return [Result(**{name: result[name] for name in names}) for result in document["results"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise UserError(f"{path} is not a comparison ({problem}); give another --out, or --no-resume") from None

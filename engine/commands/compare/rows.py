@@ -1,0 +1,122 @@
+"""The rows of a comparison: drafters with their draft depth, draft shape and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from engine.drafters.registry import DEPTH, KINDS, check_kind, configure, parse_kinds
+from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
+from ssd.errors import UserError
+
+ALL = "all"
+NOT_IN_ALL = ("none", "ssd-remote")
+"""Kinds that `all` leaves out: the baseline itself, and the same drafter as `ssd` behind a socket."""
+PATH_KINDS = ("draft-model", "self-int8", "mtp", "eagle", "eagle3")
+"""Kinds that draft paths unless a shape is given: a figure at depth K then belongs to K draft tokens. Each further node
+of their trees takes a row in a forward pass of its own; other kinds get the nodes of a tree nearly for free."""
+SHAPE, THRESHOLD = "shape", "threshold"
+"""Options of a row that are not the drafter's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A drafter with its settings."""
+
+    name: str
+    """The `--drafter` name, followed by its options as `@NAME=VALUE`, without the depth."""
+    drafter: str
+    options: Mapping[str, str]
+    """Options of the drafter."""
+    depth: int
+    """The requested draft depth, K."""
+    has_depth: bool
+    """Whether the drafter can limit its depth. Others draft as deep as the engine verifies."""
+    shape: DraftShape
+    threshold: int | None = None
+    """Length of match for the fixed rule of combination, see `engine.drafters.threshold`; None for the learned one."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The combined kinds."""
+        return parse_kinds(self.drafter)
+
+
+def parse_rows(
+    text: str, depths: Sequence[int], shape: DraftShape | Literal["auto"], thresholds: Iterable[int] = ()
+) -> list[Row]:
+    """Return the rows that a list of `all` and `DRAFTER[@NAME=VALUE...]` stands for, each once.
+
+    depths: of drafters that can limit it. shape: of rows without their own. thresholds: of further rows for each
+    combination. Raises UserError for an unknown drafter or option.
+    """
+    rows: dict[tuple[str, int], Row] = {}
+    for part in _expanded(text.split(",")):
+        drafter, *pairs = part.split("@")
+        kinds = parse_kinds(drafter)
+        combined = [f"{THRESHOLD}={threshold}" for threshold in thresholds] if len(kinds) > 1 else []
+        for extra in ([], *([each] for each in combined)):
+            options = dict(_pair(part, pair) for pair in [*pairs, *extra])
+            has_depth = any(kind in KINDS and DEPTH in KINDS[kind].options for kind in kinds)
+            of_row = [_number(DEPTH, options.pop(DEPTH))] if DEPTH in options else depths
+            for depth in of_row if has_depth else of_row[:1]:
+                row = _row(drafter, dict(options), depth, has_depth, shape)
+                rows.setdefault((row.name, depth), row)
+    if not rows:
+        raise UserError(f"--drafter {text}: give at least one drafter to compare with none")
+    return list(rows.values())
+
+
+def unusable(row: Row, draft_models: Mapping[str, Path], target: Path) -> str | None:
+    """Return why a row cannot run, None if it can: one of its kinds has no weights for this target.
+
+    draft_models: folders of weights by kind. Raises UserError if such a folder does not fit the target.
+    """
+    for kind in row.kinds:
+        try:
+            check_kind(kind, draft_models.get(kind), target)
+        except UserError as problem:
+            if kind in draft_models:
+                raise
+            return f"no weights: {problem}"
+    return None
+
+
+def _expanded(parts: Iterable[str]) -> Iterator[str]:
+    for part in parts:
+        if part == ALL:
+            yield from (kind for kind in KINDS if kind not in NOT_IN_ALL)
+        elif part != "none":
+            yield part
+
+
+def _row(
+    drafter: str, options: dict[str, str], depth: int, has_depth: bool, shape: DraftShape | Literal["auto"]
+) -> Row:
+    name = "".join([drafter, *(f"@{key}={value}" for key, value in options.items())])
+    given = options.pop(SHAPE, shape)
+    if given == "auto":
+        given = "path" if drafter in PATH_KINDS else "tree"
+    shapes: dict[str, DraftShape] = {each: each for each in get_args(DraftShape)}
+    if given not in shapes:
+        raise UserError(f"--drafter {name}: {SHAPE} must be {' or '.join(shapes)}, not {given!r}")
+    threshold = _number(THRESHOLD, options.pop(THRESHOLD)) if THRESHOLD in options else None
+    configure(drafter, DrafterConfig(), options)
+    if has_depth:
+        options[DEPTH] = str(depth)
+    return Row(name, drafter, options, depth, has_depth, shapes[given], threshold)
+
+
+def _pair(part: str, text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not key or not separator:
+        raise UserError(f"--drafter {part}: an option must be @NAME=VALUE, not @{text}")
+    return key, value
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_DRAFT:
+        raise UserError(f"{name} must be a whole number from 1 to {MAX_DRAFT}, not {text!r}")
+    return int(text)

@@ -1,0 +1,174 @@
+"""Run drafters on the same prompts: once to count tokens per step, and in alternated rounds to measure their speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from engine.commands.compare.figures import Figures, Output, groups, run_group
+from engine.commands.compare.results import Condition, Result
+from engine.commands.compare.rows import Row
+from engine.commands.launch import launch
+from engine.commands.options import EngineOptions
+from engine.engine import Engine, StepReport
+from engine.models.decoder import Decoder
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import Request, SamplingParams
+from ssd.errors import UserError
+
+BATCH = 16
+"""Number of earlier requests that run at the same time."""
+INDEXING_S = 0.2
+"""Pause after earlier requests, in seconds: some drafters index finished requests in the background."""
+BASELINE = Row("none", "none", {}, 0, False, "path")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The prompts of a comparison."""
+
+    earlier: Sequence[np.ndarray]
+    """uint32 [P] each: requests that drafters may learn from before they are measured."""
+    measured: Sequence[np.ndarray]
+    """uint32 [P] each."""
+    max_tokens: int
+    """Number of tokens of each output."""
+
+    def requests_of(self, condition: Condition, *, earlier: bool = False, spare: int = 0) -> list[Request]:
+        """Return the measured requests, or the earlier ones; every prompt has its own seed.
+
+        spare: number of tokens by which outputs may be longer. Drafters do not learn from measured requests, so that
+        results do not depend on their order.
+        """
+        prompts = self.earlier if earlier else self.measured
+        first = 0 if earlier else len(self.earlier)
+        sampling = SamplingParams(self.max_tokens + spare, condition.temperature)
+        return [
+            Request(tokens, replace(sampling, seed=seed), learn=earlier) for seed, tokens in enumerate(prompts, first)
+        ]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A loaded target, and the workload that every drafter runs on it."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    options: EngineOptions
+    """Settings of the engines; drafter, draft shape, verification and concurrency are replaced."""
+    workload: Workload
+    warn: Callable[[str], None]
+    advance: Callable[[str, int], None]
+    """Called with the name of a drafter and the number of requests that it has just completed."""
+
+    def baseline(self, temperature: float) -> list[Output]:
+        """Return the outputs of plain decoding, which no other condition changes."""
+        return self._count(BASELINE, Condition("exact", temperature, BATCH))[0]
+
+    def run(
+        self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output], skip: Callable[[str, str], None]
+    ) -> list[Result]:
+        """Return the results of the rows, after that of the baseline, whose outputs are `expected`.
+
+        skip: called with the name of a drafter that cannot be built, and the reason.
+        """
+        counted: list[tuple[Row, Sequence[Output], float]] = [(BASELINE, expected, 0.0)]
+        for row in rows:
+            try:
+                counted.append((row, *self._count(row, condition)))
+            except UserError as problem:
+                skip(row.name, f"cannot be built: {problem}")
+        rates, same = self._alternate([row for row, *_ in counted], condition, expected)
+        must_equal = condition.verification == "exact" or condition.temperature == 0
+        return [
+            Result.of(
+                row,
+                condition,
+                Figures.of(outputs, self.workload.max_tokens, has_loops=condition.temperature == 0),
+                drafting_ms=1e3 * drafting_s,
+                identical=is_same and all(map(self._equal, outputs, expected)) if must_equal else None,
+                tokens_per_s=float(median(own_rates)),
+                speedup=float(np.median(np.array(own_rates) / np.array(rates[0]))),
+            )
+            for (row, outputs, drafting_s), own_rates, is_same in zip(counted, rates, same, strict=True)
+        ]
+
+    def _count(self, row: Row, condition: Condition) -> tuple[list[Output], float]:
+        """Return the outputs with their steps, and the median time of drafting in a step, in seconds."""
+        with closing(self._engine(row, condition, verifies_all=True)) as engine:
+            self._run_earlier(engine, row, condition)
+            drafting_s: list[float] = []
+
+            def observe(report: StepReport) -> None:
+                if report.results:
+                    drafting_s.append(report.times.draft)
+
+            requests = self.workload.requests_of(condition, spare=1 + engine.max_draft)
+            outputs = []
+            for group in groups(requests, condition.concurrency):
+                outputs += run_group(engine, group, self.workload.max_tokens, observe)
+                self.advance(row.name, len(group))
+        return outputs, median(drafting_s)
+
+    def _alternate(
+        self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]
+    ) -> tuple[list[list[float]], list[bool]]:
+        """Run groups of prompts with one engine after the other, in another order for each group.
+
+        Return for each row its tokens per second for each group, and whether all outputs equal the expected ones.
+        """
+        rates: list[list[float]] = [[] for _ in rows]
+        same = [True] * len(rows)
+        with ExitStack() as stack:
+            engines = [stack.enter_context(closing(self._engine(row, condition, verifies_all=False))) for row in rows]
+            for row, engine in zip(rows, engines, strict=True):
+                self._run_earlier(engine, row, condition)
+            done = 0
+            for number, group in enumerate(groups(self.workload.requests_of(condition), condition.concurrency)):
+                for index in np.roll(np.arange(len(rows)), -number).tolist():
+                    began = time.perf_counter()
+                    completions = engines[index].generate(group)
+                    seconds = time.perf_counter() - began
+                    rates[index].append(sum(len(each.tokens) for each in completions) / seconds)
+                    same[index] &= all(
+                        np.array_equal(completion.tokens, output.tokens[: self.workload.max_tokens])
+                        for completion, output in zip(completions, expected[done:], strict=False)
+                    )
+                    self.advance(rows[index].name, len(group))
+                done += len(group)
+        return rates, same
+
+    def _run_earlier(self, engine: Engine, row: Row, condition: Condition) -> None:
+        if row is not BASELINE:
+            for group in groups(self.workload.requests_of(condition, earlier=True), BATCH):
+                engine.generate(group)
+                self.advance(row.name, len(group))
+            time.sleep(INDEXING_S if self.workload.earlier else 0)
+
+    def _equal(self, output: Output, expected: Output) -> bool:
+        length = self.workload.max_tokens
+        return np.array_equal(output.tokens[:length], expected.tokens[:length])
+
+    def _engine(self, row: Row, condition: Condition, *, verifies_all: bool) -> Engine:
+        config = self.options.config
+        sequences = max(BATCH, condition.concurrency)
+        config = replace(
+            config,
+            max_sequences=sequences,
+            max_step_tokens=max(config.max_step_tokens, sequences * (1 + config.max_draft)),
+            verification=condition.verification,
+            # With a step in flight, drafts depend on which outcomes a drafter thinks likely.
+            in_flight=0 if verifies_all else None,
+        )
+        options = replace(
+            self.options, drafter=row.drafter, drafter_options=row.options, draft_shape=row.shape, config=config
+        )
+        return launch(
+            self.model, self.tokenizer, options, self.warn, notify=lambda _: None,
+            verifies_all=verifies_all, threshold=row.threshold,
+        )  # fmt: skip

@@ -1,0 +1,33 @@
+"""What the reports of several commands have in common."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ssd.errors import UserError
+
+PACKAGES = ("ssd-drafter", "torch", "numpy", "numba", "grpcio")
+
+
+def prepare_reports(out: Path, names: Iterable[str]) -> None:
+    """Check that files can be written into a folder before running for minutes. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (out / name).open("a").close()
+    except OSError as problem:
+        raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of packages, and the platform, by name."""
+    return {
+        **{package: version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "platform": f"{platform.machine()}, {torch.get_num_threads()} threads",
+    }

@@ -1,0 +1,264 @@
+"""The commands `compare` and `profile`, from arguments to files."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from engine.commands import main as cli
+from engine.commands.compare import trial
+from engine.commands.compare.roofline import GPUS, SIZES, roofline
+from engine.drafters.registry import KINDS
+from engine.speculation import verify
+from ssd.cost_profile import CostProfile
+from ssd.errors import UserError
+
+FIELDS = {
+    "drafter", "verification", "temperature", "K", "concurrency", "tokens_per_step", "tokens_per_step_no_loops",
+    "drafted_per_step", "accept_by_position", "identical", "speedup",
+}  # fmt: skip
+NAMES = ["left", "right", "pair", "add"]
+PROMPTS = [f"def {name}(left, right):\n    return left + right\n\ndef {name}" for name in NAMES]
+
+
+@pytest.fixture
+def chosen(model_folder, draft_folders):
+    """Return the arguments that select the model, and weights of the drafters that are compared."""
+
+    def chosen(drafter):
+        kinds = [kind for kind in ("mtp", "medusa") if kind in drafter]
+        weights = [("--draft-model", f"{kind}={draft_folders[kind]}") for kind in kinds]
+        return ("--model", model_folder, "--drafter", drafter, *sum(weights, ()))
+
+    return chosen
+
+
+@pytest.fixture
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process; returns exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ssd-engine", *map(str, arguments)])
+        monkeypatch.setattr(trial, "INDEXING_S", 0.01)
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def compare(run, chosen, prompts):
+    """Compare drafters on the tiny model with short outputs."""
+
+    def compare(out, *more, drafter="mtp,medusa"):
+        return run("compare", *chosen(drafter), "--prompts", prompts, "--out", out, "--max-tokens", 12, *more)
+
+    return compare
+
+
+def read(out):
+    return json.loads((out / "compare.json").read_text())
+
+
+def test_every_figure_is_reported(compare, tmp_path):
+    options = ("--warm", 1, "--requests", 2, "--verification", "exact,rejection", "--depth", "3", "--gpu", "h100")
+    code, out, err = compare(tmp_path, *options, "--combine", "threshold:4", drafter="mtp,medusa,ngram,ssd+mtp,eagle")
+    assert (code, err) == (0, "")
+    document = read(tmp_path)
+    results = document["results"]
+    assert all(set(result) >= FIELDS for result in results)
+    names = ["none", "mtp", "medusa", "ngram", "ssd+mtp", "ssd+mtp@threshold=4"]
+    conditions = [(0.0, "exact"), (0.8, "exact"), (0.8, "rejection")]
+    assert [(r["temperature"], r["verification"], r["drafter"]) for r in results] == [
+        (*condition, name) for condition in conditions for name in names
+    ]
+    for result in results:
+        assert result["identical"] is (None if result["verification"] == "rejection" else True)
+        assert result["tokens_per_step"] == pytest.approx(1 + sum(result["accept_by_position"]))
+        assert result["drafted_per_step"] == pytest.approx(sum(result["drafted_by_position"]))
+        assert (result["tokens_per_step_no_loops"] is None) == (result["temperature"] > 0)
+        assert result["speedup"] > 0
+        assert result["predicted_speedup"] > 0
+        if result["drafter"] == "mtp":
+            assert (result["K"], result["draft_shape"], result["drafted_per_step"]) == (3, "path", 3)
+            assert 0 <= result["best_K"] <= 3
+        if result["drafter"] == "none":
+            assert (result["tokens_per_step"], result["speedup"], result["drafted_per_step"]) == (1, 1, 0)
+    assert list(document["skipped"]) == ["eagle"]
+    for words in ("temperature 0.8, rejection", "ssd+mtp@threshold=4", "no weights", document["recommendation"]):
+        assert words in out
+    table = (tmp_path / "compare.md").read_text()
+    assert f"| mtp | 3 | path | {results[1]['tokens_per_step']:.2f} |" in table
+
+
+def test_the_page_is_self_contained(compare, tmp_path):
+    compare(tmp_path, "--requests", 1, "--temperature", 0)
+    page = (tmp_path / "compare.html").read_text()
+
+    class Checker(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.open = []
+            self.cells = 0
+
+        def handle_starttag(self, tag, attributes):
+            assert not any(name in ("src", "href") and value != "data:," for name, value in attributes)
+            self.cells += tag == "td"
+            if tag not in ("meta", "link"):
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert checker.cells >= 3 * 8
+    assert not re.search(r"https?://|@import|url\(|<script", page)
+
+
+def test_outputs_that_differ_are_reported(compare, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "accepted_length", lambda draft, target: len(draft))
+    code, out, _ = compare(tmp_path, "--requests", 1, "--temperature", 0, drafter="mtp")
+    assert code == 1
+    assert "DIFFERENT" in out
+    none, mtp = read(tmp_path)["results"]
+    assert none["identical"] is True
+    assert mtp["identical"] is False
+    assert "none is recommended" in read(tmp_path)["recommendation"]
+
+
+def test_a_comparison_can_be_split(compare, tmp_path):
+    options = ("--requests", 1, "--temperature", 0, "--resume")
+    assert compare(tmp_path, *options, drafter="mtp")[0] == 0
+    first = read(tmp_path)["results"]
+    assert compare(tmp_path, *options, drafter="mtp,medusa")[0] == 0
+    both = read(tmp_path)["results"]
+    assert [result["drafter"] for result in both] == ["none", "mtp", "medusa"]
+    assert both[1] == first[1]  # not measured again
+    code, _, err = compare(tmp_path, *options, "--max-draft", 8)
+    assert code == 2
+    assert "other settings" in err
+    (tmp_path / "compare.json").write_text("[]")
+    code, _, err = compare(tmp_path, *options)
+    assert code == 2
+    assert "is not a comparison" in err
+
+
+def test_requests_run_at_the_same_time(compare, tmp_path):
+    options = ("--requests", 3, "--temperature", 0.5, "--concurrency", "1,2")
+    assert compare(tmp_path, *options)[0] == 0
+    results = read(tmp_path)["results"]
+    alone, together = ([r for r in results if r["concurrency"] == n] for n in (1, 2))
+    assert all(result["identical"] for result in results)
+    # Drafts of paths do not depend on the other sequences of a batch.
+    assert [r["accept_by_position"] for r in alone[:2]] == [r["accept_by_position"] for r in together[:2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--depth", "0"), "--depth must be numbers from 1"),
+        (("--temperature", "0,hot"), "--temperature must be numbers from 0"),
+        (("--verification", "maybe"), "--verification must be exact or rejection"),
+        (("--combine", "longest"), "--combine must be threshold:N"),
+        (("--gpu", "abacus"), "--gpu abacus: unknown; give l4,"),
+        (("--gpu", "h100", "--model-size", "2t"), "--model-size 2t: unknown"),
+        (("--gpu", "h100", "--cost-profile", "x"), "not both"),
+        (("--cost-profile", "/no/file"), "cannot read /no/file"),
+        (("--warm", "9"), "has 4 prompts, but 9 earlier"),
+        (("--requests", "5"), "but 0 earlier and 5 measured"),
+        (("--prompts", "/no/file"), "cannot read /no/file"),
+        (("--draft-model", "mtp=/no/folder"), "/no/folder"),
+        (("--draft-model", "eagle=/no/folder"), "does not fit to --drafter mtp+medusa"),
+        (("--out", "/proc/none"), "cannot write to /proc/none"),
+    ],
+)
+def test_bad_input_is_one_line(compare, tmp_path, options, message):
+    code, _, err = compare(tmp_path, *options)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("magic", "unknown drafter 'magic'"),
+        ("eagle", "no drafter could be measured: eagle: no weights"),
+        ("none", "--drafter none: give at least one"),
+    ],
+)
+def test_comparisons_without_a_drafter_are_refused(compare, tmp_path, drafter, message):
+    code, _, err = compare(tmp_path, "--requests", 1, drafter=drafter)
+    assert code == 2
+    assert message in err
+
+
+def test_prompts_that_are_too_long_are_refused_first(run, chosen, tmp_path):
+    (tmp_path / "prompts.txt").write_text(f"fine\n{'long ' * 600}\n")
+    code, _, err = run("compare", *chosen("mtp"), "--prompts", tmp_path / "prompts.txt")
+    assert code == 2
+    assert err.startswith("error: prompt 2: the prompt has")
+
+
+def test_a_measured_profile_is_written_and_used(run, compare, chosen, tmp_path):
+    path = tmp_path / "profile.json"
+    options = ("--depth", "1,3", "--concurrency", "1,2", "--max-draft", 4)
+    code, out, err = run("profile", *chosen("mtp,medusa,ngram,eagle"), *options, "--out", path)
+    assert (code, err) == (0, "")
+    assert "eagle is skipped: no weights" in out
+    profile = CostProfile.read(path)
+    assert (profile.model, profile.source) == ("tiny", "measured")
+    sizes = {size: sorted(row) for size, row in profile.step_ms.items()}
+    assert sizes == {1: [1], 2: [1, 2], 4: [1, 2], 8: [2], 10: [2]}
+    assert {name: sorted(table) for name, table in profile.drafter_ms.items()} == {
+        "mtp": [1, 3], "medusa": [1, 3], "ngram": [0],
+    }  # fmt: skip
+    assert all(set(row) == {1, 2} and min(row.values()) > 0 for row in profile.drafter_ms["mtp"].values())
+    code, out, _ = compare(tmp_path / "out", "--requests", 1, "--temperature", 0, "--cost-profile", path)
+    assert code == 0
+    document = read(tmp_path / "out")
+    assert document["predicted_for"]["device"] == profile.device
+    [mtp] = [result for result in document["results"] if result["drafter"] == "mtp"]
+    expected = profile.speedup(mtp["tokens_per_step"], 4, profile.drafting("mtp", 4, 1), 1)
+    assert mtp["predicted_speedup"] == pytest.approx(expected)
+    assert "tiny on" in out
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("size", SIZES)
+def test_rooflines_grow_with_the_step_and_the_depth(gpu, size):
+    profile = roofline(gpu, size)
+    steps = [profile.step(tokens, 1) for tokens in (1, 16, 256, 4096)]
+    assert steps == sorted(steps)
+    assert steps[-1] > 2 * steps[0]  # limited by arithmetic
+    assert profile.source == "roofline"
+    for kind in profile.drafter_ms:
+        assert kind in KINDS
+        assert profile.drafting(kind, 2, 1) == pytest.approx(2 * profile.drafting(kind, 1, 1))
+        assert profile.drafting(kind, 1, 1) < profile.step(1, 1)
+
+
+def test_a_roofline_is_bandwidth_for_small_steps_and_arithmetic_for_large_ones():
+    profile = roofline("h100", "8b")
+    cache = 1024 * 32 * 2048
+    assert profile.step(1, 1) == pytest.approx(1e3 * 2 * (7.5e9 + cache) / 3.35e12)
+    assert profile.step(4096, 1) == pytest.approx(1e3 * 2 * 7.5e9 * 4096 / 989e12)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UserError, match="--gpu z: unknown"):
+        roofline("z", "8b")

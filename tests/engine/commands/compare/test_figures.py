@@ -1,0 +1,107 @@
+"""Figures of drafts, against drafts whose fate is known and against counting anew."""
+
+import numpy as np
+import pytest
+
+from engine.commands.compare.figures import Figures, Output, Step, groups, run_group
+from engine.config import EngineConfig
+from engine.drafters.base import TargetInfo
+from engine.drafters.none import NoDrafter
+from engine.engine import build_engine
+from engine.scheduling.request import Request, SamplingParams
+from ssd.types import DraftBatch, Path
+from tests.engine.drafters.toy import ToyDrafter
+
+PROMPT = np.arange(1, 20, dtype=np.uint32)
+LENGTH = 24
+
+
+def requests(count=3, spare=17, **sampling):
+    params = [SamplingParams(LENGTH + spare, ignore_eos=True, seed=seed, **sampling) for seed in range(count)]
+    return [Request(np.append(PROMPT, np.uint32(seed)), each) for seed, each in enumerate(params)]
+
+
+class PartlyRight:
+    """Drafts the target's next `right` tokens and then wrong ones, `length` in total, knowing the outputs."""
+
+    def __init__(self, texts, right, length):
+        self.texts, self.right, self.length = texts, right, length
+        self.known = {}
+
+    def start(self, sequence_id, prompt):
+        self.known[sequence_id] = [next(text for text in self.texts if np.array_equal(text[: len(prompt)], prompt))]
+        self.known[sequence_id].append(len(prompt))
+
+    def draft(self, progress):
+        paths = []
+        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+            known = self.known[sequence_id]
+            known[1] += int(progress.offsets[index + 1] - progress.offsets[index])
+            tokens = known[0][known[1] :][: self.length].copy()
+            tokens[self.right :] = (tokens[self.right :] + 1) % 300
+            tokens = tokens[: int(progress.max_draft[index])]
+            paths.append(Path(tokens, np.full(len(tokens), 0.5, np.float32)))
+        return DraftBatch.from_paths(paths)
+
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
+        del self.known[sequence_id]
+
+    def close(self):
+        pass
+
+
+def test_tokens_per_step_and_acceptance_of_known_drafts(model):
+    asked = requests(spare=40)
+    plain = build_engine(model, EngineConfig(max_sequences=3), NoDrafter()).generate(asked)
+    texts = [np.concatenate((r.prompt, c.tokens)) for r, c in zip(asked, plain, strict=True)]
+    engine = build_engine(model, EngineConfig(max_sequences=3), PartlyRight(texts, right=2, length=4))
+    outputs = run_group(engine, requests(), LENGTH)
+    figures = Figures.of(outputs, LENGTH, has_loops=False)
+    # Every step commits two draft tokens and the target's own; none is cut short by the end of the output.
+    assert figures.tokens_per_step == 3
+    assert figures.drafted_per_step == 4
+    assert figures.accept_by_position == [1, 1, 0, 0]
+    assert figures.drafted_by_position == [1, 1, 1, 1]
+    assert figures.tokens_per_step_no_loops is None
+    for output, completion in zip(outputs, plain, strict=True):
+        assert np.array_equal(output.tokens[:LENGTH], completion.tokens[:LENGTH])
+        assert len(output.tokens) < LENGTH + 3  # cancelled
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_figures_equal_those_counted_from_step_reports(model, temperature):
+    config = EngineConfig(max_sequences=3, draft_shape="tree")
+    engine = build_engine(model, config, ToyDrafter(None, TargetInfo.from_model(model, config), width=2))
+    reports = []
+    outputs = run_group(engine, requests(temperature=temperature), LENGTH, reports.append)
+    figures = Figures.of(outputs, LENGTH, has_loops=False)
+    done, tokens, steps, drafted, accepted = {}, 0, 0, 0, 0
+    for report in reports:
+        for result in report.results:
+            before = done.get(result.sequence_id, 0)
+            done[result.sequence_id] = before + len(result.tokens)
+            if before > 0:
+                tokens, steps = tokens + len(result.tokens), steps + 1
+                drafted, accepted = drafted + len(result.plan.draft), accepted + len(result.kept)
+    assert drafted > 3 * steps  # trees
+    assert accepted > 0
+    assert figures.tokens_per_step == pytest.approx(tokens / steps)
+    assert figures.drafted_per_step == pytest.approx(drafted / steps)
+    assert sum(figures.accept_by_position) == pytest.approx(accepted / steps)
+    assert sum(figures.drafted_by_position) == pytest.approx(drafted / steps)
+
+
+def test_steps_within_loops_are_left_out():
+    loop = [7, 8] * 20
+    tokens = np.array([*range(100, 110), *loop], np.uint32)
+    steps = [Step(1, 4, 3, (1, 1, 1)), Step(5, 4, 3, (2, 1, 1)), Step(9, 1, 0, ()), Step(12, 9, 8, (1,) * 8)]
+    output = Output([tokens], steps)
+    assert Figures.of([output], 50, has_loops=True).tokens_per_step == pytest.approx(18 / 4)
+    assert Figures.of([output], 50, has_loops=True).tokens_per_step_no_loops == pytest.approx(3)
+    figures = Figures.of([output], 10, has_loops=True)  # later steps do not count
+    assert figures.tokens_per_step == pytest.approx(3)
+    assert figures.drafted_by_position == pytest.approx([1, 2 / 3, 2 / 3])
+
+
+def test_groups_have_every_request_once():
+    assert list(groups([*range(7)], 3)) == [[0, 1, 2], [3, 4, 5], [6]]

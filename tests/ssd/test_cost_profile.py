@@ -1,0 +1,101 @@
+"""Files of step durations, and the speed-ups that follow from them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.cost_profile import VERSION, CostProfile
+from ssd.errors import UserError
+
+PROFILE = CostProfile(
+    "a device",
+    "a model",
+    {1: {1: 10.0}, 2: {1: 11.0, 2: 12.0}, 4: {1: 12.0, 2: 14.0}, 8: {2: 20.0}},
+    {"mtp": {1: {1: 2.0, 2: 3.0}, 4: {1: 5.0}}, "ssd": {0: {1: 0.5}}},
+)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    PROFILE.write(tmp_path / "profile.json")
+    assert CostProfile.read(tmp_path / "profile.json") == PROFILE
+    document = json.loads((tmp_path / "profile.json").read_text())
+    assert document["version"] == VERSION
+    assert {"device", "model", "step_ms", "drafter_ms"} <= set(document)
+    assert document["step_ms"]["2"]["1"] == 11.0
+
+
+def test_unknown_fields_are_ignored(tmp_path):
+    PROFILE.write(tmp_path / "profile.json")
+    document = json.loads((tmp_path / "profile.json").read_text())
+    (tmp_path / "profile.json").write_text(json.dumps(document | {"later": 1}))
+    assert CostProfile.read(tmp_path / "profile.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "expected"),
+    [(1, 1, 10), (3, 1, 11.5), (6, 1, 13), (4, 2, 14), (6, 2, 17), (10, 2, 23), (1, 2, 11), (4, 8, 14)],
+)
+def test_steps_between_and_beyond_measured_sizes(tokens, sequences, expected):
+    assert PROFILE.step(tokens, sequences) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "depth", "sequences", "expected"),
+    [
+        ("mtp", 1, 1, 2),
+        ("mtp", 2, 1, 3),
+        ("mtp", 7, 1, 8),
+        ("mtp", 1, 2, 3),
+        ("ssd", 9, 1, 0.5),  # its depth cannot be set
+        ("ssd+mtp", 4, 1, 5.5),
+        ("ngram+mtp", 4, 1, 5),
+        ("ngram", 4, 1, None),
+    ],
+)
+def test_time_of_drafting(drafter, depth, sequences, expected):
+    assert PROFILE.drafting(drafter, depth, sequences) == (None if expected is None else pytest.approx(expected))
+
+
+@given(st.floats(1, 6), st.floats(0, 8), st.floats(0, 50))
+def test_the_speedup_is_the_ratio_of_times_per_token(tokens, drafted, drafting_ms):
+    for sequences in (1, 2):
+        plain_ms_per_token = PROFILE.step(sequences, sequences) / sequences
+        step_ms = PROFILE.step(sequences + sequences * drafted, sequences) + drafting_ms
+        expected = plain_ms_per_token / (step_ms / (sequences * tokens))
+        assert PROFILE.speedup(tokens, drafted, drafting_ms, sequences) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": VERSION + 1}, f"has version {VERSION + 1}"),
+        ({"step_ms": {}}, "step_ms is empty"),
+        ({"step_ms": {"1": {"0": 1.0}}}, "out of range"),
+        ({"step_ms": {"1": {"1": float("nan")}}}, "out of range"),
+        ({"step_ms": [1]}, "is not a cost profile"),
+        ({"drafter_ms": {"mtp": 1}}, "is not a cost profile"),
+        ({"source": "guessed"}, "source must be one of"),
+        ({"device": None, "step_ms": None}, "is not a cost profile"),
+    ],
+)
+def test_unusable_files_are_refused(tmp_path, change, message):
+    path = tmp_path / "profile.json"
+    PROFILE.write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message):
+        CostProfile.read(path)
+
+
+def test_missing_fields_and_files_are_refused(tmp_path):
+    (tmp_path / "profile.json").write_text(json.dumps({"version": VERSION, "device": "x"}))
+    with pytest.raises(UserError, match="'model' is missing"):
+        CostProfile.read(tmp_path / "profile.json")
+    with pytest.raises(UserError, match="cannot read"):
+        CostProfile.read(tmp_path / "none.json")
+    (tmp_path / "profile.json").write_text("{")
+    with pytest.raises(UserError, match="cannot read"):
+        CostProfile.read(tmp_path / "profile.json")
+    with pytest.raises(UserError, match="cannot write"):
+        PROFILE.write(tmp_path / "none" / "profile.json")
