@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
-from ssd.kernels.jit import FloatRows, FloatsOut, Int, Longs, kernel
+from ssd.kernels.jit import FloatRows, FloatsOut, Int, Longs, Nothing, kernel
 from ssd.types import ROOT
 
 ABSENT = -1.0
@@ -26,9 +25,6 @@ RATE = 0.02
 """Learning rate of the mix, as in the corpus drafter's own mix times two, because there are fewer inputs."""
 NOTHING, PROPOSED, OTHERS = 0, 1, 2
 """What a drafter proposes at a position: nothing, the token, or only other tokens."""
-
-Probs = types.Array(types.float32, 2, "C")
-Floats = types.Array(types.float32, 1, "C")
 
 
 class Tree(NamedTuple):
@@ -127,7 +123,7 @@ def best_path(parents: np.ndarray, path_prob: np.ndarray, limit: int) -> np.ndar
     return np.array(path[::-1], np.int64)
 
 
-@kernel(Longs, Longs, Probs, Int, Longs, Longs, Floats, Int, Int, Longs, returns=Int)
+@kernel(Longs, Longs, FloatRows, Int, Longs, Longs, FloatsOut, Int, Int, Longs, returns=Int)
 def _add(tree_tokens, tree_parents, probs, size, tokens, parents, accept_prob, source, below, nodes):
     for index in range(len(tokens)):
         parent = below if parents[index] < 0 else nodes[parents[index]]
@@ -151,7 +147,7 @@ def _add(tree_tokens, tree_parents, probs, size, tokens, parents, accept_prob, s
     return size
 
 
-@kernel(Longs, Probs, FloatRows, FloatsOut, FloatsOut, FloatRows, Longs, returns=types.void)
+@kernel(Longs, FloatRows, FloatRows, FloatsOut, FloatsOut, FloatRows, Longs, returns=Nothing)
 def _evaluate(parents, probs, weights, accept_prob, path_prob, inputs, sets):
     count, sources = probs.shape
     # Mass that a drafter gives to its own proposals at each position; entry 0 is the context's.
@@ -188,7 +184,7 @@ def _evaluate(parents, probs, weights, accept_prob, path_prob, inputs, sets):
         path_prob[node] = accept_prob[node] * (path_prob[parents[node]] if parents[node] >= 0 else 1.0)
 
 
-@kernel(Longs, Longs, Floats, FloatRows, Longs, FloatRows, Longs, returns=types.void)
+@kernel(Longs, Longs, FloatsOut, FloatRows, Longs, FloatRows, Longs, returns=Nothing)
 def _learn(tokens, parents, accept_prob, inputs, sets, weights, committed):
     at = -1
     for token in committed:

@@ -36,6 +36,8 @@ FloatRows = types.Array(types.float32, 2, "C")
 Int = types.int64
 Float = types.float64
 Bool = types.boolean
+Nothing = types.void
+"""Result of kernels that only write to their arguments."""
 
 
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
