@@ -88,8 +88,8 @@ class SlotWriter:
         """Take over the states of computed tokens, and fill complete pages."""
         size = self._forward.page_size
         full = []
-        for result in results:
-            sequence, slots = result.plan.sequence, self._advance(result)
+        for result, states in zip(results, self._target_states(results), strict=True):
+            sequence, slots = result.plan.sequence, self._advance(result, states)
             computed = min(slots.computed, len(sequence) - 1)
             if not self._head.shares_target_cache and computed // size > slots.filled // size:
                 slots.keep_drafted(sequence.tokens)
@@ -123,8 +123,19 @@ class SlotWriter:
         """Forget a sequence."""
         self._slots.pop(sequence.sequence_id, None)
 
-    def _advance(self, result: SequenceResult) -> Slots:
-        """Return the slots of a sequence after a step."""
+    def _target_states(self, results: SequenceOf[SequenceResult]) -> list[Tensor]:
+        """Return the target's states of each result's committed tokens, [n, S] each."""
+        parts = []
+        for result in results:
+            if result.hidden is not None and self._head.state_size:
+                # Rows after the end of an output are not committed.
+                parts.append(result.hidden[: len(result.plan.sequence) - result.plan.computed])
+        if not parts:
+            return [self._nothing] * len(results)
+        return list(self._head.target_states(torch.cat(parts)).split([len(part) for part in parts]))
+
+    def _advance(self, result: SequenceResult, states: Tensor) -> Slots:
+        """Return the slots of a sequence after a step; states: [n, S], of the committed tokens that it computed."""
         sequence, start = result.plan.sequence, result.plan.computed
         slots = self._slots.get(sequence.sequence_id)
         if slots is None or slots.computed != start:  # a new sequence, or one that was preempted
@@ -132,9 +143,6 @@ class SlotWriter:
         if not self._head.state_size:
             slots.computed = sequence.computed
             return slots
-        assert result.hidden is not None
-        # Rows after the end of an output are not committed.
-        states = self._head.target_states(result.hidden[: len(sequence) - start])
         size = self._forward.page_size
         lasts = np.arange(start + (-start - 1) % size, start + len(states), size)
         if len(lasts):

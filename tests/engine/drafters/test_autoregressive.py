@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters import autoregressive
-from engine.drafters.autoregressive import AutoregressiveDrafter
+from engine.drafters.autoregressive import AutoregressiveDrafter, Growth
 from engine.drafters.none import NoDrafter
 from engine.drafters.slots import SlotWriter
 from engine.engine import build_engine
@@ -45,11 +45,16 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        self._sample = autoregressive.sample_drafts
+        self._sample, self._expand = autoregressive.sample_drafts, Growth.expand
         monkeypatch.setattr(autoregressive, "sample_drafts", self)
+        monkeypatch.setattr(Growth, "expand", lambda growth, depth: self.expand(growth, depth))
+
+    def expand(self, growth, depth):
+        self._paths = [growth.pool.path_to(node) for node in growth._frontier.node.tolist()]
+        self._expand(growth, depth)
 
     def __call__(self, sequences, paths, logits, count):
-        for sequence, path, row in zip(sequences, paths, logits, strict=True):
+        for sequence, path, row in zip(sequences, self._paths, logits, strict=True):
             self.calls.append((sequence.tokens.copy(), path, row.clone()))
         return self._sample(sequences, paths, logits, count)
 
@@ -152,10 +157,8 @@ def of_the_same_position(monkeypatch):
     """Planted fault: pair token t with the hidden state of t instead of t - 1."""
     advance = SlotWriter._advance
 
-    def shifted(writer, result):
-        if result.hidden is not None:
-            result.hidden = result.hidden.roll(-1, dims=0)
-        return advance(writer, result)
+    def shifted(writer, result, states):
+        return advance(writer, result, states.roll(-1, dims=0))
 
     monkeypatch.setattr(SlotWriter, "_advance", shifted)
 

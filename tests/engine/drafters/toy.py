@@ -105,7 +105,8 @@ class ToyDrafter(nn.Module):
             chosen = sampled.tokens.clone()
             is_sampled = [candidate for candidate in range(self.width) if candidate not in self.ranked]
             chosen[:, is_sampled] = sampled.tokens[:, : len(is_sampled)]
-            chosen[:, list(self.ranked)] = logits.topk(self.width, dim=1).indices[:, list(self.ranked)]
+            likely = logits if sampled.q is None else sampled.q
+            chosen[:, list(self.ranked)] = likely.topk(self.width, dim=1).indices[:, list(self.ranked)]
             candidates.append(chosen)
             if sampled.q is not None:
                 distributions.append(sampled.q)
