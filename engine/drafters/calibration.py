@@ -33,6 +33,11 @@ class AcceptanceTable:
         self._rates = np.tile(middles, (DEPTHS, 1))
         self._weights = np.full(self._rates.shape, PRIOR_WEIGHT)
 
+    @property
+    def rates(self) -> np.ndarray:
+        """float64 [DEPTHS, len(EDGES) + 1]: the probabilities by depth and interval of scores."""
+        return self._rates
+
     def accept_prob(self, scores: np.ndarray, depths: np.ndarray) -> np.ndarray:
         """Return the probabilities of tokens, float32 [n].
 
@@ -64,8 +69,8 @@ class Calibration:
         self._drafts: dict[int, Candidates] = {}
         """The last draft of each sequence."""
 
-    def accept_prob(self, is_sampled: np.ndarray, scores: np.ndarray, depth: int) -> np.ndarray:
-        """Return the probabilities of n tokens of the same depth, float32 [n]; is_sampled: bool [n]."""
+    def accept_prob(self, is_sampled: np.ndarray, scores: np.ndarray, depth: int | np.ndarray) -> np.ndarray:
+        """Return the probabilities of n tokens, float32 [n]; is_sampled: bool [n]. depth: of all, or int [n]."""
         depths = np.full(len(scores), depth)
         greedy, sampled = (self._tables[key].accept_prob(scores, depths) for key in (False, True))
         return np.where(is_sampled, sampled, greedy)

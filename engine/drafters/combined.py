@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, TargetOutputs
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
 from engine.drafters.skipping import SkipRule
@@ -147,9 +147,12 @@ class CombinedDrafter:
         entries = plan.producing
         merged = [Merged(Tree.empty(ROOM, len(self.parts))) for _ in entries]
         q: list[Tensor] = []
+        extra: ExtraRows | None = None
         for number, part in enumerate(self.parts):
             if not part.runs_model:
-                self._add(self._ask(part, plan), number, merged, q)
+                drafts = self._ask(part, plan)
+                self._add(drafts, number, merged, q)
+                extra = drafts.extra or extra
         before = self._expected(entries, merged)
         models = [number for number, part in enumerate(self.parts) if part.runs_model]
         if models and self.skipping.is_worth_models(plan, before):
@@ -161,7 +164,7 @@ class CombinedDrafter:
         for entry, one in zip(entries, merged, strict=True):
             self._merged[entry.sequence.sequence_id] = one
         nodes = [self._choose(*each) for each in zip(entries, merged, before.tolist(), strict=True)]
-        return joint_drafts(merged, nodes, q)
+        return replace(joint_drafts(merged, nodes, q), extra=extra)
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -196,7 +199,7 @@ class CombinedDrafter:
         if len(allowed) == len(entries):
             return part.drafter.propose(plan)
         drafts = part.drafter.propose(replace(plan, entries=[entries[index] for index in allowed]))
-        return replace(drafts, batch=drafts.batch.scatter(np.array(allowed, np.int64), len(entries)))
+        return drafts.scatter(np.array(allowed, np.int64), len(entries))
 
     def _add(self, drafts: Drafts, number: int, merged: SequenceOf[Merged | None], q: list[Tensor]) -> None:
         """Add the drafts of one drafter; those of sequences without a tree are dropped."""
@@ -287,7 +290,7 @@ class CombinedDrafter:
         if hidden is not None:
             own_layers = [self.needs.hidden_layers.index(layer) for layer in needs.hidden_layers]
             hidden = hidden[:, own_layers] if own_layers else None
-        if needs.top_k or needs.extra_rows:
+        if needs.top_k:
             top = [None if each is None else each[:, : needs.top_k] for each in (result.top_tokens, result.top_logits)]
             return replace(result, hidden=hidden, top_tokens=top[0], top_logits=top[1])
         merged = self._merged.get(result.sequence_id)

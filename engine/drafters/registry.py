@@ -105,6 +105,20 @@ def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     return ClassicDrafter(replace(config, policy="classic"))
 
 
+def _lookahead(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
+    from engine.drafters.lookahead import LookaheadDrafter, LookaheadSizes
+
+    return LookaheadDrafter(LookaheadSizes.of(config.options), has_trees=config.draft_shape == "tree")
+
+
+def _recycle(config: DrafterConfig, resources: Resources) -> AnyDrafter:
+    from engine.drafters.recycle import RecycleDrafter
+
+    if resources.target is None:
+        raise ValueError("it needs the target's vocabulary")
+    return RecycleDrafter(resources.target.vocab_size, has_trees=config.draft_shape == "tree")
+
+
 def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     """Return the function that builds a drafter which runs a network."""
 
@@ -132,6 +146,12 @@ KINDS: Mapping[str, Kind] = {
     "eagle": Kind("EAGLE-1 or EAGLE-2 head", _running("eagle"), **RUNS_MODEL),
     "eagle3": Kind("EAGLE-3 head", _running("eagle3"), **RUNS_MODEL),
     "medusa": Kind("Medusa heads", _running("medusa"), **RUNS_MODEL),
+    "lookahead": Kind(
+        "n-grams that the target produces in parallel, and those of the request's own text",
+        _lookahead,
+        options=("window", "ngram", "candidates"),
+    ),
+    "recycle": Kind("tokens that the target found likely when it last saw a token", _recycle),
 }
 """Drafter kinds by their `--drafter` name."""
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
-from engine.drafters.registry import KINDS, build_drafter
+from engine.drafters.registry import build_drafter
 from engine.engine import Engine, build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.speculation import verify
@@ -16,6 +16,7 @@ from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.drafters.kinds import EMBEDDED, target_of
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 
@@ -84,9 +85,10 @@ def test_greedy_output_equals_that_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", [name for name in KINDS if name != "ssd-remote" and not KINDS[name].runs_model])
+@pytest.mark.parametrize("drafter", EMBEDDED)
 def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temperature):
-    engine = build_engine(model, CONFIG, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))
+    drafts = build_drafter(drafter, DrafterConfig(capacity=10_000), target_of(model.config), warn=pytest.fail)
+    engine = build_engine(model, CONFIG, drafts)
     asked = requests(12, temperature=temperature)
     assert outputs(engine, asked) == plain[temperature]
     assert outputs(engine, asked) == plain[temperature]  # now drafted from the corpus

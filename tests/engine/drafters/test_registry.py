@@ -8,6 +8,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
+from tests.engine.drafters.kinds import EMBEDDED, target_of
 
 CONFIG = DrafterConfig(capacity=5000)
 
@@ -27,9 +28,9 @@ def test_every_kind_has_a_help_text():
     assert all(f"{name}: {kind.help}" in describe_kinds() for name, kind in KINDS.items())
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "ssd-remote" and not KINDS[name].runs_model])
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_every_kind_can_be_built(name):
-    build_drafter(name, CONFIG).close()
+    build_drafter(name, CONFIG, target_of()).close()
 
 
 def test_a_third_party_class_is_imported_and_gets_the_options():

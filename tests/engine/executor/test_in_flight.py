@@ -8,11 +8,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.none import NoDrafter
-from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, build_drafter
+from engine.drafters.registry import DEFAULT_ADDRESS, build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.config import DrafterConfig
-from tests.engine.chain import VOCAB, answer, chain_engine
+from tests.engine.chain import MODEL, VOCAB, answer, chain_engine
+from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, target_of
 from tests.engine.test_core import CONFIG, ScriptedDrafter, outputs, requests
 
 
@@ -25,22 +26,23 @@ def plain(model):
 
 @pytest.fixture
 def make_drafter(request):
-    """A function that builds a drafter by the name of its kind, and a sidecar if the kind needs one."""
+    """A function that builds a drafter by its kind and the target's configuration, and a sidecar if it needs one."""
 
-    def make(kind):
+    def make(kind, model):
         address = DEFAULT_ADDRESS
         if kind == "ssd-remote":
             request.getfixturevalue("server")
             address = request.getfixturevalue("socket_address")
-        return build_drafter(kind, DrafterConfig(capacity=10_000, max_draft=13), address=address, warn=pytest.fail)
+        config = DrafterConfig(capacity=10_000, max_draft=13)
+        return build_drafter(kind, config, target_of(model), address=address, warn=pytest.fail)
 
     return make
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.runs_model])
+@pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
 def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain, make_drafter, kind, temperature):
-    drafter = make_drafter(kind)
+    drafter = make_drafter(kind, model.config)
     asked = requests(6, temperature=temperature)
     with closing(build_engine(model, replace(CONFIG, in_flight=1), drafter, has_budget=temperature == 1)) as engine:
         assert outputs(engine, asked) == plain[temperature]
@@ -51,7 +53,7 @@ def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain
         assert sum(completion.accepted for completion in again) > 50
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.runs_model])
+@pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
 @pytest.mark.parametrize("in_flight", [None, 0, 1, "any"])
 def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_drafter, kind, in_flight):
     """None: the eager executor. Otherwise the graph executor with this depth, which `any` changes at random."""
@@ -61,9 +63,8 @@ def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_dr
     has_graph = in_flight is not None
     prompts = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.uint32) for _ in range(6)]
     expected, finished = {}, {}
-    with closing(
-        chain_engine(config, 30, make_drafter(kind), has_graph=has_graph, depth=depth if has_graph else None)
-    ) as engine:
+    drafter = make_drafter(kind, MODEL)
+    with closing(chain_engine(config, 30, drafter, has_graph=has_graph, depth=depth if has_graph else None)) as engine:
         for step in range(250):
             if step < 200 and rng.random() < 0.25:
                 prompt, length = prompts[rng.integers(6)], int(rng.integers(1, 50))
@@ -87,7 +88,7 @@ def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_dr
     for sequence_id, tokens in expected.items():
         produced = finished[sequence_id].tokens.tolist()
         assert produced == (tokens[: len(produced)] if sequence_id in aborted else tokens)
-    if kind in ("ssd", "ngram", "classic"):
+    if kind in ("ssd", "ngram", "classic", "lookahead", "recycle"):
         assert sum(each.accepted for each in finished.values()) > 0
 
 

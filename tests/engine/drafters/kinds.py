@@ -1,0 +1,16 @@
+"""Kinds of drafters that need no weights, for tests that run all of them."""
+
+from __future__ import annotations
+
+from engine.drafters.base import TargetInfo
+from engine.drafters.registry import KINDS
+from tests.engine.chain import MODEL, PAGE_SIZE
+
+WITHOUT_WEIGHTS = [name for name, kind in KINDS.items() if not kind.runs_model]
+EMBEDDED = [name for name in WITHOUT_WEIGHTS if name != "ssd-remote"]
+"""Those that need no sidecar either."""
+
+
+def target_of(model=MODEL):
+    """A target with the configuration of a model, by default the chain model's."""
+    return TargetInfo(model, max_sequences=8, max_draft=16, page_size=PAGE_SIZE)
