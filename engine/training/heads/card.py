@@ -80,7 +80,7 @@ base_model: {target.name}
 | optimiser | Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.other_lr}) |
 | schedule | {recipe.warmup_steps} steps of warm-up, then linear to zero |
 | precision | float32; written as bfloat16 |
-| hardware | {cpu_name()}, {torch.get_num_threads()} threads |
+| hardware | {cpu_name()}, threads: {torch.get_num_threads()} |
 | time | {run.seconds / 60:.0f} minutes, {run.cpu_seconds / 60:.0f} minutes of processor time |
 
 Made by `ssd-engine train {recipe.kind}`.

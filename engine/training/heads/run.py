@@ -20,11 +20,12 @@ from engine.training.heads.kinds import new_objective
 from engine.training.heads.muon import Muon
 from engine.training.heads.objectives import Objective
 from engine.training.heads.recipe import Recipe
+from ssd.errors import UserError
 
 CHECKPOINT_FILE = "checkpoint.pt"
 CHECKPOINT_EVERY_S = 60.0
 SMOOTHED_STEPS = 25
-INPUT_EMBEDDINGS = ("embedding.weight", "lm_head.weight")
+VOCABULARY_WEIGHTS = ("embedding.weight", "lm_head.weight")
 
 
 @dataclass
@@ -81,7 +82,10 @@ def resume(recipe: Recipe, target: Decoder, features: Features, work: Path) -> R
 
 
 def train(run: Run, features: Features, work: Path, *, until: int, progress: Callable[[Run], None]) -> None:
-    """Run the steps before step `until`, with a checkpoint every minute and one at the end."""
+    """Run the steps before step `until`, with a checkpoint every minute and one at the end.
+
+    Raises UserError if the training diverges.
+    """
     work.mkdir(parents=True, exist_ok=True)
     saved_at = time.monotonic()
     while run.step < until:
@@ -118,7 +122,9 @@ def _step(run: Run, features: Features) -> None:
     depths = run.objective(features.windows(_batch(recipe, len(features.tokens), run.step), run.objective.layers))
     loss = depths.losses.sum()
     if not torch.isfinite(loss):
-        raise FloatingPointError(f"the loss of step {run.step} is not finite; lower the learning rate")
+        raise UserError(
+            f"the loss of step {run.step} is not a finite number; give other --data or another --work folder"
+        )
     loss.backward()
     for optimizer, peak in zip(run.optimizers, (recipe.matrix_lr, recipe.other_lr), strict=True):
         for group in optimizer.param_groups:
@@ -144,11 +150,11 @@ def _parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            is_matrix = parameter.ndim == 2 and name not in INPUT_EMBEDDINGS and not is_projection(name)
+            is_matrix = parameter.ndim == 2 and name not in VOCABULARY_WEIGHTS and not _is_projection(name)
             (matrices if is_matrix else others).append(parameter)
     return matrices, others
 
 
-def is_projection(name: str) -> bool:
+def _is_projection(name: str) -> bool:
     """Return whether a parameter is the output projection of a Medusa head: the last module of its sequence."""
     return name.startswith("heads.") and name.count(".") == 3
