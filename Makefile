@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,17 @@ $(READY): pyproject.toml
 
 run: $(READY) ## serve one workload with and without drafts and compare them (about 3 minutes)
 	@$(BIN)/ssd-engine demo --out build
+
+COMPARE_ARGS ?=
+
+compare: $(READY) ## compare all drafters on 12 prompts (at most 6 minutes; COMPARE_ARGS="--concurrency 16")
+	@$(BIN)/ssd-engine compare --out build --drafter all,ssd+mtp --warm 16 --requests 12 --max-tokens 64 $(COMPARE_ARGS)
+
+COMPARE_DRAFTERS ?= all,mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,ssd+mtp,ssd+eagle3
+
+compare-full: $(READY) ## make the table of docs/drafters.md (about an hour; continues after an interruption)
+	@$(BIN)/ssd-engine compare --out build --drafter $(COMPARE_DRAFTERS) --combine threshold:4 --verification exact,rejection \
+		--warm 160 --requests 40 --max-tokens 96 --resume $(COMPARE_ARGS)
 
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -98,9 +98,10 @@ def run_comparison(options: CompareOptions) -> bool:
         for condition, own in missing.items():
             if not own:
                 continue
-            if condition.temperature not in outputs:
-                outputs[condition.temperature] = trial.baseline(condition.temperature)
-            results = trial.run(own, condition, outputs[condition.temperature], skipped.__setitem__)
+            plain = replace(condition, verification="exact")
+            if plain not in outputs:
+                outputs[plain] = trial.baseline(plain)
+            results = trial.run(own, condition, outputs[plain], skipped.__setitem__)
             comparison = comparison.with_results(results)
             # An interrupted run can continue after its last condition.
             write_reports(comparison, options.out)
@@ -168,7 +169,7 @@ def write_reports(comparison: Comparison, out: Path) -> None:
 def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
     """Return the number of requests that all engines run together."""
     earlier, measured = len(workload.earlier), len(workload.measured)
-    baselines = len({condition.temperature for condition, rows in missing.items() if rows})
+    baselines = len({(each.temperature, each.concurrency) for each, rows in missing.items() if rows})
     rounds = sum(len(rows) + 1 for rows in missing.values() if rows)
     return baselines * measured + rounds * measured + sum(map(len, missing.values())) * (2 * earlier + measured)
 

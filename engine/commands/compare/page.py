@@ -20,6 +20,7 @@ HEADS = (
     "outside loops",
     "drafted per step",
     "accepted (%)",
+    "ms per step",
     "ms per drafted",
     "best K",
     "speed-up here",
@@ -36,7 +37,8 @@ COST_TOKENS = (1, 2, 4, 8, 16)
 NOTES = (
     "Tokens per step, drafts and acceptance: all draft tokens are verified; K is the draft depth, and drafts have at "
     "most {max_draft} tokens. Steps that compute a prompt are not counted. Outside loops: steps that start outside of "
-    "loops, at temperature 0. Accepted: share of the steps that accept the draft token at depth 1, 2, ...",
+    "loops, at temperature 0. Accepted: share of the steps that accept the draft token at depth 1, 2, ... Ms per step: "
+    "median without drafting; ms per drafted: time of drafting per verified draft token of a request.",
     "Speed-up: measured with the token budget, as users run it: fewer tokens are drafted and verified where that is "
     "faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier ones.",
 )
@@ -75,6 +77,7 @@ def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
         _number(result.tokens_per_step_no_loops),
         f"{result.drafted_per_step:.1f}",
         " ".join(f"{share:.0%}".removesuffix("%") for share in positions[:POSITIONS]),
+        _number(result.step_ms),
         _number(result.ms_per_drafted),
         "" if best is None else f"{best}{'+' if best == len(positions) else ''}",
         f"{result.speedup:.2f}x",

@@ -56,6 +56,8 @@ class Result:
     drafted_per_step: float
     accept_by_position: list[float]
     drafted_by_position: list[float]
+    step_ms: float
+    """Median duration of a step without drafting."""
     drafting_ms: float
     """Median time that drafting adds to a step."""
     identical: bool | None
@@ -107,7 +109,14 @@ class Result:
         if not self.has_depth or "+" in self.drafter:
             return None
         depths = range(len(self.accept_by_position) + 1)
-        return max(depths, key=lambda depth: profile.speedup(*self.at_depth(depth), self.concurrency))
+        # Both durations were measured in the same run, unlike the profile: other load may have changed since.
+        load = self.step_ms / profile.step(self.concurrency * (1 + self.drafted_per_step), self.concurrency)
+
+        def speedup(depth: int) -> float:
+            tokens, drafted, drafting_ms = self.at_depth(depth)
+            return profile.speedup(tokens, drafted, drafting_ms / load, self.concurrency)
+
+        return max(depths, key=speedup)
 
     def predicted(self, profile: CostProfile) -> float:
         """Return the speed-up that this acceptance gives with the durations of `profile`."""
@@ -186,18 +195,16 @@ class Comparison:
 
 
 def read_results(path: Path, settings: Mapping[str, object]) -> list[Result]:
-    """Return the results of an earlier comparison with the same settings; none if there is no file.
+    """Return the results of an earlier comparison; none if there is no file, or if it has other settings.
 
-    Raises UserError for a file that cannot be used, or that has other settings.
+    Raises UserError for a file that is not a comparison.
     """
     if not path.exists() or not path.stat().st_size:
         return []
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["version"] != VERSION or document["settings"] != json.loads(json.dumps(settings)):
-            raise UserError(
-                f"{path} has results with other settings; give another --out, or --no-resume to replace them"
-            )
+            return []
         names = [each.name for each in fields(Result)]
         return [Result(**{name: result[name] for name in names}) for result in document["results"]]
     except (OSError, ValueError, KeyError, TypeError) as problem:

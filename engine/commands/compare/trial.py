@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from engine.engine import Engine, StepReport
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.times import StageTimes
 from ssd.errors import UserError
 
 BATCH = 16
@@ -53,6 +55,17 @@ class Workload:
         ]
 
 
+class Counted(NamedTuple):
+    """A run that verified all draft tokens."""
+
+    outputs: Sequence[Output]
+    """Outputs with their steps."""
+    step_s: float
+    """Median duration of a step without drafting, in seconds."""
+    drafting_s: float
+    """Median duration of drafting in a step, in seconds."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """A loaded target, and the workload that every drafter runs on it."""
@@ -66,54 +79,55 @@ class Trial:
     advance: Callable[[str, int], None]
     """Called with the name of a drafter and the number of requests that it has just completed."""
 
-    def baseline(self, temperature: float) -> list[Output]:
-        """Return the outputs of plain decoding, which no other condition changes."""
-        return self._count(BASELINE, Condition("exact", temperature, BATCH))[0]
+    def baseline(self, condition: Condition) -> Counted:
+        """Run plain decoding."""
+        return self._count(BASELINE, condition)
 
     def run(
-        self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output], skip: Callable[[str, str], None]
+        self, rows: Sequence[Row], condition: Condition, expected: Counted, skip: Callable[[str, str], None]
     ) -> list[Result]:
-        """Return the results of the rows, after that of the baseline, whose outputs are `expected`.
+        """Return the results of the rows, after that of the baseline, which is `expected`.
 
         skip: called with the name of a drafter that cannot be built, and the reason.
         """
-        counted: list[tuple[Row, Sequence[Output], float]] = [(BASELINE, expected, 0.0)]
+        counted = [(BASELINE, expected)]
         for row in rows:
             try:
-                counted.append((row, *self._count(row, condition)))
+                counted.append((row, self._count(row, condition)))
             except UserError as problem:
                 skip(row.name, f"cannot be built: {problem}")
-        rates, same = self._alternate([row for row, *_ in counted], condition, expected)
+        rates, same = self._alternate([row for row, _ in counted], condition, expected.outputs)
         must_equal = condition.verification == "exact" or condition.temperature == 0
         return [
             Result.of(
                 row,
                 condition,
-                Figures.of(outputs, self.workload.max_tokens, has_loops=condition.temperature == 0),
-                drafting_ms=1e3 * drafting_s,
-                identical=is_same and all(map(self._equal, outputs, expected)) if must_equal else None,
+                Figures.of(own.outputs, self.workload.max_tokens, has_loops=condition.temperature == 0),
+                step_ms=1e3 * own.step_s,
+                drafting_ms=1e3 * own.drafting_s,
+                identical=is_same and all(map(self._equal, own.outputs, expected.outputs)) if must_equal else None,
                 tokens_per_s=float(median(own_rates)),
                 speedup=float(np.median(np.array(own_rates) / np.array(rates[0]))),
             )
-            for (row, outputs, drafting_s), own_rates, is_same in zip(counted, rates, same, strict=True)
+            for (row, own), own_rates, is_same in zip(counted, rates, same, strict=True)
         ]
 
-    def _count(self, row: Row, condition: Condition) -> tuple[list[Output], float]:
-        """Return the outputs with their steps, and the median time of drafting in a step, in seconds."""
+    def _count(self, row: Row, condition: Condition) -> Counted:
+        """Run the measured requests after the earlier ones, and verify all draft tokens."""
         with closing(self._engine(row, condition, verifies_all=True)) as engine:
             self._run_earlier(engine, row, condition)
-            drafting_s: list[float] = []
+            times: list[StageTimes] = []
 
             def observe(report: StepReport) -> None:
                 if report.results:
-                    drafting_s.append(report.times.draft)
+                    times.append(report.times)
 
             requests = self.workload.requests_of(condition, spare=1 + engine.max_draft)
-            outputs = []
+            outputs: list[Output] = []
             for group in groups(requests, condition.concurrency):
                 outputs += run_group(engine, group, self.workload.max_tokens, observe)
                 self.advance(row.name, len(group))
-        return outputs, median(drafting_s)
+        return Counted(outputs, median(each.total - each.draft for each in times), median(each.draft for each in times))
 
     def _alternate(
         self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]
