@@ -108,7 +108,7 @@ def run_comparison(options: CompareOptions) -> bool:
     if not any(result.drafter != "none" for result in comparison.results):
         raise UserError(f"no drafter could be measured: {'; '.join(f'{k}: {v}' for k, v in skipped.items())}")
     write_reports(comparison, options.out)
-    for table in console_tables(comparison):
+    for table in console_tables(comparison, console.width):
         console.print(table)
     for note in notes(comparison):
         console.print(note, markup=False, style="dim")

@@ -18,17 +18,18 @@ HEADS = (
     "shape",
     "tokens per step",
     "outside loops",
+    "speed-up here",
+    "predicted",
+    "best K",
+    "outputs",
     "drafted per step",
     "accepted (%)",
     "ms per step",
     "ms per drafted",
-    "best K",
-    "speed-up here",
-    "predicted",
-    "outputs",
 )
-WHOLE = ("drafter", "accepted (%)", "outputs")
-"""Columns that are not wrapped in the console."""
+WIDE_ONLY = ("shape", "accepted (%)", "ms per step", "ms per drafted")
+"""Columns that a console of less than `WIDE` characters does not show."""
+WIDE = 120
 POSITIONS = 4
 """Number of positions whose acceptance is shown."""
 BAR = 26
@@ -61,7 +62,7 @@ def table_of(comparison: Comparison, condition: Condition) -> tuple[list[str], l
     """Return the heads and the rows of a condition, without columns that are empty."""
     rows = [_cells(result, comparison) for result in comparison.of(condition)]
     for name, reason in comparison.skipped.items():
-        rows.append((name, *[""] * (len(HEADS) - 2), reason.partition(":")[0]))
+        rows.append(tuple({"drafter": name, "outputs": reason.partition(":")[0]}.get(head, "") for head in HEADS))
     used = [column for column in range(len(HEADS)) if any(row[column] for row in rows)]
     return [HEADS[column] for column in used], [[row[column] for column in used] for row in rows]
 
@@ -75,14 +76,14 @@ def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
         result.draft_shape if result.drafted_per_step else "",
         f"{result.tokens_per_step:.2f}",
         _number(result.tokens_per_step_no_loops),
-        f"{result.drafted_per_step:.1f}",
-        " ".join(f"{share:.0%}".removesuffix("%") for share in positions[:POSITIONS]),
-        _number(result.step_ms),
-        _number(result.ms_per_drafted),
-        "" if best is None else f"{best}{'+' if best == len(positions) else ''}",
         f"{result.speedup:.2f}x",
         "" if target is None else f"{result.predicted(target):.2f}x",
-        {True: "identical", False: "DIFFERENT", None: ""}[result.identical],
+        "" if best is None else f"{best}{'+' if best == len(positions) else ''}",
+        {True: "equal", False: "DIFFERENT", None: ""}[result.identical],
+        f"{result.drafted_per_step:.1f}",
+        " ".join(f"{100 * share:.0f}" for share in positions[:POSITIONS]),
+        _number(result.step_ms),
+        _number(result.ms_per_drafted),
     )
 
 
@@ -90,15 +91,18 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def console_tables(comparison: Comparison) -> Iterator[Table]:
-    """Return a table per condition."""
+def console_tables(comparison: Comparison, width: int) -> Iterator[Table]:
+    """Return a table per condition for a console of a width in characters."""
     for condition in comparison.conditions:
         heads, rows = table_of(comparison, condition)
         table = Table(title=str(condition), box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for head in heads:
-            table.add_column(head, justify="right" if head != HEADS[0] else "left", no_wrap=head in WHOLE)
+        shown = [column for column, head in enumerate(heads) if width >= WIDE or head not in WIDE_ONLY]
+        table.add_column(heads[0], overflow="fold")
+        for column in shown[1:]:
+            words = [*heads[column].split(), *(row[column] for row in rows)]
+            table.add_column(heads[column], justify="right", width=max(map(len, words)))
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(row[column] for column in shown))
         yield table
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands.compare.figures import Figures
-from engine.commands.compare.rows import Row
+from engine.commands.compare.rows import THRESHOLD, Row
 from engine.config import Verification
 from ssd.config import DraftShape
 from ssd.cost_profile import CostProfile
@@ -90,6 +90,11 @@ class Result:
         return self.drafter, self.K, self.draft_shape, self.condition
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether it follows a rule that only comparisons have."""
+        return f"@{THRESHOLD}=" in self.drafter
+
+    @property
     def ms_per_drafted(self) -> float | None:
         """Drafting time per verified draft token of a sequence; None without drafts."""
         return self.drafting_ms / self.drafted_per_step if self.drafted_per_step else None
@@ -120,6 +125,8 @@ class Result:
 
     def predicted(self, profile: CostProfile) -> float:
         """Return the speed-up that this acceptance gives with the durations of `profile`."""
+        if not self.drafted_per_step:
+            return 1.0
         known = profile.drafting(self.drafter.split("@")[0], self.K, self.concurrency)
         drafting_ms = self.drafting_ms if known is None else known
         return profile.speedup(self.tokens_per_step, self.drafted_per_step, drafting_ms, self.concurrency)
@@ -156,10 +163,11 @@ class Comparison:
 
     def recommendation(self) -> str:
         """Return one sentence that says which drafter to use."""
-        # Outputs that differ in exact mode are a defect, which no speed makes up for.
         speedups: dict[tuple[str, int, bool], list[float]] = {}
         for result in self.results:
-            if result.verification == "exact" and result.identical is not False and result.drafter != "none":
+            # Outputs that differ in exact mode are a defect, which no speed makes up for.
+            is_right = result.verification == "exact" and result.identical is not False
+            if is_right and result.drafter != "none" and not result.is_baseline:
                 speedups.setdefault((result.drafter, result.K, result.has_depth), []).append(result.speedup)
         most = max(map(len, speedups.values()), default=0)
         means = {key: math.prod(each) ** (1 / len(each)) for key, each in speedups.items() if len(each) == most}
