@@ -35,8 +35,9 @@ def load(options: EngineOptions) -> Decoder:
     choose_backend(options.attention, None, dtype, device)
     if options.threads:
         _set_threads(options.threads)
+    drafter_config = configure(options.drafter, DrafterConfig(), options.drafter_options)
     for kind in parse_kinds(options.drafter):
-        check_kind(kind, options.draft_models.get(kind), options.model)
+        check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
     return pack(load_model(options.model, dtype=dtype, device=device))
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,6 @@ from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.drafters.base import Drafter, TargetInfo
     from ssd import types
 
@@ -31,6 +31,8 @@ REMOTE_DEADLINE_S = 0.01
 """Longest time that a step waits for a remote drafter, in seconds; a fraction of a step on a CPU."""
 DEPTH = "depth"
 """Option of the kinds that run a network: the largest number of draft positions."""
+CORPUS_PATH = "path"
+"""Option of `rest`: the file of its corpus."""
 GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have their own flag."""
 
@@ -63,6 +65,9 @@ class Kind:
     """Further options, which it reads from `DrafterConfig.options`."""
     runs_model: bool = False
     """Whether it runs a network, so that it needs the target and weights."""
+    check: Callable[[DrafterConfig, Path], None] | None = None
+    """Raises UserError or ValueError for options that cannot be used with the target in a folder, before the target is
+    loaded."""
 
 
 def _none(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
@@ -119,6 +124,35 @@ def _recycle(config: DrafterConfig, resources: Resources) -> AnyDrafter:
     return RecycleDrafter(resources.target.vocab_size, has_trees=config.draft_shape == "tree")
 
 
+def _check_lookahead(config: DrafterConfig, _target: Path) -> None:
+    from engine.drafters.lookahead import LookaheadSizes
+
+    LookaheadSizes.of(config.options)
+
+
+def _rest(config: DrafterConfig, resources: Resources) -> AnyDrafter:
+    from engine.drafters.rest import RestDrafter
+    from engine.drafters.rest_corpus import load_corpus
+
+    if resources.target is None:
+        raise ValueError("it needs the target's vocabulary")
+    target = resources.target
+    return RestDrafter(config, load_corpus(_corpus_path(config), target.vocab_size, target.folder, config))
+
+
+def _check_rest(config: DrafterConfig, target: Path) -> None:
+    from engine.drafters.rest_corpus import check_corpus
+    from engine.models.loader import load_config
+
+    check_corpus(_corpus_path(config), load_config(target).vocab_size)
+
+
+def _corpus_path(config: DrafterConfig) -> Path:
+    if CORPUS_PATH not in config.options:
+        raise ValueError(f"it needs a corpus; give --drafter-option {CORPUS_PATH}=FILE")
+    return Path(config.options[CORPUS_PATH])
+
+
 def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     """Return the function that builds a drafter which runs a network."""
 
@@ -150,8 +184,16 @@ KINDS: Mapping[str, Kind] = {
         "n-grams that the target produces in parallel, and those of the request's own text",
         _lookahead,
         options=("window", "ngram", "candidates"),
+        check=_check_lookahead,
     ),
     "recycle": Kind("tokens that the target found likely when it last saw a token", _recycle),
+    "rest": Kind(
+        "a read-only corpus in a file, and the request's own text",
+        _rest,
+        has_settings=True,
+        options=(CORPUS_PATH,),
+        check=_check_rest,
+    ),
 }
 """Drafter kinds by their `--drafter` name."""
 
@@ -202,15 +244,21 @@ def configure(text: str, config: DrafterConfig, options: Mapping[str, str]) -> D
         raise UserError(f"drafter option: {problem}") from None
 
 
-def check_kind(kind: str, folder: Path | None, target: Path) -> None:
-    """Raise UserError if a kind has weights that do not fit the target; the target's weights are not read.
+def check_kind(kind: str, config: DrafterConfig, folder: Path | None, target: Path) -> None:
+    """Raise UserError if a kind's options or weights cannot be used; the target's weights are not read.
 
-    folder: of the weights; None for the default of the kind. target: folder of the target.
+    config: as returned by `configure`. folder: of the drafter's weights; None for the default of the kind. target:
+    folder of the target.
     """
-    if kind in KINDS and KINDS[kind].runs_model:
+    if kind not in KINDS:
+        return
+    if KINDS[kind].runs_model:
         from engine.drafters.model_kinds import check_weights
 
         check_weights(kind, folder, target)
+    if (check := KINDS[kind].check) is not None:
+        with _naming(kind):
+            check(config, target)
 
 
 def build_drafter(
@@ -257,8 +305,15 @@ def _runs_model(kind: str) -> bool:
 def _build_kind(kind: str, config: DrafterConfig, resources: Resources) -> AnyDrafter:
     if kind not in KINDS:
         return _build_third_party(kind, config, resources.target)
-    try:
+    with _naming(kind):
         return KINDS[kind].build(config, resources)
+
+
+@contextmanager
+def _naming(kind: str) -> Iterator[None]:
+    """Convert a ValueError to a UserError that names the kind."""
+    try:
+        yield
     except ValueError as problem:
         raise UserError(f"--drafter {kind}: {problem}") from None
 

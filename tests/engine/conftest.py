@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -86,6 +87,14 @@ def draft_folders(model, tmp_path_factory):
         save_head(make_head(kind, model), folder / kind)
     make_folder(folder / "draft-model", seed=1, hidden_size=32, num_hidden_layers=1)
     return {kind: folder / kind for kind in ("draft-model", "mtp", "eagle", "eagle3", "medusa")}
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory):
+    """A corpus of token ids from 1 to 7."""
+    file = tmp_path_factory.mktemp("corpora") / "tokens.npy"
+    np.save(file, np.random.default_rng(3).integers(1, 8, (20, 50)).astype(np.uint32))
+    return file
 
 
 @pytest.fixture(scope="session")

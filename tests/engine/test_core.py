@@ -12,11 +12,10 @@ from engine.drafters.registry import build_drafter
 from engine.engine import Engine, build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.speculation import verify
-from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.drafters.kinds import EMBEDDED, target_of
+from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 
@@ -86,8 +85,9 @@ def test_greedy_output_equals_that_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", EMBEDDED)
-def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temperature):
-    drafts = build_drafter(drafter, DrafterConfig(capacity=10_000), target_of(model.config), warn=pytest.fail)
+def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temperature, corpus_file):
+    config = config_of(drafter, corpus_file, capacity=10_000)
+    drafts = build_drafter(drafter, config, target_of(model.config), warn=pytest.fail)
     engine = build_engine(model, CONFIG, drafts)
     asked = requests(12, temperature=temperature)
     assert outputs(engine, asked) == plain[temperature]

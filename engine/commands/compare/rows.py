@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from engine.drafters.registry import DEPTH, KINDS, check_kind, configure, parse_kinds
+from engine.drafters.registry import CORPUS_PATH, DEPTH, KINDS, check_kind, configure, parse_kinds
 from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
 from ssd.errors import UserError
 
@@ -70,17 +70,18 @@ def parse_rows(
 
 
 def unusable(row: Row, draft_models: Mapping[str, Path], target: Path) -> str | None:
-    """Return why a row cannot run, None if it can: one of its kinds has no weights for this target.
+    """Return why a row cannot run, None if it can: one of its kinds has no weights for this target, or no corpus.
 
-    draft_models: folders of weights by kind. Raises UserError if such a folder does not fit the target.
+    draft_models: folders of weights by kind. Raises UserError if such a folder or the row's corpus cannot be used.
     """
+    config = configure(row.drafter, DrafterConfig(), row.options)
     for kind in row.kinds:
         try:
-            check_kind(kind, draft_models.get(kind), target)
+            check_kind(kind, config, draft_models.get(kind), target)
         except UserError as problem:
-            if kind in draft_models:
+            if kind in draft_models or CORPUS_PATH in row.options:
                 raise
-            return f"no weights: {problem}"
+            return f"no weights: {problem}" if KINDS[kind].runs_model else str(problem)
     return None
 
 

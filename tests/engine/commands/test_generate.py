@@ -85,7 +85,9 @@ def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tm
     assert [line["tokens"] for line in completions(tmp_path / "dash")] == outputs[0][:1]
 
 
-def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server, socket_address, draft_folders):
+def test_every_drafter_gives_the_same_output(
+    run, model_folder, tmp_path, server, socket_address, draft_folders, corpus_file
+):
     for temperature in (0, 1):
         outputs = {}
         for drafter in KINDS:
@@ -93,6 +95,8 @@ def test_every_drafter_gives_the_same_output(run, model_folder, tmp_path, server
             limits = ("--max-tokens", 30, "--output", tmp_path / drafter)
             if drafter in draft_folders:
                 options += ("--draft-model", draft_folders[drafter])
+            if drafter == "rest":
+                options += ("--drafter-option", f"path={corpus_file}")
             code, _, err = run("generate", "--model", model_folder, *options, *limits, PROMPT, PROMPT, "class")
             assert code == 0, err
             outputs[drafter] = completions(tmp_path / drafter)
@@ -450,6 +454,9 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
         (("--device", "nonsense"), "--device nonsense"),
         (("--attention", "flashinfer"), "--attention flashinfer needs a CUDA device"),
         (("--threads", 100_000), "--threads"),
+        (("--drafter", "rest"), "it needs a corpus; give --drafter-option path=FILE"),
+        (("--drafter", "rest", "--drafter-option", "path=absent.txt"), "cannot read absent.txt"),
+        (("--drafter", "ssd+lookahead", "--drafter-option", "window=1"), "--drafter lookahead: window must be 2 to 64"),
     ],
 )
 def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(

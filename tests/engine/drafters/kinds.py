@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import KINDS
+from engine.drafters.registry import CORPUS_PATH, KINDS
+from ssd.config import DrafterConfig
 from tests.engine.chain import MODEL, PAGE_SIZE
 
 WITHOUT_WEIGHTS = [name for name, kind in KINDS.items() if not kind.runs_model]
 EMBEDDED = [name for name in WITHOUT_WEIGHTS if name != "ssd-remote"]
 """Those that need no sidecar either."""
+
+
+def config_of(kind, corpus_file, **settings):
+    """Settings of a drafter, with the options that its kind cannot do without."""
+    return DrafterConfig(options={CORPUS_PATH: str(corpus_file)} if kind == "rest" else {}, **settings)
 
 
 def target_of(model=MODEL):

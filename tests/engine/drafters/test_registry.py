@@ -8,7 +8,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
-from tests.engine.drafters.kinds import EMBEDDED, target_of
+from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 
 CONFIG = DrafterConfig(capacity=5000)
 
@@ -29,8 +29,8 @@ def test_every_kind_has_a_help_text():
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_every_kind_can_be_built(name):
-    build_drafter(name, CONFIG, target_of()).close()
+def test_every_kind_can_be_built(name, corpus_file):
+    build_drafter(name, config_of(name, corpus_file), target_of()).close()
 
 
 def test_a_third_party_class_is_imported_and_gets_the_options():
