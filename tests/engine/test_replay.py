@@ -35,7 +35,7 @@ def replay(shape="path", *, in_flight=None, pages=100, drafts=True):
     asked = recorded_requests()
     for number, request in enumerate(asked):
         if drafts:
-            drafter.expect(number, request.prompt, replayed(request))
+            drafter.expect(number, request, replayed(request))
     completions = engine.generate(asked, lambda _: engine.scheduler.check_integrity())
     return asked, completions, engine
 
