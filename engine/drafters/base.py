@@ -34,10 +34,11 @@ tokens are the target's wherever the two distributions agree (Gumbel coupling). 
 `rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise p is
 replaced with the normalised residual max(p - q, 0). A token without a row of `q` is a deterministic candidate, as if q
 were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without replacement.
-A drafter samples with the noise of `Stream.DRAFT`, which is independent of the target's. Outputs follow the target's
-distribution only if the decision to propose a sampled token depends solely on its prefix and its earlier siblings,
-never on the token itself or its probability. For the same reason the engine ignores the `accept_prob` of such drafts:
-it verifies all tokens up to a depth that it chooses from past acceptance rates.
+A drafter samples with `engine.sampling.draft_sampler.draft_seeds`, whose noise is independent of the target's and of
+that of the sequence's earlier drafts. Outputs follow the target's distribution only if the decision to propose a
+sampled token depends solely on its prefix, its earlier siblings and earlier drafts, never on the token itself or its
+probability. For the same reason the engine ignores the `accept_prob` of such drafts: it verifies all tokens up to a
+depth that it chooses from past acceptance rates.
 
 `engine.sampling.draft_sampler` samples for both modes, with the temperature, penalties and truncation of each request.
 

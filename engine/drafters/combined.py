@@ -8,9 +8,14 @@ likeliest ones are drafted.
 SpecInfer (Miao et al., 2024) merges the trees of several draft models. TensorRT-LLM and Arctic Inference replace the
 draft of a model with that of a suffix structure where the match is long enough.
 
-In verification by rejection, a sampled draft is kept as a whole, whatever its tokens, and ranked candidates are added
-around it. A ranked candidate that equals a sampled sibling is dropped: once the sampled token is rejected, the output
-follows the residual distribution, whichever candidates are tried next.
+In verification by rejection, the sampled draft of one drafter is kept as a whole, whatever its tokens, and ranked
+candidates are added behind it. Once a sampled token is rejected, the output follows the residual distribution whichever
+candidates are tried next, so these may depend on the sampled tokens. A ranked candidate that equals a sampled sibling
+is dropped, because its residual probability is zero. Tokens that further drafters sampled are ranked candidates.
+
+Where only paths are verified, either the sampled draft or the best path without networks is drafted. That decision, and
+the latter path, must not depend on the sampled tokens: to try a sampled token with q if it is on the path of the
+others, and not otherwise, would raise its probability.
 """
 
 from __future__ import annotations
@@ -62,7 +67,7 @@ class OwnDraft(NamedTuple):
     parents: np.ndarray
     """int32 [k]."""
     is_sampled: bool
-    """Whether its tokens were sampled and are verified with q."""
+    """Whether its tokens were sampled from q."""
 
     def kept(self, committed: np.ndarray) -> np.ndarray:
         """Return the path of draft tokens that equal the committed ones, int64 [a]; committed: uint32 [m]."""
@@ -82,13 +87,24 @@ class Merged:
     """The merged tree of one sequence, until its results are known."""
 
     tree: Tree
-    sources: np.ndarray = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
+    sources: np.ndarray
     """uint8 [room]: source of each node, that of the first drafter that proposed it."""
-    q_rows: np.ndarray = field(default_factory=lambda: np.full(ROOM, DETERMINISTIC))
+    q_rows: np.ndarray
     """int64 [room]: row of q of each node."""
     own: dict[int, OwnDraft] = field(default_factory=dict)
     """The draft of each drafter, by its number."""
+    sampler: int | None = None
+    """Number of the drafter whose sampled draft is verified with q."""
+    sampled: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [n]: nodes of that draft, in its order."""
     found: Evaluation | None = None
+    ranked: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [n]: nodes of the best draft according to `found`."""
+
+    @classmethod
+    def empty(cls, room: int, drafters: int) -> Merged:
+        """Return a tree without nodes."""
+        return cls(Tree.empty(room, drafters), np.zeros(room, np.uint8), np.full(room, DETERMINISTIC))
 
     def add(self, batch: DraftBatch, index: int, number: int, q_rows: np.ndarray | None, below: int = ROOT) -> None:
         """Add draft `index` of a batch, by the drafter `number`, below a node; q_rows: int64 [T]."""
@@ -99,18 +115,17 @@ class Merged:
         )
         is_new = nodes >= before
         self.sources[nodes[is_new]] = batch.source[part][is_new]
-        is_sampled = False
-        if q_rows is not None:
-            sampled = (q_rows[part] != DETERMINISTIC) & (nodes >= 0)
-            self.q_rows[nodes[sampled]] = q_rows[part][sampled]
-            is_sampled = bool(sampled.any())
+        is_sampled = np.zeros(len(nodes), np.bool_) if q_rows is None else q_rows[part] != DETERMINISTIC
+        if q_rows is not None and is_sampled.any() and self.sampler is None:
+            self.sampler, self.sampled = number, nodes[is_sampled]
+            self.q_rows[self.sampled] = q_rows[part][is_sampled]
         if below == ROOT:
-            self.own[number] = OwnDraft(batch.tokens[part], batch.parents[part], is_sampled)
+            self.own[number] = OwnDraft(batch.tokens[part], batch.parents[part], bool(is_sampled.any()))
 
-    @property
-    def sampled(self) -> np.ndarray:
-        """int64 [n]: sampled nodes, parents before their children."""
-        return np.flatnonzero(self.q_rows[: self.tree.size] != DETERMINISTIC)
+    def ignore_q(self) -> None:
+        """Verify sampled tokens like ranked ones."""
+        self.sampler, self.sampled = None, NO_ROWS
+        self.q_rows[:] = DETERMINISTIC
 
 
 class CombinedDrafter:
@@ -145,7 +160,9 @@ class CombinedDrafter:
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
         entries = plan.producing
-        merged = [Merged(Tree.empty(ROOM, len(self.parts))) for _ in entries]
+        # All nodes of the drafters fit, because sampled ones must not be dropped.
+        room = max(ROOM, len(self.parts) * max((entry.draft_room for entry in entries), default=0))
+        merged = [Merged.empty(room, len(self.parts)) for _ in entries]
         q: list[Tensor] = []
         extra: ExtraRows | None = None
         for number, part in enumerate(self.parts):
@@ -154,6 +171,7 @@ class CombinedDrafter:
                 self._add(drafts, number, merged, q)
                 extra = drafts.extra or extra
         before = self._expected(entries, merged)
+        paths = [one.ranked for one in merged]
         models = [number for number, part in enumerate(self.parts) if part.runs_model]
         if models and self.skipping.is_worth_models(plan, before):
             with self.skipping.timed():
@@ -163,7 +181,7 @@ class CombinedDrafter:
             self.skipping.learn(self._expected(entries, merged))
         for entry, one in zip(entries, merged, strict=True):
             self._merged[entry.sequence.sequence_id] = one
-        nodes = [self._choose(*each) for each in zip(entries, merged, before.tolist(), strict=True)]
+        nodes = [self._choose(*each) for each in zip(entries, merged, paths, before.tolist(), strict=True)]
         return replace(joint_drafts(merged, nodes, q), extra=extra)
 
     def observe(self, result: StepResult) -> None:
@@ -172,8 +190,8 @@ class CombinedDrafter:
             merged = self._merged.get(each.sequence_id)
             if merged is not None and merged.found is not None and each.plan.produces:
                 self._mix.learn(merged.tree, merged.found, each.tokens)
-                if len(merged.sampled):
-                    kept = max(len(own.kept(each.tokens)) for own in merged.own.values() if own.is_sampled)
+                if merged.sampler is not None:
+                    kept = len(merged.own[merged.sampler].kept(each.tokens))
                     self._chain_tokens = CHAIN_DECAY * self._chain_tokens + (1 - CHAIN_DECAY) * kept
         for number, part in enumerate(self.parts):
             own = [self._own_result(each, number, part.drafter.needs) for each in result.results]
@@ -217,35 +235,26 @@ class CombinedDrafter:
         expected = np.zeros(len(entries))
         for index, (entry, one) in enumerate(zip(entries, merged, strict=True)):
             one.found = self._mix.evaluate(one.tree)
-            expected[index] = one.found.path_prob[self._ranked(one, entry.draft_room)].sum()
+            if self._has_trees:
+                one.ranked = likeliest_nodes(one.found.path_prob, entry.draft_room)
+            else:
+                one.ranked = best_path(one.tree.parents[: one.tree.size], one.found.path_prob, entry.draft_room)
+            expected[index] = one.found.path_prob[one.ranked].sum()
         return expected
 
-    def _ranked(self, one: Merged, limit: int) -> np.ndarray:
-        """Return the nodes of the best draft of at most `limit` tokens, int64 [n]."""
-        assert one.found is not None
+    def _choose(self, entry: SequencePlan, one: Merged, path: np.ndarray, offered: float) -> np.ndarray:
+        """Return the nodes to draft, int64 [n]; path: the best path without networks, offered: its expected tokens."""
+        if one.sampler is None:
+            return one.ranked
         if self._has_trees:
-            return likeliest_nodes(one.found.path_prob, limit)
-        return best_path(one.tree.parents[: one.tree.size], one.found.path_prob, limit)
-
-    def _choose(self, entry: SequencePlan, one: Merged, offered: float) -> np.ndarray:
-        """Return the nodes to draft, int64 [n]; offered: expected tokens without sampled drafts.
-
-        With sampled tokens, the choice must not depend on which tokens were sampled.
-        """
-        sampled = one.sampled
-        if not len(sampled):
-            return self._ranked(one, entry.draft_room)
-        if self._has_trees:
-            ranked = likeliest_nodes(one.found.path_prob, one.tree.size) if one.found is not None else NO_ROWS
-            others = ranked[~np.isin(ranked, sampled)]
-            return np.concatenate((sampled, others))[: entry.draft_room]
+            assert one.found is not None
+            ranked = likeliest_nodes(one.found.path_prob, one.tree.size)
+            others = ranked[~np.isin(ranked, one.sampled)]
+            return np.concatenate((one.sampled, others))[: entry.draft_room]
         if offered <= self._chain_tokens:
-            return sampled[: entry.draft_room]
-        is_ranked = one.q_rows[: one.tree.size] == DETERMINISTIC
-        assert one.found is not None
-        return best_path(
-            one.tree.parents[: one.tree.size], np.where(is_ranked, one.found.path_prob, 0.0), entry.draft_room
-        )
+            return one.sampled[: entry.draft_room]
+        one.ignore_q()
+        return path
 
     def _search_again(self, plan: StepPlan, merged: list[Merged]) -> None:
         """Add what drafters of tokens propose after each token of the networks' likeliest paths."""

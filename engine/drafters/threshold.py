@@ -13,9 +13,8 @@ from torch import Tensor
 
 from engine.drafters.base import Drafts
 from engine.drafters.combined import ROOM, CombinedDrafter, Merged, Part, joint_drafts
-from engine.drafters.merged_tree import Tree
 from engine.drafters.tokens import TokenDrafter
-from engine.scheduling.plan import StepPlan
+from engine.scheduling.plan import NO_ROWS, StepPlan
 from ssd.corpus.search import longest_match
 from ssd.drafter import SuffixDrafter
 
@@ -37,7 +36,7 @@ class ThresholdDrafter(CombinedDrafter):
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        merged = [Merged(Tree.empty(ROOM, len(self.parts))) for _ in plan.producing]
+        merged = [Merged.empty(ROOM, len(self.parts)) for _ in plan.producing]
         proposals = [self._ask(part, plan) for part in self.parts]
         q: list[Tensor] = []
         has_match = [self._match_length(entry.sequence.tokens) >= self._threshold for entry in plan.producing]
@@ -47,7 +46,7 @@ class ThresholdDrafter(CombinedDrafter):
         self._expected(plan.producing, merged)
         for entry, one in zip(plan.producing, merged, strict=True):
             self._merged[entry.sequence.sequence_id] = one
-        nodes = [self._choose(entry, one, 0.0) for entry, one in zip(plan.producing, merged, strict=True)]
+        nodes = [self._choose(entry, one, NO_ROWS, 0.0) for entry, one in zip(plan.producing, merged, strict=True)]
         return joint_drafts(merged, nodes, q)
 
     def _match_length(self, tokens: np.ndarray) -> int:

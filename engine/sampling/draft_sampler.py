@@ -1,7 +1,9 @@
 """Sample draft tokens from a drafter's logits, with each request's settings.
 
 Exact mode uses the target's own noise, so that a draft token equals the target's wherever the two distributions agree.
-Rejection mode uses independent noise.
+Rejection mode uses independent noise, which is also keyed by the number of committed tokens: if a draft is not verified
+to its end, the next one has other noise at the same positions. So a drafter may learn from all of its drafts, and
+whether it proposes a sampled token stays independent of that token's noise.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.executor.transfer import on_device
-from engine.sampling.noise import Stream, gumbel_noise_of, stream_seeds
+from engine.sampling.noise import Stream, gumbel_noise_of, mix64, stream_seeds
 from engine.sampling.processors import NOT_NEEDED, Rows, process_logits
 from engine.sampling.sampler import RowSettings, row_settings, scores
 from engine.scheduling.request import SamplingParams
@@ -59,7 +61,8 @@ def sample_drafts(
     settings = row_settings(samplings, np.ones(len(samplings), np.int64), positions)
     scored = scores(logits, settings)
     considered = scored.topk(min(CONSIDERED, logits.shape[1]), dim=1, sorted=False)
-    noisy = considered.values + _noise(samplings, settings, considered.indices)
+    lengths = np.array([len(sequence) for sequence in sequences])
+    noisy = considered.values + _noise(samplings, settings, lengths, considered.indices)
     best = noisy.topk(min(count, noisy.shape[1]), dim=1)
     has_q = np.array([sampling.uses_rejection for sampling in samplings], np.bool_)
     q = None
@@ -86,14 +89,24 @@ def _greedy(logits: Tensor, count: int) -> SampledTokens:
     )
 
 
-def _noise(samplings: SequenceOf[SamplingParams], settings: RowSettings, tokens: Tensor) -> Tensor:
-    """Return Gumbel noise of tokens, float32 [n, m]: zeros for greedy requests, the target's own in exact mode."""
+def draft_seeds(seeds: Tensor, committed: Tensor) -> Tensor:
+    """Return the seeds of the noise of drafts in rejection mode, int64 [n]; committed: int64 [n], committed tokens."""
+    return mix64(stream_seeds(seeds, Stream.DRAFT) + committed)
+
+
+def _noise(samplings: SequenceOf[SamplingParams], settings: RowSettings, lengths: np.ndarray, tokens: Tensor) -> Tensor:
+    """Return Gumbel noise of tokens, float32 [n, m]: zeros for greedy requests, the target's own in exact mode.
+
+    lengths: int64 [n], number of committed tokens.
+    """
     is_sampled, uses_rejection = (
         on_device(np.array([getattr(sampling, name) for sampling in samplings]), tokens.device)
         for name in ("is_sampled", "uses_rejection")
     )
-    seeds, positions = (on_device(array, tokens.device) for array in (settings.seeds, settings.positions))
-    seeds = torch.where(uses_rejection, stream_seeds(seeds, Stream.DRAFT), seeds)
+    seeds, positions, committed = (
+        on_device(array, tokens.device) for array in (settings.seeds, settings.positions, lengths)
+    )
+    seeds = torch.where(uses_rejection, draft_seeds(seeds, committed), seeds)
     return gumbel_noise_of(seeds, positions, tokens) * is_sampled[:, None]
 
 

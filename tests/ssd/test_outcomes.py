@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.types import Outcomes, offsets_of
+from ssd.types import Outcomes, Progress, offsets_of
 from tests.replay import progress_of
 from tests.strategies import array
 
@@ -94,6 +94,72 @@ def test_later_drafts_and_counters_do_not_change():
             assert getattr(last, name).tolist() == getattr(expected, name).tolist()
         for own, other in zip(drafter.stats.counters, reference.stats.counters, strict=True):
             assert np.array_equal(own, other)
+
+
+def continuations_of(rng, texts, count):
+    """Random runs of tokens, several per sequence, as `Progress`; and the runs."""
+    numbers = rng.choice(list(texts), count)
+    runs = [(100 * number + rng.integers(0, 4, rng.integers(1, 6))).astype(np.uint32) for number in numbers]
+    progress = Progress(
+        sequence_ids=numbers.astype(np.uint64),
+        tokens=np.concatenate(runs),
+        offsets=offsets_of(np.array([len(run) for run in runs])),
+        verified=np.zeros(count, np.uint32),
+        max_draft=rng.integers(0, 9, count).astype(np.uint32),
+        cost=0.005,
+    )
+    return progress, runs
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_after_continuations_equal_those_after_a_commit(shape, seed):
+    texts, rng = texts_of(seed), np.random.default_rng(seed)
+    with new_drafter(shape) as drafter:
+        play(drafter, texts, steps=40)
+        progress, runs = continuations_of(rng, texts, 12)
+        found = drafter.draft_after(progress)
+    for index, run in enumerate(runs):
+        number, limit = int(progress.sequence_ids[index]), int(progress.max_draft[index])
+        with new_drafter(shape) as twin:
+            play(twin, texts, steps=40)
+            # Without a last draft nothing is learned from the commit, as in `draft_after`.
+            twin.draft(progress_of({each: [] for each in texts}, limit=0))
+            expected = twin.draft(progress_of({number: run.tolist()}, limit=limit, cost=0.005))
+        assert found.tokens_of(index).tolist() == expected.tokens.tolist()
+        assert found.parents_of(index).tolist() == expected.parents.tolist()
+        first, end = found.offsets[index : index + 2]
+        assert found.accept_prob[first:end].tolist() == expected.accept_prob.tolist()
+        assert found.source[first:end].tolist() == expected.source.tolist()
+    assert len(found.tokens) > 10
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_drafting_after_continuations_changes_nothing(shape):
+    """Nor where tokens would not fit, which is the case for the texts' length now and then."""
+    texts, rng = texts_of(7, length=800), np.random.default_rng(7)
+    with new_drafter(shape) as drafter, new_drafter(shape) as reference:
+        last, _ = play(
+            drafter, texts, steps=380, on_step=lambda _: drafter.draft_after(continuations_of(rng, texts, 4)[0])
+        )
+        expected, _ = play(reference, texts, steps=380)
+        for name in ARRAYS:
+            assert getattr(last, name).tolist() == getattr(expected, name).tolist()
+        for own, other in zip(drafter.stats.counters, reference.stats.counters, strict=True):
+            assert np.array_equal(own, other)
+        # What was learned from the requests is the same as well.
+        repeated = []
+        for each in (drafter, reference):
+            for number, text in texts.items():
+                each.finish(number, np.empty(0, np.uint32))
+                each.start(10 + number, text[:100])
+            each.corpus.refresh()
+            repeated.append(
+                each.draft(progress_of({10 + number: texts[number][100:120].tolist() for number in texts}, limit=8))
+            )
+        assert repeated[0].accept_prob.tolist() == repeated[1].accept_prob.tolist()
+        assert repeated[0].tokens.tolist() == repeated[1].tokens.tolist()
+        assert len(repeated[0].tokens) > 5
 
 
 def test_impossible_outcomes_are_refused():

@@ -1,0 +1,117 @@
+"""When combined drafters run their networks: the rule with given times, and steps in which it skips them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.drafters import skipping
+from engine.drafters.combined import CombinedDrafter
+from engine.drafters.none import NoDrafter
+from engine.drafters.skipping import FIRST_GAIN, MAX_SKIPPED, SkipRule
+from engine.engine import build_engine
+from engine.scheduling.pages import PagePool
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.drafters.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
+from tests.engine.drafters.test_combined import make_part
+
+
+def step_of(seconds):
+    """The part of a plan that the rule reads."""
+    return SimpleNamespace(seconds=seconds)
+
+
+class Steps:
+    """Runs a rule over steps whose networks take a given time and add a given number of tokens."""
+
+    def __init__(self, monkeypatch, *, step_s, model_s, gain):
+        self.rule, self.step_s, self.gain = SkipRule(), step_s, gain
+        self.now, self.model_s = 0.0, model_s
+        monkeypatch.setattr(skipping, "perf_counter", lambda: self.now)
+
+    def run(self, expected):
+        """Return whether the networks ran in a step; expected: tokens of each sequence without them."""
+        expected = np.array(expected, np.float64)
+        if not self.rule.is_worth_models(step_of(self.step_s), expected):
+            return False
+        with self.rule.timed():
+            self.now += self.model_s
+        self.rule.learn(expected + self.gain)
+        return True
+
+
+def test_networks_run_while_nothing_is_measured(monkeypatch):
+    steps = Steps(monkeypatch, step_s=None, model_s=100.0, gain=0.0)
+    assert all(steps.run([5.0]) for _ in range(100))
+    assert steps.rule.skipped == 0
+
+
+@pytest.mark.parametrize(("model_s", "runs"), [(0.45, True), (0.55, False)])
+def test_networks_run_if_tokens_per_second_rise(monkeypatch, model_s, runs):
+    """Two sequences with 2 and 4 tokens each step in 1 s; networks add 1.5 to each, so half a second is worth it."""
+    steps = Steps(monkeypatch, step_s=1.0, model_s=model_s, gain=1.5)
+    for _ in range(200):
+        steps.run([1.0, 3.0])
+    ran = [steps.run([1.0, 3.0]) for _ in range(2 * MAX_SKIPPED)]
+    assert all(ran) == runs
+    assert sum(ran) == (len(ran) if runs else pytest.approx(len(ran) / (MAX_SKIPPED + 1), abs=1))
+
+
+def test_a_gain_is_assumed_before_any_was_observed(monkeypatch):
+    steps = Steps(monkeypatch, step_s=1.0, model_s=0.94 * FIRST_GAIN, gain=0.0)
+    assert steps.run([0.0])  # the first step measures the time
+    assert steps.run([0.0])
+    assert not steps.run([0.0])  # the gain of the step before has reduced the mean
+
+
+def test_gains_depend_on_what_the_others_offer(monkeypatch):
+    """Networks add two tokens where the others offer none, and none where they offer many."""
+    steps = Steps(monkeypatch, step_s=1.0, model_s=0.5, gain=0.0)
+    for _ in range(200):
+        for offered, gain in ((0.0, 2.0), (5.0, 0.0)):
+            steps.gain = gain
+            steps.run([offered])
+    assert steps.run([0.0])
+    assert not steps.run([5.0])
+    # The batch as a whole decides: two tokens more for one of two sequences.
+    assert not steps.run([0.0, 5.0, 5.0])
+    steps.gain = np.array([2.0, 0.0])
+    assert steps.run([0.0, 0.0])
+
+
+def test_networks_are_measured_again(monkeypatch):
+    """Networks that were slow once are not skipped for ever."""
+    steps = Steps(monkeypatch, step_s=1.0, model_s=1000.0, gain=1.0)
+    assert steps.run([1.0])
+    assert [steps.run([1.0]) for _ in range(MAX_SKIPPED + 1)] == [False] * MAX_SKIPPED + [True]
+    assert steps.rule.skipped == MAX_SKIPPED
+    steps.model_s = 0.01
+    ran = [steps.run([1.0]) for _ in range(40 * MAX_SKIPPED)]
+    assert all(ran[-10:])
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "draft-model", "medusa"])
+def test_skipped_networks_catch_up(model, monkeypatch, kind):
+    """Outputs and the drafts of later steps are the same as if the networks had run in each step."""
+    recorder = Recorder(monkeypatch)
+    rng = np.random.default_rng(3)
+    chosen = []
+
+    def is_worth_models(rule, _plan, expected):
+        rule._expected = expected
+        chosen.append(bool(rng.random() < 0.3))
+        return chosen[-1]
+
+    monkeypatch.setattr(SkipRule, "is_worth_models", is_worth_models)
+    config = replace(CONFIG, draft_shape="tree", watermark=0.0)
+    asked = requests(0.8, count=6) + requests(0.8, count=6)
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    drafter = CombinedDrafter([make_part(each, model, True) for each in ("ssd", kind)], has_trees=True)
+    engine = build_engine(model, config, drafter)
+    engine.scheduler = Scheduler(config, PagePool(14, config.page_size))
+    assert tokens_of(engine.generate(asked)) == tokens_of(plain)
+    assert engine.scheduler.preemptions > 0
+    assert min(chosen.count(True), chosen.count(False)) > 10
+    if kind != "medusa":
+        assert recorder.largest_difference(drafter.parts[1].drafter.head, model, count=30) < TOLERANCE
