@@ -118,7 +118,7 @@ def outputs_of(target, config, drafter, budget=None):
     engine._speculation._budget = engine._budget = budget
     sampling = SamplingParams(max_tokens=LENGTH + 5, temperature=1.0, logit_bias=BIAS, ignore_eos=True)
     completions = engine.generate(Request(PROMPT, replace(sampling, seed=seed)) for seed in range(COUNT))
-    assert sum(completion.accepted for completion in completions) > COUNT / 10
+    assert sum(completion.accepted for completion in completions) > COUNT / 50
     return [tuple(completion.tokens[:LENGTH].tolist()) for completion in completions]
 
 
