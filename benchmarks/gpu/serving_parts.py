@@ -20,7 +20,7 @@ from benchmarks.gpu.traffic import Traffic, shortened, traffic, warm_up
 from benchmarks.requests import Item
 from benchmarks.serving import Run, serve
 from engine.commands.demo.sidecar import running_sidecar
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine
 from ssd.config import DrafterConfig

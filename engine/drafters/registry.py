@@ -71,13 +71,13 @@ class Kind:
 
 
 def _none(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
-    from engine.drafters.none import NoDrafter
+    from engine.drafters.model_free.none import NoDrafter
 
     return NoDrafter()
 
 
 def _ngram(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
-    from engine.drafters.ngram import NgramDrafter
+    from engine.drafters.model_free.ngram import NgramDrafter
 
     return NgramDrafter()
 
@@ -111,13 +111,13 @@ def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
 
 
 def _lookahead(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
-    from engine.drafters.lookahead import LookaheadDrafter, LookaheadSizes
+    from engine.drafters.model_free.lookahead import LookaheadDrafter, LookaheadSizes
 
     return LookaheadDrafter(LookaheadSizes.of(config.options), has_trees=config.draft_shape == "tree")
 
 
 def _recycle(config: DrafterConfig, resources: Resources) -> AnyDrafter:
-    from engine.drafters.recycle import RecycleDrafter
+    from engine.drafters.model_free.recycle import RecycleDrafter
 
     if resources.target is None:
         raise ValueError("it needs the target's vocabulary")
@@ -125,14 +125,14 @@ def _recycle(config: DrafterConfig, resources: Resources) -> AnyDrafter:
 
 
 def _check_lookahead(config: DrafterConfig, _target: Path) -> None:
-    from engine.drafters.lookahead import LookaheadSizes
+    from engine.drafters.model_free.lookahead import LookaheadSizes
 
     LookaheadSizes.of(config.options)
 
 
 def _rest(config: DrafterConfig, resources: Resources) -> AnyDrafter:
-    from engine.drafters.rest import RestDrafter
-    from engine.drafters.rest_corpus import load_corpus
+    from engine.drafters.model_free.rest import RestDrafter
+    from engine.drafters.model_free.rest_corpus import load_corpus
 
     if resources.target is None:
         raise ValueError("it needs the target's vocabulary")
@@ -141,7 +141,7 @@ def _rest(config: DrafterConfig, resources: Resources) -> AnyDrafter:
 
 
 def _check_rest(config: DrafterConfig, target: Path) -> None:
-    from engine.drafters.rest_corpus import check_corpus
+    from engine.drafters.model_free.rest_corpus import check_corpus
     from engine.models.loader import load_config
 
     check_corpus(_corpus_path(config), load_config(target).vocab_size)
@@ -157,7 +157,7 @@ def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     """Return the function that builds a drafter which runs a network."""
 
     def build(config: DrafterConfig, resources: Resources) -> AnyDrafter:
-        from engine.drafters.model_kinds import build_model_drafter
+        from engine.drafters.model_based.build import build_model_drafter
 
         return build_model_drafter(kind, config, resources.target, resources.draft_models.get(kind))
 
@@ -253,7 +253,7 @@ def check_kind(kind: str, config: DrafterConfig, folder: Path | None, target: Pa
     if kind not in KINDS:
         return
     if KINDS[kind].runs_model:
-        from engine.drafters.model_kinds import check_weights
+        from engine.drafters.model_based.build import check_weights
 
         check_weights(kind, folder, target)
     if (check := KINDS[kind].check) is not None:
@@ -276,21 +276,21 @@ def build_drafter(
     `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`, `address`
     and `warn`: see `Resources`. Raises UserError for an unknown name, a class that cannot be imported, weights that do
     not fit the target, or a drafter service that does not answer at `address` or serves another model.
-    `threshold`: combine by match length instead, see `engine.drafters.threshold`.
+    `threshold`: combine by match length instead, see `engine.drafters.combination.threshold`.
     """
     resources = Resources(target, draft_models, address, warn)
     kinds = parse_kinds(name)
     drafters = [_build_kind(kind, config, resources) for kind in kinds]
     if len(kinds) == 1:
         return drafters[0]
-    from engine.drafters.combined import CombinedDrafter, Part
+    from engine.drafters.combination.combined import CombinedDrafter, Part
     from engine.drafters.tokens import adapt
 
     parts = [Part(kind, adapt(drafter), _runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
     has_trees = config.draft_shape == "tree"
     try:
         if threshold is not None:
-            from engine.drafters.threshold import ThresholdDrafter
+            from engine.drafters.combination.threshold import ThresholdDrafter
 
             return ThresholdDrafter(parts, has_trees=has_trees, threshold=threshold)
         return CombinedDrafter(parts, has_trees=has_trees)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.scheduling.request import Request

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine, build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams

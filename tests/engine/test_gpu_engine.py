@@ -18,7 +18,7 @@ from engine.attention import calls
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.executor import fixed_step

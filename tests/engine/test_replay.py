@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.executor import fixed_step
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import verify

@@ -36,7 +36,8 @@ class Row:
     """Whether the drafter can limit its depth. Others draft as deep as the engine verifies."""
     shape: DraftShape
     threshold: int | None = None
-    """Length of match for the fixed rule of combination, see `engine.drafters.threshold`; None for the learned one."""
+    """Length of match for the fixed rule of combination (`engine.drafters.combination.threshold`); None for the learned
+    one."""
 
     @property
     def kinds(self) -> list[str]:

@@ -20,7 +20,7 @@ from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests, read_prompts
 from engine.commands.reports import prepare_reports
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import StepReport, build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder

@@ -13,8 +13,8 @@ from engine.attention import layout
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.ngram import NgramDrafter
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.ngram import NgramDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.executor.batch import build_batch
 from engine.executor.runner import Runner

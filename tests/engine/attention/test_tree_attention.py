@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.attention.plain import PlainAttention
 from engine.commands.demo.workload import read_prompts
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.executor.batch import build_batch
 from engine.models.loader import load_model

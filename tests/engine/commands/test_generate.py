@@ -19,7 +19,7 @@ from drafter_service.client import DrafterClient
 from engine.commands import launch
 from engine.commands import main as cli
 from engine.commands.generate import CompletionWriter
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import KINDS
 from engine.drafters.sources import DraftSource
 from engine.models.tokenizer import Tokenizer

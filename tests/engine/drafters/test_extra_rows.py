@@ -11,7 +11,7 @@ import torch
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.drafters.base import ExtraRows, TargetOutputs
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.tokens import TokenDrafter
 from engine.engine import build_engine
 from engine.executor.batch import build_batch

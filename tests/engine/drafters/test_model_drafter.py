@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.base import Drafts, TargetInfo, TargetOutputs
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from engine.drafters.ngram import NgramDrafter
+from engine.drafters.model_free.ngram import NgramDrafter
 from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds
 from ssd.config import DrafterConfig
 from ssd.errors import UserError

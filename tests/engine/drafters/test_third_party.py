@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import build_engine
 from ssd.config import DrafterConfig

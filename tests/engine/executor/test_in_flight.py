@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import DEFAULT_ADDRESS, build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.commands.demo.workload import read_prompts
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.loader import load_model

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
 from engine.sampling.processors import Rows

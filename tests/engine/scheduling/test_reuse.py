@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.loader import load_model

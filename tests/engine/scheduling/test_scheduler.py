@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.scheduling import page_hashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import FinishReason, Request, SamplingParams

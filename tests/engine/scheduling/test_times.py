@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.executor import eager
 from engine.scheduling import times
 from engine.scheduling.request import Request, SamplingParams

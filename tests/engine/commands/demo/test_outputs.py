@@ -14,7 +14,7 @@ from engine.commands.demo.outputs import (
     find_lengths,
 )
 from engine.config import EngineConfig
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams

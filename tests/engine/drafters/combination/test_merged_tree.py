@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafters.merged_tree import ABSENT, CLIP, RATE, Mix, Tree, best_path, likeliest_nodes
+from engine.drafters.combination.merged_tree import ABSENT, CLIP, RATE, Mix, Tree, best_path, likeliest_nodes
 from ssd.types import ROOT
 
 SOURCES = 3

@@ -15,7 +15,7 @@ import torch
 
 from engine.drafters.base import Drafts, TargetOutputs
 from engine.drafters.calibration import EDGES, AcceptanceTable
-from engine.drafters.recycle_tree import EMPTY, grow_trees
+from engine.drafters.model_free.recycle_tree import EMPTY, grow_trees
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.drafters.autoregressive import AutoregressiveDrafter
-from engine.drafters.draft_model import ModelHead
-from engine.drafters.medusa import MedusaDrafter
+from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
+from engine.drafters.model_based.draft_model import ModelHead
+from engine.drafters.model_based.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
 from engine.models.draft_model import check_draft_model, load_draft_model
 from engine.models.heads.formats import Head, check_head, load_head

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.drafters.calibration import AcceptanceTable
-from engine.drafters.none import NoDrafter
-from engine.drafters.recycle import RecycleDrafter
-from engine.drafters.recycle_tree import EMPTY, grow_trees
+from engine.drafters.model_free.none import NoDrafter
+from engine.drafters.model_free.recycle import RecycleDrafter
+from engine.drafters.model_free.recycle_tree import EMPTY, grow_trees
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams

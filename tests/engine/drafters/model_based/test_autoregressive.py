@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters import autoregressive
-from engine.drafters.autoregressive import AutoregressiveDrafter, Growth
-from engine.drafters.none import NoDrafter
-from engine.drafters.slots import SlotWriter
+from engine.drafters.model_based import autoregressive
+from engine.drafters.model_based.autoregressive import AutoregressiveDrafter, Growth
+from engine.drafters.model_based.slots import SlotWriter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams

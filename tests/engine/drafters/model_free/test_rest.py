@@ -9,9 +9,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_free.none import NoDrafter
+from engine.drafters.model_free.rest_corpus import check_corpus, load_corpus
 from engine.drafters.registry import build_drafter, check_kind, configure
-from engine.drafters.rest_corpus import check_corpus, load_corpus
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def test_text_and_records_are_tokenized(tmp_path, model_folder):
 
 
 def test_long_text_is_tokenized_in_pieces(tmp_path, model_folder, monkeypatch):
-    monkeypatch.setattr("engine.drafters.rest_corpus.PIECE_CHARACTERS", 30)
+    monkeypatch.setattr("engine.drafters.model_free.rest_corpus.PIECE_CHARACTERS", 30)
     (tmp_path / "code.txt").write_text(TEXT)
     pieces = load(tmp_path / "code.txt", model_folder)
     assert len(pieces) > 5

@@ -1,7 +1,7 @@
 """Baseline of combination: the corpus' draft replaces the network's where its match is long enough.
 
 The rule of TensorRT-LLM (`SAEnhancerConfig(threshold=4)`) and Arctic Inference, for comparison with
-`engine.drafters.combined`.
+`engine.drafters.combination.combined`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.drafters.base import Drafts
-from engine.drafters.combined import ROOM, CombinedDrafter, Merged, Part, joint_drafts
+from engine.drafters.combination.combined import ROOM, CombinedDrafter, Merged, Part, joint_drafts
 from engine.drafters.tokens import TokenDrafter
 from engine.scheduling.plan import NO_ROWS, StepPlan
 from ssd.corpus.search import longest_match

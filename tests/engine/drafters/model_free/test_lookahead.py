@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.drafters.combined import CombinedDrafter, Part
-from engine.drafters.lookahead import LookaheadDrafter, LookaheadSizes, NgramPool, Trees, Window
-from engine.drafters.none import NoDrafter
+from engine.drafters.combination.combined import CombinedDrafter, Part
+from engine.drafters.model_free.lookahead import LookaheadDrafter, LookaheadSizes, NgramPool, Trees, Window
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine

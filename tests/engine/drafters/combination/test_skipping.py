@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.drafters import skipping
-from engine.drafters.combined import CombinedDrafter
-from engine.drafters.none import NoDrafter
-from engine.drafters.skipping import FIRST_GAIN, MAX_SKIPPED, SkipRule
+from engine.drafters.combination import skipping
+from engine.drafters.combination.combined import CombinedDrafter
+from engine.drafters.combination.skipping import FIRST_GAIN, MAX_SKIPPED, SkipRule
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.scheduler import Scheduler
-from tests.engine.drafters.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
-from tests.engine.drafters.test_combined import make_part
+from tests.engine.drafters.combination.test_combined import make_part
+from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
 
 
 def step_of(seconds):

@@ -19,7 +19,7 @@ from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutpu
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import Candidates, DraftPool, PoolDrafts, drafts_of, likeliest
-from engine.drafters.slots import SlotWriter
+from engine.drafters.model_based.slots import SlotWriter
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead
 from engine.sampling.draft_sampler import sample_drafts

@@ -1,9 +1,8 @@
 """Combine drafters: their drafts are merged into one tree per sequence.
 
 Drafters of tokens are asked first. Drafters that run a network are asked unless what the others offer the batch is
-worth more without the time that networks take (`engine.drafters.skipping`). Then the corpus is searched again after
-each token of their drafts. Every candidate gets one calibrated probability (`engine.drafters.merged_tree`), and the
-likeliest ones are drafted.
+worth more without the time that networks take (`skipping.py`). Then the corpus is searched again after each token of
+their drafts. Every candidate gets one calibrated probability (`merged_tree.py`), and the likeliest ones are drafted.
 
 SpecInfer (Miao et al., 2024) merges the trees of several draft models. TensorRT-LLM and Arctic Inference replace the
 draft of a model with that of a suffix structure where the match is long enough.
@@ -29,9 +28,9 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.combination.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
+from engine.drafters.combination.skipping import SkipRule
 from engine.drafters.draft_forward import DraftForward
-from engine.drafters.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
-from engine.drafters.skipping import SkipRule
 from engine.drafters.tokens import TokenDrafter
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drafters import medusa
-from engine.drafters.medusa import MedusaDrafter
-from engine.drafters.none import NoDrafter
+from engine.drafters.model_based import medusa
+from engine.drafters.model_based.medusa import MedusaDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.ops import PLAIN
 from engine.scheduling.pages import PagePool
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.drafters.heads import make_head
-from tests.engine.drafters.test_autoregressive import CONFIG, TOLERANCE, requests, tokens_of
+from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, requests, tokens_of
 from tests.engine.drafters.toy import attend_densely
 
 

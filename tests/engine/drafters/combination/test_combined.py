@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.drafters.autoregressive import AutoregressiveDrafter
-from engine.drafters.combined import CombinedDrafter, Part
-from engine.drafters.medusa import MedusaDrafter
-from engine.drafters.ngram import NgramDrafter
-from engine.drafters.none import NoDrafter
+from engine.drafters.combination.combined import CombinedDrafter, Part
+from engine.drafters.combination.threshold import ThresholdDrafter, own_match_length
+from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
+from engine.drafters.model_based.medusa import MedusaDrafter
+from engine.drafters.model_free.ngram import NgramDrafter
+from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
-from engine.drafters.threshold import ThresholdDrafter, own_match_length
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
@@ -19,7 +19,7 @@ from engine.scheduling.scheduler import Scheduler
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.drafters.heads import make_head
-from tests.engine.drafters.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
+from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
 
 
 def make_part(kind, model, has_trees):

@@ -1,0 +1,1 @@
+"""Drafters that run a network: draft models, MTP, EAGLE and Medusa heads."""

@@ -1,0 +1,1 @@
+"""Drafters without weights."""
