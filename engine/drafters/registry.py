@@ -50,6 +50,8 @@ class Resources:
     warn: Callable[[str], None] = LOG.warning
     """Called whenever the connection to the sidecar is lost; the engine then runs without drafts until it is
     restored."""
+    is_combined: bool = False
+    """Whether several drafters are built whose drafts are merged."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     def build(config: DrafterConfig, resources: Resources) -> AnyDrafter:
         from engine.drafters.model_based.build import build_model_drafter
 
-        return build_model_drafter(kind, config, resources.target, resources.draft_models.get(kind))
+        folder = resources.draft_models.get(kind)
+        return build_model_drafter(kind, config, resources.target, folder, is_combined=resources.is_combined)
 
     return build
 
@@ -278,8 +281,8 @@ def build_drafter(
     not fit the target, or a drafter service that does not answer at `address` or serves another model.
     `threshold`: combine by match length instead, see `engine.drafters.combination.threshold`.
     """
-    resources = Resources(target, draft_models, address, warn)
     kinds = parse_kinds(name)
+    resources = Resources(target, draft_models, address, warn, is_combined=len(kinds) > 1)
     drafters = [_build_kind(kind, config, resources) for kind in kinds]
     if len(kinds) == 1:
         return drafters[0]

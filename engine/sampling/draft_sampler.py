@@ -1,9 +1,10 @@
 """Sample draft tokens from a drafter's logits, with each request's settings.
 
-Exact mode uses the target's own noise, so that a draft token equals the target's wherever the two distributions agree.
-Rejection mode uses independent noise, which is also keyed by the number of committed tokens: if a draft is not verified
-to its end, the next one has other noise at the same positions. So a drafter may learn from all of its drafts, and
-whether it proposes a sampled token stays independent of that token's noise.
+Drafts that are compared with the target's tokens use the target's own noise, so that a draft token equals the target's
+wherever the two distributions agree. Drafts for rejection sampling use independent noise, which is also keyed by the
+number of committed tokens: if a draft is not verified to its end, the next one has other noise at the same positions.
+So a drafter may learn from all of its drafts, and whether it proposes a sampled token stays independent of that token's
+noise.
 """
 
 from __future__ import annotations
@@ -45,12 +46,18 @@ class SampledTokens(NamedTuple):
 
 
 def sample_drafts(
-    sequences: SequenceOf[Sequence], drafts: SequenceOf[np.ndarray], logits: Tensor, count: int = 1
+    sequences: SequenceOf[Sequence],
+    drafts: SequenceOf[np.ndarray],
+    logits: Tensor,
+    count: int = 1,
+    *,
+    is_coupled: bool = False,
 ) -> SampledTokens:
     """Sample `count` candidates after each sequence and its draft so far.
 
     drafts: for each sequence uint32 [k], the path of draft tokens before the candidates. logits: float32 [n, V], the
-    drafter's logits after that path, over the target's vocabulary.
+    drafter's logits after that path, over the target's vocabulary. is_coupled: whether to use the target's noise even
+    for requests in rejection mode; the tokens are then deterministic candidates.
     """
     samplings = [sequence.request.sampling for sequence in sequences]
     if any(sampling.adjusts for sampling in samplings):
@@ -62,9 +69,9 @@ def sample_drafts(
     scored = scores(logits, settings)
     considered = scored.topk(min(CONSIDERED, logits.shape[1]), dim=1, sorted=False)
     lengths = np.array([len(sequence) for sequence in sequences])
-    noisy = considered.values + _noise(samplings, settings, lengths, considered.indices)
+    has_q = np.array([sampling.uses_rejection and not is_coupled for sampling in samplings], np.bool_)
+    noisy = considered.values + _noise(samplings, settings, lengths, considered.indices, has_q)
     best = noisy.topk(min(count, noisy.shape[1]), dim=1)
-    has_q = np.array([sampling.uses_rejection for sampling in samplings], np.bool_)
     q = None
     if has_q.any():
         q = torch.zeros_like(scored).scatter_(1, considered.indices, torch.softmax(considered.values, dim=1))
@@ -94,20 +101,24 @@ def draft_seeds(seeds: Tensor, committed: Tensor) -> Tensor:
     return mix64(stream_seeds(seeds, Stream.DRAFT) + committed)
 
 
-def _noise(samplings: SequenceOf[SamplingParams], settings: RowSettings, lengths: np.ndarray, tokens: Tensor) -> Tensor:
-    """Return Gumbel noise of tokens, float32 [n, m]: zeros for greedy requests, the target's own in exact mode.
+def _noise(
+    samplings: SequenceOf[SamplingParams],
+    settings: RowSettings,
+    lengths: np.ndarray,
+    tokens: Tensor,
+    is_independent: np.ndarray,
+) -> Tensor:
+    """Return Gumbel noise of tokens, float32 [n, m]: zeros for greedy requests, otherwise the target's own or not.
 
-    lengths: int64 [n], number of committed tokens.
+    lengths: int64 [n], number of committed tokens. is_independent: bool [n].
     """
-    is_sampled, uses_rejection = (
-        on_device(np.array([getattr(sampling, name) for sampling in samplings]), tokens.device)
-        for name in ("is_sampled", "uses_rejection")
+    is_sampled = np.array([sampling.is_sampled for sampling in samplings])
+    seeds, positions, committed, sampled, independent = (
+        on_device(array, tokens.device)
+        for array in (settings.seeds, settings.positions, lengths, is_sampled, is_independent)
     )
-    seeds, positions, committed = (
-        on_device(array, tokens.device) for array in (settings.seeds, settings.positions, lengths)
-    )
-    seeds = torch.where(uses_rejection, draft_seeds(seeds, committed), seeds)
-    return gumbel_noise_of(seeds, positions, tokens) * is_sampled[:, None]
+    seeds = torch.where(independent, draft_seeds(seeds, committed), seeds)
+    return gumbel_noise_of(seeds, positions, tokens) * sampled[:, None]
 
 
 def _last_rows(sequences: SequenceOf[Sequence], drafts: SequenceOf[np.ndarray]) -> list[Rows]:

@@ -7,14 +7,8 @@ their drafts. Every candidate gets one calibrated probability (`merged_tree.py`)
 SpecInfer (Miao et al., 2024) merges the trees of several draft models. TensorRT-LLM and Arctic Inference replace the
 draft of a model with that of a suffix structure where the match is long enough.
 
-In verification by rejection, the sampled draft of one drafter is kept as a whole, whatever its tokens, and ranked
-candidates are added behind it. Once a sampled token is rejected, the output follows the residual distribution whichever
-candidates are tried next, so these may depend on the sampled tokens. A ranked candidate that equals a sampled sibling
-is dropped, because its residual probability is zero. Tokens that further drafters sampled are ranked candidates.
-
-Where only paths are verified, either the sampled draft or the best path without networks is drafted. That decision, and
-the latter path, must not depend on the sampled tokens: to try a sampled token with q if it is on the path of the
-others, and not otherwise, would raise its probability.
+Candidates are chosen by their probabilities, so rejection sampling cannot verify them; they are verified by comparison
+with the target's tokens for requests in either mode.
 """
 
 from __future__ import annotations
@@ -24,10 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.combination.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
 from engine.drafters.combination.skipping import SkipRule
 from engine.drafters.draft_forward import DraftForward
@@ -39,8 +31,6 @@ from ssd.types import ROOT, DraftBatch, offsets_of
 
 ROOM = 96
 """Largest number of nodes of a merged tree, of which the likeliest are drafted."""
-CHAIN_DECAY = 0.98
-"""Decay per sampled draft of the mean number of its accepted tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,6 @@ class OwnDraft(NamedTuple):
     """uint32 [k]."""
     parents: np.ndarray
     """int32 [k]."""
-    is_sampled: bool
-    """Whether its tokens were sampled from q."""
 
     def kept(self, committed: np.ndarray) -> np.ndarray:
         """Return the path of draft tokens that equal the committed ones, int64 [a]; committed: uint32 [m]."""
@@ -88,25 +76,19 @@ class Merged:
     tree: Tree
     sources: np.ndarray
     """uint8 [room]: source of each node, that of the first drafter that proposed it."""
-    q_rows: np.ndarray
-    """int64 [room]: row of q of each node."""
     own: dict[int, OwnDraft] = field(default_factory=dict)
     """The draft of each drafter, by its number."""
-    sampler: int | None = None
-    """Number of the drafter whose sampled draft is verified with q."""
-    sampled: np.ndarray = field(default_factory=lambda: NO_ROWS)
-    """int64 [n]: nodes of that draft, in its order."""
     found: Evaluation | None = None
     ranked: np.ndarray = field(default_factory=lambda: NO_ROWS)
-    """int64 [n]: nodes of the best draft according to `found`."""
+    """int64 [n]: nodes of the best draft according to `found`, parents before their children."""
 
     @classmethod
     def empty(cls, room: int, drafters: int) -> Merged:
         """Return a tree without nodes."""
-        return cls(Tree.empty(room, drafters), np.zeros(room, np.uint8), np.full(room, DETERMINISTIC))
+        return cls(Tree.empty(room, drafters), np.zeros(room, np.uint8))
 
-    def add(self, batch: DraftBatch, index: int, number: int, q_rows: np.ndarray | None, below: int = ROOT) -> None:
-        """Add draft `index` of a batch, by the drafter `number`, below a node; q_rows: int64 [T]."""
+    def add(self, batch: DraftBatch, index: int, number: int, below: int = ROOT) -> None:
+        """Add draft `index` of a batch, by the drafter `number`, below a node."""
         part = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
         before = self.tree.size
         self.tree, nodes = self.tree.add(
@@ -114,17 +96,8 @@ class Merged:
         )
         is_new = nodes >= before
         self.sources[nodes[is_new]] = batch.source[part][is_new]
-        is_sampled = np.zeros(len(nodes), np.bool_) if q_rows is None else q_rows[part] != DETERMINISTIC
-        if q_rows is not None and is_sampled.any() and self.sampler is None:
-            self.sampler, self.sampled = number, nodes[is_sampled]
-            self.q_rows[self.sampled] = q_rows[part][is_sampled]
         if below == ROOT:
-            self.own[number] = OwnDraft(batch.tokens[part], batch.parents[part], bool(is_sampled.any()))
-
-    def ignore_q(self) -> None:
-        """Verify sampled tokens like ranked ones."""
-        self.sampler, self.sampled = None, NO_ROWS
-        self.q_rows[:] = DETERMINISTIC
+            self.own[number] = OwnDraft(batch.tokens[part], batch.parents[part])
 
 
 class CombinedDrafter:
@@ -139,8 +112,6 @@ class CombinedDrafter:
         self._mix = Mix(len(self.parts))
         self._merged: dict[int, Merged] = {}
         """By the id of the sequence."""
-        self._chain_tokens = 1.0
-        """Mean number of accepted tokens of sampled drafts."""
 
     def bind(self, forward: DraftForward) -> None:
         """Give each drafter access to its own layers in the KV pages."""
@@ -159,29 +130,24 @@ class CombinedDrafter:
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
         entries = plan.producing
-        # All nodes of the drafters fit, because sampled ones must not be dropped.
-        room = max(ROOM, len(self.parts) * max((entry.draft_room for entry in entries), default=0))
-        merged = [Merged.empty(room, len(self.parts)) for _ in entries]
-        q: list[Tensor] = []
+        merged = [Merged.empty(ROOM, len(self.parts)) for _ in entries]
         extra: ExtraRows | None = None
         for number, part in enumerate(self.parts):
             if not part.runs_model:
                 drafts = self._ask(part, plan)
-                self._add(drafts, number, merged, q)
+                add_drafts(drafts.batch, number, merged)
                 extra = drafts.extra or extra
         before = self._expected(entries, merged)
-        paths = [one.ranked for one in merged]
         models = [number for number, part in enumerate(self.parts) if part.runs_model]
         if models and self.skipping.is_worth_models(plan, before):
             with self.skipping.timed():
                 for number in models:
-                    self._add(self._ask(self.parts[number], plan), number, merged, q)
+                    add_drafts(self._ask(self.parts[number], plan).batch, number, merged)
             self._search_again(plan, merged)
             self.skipping.learn(self._expected(entries, merged))
         for entry, one in zip(entries, merged, strict=True):
             self._merged[entry.sequence.sequence_id] = one
-        nodes = [self._choose(*each) for each in zip(entries, merged, paths, before.tolist(), strict=True)]
-        return replace(joint_drafts(merged, nodes, q), extra=extra)
+        return Drafts(joint_drafts(merged), extra=extra)
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -189,9 +155,6 @@ class CombinedDrafter:
             merged = self._merged.get(each.sequence_id)
             if merged is not None and merged.found is not None and each.plan.produces:
                 self._mix.learn(merged.tree, merged.found, each.tokens)
-                if merged.sampler is not None:
-                    kept = len(merged.own[merged.sampler].kept(each.tokens))
-                    self._chain_tokens = CHAIN_DECAY * self._chain_tokens + (1 - CHAIN_DECAY) * kept
         for number, part in enumerate(self.parts):
             own = [self._own_result(each, number, part.drafter.needs) for each in result.results]
             part.drafter.observe(replace(result, results=own))
@@ -218,17 +181,6 @@ class CombinedDrafter:
         drafts = part.drafter.propose(replace(plan, entries=[entries[index] for index in allowed]))
         return drafts.scatter(np.array(allowed, np.int64), len(entries))
 
-    def _add(self, drafts: Drafts, number: int, merged: SequenceOf[Merged | None], q: list[Tensor]) -> None:
-        """Add the drafts of one drafter; those of sequences without a tree are dropped."""
-        q_rows = None
-        if drafts.q is not None and drafts.q_rows is not None:
-            first = sum(map(len, q))
-            q_rows = np.where(drafts.q_rows == DETERMINISTIC, DETERMINISTIC, first + drafts.q_rows.astype(np.int64))
-            q.append(drafts.q)
-        for index, one in enumerate(merged):
-            if one is not None:
-                one.add(drafts.batch, index, number, q_rows)
-
     def _expected(self, entries: SequenceOf[SequencePlan], merged: SequenceOf[Merged]) -> np.ndarray:
         """Evaluate the trees, and return the expected number of accepted tokens of each, float64 [B]."""
         expected = np.zeros(len(entries))
@@ -240,20 +192,6 @@ class CombinedDrafter:
                 one.ranked = best_path(one.tree.parents[: one.tree.size], one.found.path_prob, entry.draft_room)
             expected[index] = one.found.path_prob[one.ranked].sum()
         return expected
-
-    def _choose(self, entry: SequencePlan, one: Merged, path: np.ndarray, offered: float) -> np.ndarray:
-        """Return the nodes to draft, int64 [n]; path: the best path without networks, offered: its expected tokens."""
-        if one.sampler is None:
-            return one.ranked
-        if self._has_trees:
-            assert one.found is not None
-            ranked = likeliest_nodes(one.found.path_prob, one.tree.size)
-            others = ranked[~np.isin(ranked, one.sampled)]
-            return np.concatenate((one.sampled, others))[: entry.draft_room]
-        if offered <= self._chain_tokens:
-            return one.sampled[: entry.draft_room]
-        one.ignore_q()
-        return path
 
     def _search_again(self, plan: StepPlan, merged: list[Merged]) -> None:
         """Add what drafters of tokens propose after each token of the networks' likeliest paths."""
@@ -273,7 +211,7 @@ class CombinedDrafter:
             runs = [merged[index].tree.tokens[paths[index][:end]].astype(np.uint32) for index, end in places]
             batch = part.drafter.draft_after(plan, [index for index, _ in places], runs)
             for row, (index, end) in enumerate(places):
-                merged[index].add(batch, row, number, None, below=int(paths[index][end - 1]))
+                merged[index].add(batch, row, number, below=int(paths[index][end - 1]))
 
     def _model_path(self, one: Merged) -> np.ndarray:
         """Return the nodes of the likeliest path that a network drafted, int64 [n]."""
@@ -304,15 +242,10 @@ class CombinedDrafter:
         merged = self._merged.get(result.sequence_id)
         own = None if merged is None else merged.own.get(number)
         if own is None or not result.plan.produces:
-            plan = replace(result.plan, draft=NO_TOKENS, tree=None, q_rows=None)
+            plan = replace(result.plan, draft=NO_TOKENS, tree=None)
             return replace(result, plan=plan, kept=NO_ROWS, hidden=hidden)
         is_path = straight_length(own.parents) == len(own.parents)
-        plan = replace(
-            result.plan,
-            draft=own.tokens,
-            tree=None if is_path else DraftTree(own.parents),
-            q_rows=np.zeros(len(own.tokens), np.int32) if own.is_sampled else None,
-        )
+        plan = replace(result.plan, draft=own.tokens, tree=None if is_path else DraftTree(own.parents))
         return replace(result, plan=plan, kept=own.kept(result.tokens), hidden=hidden)
 
 
@@ -328,23 +261,26 @@ def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:
     )
 
 
-def joint_drafts(merged: SequenceOf[Merged], nodes: SequenceOf[np.ndarray], q: list[Tensor]) -> Drafts:
-    """Return the chosen nodes of each tree as drafts; nodes: int64 [n] each, parents before their children."""
-    parents, rows, probs = [], [], []
-    for one, chosen in zip(merged, nodes, strict=True):
+def add_drafts(batch: DraftBatch, number: int, merged: SequenceOf[Merged | None]) -> None:
+    """Add the drafts of the drafter `number`; those of sequences without a tree are dropped."""
+    for index, one in enumerate(merged):
+        if one is not None:
+            one.add(batch, index, number)
+
+
+def joint_drafts(merged: SequenceOf[Merged]) -> DraftBatch:
+    """Return the ranked nodes of each tree as drafts."""
+    parents, probs = [], []
+    for one in merged:
         place = np.full(one.tree.size + 1, ROOT)
-        place[chosen] = np.arange(len(chosen))
-        parents.append(place[one.tree.parents[chosen]])
-        rows.append(one.q_rows[chosen])
+        place[one.ranked] = np.arange(len(one.ranked))
+        parents.append(place[one.tree.parents[one.ranked]])
         assert one.found is not None
-        probs.append(one.found.accept_prob[chosen])
-    batch = DraftBatch(
-        np.concatenate([one.tree.tokens[chosen] for one, chosen in zip(merged, nodes, strict=True)]).astype(np.uint32),
+        probs.append(one.found.accept_prob[one.ranked])
+    return DraftBatch(
+        np.concatenate([one.tree.tokens[one.ranked] for one in merged]).astype(np.uint32),
         np.concatenate(parents).astype(np.int32),
         np.concatenate(probs).astype(np.float32),
-        np.concatenate([one.sources[chosen] for one, chosen in zip(merged, nodes, strict=True)]).astype(np.uint8),
-        offsets_of(np.array([len(chosen) for chosen in nodes])),
+        np.concatenate([one.sources[one.ranked] for one in merged]).astype(np.uint8),
+        offsets_of(np.array([len(one.ranked) for one in merged])),
     )
-    if not q:
-        return Drafts(batch)
-    return Drafts(batch, torch.cat(q), np.concatenate(rows).astype(np.int32))

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
-from torch import Tensor
 
 from engine.drafters.base import Drafts
-from engine.drafters.combination.combined import ROOM, CombinedDrafter, Merged, Part, joint_drafts
+from engine.drafters.combination.combined import ROOM, CombinedDrafter, Merged, Part, add_drafts, joint_drafts
 from engine.drafters.tokens import TokenDrafter
-from engine.scheduling.plan import NO_ROWS, StepPlan
+from engine.scheduling.plan import StepPlan
 from ssd.corpus.search import longest_match
 from ssd.drafter import SuffixDrafter
 
@@ -38,16 +37,14 @@ class ThresholdDrafter(CombinedDrafter):
         """See `Drafter.propose`."""
         merged = [Merged.empty(ROOM, len(self.parts)) for _ in plan.producing]
         proposals = [self._ask(part, plan) for part in self.parts]
-        q: list[Tensor] = []
         has_match = [self._match_length(entry.sequence.tokens) >= self._threshold for entry in plan.producing]
         for number, drafts in enumerate(proposals):
             chosen = [one if has_match[index] == (number == 0) else None for index, one in enumerate(merged)]
-            self._add(drafts, number, chosen, q)
+            add_drafts(drafts.batch, number, chosen)
         self._expected(plan.producing, merged)
         for entry, one in zip(plan.producing, merged, strict=True):
             self._merged[entry.sequence.sequence_id] = one
-        nodes = [self._choose(entry, one, NO_ROWS, 0.0) for entry, one in zip(plan.producing, merged, strict=True)]
-        return joint_drafts(merged, nodes, q)
+        return Drafts(joint_drafts(merged))
 
     def _match_length(self, tokens: np.ndarray) -> int:
         """Return the length of the longest match of the last tokens, in the corpus or earlier in the same text."""

@@ -2,7 +2,7 @@
 
 One batched forward pass per draft position serves all sequences. The first pass of a draft also runs the tokens that
 were committed since the previous one. Where trees are verified, the likeliest candidates of each depth are expanded
-(EAGLE-2, Li et al., 2024); otherwise, and for requests that are verified by rejection, drafts are paths.
+(EAGLE-2, Li et al., 2024); otherwise drafts are paths.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ RATE_DECAY = 0.99
 class AutoregressiveDrafter:
     """Drafts with a head or a model that continues its own output."""
 
-    def __init__(self, head: DraftHead, *, depth: int, has_trees: bool, source: int) -> None:
+    def __init__(self, head: DraftHead, *, depth: int, has_trees: bool, source: int, is_coupled: bool = False) -> None:
         """depth: largest number of draft positions; fewer are drafted where a further forward pass does not pay.
 
         has_trees: whether drafts may have branches. source: code of the draft tokens, see `engine.drafters.sources`.
+        is_coupled: whether paths are drafted without q even for requests in rejection mode, as trees always are.
         """
         self.head = head
         layers: tuple[DraftLayers, ...] = ()
@@ -51,6 +52,7 @@ class AutoregressiveDrafter:
         self.needs = TargetOutputs(hidden_layers=head.hidden_layers, layers=layers)
         self._depth = depth
         self._has_trees = has_trees
+        self._is_coupled = is_coupled
         self._source = source
         self._calibration = Calibration()
         self._pace = Pace()
@@ -103,7 +105,15 @@ class AutoregressiveDrafter:
 
     def _grow(self, plan: StepPlan, entries: list[SequencePlan]) -> Growth:
         has_trees = self._has_trees and self._forward.runs_tree_parts
-        growth = Growth(self.head, self._forward, self._writer, self._calibration, entries, has_trees=has_trees)
+        growth = Growth(
+            self.head,
+            self._forward,
+            self._writer,
+            self._calibration,
+            entries,
+            branches=BRANCHES if has_trees else 1,
+            is_coupled=self._is_coupled or has_trees,
+        )
         began = perf_counter()
         growth.run_committed()
         for depth in range(1, self._depth + 1):
@@ -131,8 +141,10 @@ class Growth:
         calibration: Calibration,
         entries: list[SequencePlan],
         *,
-        has_trees: bool,
+        branches: int,
+        is_coupled: bool,
     ) -> None:
+        """branches: largest number of candidates after a node, and of nodes expanded at each depth."""
         self.pool = DraftPool()
         self.q: list[Tensor] = []
         """Distributions that tokens were sampled from, float32 [rows, V] for each depth."""
@@ -141,9 +153,7 @@ class Growth:
         self._sequences = [entry.sequence for entry in entries]
         samplings = [sequence.request.sampling for sequence in self._sequences]
         self._is_sampled = np.array([sampling.is_sampled for sampling in samplings], np.bool_)
-        is_path = np.array([not has_trees or sampling.uses_rejection for sampling in samplings], np.bool_)
-        self._branches = np.where(is_path, 1, BRANCHES)
-        """int64 [B]: largest number of candidates after a node."""
+        self._branches, self._is_coupled = branches, is_coupled
         self._rooms = np.array([entry.draft_room for entry in entries])
         self._runs: list[list[int]] = [[] for _ in entries]
         """Nodes in the slots after the committed tokens of each sequence."""
@@ -163,9 +173,8 @@ class Growth:
             paths = [self.pool.path_to(each) for each in node.tolist()]
         else:
             paths = [np.empty(depth - 1, np.uint32)] * len(sequences)  # Only their lengths matter.
-        count = int(self._branches[owner].max())
-        sampled = sample_drafts(sequences, paths, logits, count)
-        exists = sampled.is_possible.cpu().numpy() & (np.arange(count) < self._branches[owner, None])
+        sampled = sample_drafts(sequences, paths, logits, self._branches, is_coupled=self._is_coupled)
+        exists = sampled.is_possible.cpu().numpy()
         row, _ = np.nonzero(exists)
         score = sampled.scores.cpu().numpy()[exists]
         accept_prob = self._calibration.accept_prob(self._is_sampled[owner[row]], score, depth)
@@ -230,7 +239,7 @@ class Growth:
         run += ids
         entry = self._entries[owner]
         start = len(entry.sequence) + len(run) - len(ids)
-        if self._branches[owner] == 1:
+        if self._branches == 1:
             return DraftSpan(entry.sequence.pages, start, len(ids))
         places = {node: place for place, node in enumerate(run)}
         parents = [places.get(self.pool.parent(node), ROOT) for node in run]

@@ -26,11 +26,14 @@ DEFAULT_DEPTH = 5
 """Largest number of draft positions; where the acceptance is low, fewer are drafted."""
 
 
-def build_model_drafter(kind: str, config: DrafterConfig, target: TargetInfo | None, folder: Path | None) -> Drafter:
+def build_model_drafter(
+    kind: str, config: DrafterConfig, target: TargetInfo | None, folder: Path | None, *, is_combined: bool
+) -> Drafter:
     """Return a drafter that runs a network.
 
-    kind: one of the kinds with `Kind.runs_model`. folder: of its weights, None for the default of the kind. Raises
-    ValueError without a target or for an invalid option, UserError for a folder that cannot be used.
+    kind: one of the kinds with `Kind.runs_model`. folder: of its weights, None for the default of the kind.
+    is_combined: whether its drafts are merged with those of other drafters, so that rejection cannot verify them.
+    Raises ValueError without a target or for an invalid option, UserError for a folder that cannot be used.
     """
     if target is None or target.folder is None:
         raise ValueError("it needs the target's model and folder")
@@ -39,8 +42,8 @@ def build_model_drafter(kind: str, config: DrafterConfig, target: TargetInfo | N
     has_trees = config.draft_shape == "tree"
     source = DraftSource[kind.replace("-", "_").upper()]
     if isinstance(head, MedusaHeads):
-        return MedusaDrafter(head, depth=depth, has_trees=has_trees, source=source)
-    return AutoregressiveDrafter(head, depth=depth, has_trees=has_trees, source=source)
+        return MedusaDrafter(head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_combined)
+    return AutoregressiveDrafter(head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_combined)
 
 
 def check_weights(kind: str, folder: Path | None, target: Path) -> None:

@@ -1,8 +1,7 @@
 """Medusa: heads on the target's last state predict one of the next tokens each, independently of each other.
 
 Cai et al., "Medusa" (2024). The candidates of a depth are the same after every path, so a draft needs a single forward
-pass. Where trees are verified, the likeliest combinations form a tree; otherwise, and for requests that are verified by
-rejection, drafts are paths.
+pass. Where trees are verified, the likeliest combinations form a tree; otherwise drafts are paths.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ BRANCHES = 8
 class MedusaDrafter:
     """Drafts with Medusa heads."""
 
-    def __init__(self, heads: MedusaHeads, *, depth: int, has_trees: bool, source: int) -> None:
-        """depth: largest number of heads to use. has_trees: whether drafts may have branches. source: code of the
-        draft tokens, see `engine.drafters.sources`.
-        """
+    def __init__(
+        self, heads: MedusaHeads, *, depth: int, has_trees: bool, source: int, is_coupled: bool = False
+    ) -> None:
+        """depth: largest number of heads to use; for the others see `AutoregressiveDrafter`."""
         self.heads = heads
         self.needs = TargetOutputs(hidden_layers=heads.hidden_layers)
         self._depth = min(depth, len(heads.heads))
-        self._has_trees = has_trees
+        self._branches = BRANCHES if has_trees else 1
+        self._is_coupled = is_coupled or has_trees
         self._source = source
         self._states: dict[int, Tensor] = {}
         """The target's state of the position before the last committed token, [1, hidden size], by sequence id."""
@@ -89,8 +89,7 @@ class MedusaDrafter:
         """
         samplings = [sequence.request.sampling for sequence in sequences]
         is_sampled = np.array([sampling.is_sampled for sampling in samplings], np.bool_)
-        is_path = np.array([not self._has_trees or sampling.uses_rejection for sampling in samplings], np.bool_)
-        branches = np.where(is_path, 1, BRANCHES)
+        limits = np.full(len(sequences), self._branches)
         pool, q = DraftPool(), list[Tensor]()
         # The frontier: nodes that are continued at the next depth.
         owner, node, path_prob = np.arange(len(sequences)), np.full(len(sequences), ROOT), np.ones(len(sequences))
@@ -102,14 +101,14 @@ class MedusaDrafter:
                 pool.path_to(int(node[first])) if has else np.zeros(depth - 1, np.uint32)
                 for first, has in zip(first_of_owner.tolist(), has_nodes.tolist(), strict=True)
             ]
-            sampled = sample_drafts(sequences, paths, logits[:, depth - 1], int(branches.max()))
+            sampled = sample_drafts(sequences, paths, logits[:, depth - 1], self._branches, is_coupled=self._is_coupled)
             q_first = sum(map(len, q))
             if sampled.q is not None:
                 q.append(sampled.q)
-            newest = self._children(sampled, owner, node, path_prob, depth, branches, is_sampled, q_first)
+            newest = self._children(sampled, owner, node, path_prob, depth, is_sampled, q_first)
             first = len(pool)
             pool.add(newest)
-            chosen = likeliest(newest.owner, newest.path_prob, branches)
+            chosen = likeliest(newest.owner, newest.path_prob, limits)
             owner, node, path_prob = newest.owner[chosen], first + chosen, newest.path_prob[chosen]
         return pool, q
 
@@ -120,14 +119,11 @@ class MedusaDrafter:
         node: np.ndarray,
         path_prob: np.ndarray,
         depth: int,
-        branches: np.ndarray,
         is_sampled: np.ndarray,
         q_first: int,
     ) -> Candidates:
         """Return the candidates after each node of the frontier."""
-        count = sampled.tokens.shape[1]
-        exists = sampled.is_possible.cpu().numpy() & (np.arange(count) < branches[:, None])
-        row, column = np.nonzero(exists[owner])
+        row, column = np.nonzero(sampled.is_possible.cpu().numpy()[owner])
         whose = owner[row]
         score = sampled.scores.cpu().numpy()[whose, column]
         accept_prob = self._calibration.accept_prob(is_sampled[whose], score, depth)
