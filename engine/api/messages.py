@@ -117,6 +117,9 @@ class EngineStats:
     """Engine steps."""
     backoff_steps: int = 0
     """Engine steps in which the drafter was not called because drafting did not pay recently."""
+    skipped_steps: dict[str, int] = field(default_factory=dict)
+    """By drafter of a combination: engine steps in which it was not called because the others offered more tokens per
+    second."""
     steps_by_tokens: tuple[int, ...] = ()
     """Number of steps by the prompt and output tokens that they completed: one entry per bound in
     `STEP_TOKEN_BOUNDS`, then one for all larger steps. Not cumulative."""

@@ -161,6 +161,12 @@ class EngineCollector(Collector):
         yield self._labelled_counter(
             "ssd:accepted_tokens", "Accepted draft tokens by source.", "source", stats.accepted_by_source
         )
+        yield self._labelled_counter(
+            "ssd:skipped_steps",
+            "Engine steps in which a drafter of a combination was not called, because the others offered more.",
+            "drafter",
+            stats.skipped_steps,
+        )
         yield self._step_tokens(stats)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:

@@ -114,6 +114,7 @@ class Service:
             "created": self.served.created,
             "owned_by": "ssd",
             "max_model_len": self.max_tokens,
+            "drafters": self.served.drafter.split("+"),
         }
 
     def figures(self) -> dict[str, Any]:

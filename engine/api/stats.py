@@ -78,6 +78,7 @@ class EngineTotals:
             accepted_per_position=tuple(self._accepted_per_position.tolist()),
             drafted_by_source=dict(zip(SOURCE_NAMES, self._drafted_by_source.tolist(), strict=True)),
             accepted_by_source=dict(zip(SOURCE_NAMES, self._accepted_by_source.tolist(), strict=True)),
+            skipped_steps=getattr(self._engine.drafter, "skipped_steps", {}),
             corpus=self._corpus_size(),
             kv_usage=1 - scheduler.pages.free_count / scheduler.pages.count,
             pages=scheduler.pages.count,

@@ -23,10 +23,11 @@ from engine.drafters.base import Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.combination.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
 from engine.drafters.combination.skipping import SkipRule
 from engine.drafters.draft_forward import DraftForward
-from engine.drafters.tokens import TokenDrafter
+from engine.drafters.tokens import TokenDrafter, innermost
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
+from ssd.corpus.corpus import Corpus
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 ROOM = 96
@@ -112,6 +113,17 @@ class CombinedDrafter:
         self._mix = Mix(len(self.parts))
         self._merged: dict[int, Merged] = {}
         """By the id of the sequence."""
+
+    @property
+    def skipped_steps(self) -> dict[str, int]:
+        """Number of steps in which each network was not asked, by kind."""
+        return {part.kind: self.skipping.skipped for part in self.parts if part.runs_model}
+
+    @property
+    def corpus(self) -> Corpus | None:
+        """The corpus that finished requests are added to, if one of the drafters has one in this process."""
+        corpora = (getattr(innermost(part.drafter), "corpus", None) for part in self.parts)
+        return next((corpus for corpus in corpora if corpus is not None), None)
 
     def bind(self, forward: DraftForward) -> None:
         """Give each drafter access to its own layers in the KV pages."""

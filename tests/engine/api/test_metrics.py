@@ -59,6 +59,7 @@ OUR_NAMES = {
         "ssd:refused_requests",
         "ssd:draft_tokens",
         "ssd:accepted_tokens",
+        "ssd:skipped_steps",
     },
 }
 STATS = EngineStats(
@@ -69,6 +70,7 @@ STATS = EngineStats(
     accepted_per_position=(5, 2),
     drafted_by_source={"corpus": 6, "local": 3},
     accepted_by_source={"corpus": 5, "local": 2},
+    skipped_steps={"mtp": 4},
     corpus=CorpusSize(7, 9),
 )
 
@@ -117,6 +119,7 @@ def test_engine_statistics_are_exported():
     assert samples(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {("0",): 5, ("1",): 2}
     assert samples(metrics, "ssd:draft_tokens_total") == {("corpus",): 6, ("local",): 3}
     assert samples(metrics, "ssd:accepted_tokens_total") == {("corpus",): 5, ("local",): 2}
+    assert samples(metrics, "ssd:skipped_steps_total") == {("mtp",): 4}
     assert samples(metrics, "vllm:cache_config_info") == {("16",): 1}
     steps = samples(metrics, "vllm:iteration_tokens_total_bucket")
     assert (steps["1.0",], steps["8.0",], steps["16384.0",], steps["+Inf",]) == (2, 3, 3, 7)

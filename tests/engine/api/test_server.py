@@ -54,6 +54,7 @@ def metric(http, name):
 def test_the_model_is_listed(client):
     [model] = client.models.list().data
     assert model.id == MODEL
+    assert model.drafters == ["ssd"]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError, match="this server has 'stdlib-7m'"):
         client.completions.create(model="gpt-4", prompt="x")

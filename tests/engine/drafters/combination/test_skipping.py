@@ -113,5 +113,6 @@ def test_skipped_networks_catch_up(model, monkeypatch, kind):
     assert tokens_of(engine.generate(asked)) == tokens_of(plain)
     assert engine.scheduler.preemptions > 0
     assert min(chosen.count(True), chosen.count(False)) > 10
+    assert drafter.corpus is drafter.parts[0].drafter.inner.corpus
     if kind != "medusa":
         assert recorder.largest_difference(drafter.parts[1].drafter.head, model, count=30) < TOLERANCE
