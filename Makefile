@@ -39,11 +39,15 @@ COMPARE_ARGS ?=
 compare: $(READY) ## compare all drafters on 12 prompts (at most 6 minutes; COMPARE_ARGS="--concurrency 16")
 	@$(BIN)/ssd-engine compare --out build --drafter all,ssd+mtp --warm 16 --requests 12 --max-tokens 64 $(COMPARE_ARGS)
 
-COMPARE_DRAFTERS ?= all,mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,ssd+mtp,ssd+eagle3
+LIBRARY := build/library.npz
+COMPARE_DRAFTERS ?= all,rest@path=$(LIBRARY),mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,eagle@shape=tree,draft-model@shape=tree,ssd+mtp,ssd+eagle3
 
-compare-full: $(READY) ## make the table of docs/drafters.md (about an hour; continues after an interruption)
+compare-full: $(READY) $(LIBRARY) ## make the table of docs/drafters.md (about an hour; continues after an interruption)
 	@$(BIN)/ssd-engine compare --out build --drafter $(COMPARE_DRAFTERS) --combine threshold:4 --verification exact,rejection \
 		--warm 160 --requests 40 --max-tokens 96 --resume $(COMPARE_ARGS)
+
+$(LIBRARY): $(READY)
+	@$(BIN)/python -m benchmarks.library_corpus $@
 
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"

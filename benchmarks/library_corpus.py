@@ -1,0 +1,36 @@
+"""Write a corpus for `--drafter rest`: the files that the shipped model was trained on, as its tokens.
+
+    python -m benchmarks.library_corpus build/library.npz
+
+Held-out files, from which the shipped prompts are taken, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from engine.models.shipped import SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
+from engine.training.sources import read_files, stdlib_root
+
+
+def main() -> None:
+    """Write the file named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    path = parser.parse_args().file
+    trained_on = {*json.loads((SHIPPED_MODEL / "files.json").read_text())["train"]}
+    tokenizer = Tokenizer(SHIPPED_MODEL)
+    texts = [file.text for file in read_files(stdlib_root()) if file.path in trained_on]
+    documents = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, tokens=np.concatenate(documents), offsets=np.cumsum([0, *map(len, documents)]))
+    print(f"wrote {path}: {len(documents):,} files, {sum(map(len, documents)):,} tokens")
+
+
+if __name__ == "__main__":
+    main()
