@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -87,11 +87,16 @@ def load_config(folder: Path) -> ModelConfig:
         ) from None
 
 
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. `save_file` of safetensors would let nobody but the owner read it."""
+    path.write_bytes(save(dict(tensors), metadata={"format": "pt"}))
+
+
 def save_model(decoder: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors in the format that transformers and `load_model` read."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in checkpoint_views(decoder).items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors(tensors, folder / WEIGHTS_FILE)
     fields = config_to_hf(decoder.config, str(dtype).removeprefix("torch."))
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 

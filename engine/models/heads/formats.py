@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE
@@ -27,7 +26,7 @@ from engine.models.heads.medusa_format import medusa_files, read_medusa
 from engine.models.heads.mtp import MtpHead
 from engine.models.heads.mtp_format import mtp_files, read_mtp
 from engine.models.heads.source import Blueprint, HeadFolder
-from engine.models.loader import allocate_weights, shapes
+from engine.models.loader import allocate_weights, shapes, write_tensors
 from ssd.errors import UserError
 
 Head = DraftHead | MedusaHeads
@@ -93,7 +92,7 @@ def save_head(head: Head, folder: Path, *, dtype: torch.dtype = torch.bfloat16, 
         name: (view.to(dtype) if view.is_floating_point() else view).contiguous() for name, view in views.items()
     }
     file = MEDUSA_WEIGHTS_FILE if isinstance(head, MedusaHeads) else WEIGHTS_FILE
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+    write_tensors({name: tensor.clone() for name, tensor in tensors.items()}, folder / file)
     if base_model:
         fields["base_model_name_or_path"] = base_model
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -41,6 +41,8 @@ def test_a_saved_model_loads_unchanged(tmp_path, model):
     assert again.config == model.config
     for (name, left), (_, right) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(left, right), name
+    weights, config = (tmp_path / name for name in ("model.safetensors", "config.json"))
+    assert weights.stat().st_mode == config.stat().st_mode
 
 
 def damage(folder, name, text):
