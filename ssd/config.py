@@ -44,7 +44,7 @@ class DrafterConfig:
     classic_matches: int = 32
     """Policy `classic`: matches whose continuations are counted, a sample if there are more; 0 counts all of them."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Settings of a third-party drafter, by name; the drafters of this package read none of them."""
+    """Settings of other drafters by name, those of the engine and third-party ones; the drafters of `ssd` read none."""
 
     def __post_init__(self) -> None:
         """Check all ranges."""
