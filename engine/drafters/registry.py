@@ -65,6 +65,8 @@ class Kind:
     """Whether it reads the fields of `DrafterConfig`, so that they may be given as options."""
     options: tuple[str, ...] = ()
     """Further options, which it reads from `DrafterConfig.options`."""
+    remembers: bool = False
+    """Whether earlier requests improve the drafts of later ones."""
     runs_model: bool = False
     """Whether it runs a network, so that it needs the target and weights."""
     check: Callable[[DrafterConfig, Path], None] | None = None
@@ -172,10 +174,13 @@ RUNS_MODEL: Any = {"options": (DEPTH,), "runs_model": True}
 KINDS: Mapping[str, Kind] = {
     "none": Kind("no drafts: plain decoding", _none),
     "ngram": Kind("prompt lookup in the request's own text", _ngram),
-    "ssd": Kind("all earlier requests and the request's own text", _ssd, has_settings=True),
-    "ssd-remote": Kind("the same, in a sidecar at --address", _ssd_remote),
+    "ssd": Kind("all earlier requests and the request's own text", _ssd, has_settings=True, remembers=True),
+    "ssd-remote": Kind("the same, in a sidecar at --address", _ssd_remote, remembers=True),
     "classic": Kind(
-        "baseline: the most frequent continuation of the last 10 tokens or fewer", _classic, has_settings=True
+        "baseline: the most frequent continuation of the last 10 tokens or fewer",
+        _classic,
+        has_settings=True,
+        remembers=True,
     ),
     "draft-model": Kind("a smaller model with the same vocabulary", _running("draft-model"), **RUNS_MODEL),
     "self-int8": Kind("an int8 copy of the target", _running("self-int8"), **RUNS_MODEL),
@@ -189,7 +194,7 @@ KINDS: Mapping[str, Kind] = {
         options=("window", "ngram", "candidates"),
         check=_check_lookahead,
     ),
-    "recycle": Kind("tokens that the target found likely when it last saw a token", _recycle),
+    "recycle": Kind("tokens that the target found likely when it last saw a token", _recycle, remembers=True),
     "rest": Kind(
         "a read-only corpus in a file, and the request's own text",
         _rest,

@@ -168,10 +168,11 @@ def write_reports(comparison: Comparison, out: Path) -> None:
 
 def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
     """Return the number of requests that all engines run together."""
-    earlier, measured = len(workload.earlier), len(workload.measured)
+    measured = len(workload.measured)
+    earlier = sum(workload.earlier_count(row) for rows in missing.values() for row in rows)
     baselines = len({(each.temperature, each.concurrency) for each, rows in missing.items() if rows})
     rounds = sum(len(rows) + 1 for rows in missing.values() if rows)
-    return baselines * measured + rounds * measured + sum(map(len, missing.values())) * (2 * earlier + measured)
+    return (baselines + rounds + sum(map(len, missing.values()))) * measured + 2 * earlier
 
 
 def _progress(console: Console) -> Progress:

@@ -44,6 +44,11 @@ class Row:
         """The combined kinds."""
         return parse_kinds(self.drafter)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether earlier requests improve its drafts, as far as is known."""
+        return any(kind not in KINDS or KINDS[kind].remembers for kind in self.kinds)
+
 
 def parse_rows(
     text: str, depths: Sequence[int], shape: DraftShape | Literal["auto"], thresholds: Iterable[int] = ()

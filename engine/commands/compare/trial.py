@@ -41,18 +41,27 @@ class Workload:
     max_tokens: int
     """Number of tokens of each output."""
 
-    def requests_of(self, condition: Condition, *, earlier: bool = False, spare: int = 0) -> list[Request]:
-        """Return the measured requests, or the earlier ones; every prompt has its own seed.
+    def requests_of(self, condition: Condition, *, spare: int = 0) -> list[Request]:
+        """Return the measured requests; every prompt has its own seed.
 
         spare: number of tokens by which outputs may be longer. Drafters do not learn from measured requests, so that
         results do not depend on their order.
         """
-        prompts = self.earlier if earlier else self.measured
-        first = 0 if earlier else len(self.earlier)
         sampling = SamplingParams(self.max_tokens + spare, condition.temperature)
         return [
-            Request(tokens, replace(sampling, seed=seed), learn=earlier) for seed, tokens in enumerate(prompts, first)
+            Request(tokens, replace(sampling, seed=seed), learn=False)
+            for seed, tokens in enumerate(self.measured, len(self.earlier))
         ]
+
+    def earlier_requests(self, condition: Condition, count: int) -> list[Request]:
+        """Return the first `count` of the earlier requests."""
+        sampling = SamplingParams(self.max_tokens, condition.temperature)
+        return [Request(tokens, replace(sampling, seed=seed)) for seed, tokens in enumerate(self.earlier[:count])]
+
+    def earlier_count(self, row: Row) -> int:
+        """Return how many of the earlier requests a drafter runs: a batch suffices for the calibration of drafters that
+        remember nothing else."""
+        return len(self.earlier) if row.remembers else min(BATCH, len(self.earlier))
 
 
 class Counted(NamedTuple):
@@ -159,7 +168,8 @@ class Trial:
 
     def _run_earlier(self, engine: Engine, row: Row, condition: Condition) -> None:
         if row is not BASELINE:
-            for group in groups(self.workload.requests_of(condition, earlier=True), BATCH):
+            earlier = self.workload.earlier_requests(condition, self.workload.earlier_count(row))
+            for group in groups(earlier, BATCH):
                 engine.generate(group)
                 self.advance(row.name, len(group))
             time.sleep(INDEXING_S if self.workload.earlier else 0)
