@@ -18,6 +18,7 @@ from ssd.errors import UserError
 VERSION = 1
 """Version of the file's format; it changes when a field is removed or changes its meaning."""
 Source = Literal["measured", "roofline"]
+_ADVICE = "write one with `ssd-engine profile --out FILE`"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class CostProfile:
     """`roofline`: computed from the bandwidth and the arithmetic throughput of a GPU."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError without any step duration, or for a number that is not positive."""
+        """Raise ValueError without any step duration, or for a number that is out of range."""
         if not any(self.step_ms.values()):
             raise ValueError("step_ms is empty")
         tables = [
@@ -102,7 +103,7 @@ class CostProfile:
         try:
             path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         except OSError as problem:
-            raise UserError(f"cannot write {path}: {problem.strerror}") from None
+            raise UserError(f"cannot write {path}: {problem.strerror}; give another file") from None
 
     @classmethod
     def read(cls, path: Path) -> CostProfile:
@@ -110,10 +111,13 @@ class CostProfile:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as problem:
-            raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
+            reason = getattr(problem, "strerror", None) or problem
+            raise UserError(f"cannot read {path}: {reason}; {_ADVICE}") from None
         try:
             if document["version"] != VERSION:
-                raise UserError(f"{path} has version {document['version']}; this program reads version {VERSION}")
+                raise UserError(
+                    f"{path} has version {document['version']}; this program reads version {VERSION}; {_ADVICE}"
+                )
             return cls(
                 device=str(document["device"]),
                 model=str(document["model"]),
@@ -123,7 +127,7 @@ class CostProfile:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             what = f"{problem} is missing" if isinstance(problem, KeyError) else problem
-            raise UserError(f"{path} is not a cost profile: {what}") from None
+            raise UserError(f"{path} is not a cost profile: {what}; {_ADVICE}") from None
 
 
 def _numbers(table: Any) -> dict[int, dict[int, float]]:

@@ -118,7 +118,7 @@ MODEL_OPTIONS = (
         multiple=True,
         metavar="[KIND=]FOLDER",
         help="Folder or hub name of the drafter's weights; with KIND= for one of several drafters.  "
-        "[default: those in the model's folder, or trained for the shipped model]",
+        "[default: for mtp the model's folder; for the shipped model the heads that come with it]",
     ),
     click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
     click.option(
@@ -247,7 +247,8 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             multiple=True,
             metavar="KEY=VALUE",
             callback=_pairs,
-            help="Setting of the drafter; may be given again.",
+            help="Setting of the drafter, such as depth=8: the draft depth of drafters that run a network; may be "
+            "given again.",
         ),
         click.option(
             "--max-draft",

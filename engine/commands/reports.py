@@ -12,6 +12,7 @@ import torch
 from ssd.errors import UserError
 
 PACKAGES = ("ssd-drafter", "torch", "numpy", "numba", "grpcio")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def prepare_reports(out: Path, names: Iterable[str]) -> None:
@@ -22,6 +23,15 @@ def prepare_reports(out: Path, names: Iterable[str]) -> None:
             (out / name).open("a").close()
     except OSError as problem:
         raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's processor."""
+    if CPU_INFO.exists():
+        for line in CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def package_versions() -> dict[str, str]:

@@ -172,12 +172,12 @@ def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
 RUNS_MODEL: Any = {"options": (DEPTH,), "runs_model": True}
 
 KINDS: Mapping[str, Kind] = {
-    "none": Kind("no drafts: plain decoding", _none),
+    "none": Kind("plain decoding, without drafts", _none),
     "ngram": Kind("prompt lookup in the request's own text", _ngram),
     "ssd": Kind("all earlier requests and the request's own text", _ssd, has_settings=True, remembers=True),
-    "ssd-remote": Kind("the same, in a sidecar at --address", _ssd_remote, remembers=True),
+    "ssd-remote": Kind("the same as ssd, in a sidecar at --address", _ssd_remote, remembers=True),
     "classic": Kind(
-        "baseline: the most frequent continuation of the last 10 tokens or fewer",
+        "the most frequent continuation of the last 10 tokens or fewer, a baseline",
         _classic,
         has_settings=True,
         remembers=True,
@@ -189,14 +189,14 @@ KINDS: Mapping[str, Kind] = {
     "eagle3": Kind("EAGLE-3 head", _running("eagle3"), **RUNS_MODEL),
     "medusa": Kind("Medusa heads", _running("medusa"), **RUNS_MODEL),
     "lookahead": Kind(
-        "n-grams that the target produces in parallel, and those of the request's own text",
+        "n-grams that the target produces in extra rows of its batch, and those of the request's own text",
         _lookahead,
         options=("window", "ngram", "candidates"),
         check=_check_lookahead,
     ),
-    "recycle": Kind("tokens that the target found likely when it last saw a token", _recycle, remembers=True),
+    "recycle": Kind("a table of the target's most likely successors of each token", _recycle, remembers=True),
     "rest": Kind(
-        "a read-only corpus in a file, and the request's own text",
+        "a read-only corpus, --drafter-option path=FILE, and the request's own text",
         _rest,
         has_settings=True,
         options=(CORPUS_PATH,),
@@ -222,7 +222,7 @@ def parse_kinds(text: str) -> list[str]:
         if kind not in KINDS and not (separator and module and name):
             raise UserError(f"unknown drafter {kind!r}; give {', '.join(KINDS)}, or package.module:Class")
         if len(kinds) > 1 and (kind == "none" or kinds.count(kind) > 1):
-            raise UserError(f"--drafter {text}: combine different drafters, without none")
+            raise UserError(f"--drafter {text}: combine different drafters, none of them `none`")
     return kinds
 
 

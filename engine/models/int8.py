@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from engine.models.decoder import Decoder
 
 LARGEST = 127
+"""Largest absolute value of a quantized weight; -128 is not used, so that the range is symmetric."""
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights and one scale per output channel."""
+    """A linear layer with int8 weights and one scale per output channel.
+
+    The weights are converted to the dtype of the input in every pass: this saves memory but no time.
+    """
 
     weight: Tensor
     """int8 [out, in]."""
@@ -35,7 +39,7 @@ class Int8Linear(nn.Module):
 
 
 def quantize_int8(decoder: Decoder) -> Decoder:
-    """Replace the linear layers of a decoder one by one; the result can neither be trained nor saved."""
+    """Replace the linear layers of a decoder in place and return it; it can then neither be trained nor saved."""
     for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:
         for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
             plain = parent.get_submodule(name)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from engine.commands.reports import cpu_name
 from engine.models.decoder import Decoder
 from engine.training.dataset import TrainingText
 from engine.training.kneser_ney import ORDER, KneserNey
 from engine.training.target import Recipe, held_out_loss
 
 CARD_FILE = "README.md"
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -105,12 +104,3 @@ batches.
 """,
         encoding="utf-8",
     )
-
-
-def cpu_name() -> str:
-    """Return the name of this machine's processor."""
-    if CPU_INFO.exists():
-        for line in CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

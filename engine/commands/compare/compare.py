@@ -1,4 +1,4 @@
-"""`ssd-engine compare`: run drafters on the same prompts, and report which of them pays."""
+"""`ssd-engine compare`: run drafters on the same prompts, and recommend one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ class CompareOptions:
 
 
 def run_comparison(options: CompareOptions) -> bool:
-    """Run the comparison and write its reports; return whether all outputs are as they must be. Raises UserError."""
+    """Run the comparison and write its reports; return whether no output differs that must equal that of `none`.
+
+    Raises UserError.
+    """
     tokenizer = Tokenizer(options.engine.model)
     workload = read_workload(options, tokenizer)
     reasons = {row.name: unusable(row, options.engine.draft_models, options.engine.model) for row in options.rows}
@@ -138,7 +141,7 @@ def read_workload(options: CompareOptions, tokenizer: Tokenizer) -> Workload:
 
 
 def settings_of(options: CompareOptions, workload: Workload) -> dict[str, object]:
-    """Return what results depend on, except for the drafter and the condition."""
+    """Return the settings that all results depend on; drafter and condition are parts of a result."""
     tokens = np.concatenate([*workload.earlier, *workload.measured])
     return {
         "model": options.engine.model.name,
@@ -163,7 +166,7 @@ def write_reports(comparison: Comparison, out: Path) -> None:
         for name, content in contents.items():
             (out / name).write_text(content, encoding="utf-8")
     except OSError as problem:
-        raise UserError(f"cannot write to {out}: {problem.strerror}") from None
+        raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
 
 
 def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:

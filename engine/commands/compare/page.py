@@ -12,7 +12,7 @@ import drafter_service.observability.charts as charts
 from drafter_service.observability.charts import Frame
 from engine.commands.compare.results import Comparison, Condition, Result
 
-HEADS = (
+COLUMNS = (
     "drafter",
     "K",
     "shape",
@@ -31,15 +31,16 @@ WIDE_ONLY = ("shape", "accepted (%)", "ms per step", "ms per drafted")
 """Columns that a console of less than `WIDE` characters does not show."""
 WIDE = 120
 POSITIONS = 4
-"""Number of positions whose acceptance is shown."""
+"""Number of draft positions whose acceptance is shown."""
 BAR = 26
 """Height of a row of the chart, in pixels."""
 COST_TOKENS = (1, 2, 4, 8, 16)
+"""Sizes of steps whose durations are shown."""
 NOTES = (
     "Tokens per step, drafts and acceptance: all draft tokens are verified; K is the draft depth, and drafts have at "
     "most {max_draft} tokens. Steps that compute a prompt are not counted. Outside loops: steps that start outside of "
     "loops, at temperature 0. Accepted: share of the steps that accept the draft token at depth 1, 2, ... Ms per step: "
-    "median without drafting; ms per drafted: time of drafting per verified draft token of a request.",
+    "median duration without drafting; ms per drafted: time of drafting per verified draft token of a request.",
     "Speed-up: measured with the token budget, as users run it: fewer tokens are drafted and verified where that is "
     "faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier ones.",
 )
@@ -59,12 +60,13 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def table_of(comparison: Comparison, condition: Condition) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of a condition, without columns that are empty."""
+    """Return the column headings and the rows of a condition, without columns that are empty."""
     rows = [_cells(result, comparison) for result in comparison.of(condition)]
     for name, reason in comparison.skipped.items():
-        rows.append(tuple({"drafter": name, "outputs": reason.partition(":")[0]}.get(head, "") for head in HEADS))
-    used = [column for column in range(len(HEADS)) if any(row[column] for row in rows)]
-    return [HEADS[column] for column in used], [[row[column] for column in used] for row in rows]
+        cells = {"drafter": name, "outputs": reason.partition(":")[0]}
+        rows.append(tuple(cells.get(column, "") for column in COLUMNS))
+    used = [column for column in range(len(COLUMNS)) if any(row[column] for row in rows)]
+    return [COLUMNS[column] for column in used], [[row[column] for column in used] for row in rows]
 
 
 def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
@@ -94,13 +96,13 @@ def _number(value: float | None) -> str:
 def console_tables(comparison: Comparison, width: int) -> Iterator[Table]:
     """Return a table per condition for a console of a width in characters."""
     for condition in comparison.conditions:
-        heads, rows = table_of(comparison, condition)
+        headings, rows = table_of(comparison, condition)
         table = Table(title=str(condition), box=box.SIMPLE, padding=(0, 1, 0, 0))
-        shown = [column for column, head in enumerate(heads) if width >= WIDE or head not in WIDE_ONLY]
-        table.add_column(heads[0], overflow="fold")
+        shown = [column for column, heading in enumerate(headings) if width >= WIDE or heading not in WIDE_ONLY]
+        table.add_column(headings[0], overflow="fold")
         for column in shown[1:]:
-            words = [*heads[column].split(), *(row[column] for row in rows)]
-            table.add_column(heads[column], justify="right", width=max(map(len, words)))
+            words = [*headings[column].split(), *(row[column] for row in rows)]
+            table.add_column(headings[column], justify="right", width=max(map(len, words)))
         for row in rows:
             table.add_row(*(row[column] for column in shown))
         yield table
@@ -110,8 +112,8 @@ def render_markdown(comparison: Comparison) -> str:
     """Return the tables in Markdown, as in docs/drafters.md."""
     parts = []
     for condition in comparison.conditions:
-        heads, rows = table_of(comparison, condition)
-        lines = [heads, ["---"] * len(heads), *rows]
+        headings, rows = table_of(comparison, condition)
+        lines = [headings, ["---"] * len(headings), *rows]
         parts.append(f"{condition}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
     return "\n".join([*parts, *(f"{note}\n" for note in notes(comparison))])
 
@@ -128,8 +130,8 @@ def render_page(comparison: Comparison) -> str:
         cards.append(charts.card("largest speed-up here", f"{fastest.speedup:.2f}x", where, kind="green"))
     sections = []
     for condition in comparison.conditions:
-        heads, rows = table_of(comparison, condition)
-        content = _bars(comparison.of(condition), str(condition)) + charts.table(heads, rows)
+        headings, rows = table_of(comparison, condition)
+        content = _bars(comparison.of(condition), str(condition)) + charts.table(headings, rows)
         sections.append(f"<section><h2>{escape(str(condition))}</h2>{content}</section>")
     legend = charts.legend([("gray", "tokens per step"), ("green", "speed-up here")])
     header = f"<h1>{escape(title)}</h1><p>{escape(comparison.recommendation())}</p>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +17,7 @@ from engine.commands.compare.figures import run_group
 from engine.commands.compare.rows import Row, unusable
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
+from engine.commands.reports import cpu_name
 from engine.config import EngineConfig
 from engine.engine import COMMON_SAMPLING, Engine, StepReport
 from engine.executor.build import SIZES, build_executors
@@ -30,7 +30,6 @@ STEPS = 24
 """Number of steps whose median is the time of drafting."""
 PROMPT_TOKENS = 64
 """Length of the random prompts."""
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def write_profile(options: EngineOptions, rows: Sequence[Row], concurrency: Sequence[int], out: Path) -> None:
@@ -120,9 +119,7 @@ def device_name(model: Decoder) -> str:
     device = model.embedding.weight.device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def _config(options: EngineOptions, sequences: int) -> EngineConfig:

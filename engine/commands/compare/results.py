@@ -86,7 +86,7 @@ class Result:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What was measured, without the figures."""
+        """Identifies a result: drafter, depth, shape and condition."""
         return self.drafter, self.K, self.draft_shape, self.condition
 
     @property
@@ -137,7 +137,7 @@ class Comparison:
     """Everything that the reports show."""
 
     settings: Mapping[str, object]
-    """What was asked for; results of different settings cannot be compared."""
+    """Settings that all results depend on; results of different settings cannot be compared."""
     profile: CostProfile
     """Cost of steps here."""
     predicted_for: CostProfile | None = None
@@ -145,7 +145,7 @@ class Comparison:
     versions: Mapping[str, str] = field(default_factory=dict)
     results: Sequence[Result] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by drafter."""
+    """Why a drafter was not measured, by its name."""
 
     @property
     def conditions(self) -> list[Condition]:

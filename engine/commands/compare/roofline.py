@@ -19,7 +19,7 @@ SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEPTHS = (1, 16)
 """Draft depths of the profile; durations are linear in the depth."""
 BYTES = 2
-"""Of a bfloat16 value."""
+"""Size of a bfloat16 value."""
 EAGLE3_VOCABULARY = 32_000
 """Size of the draft vocabulary of published EAGLE-3 heads."""
 
@@ -109,7 +109,10 @@ def _milliseconds(gpu: Gpu, moved_bytes: float, products: float) -> float:
 
 
 def _drafters(model: ModelSize) -> dict[str, tuple[float, float]]:
-    """Return the number of parameters, and their bytes, that each kind reads per draft position."""
+    """Return the number of parameters, and their bytes, that each kind reads per draft position.
+
+    The draft model has the smallest of `SIZES`. Kinds without a network are not predicted.
+    """
     small = SIZES["1b"]
     eagle = model.layer + 2 * model.hidden**2 + model.head
     parameters = {

@@ -1,4 +1,4 @@
-"""EAGLE heads, of its first and second version: decoder layers over the pair (embedding, the target's last state).
+"""EAGLE-1 and EAGLE-2 heads: decoder layers over the pair (embedding, the target's last state).
 
 Li et al., "EAGLE" (2024) and "EAGLE-2" (2024). Both versions have the same network; the second drafts dynamic trees.
 """

@@ -25,15 +25,11 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def read_eagle3(source: HeadFolder, target: ModelConfig) -> Blueprint[Eagle3Head]:
-    """Return the EAGLE-3 head of a folder. Raises UserError if it is none, or one for another target."""
+    """Return the EAGLE-3 head of a folder. Raises UserError if it has none, or one for another target."""
     source.refuse_other_kind("eagle3")
     fields = {**source.fields, **source.layer_fields()}
     block = AUTHORS if any(name.startswith(AUTHORS) for name in source.names) else SPECULATORS
-    if f"{block}hidden_norm.weight" not in source.names:
-        raise UserError(
-            f"{source.folder} has no tensor {AUTHORS}hidden_norm.weight, so it is no EAGLE-3 head; give --draft-model "
-            "the folder of one, or choose the drafter that the folder is for"
-        )
+    source.refuse_without(f"{block}hidden_norm.weight", "an EAGLE-3 head")
     size, vocab_size = source.number(fields, "hidden_size"), source.number(fields, "vocab_size")
     target_size = source.number(fields, "target_hidden_size", size)
     source.refuse_other_target(target, hidden_size=target_size, vocab_size=vocab_size)
@@ -126,7 +122,7 @@ def _hidden_layers(source: HeadFolder, fields: Mapping[str, Any], target: ModelC
     given = entered or left
     if given:
         if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
-            raise UserError(f"{LAYER_IDS} in {source.folder}/config.json is no list of layers; copy the file again")
+            raise UserError(f"{LAYER_IDS} in {source.folder}/config.json must be a list of layers; copy the file again")
         layers = given if entered else [layer + 1 for layer in given]
     else:
         layers = [2, count // 2, count - 3]
@@ -147,7 +143,7 @@ def _hidden_layers(source: HeadFolder, fields: Mapping[str, Any], target: ModelC
 
 def _refuse_unsupported(source: HeadFolder, fields: Mapping[str, Any], size: int, target_size: int) -> None:
     if source.number(fields, "num_hidden_layers", 1) != 1:
-        raise UserError(f"{source.folder} has an EAGLE-3 head of several layers; this engine runs heads of one layer")
+        raise UserError(f"{source.folder} has an EAGLE-3 head of several layers; give a head of one layer")
     if not _nested(fields).get("use_aux_hidden_state", True):
         raise UserError(
             f"{source.folder} has an EAGLE-3 head that reads only the last hidden state (use_aux_hidden_state is "

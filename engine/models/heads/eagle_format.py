@@ -18,20 +18,16 @@ from engine.models.loader import on_meta_device
 from ssd.errors import UserError
 
 EMBEDDING = "embed_tokens.weight"
-TARGETS = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
+COPIES = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 """Copies of the target's tensors, which the speculators library may write."""
 
 
 def read_eagle(source: HeadFolder, target: ModelConfig) -> Blueprint[EagleHead]:
-    """Return the EAGLE head of a folder. Raises UserError if it is none, or one for another target."""
+    """Return the EAGLE head of a folder. Raises UserError if it has none, or one for another target."""
     source.refuse_other_kind("eagle")
     fields, is_speculator = source.layer_fields(), "transformer_layer_config" in source.fields
     fusion, blocks = ("fusion_fc", ["transformer."]) if is_speculator else ("fc", _blocks(source))
-    if f"{fusion}.weight" not in source.names:
-        raise UserError(
-            f"{source.folder} has no tensor {fusion}.weight, so it is no EAGLE head; give --draft-model the folder of "
-            "one, or choose the drafter that the folder is for"
-        )
+    source.refuse_without(f"{fusion}.weight", "an EAGLE head")
     source.refuse_other_target(
         target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
     )
@@ -49,7 +45,7 @@ def read_eagle(source: HeadFolder, target: ModelConfig) -> Blueprint[EagleHead]:
     return Blueprint(
         on_meta_device(new_head),
         lambda head: _views(head, fusion, blocks),
-        is_redundant=lambda name: name in TARGETS,
+        is_redundant=lambda name: name in COPIES,
     )
 
 
@@ -75,7 +71,10 @@ def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Ma
 def _blocks(source: HeadFolder) -> list[str]:
     count = source.number(source.fields, "num_hidden_layers", 1)
     if not 1 <= count <= len(source.names):
-        raise UserError(f"{source.folder} has a head of {count} layers, of which its weight files have none")
+        raise UserError(
+            f"num_hidden_layers in {source.folder}/config.json is {count}, but the weight files have "
+            f"{len(source.names)} tensors; download or copy the folder again"
+        )
     return [f"layers.{index}." for index in range(count)]
 
 

@@ -102,7 +102,7 @@ def _check(
     kind: str, folder: Path, target: ModelConfig, target_folder: Path | None
 ) -> tuple[HeadFolder, Blueprint[Any]]:
     if kind not in READERS:
-        raise UserError(f"{kind!r} is no kind of draft head; give one of {', '.join(READERS)}")
+        raise UserError(f"{kind!r} is not a kind of draft head; give one of {', '.join(READERS)}")
     if kind != "mtp" and target_folder is not None and folder.exists() and folder.samefile(target_folder):
         raise UserError(f"{folder} is the target's own folder, not one of {kind} weights; give --draft-model another")
     source = HeadFolder(folder)

@@ -1,4 +1,4 @@
-"""What draft heads have in common: they read the target's hidden states and share weights with it.
+"""Base of draft heads: networks that read the target's hidden states and share weights with it.
 
 Slot t of a head stores what results from the pair (state of position t - 1, token t); its output there predicts token
 t + 1. For committed tokens the states are the target's, `DraftHead.target_states`. To draft further, the head's own
@@ -46,7 +46,7 @@ class DraftHead(nn.Module):
     embedding: nn.Embedding | None
     lm_head: nn.Module | None
     frequencies: Tensor
-    """Frequencies of rope for both halves of a head, float32 [head_dim]."""
+    """Rope frequencies for both halves of an attention head, float32 [head_dim]."""
 
     def __init__(self, config: ModelConfig) -> None:
         """config: shape of the head's layers."""
@@ -80,7 +80,7 @@ class DraftHead(nn.Module):
         return self._attached[0]
 
     def target_states(self, hidden: Tensor) -> Tensor:
-        """Return the states that the head continues, [N, hidden_size].
+        """Return the states that `forward` reads for committed tokens, [N, hidden_size].
 
         hidden: [N, L, target's hidden size], the target's hidden states after `hidden_layers`.
         """
@@ -106,7 +106,7 @@ class DraftHead(nn.Module):
         return embeddings
 
     def rotation(self, positions: Tensor, ops: Ops, like: Tensor) -> Rotation:
-        """Return the rotation of heads at `positions`, int64 [N], for tensors of the dtype of `like`."""
+        """Return the rotation of attention heads at `positions`, int64 [N], in the dtype of `like`."""
         cos, sin = self.config.rope.turns(positions, self.frequencies)
         return ops.rotation(cos, sin, like.dtype)
 
@@ -117,7 +117,7 @@ def _is_copy(weight: Tensor, original: Tensor) -> bool:
 
 
 class NoNorm(nn.Module):
-    """Stands for a norm that a checkpoint does not have."""
+    """Takes the place of a norm that a checkpoint does not have."""
 
     def normalise_sum(self, residual: Tensor, change: Tensor | None, _ops: Ops) -> tuple[Tensor, Tensor]:
         """Return residual + change twice, like `RMSNorm.normalise_sum` without a norm."""

@@ -15,7 +15,7 @@ from engine.models.loader import on_meta_device
 from ssd.errors import UserError
 
 MAX_HEADS = 100
-"""Upper bound of configurations that are taken seriously."""
+"""Largest number of heads, and of blocks per head, that is not taken for an error."""
 Names = tuple[Callable[[int, int], str], Callable[[int, int], str]]
 """Name of the linear layer of a head's block, and of a head's projection; both get the head and the block's index."""
 
@@ -37,21 +37,20 @@ def _vllm_projection(head: int, _blocks: int) -> str:
 
 
 def read_medusa(source: HeadFolder, target: ModelConfig) -> Blueprint[MedusaHeads]:
-    """Return the Medusa heads of a folder. Raises UserError if it has none, or some for another target."""
+    """Return the Medusa heads of a folder. Raises UserError if it has none, or if they are for another target."""
     fields = source.fields
     prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in source.names) else ""
     names: Names = (_authors_block, _authors_projection)
     if f"{prefix}blocks.0.layers.0.weight" in source.names:
         names = (_vllm_block, _vllm_projection)
-    elif f"{prefix}0.0.linear.weight" not in source.names:
-        raise UserError(
-            f"{source.folder} has no tensor 0.0.linear.weight, so it has no Medusa heads; give --draft-model the "
-            "folder of some, or choose the drafter that the folder is for"
-        )
+    else:
+        source.refuse_without(f"{prefix}0.0.linear.weight", "Medusa heads")
     count = source.number(fields, "medusa_num_heads", source.number(fields, "num_heads", 0))
     blocks = source.number(fields, "medusa_num_layers", source.number(fields, "num_hidden_layers", 1))
     if not (1 <= count <= MAX_HEADS and 1 <= blocks <= MAX_HEADS):
-        raise UserError(f"{source.folder}/config.json describes {count} Medusa heads of {blocks} layers; give another")
+        raise UserError(
+            f"{source.folder}/config.json describes {count} Medusa heads of {blocks} layers; give another folder"
+        )
     # The authors' configurations name neither size.
     source.refuse_other_target(
         target,

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MtpForm:
-    """Names and conventions of one form. The first layer is described, which is run again to draft several tokens."""
+    """Names and conventions of one form. Only the first MTP layer is used; it is run again to draft several tokens."""
 
     prefix: str
     """Prefix of all tensors of the layer."""

@@ -1,4 +1,4 @@
-"""What the readers of all published formats of draft heads have in common."""
+"""Folders of published draft heads: what the readers of all formats share."""
 
 from __future__ import annotations
 
@@ -42,17 +42,27 @@ class HeadFolder:
         return frozenset(self.checkpoint.names())
 
     def number(self, fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-        """Return a count in the configuration. Raises UserError if it is missing or something else."""
+        """Return a count in the configuration. Raises UserError if it is missing or is not a count."""
         value = fields.get(name)
         value = default if value is None else value
         if value is None:
             raise UserError(f"{self.folder / CONFIG_FILE} lacks the field {name}; download or copy it again")
         if not isinstance(value, int) or value < 0:
-            raise UserError(f"{name} in {self.folder / CONFIG_FILE} is no count, but {value!r}; copy the file again")
+            raise UserError(
+                f"{name} in {self.folder / CONFIG_FILE} must be a count, not {value!r}; copy the file again"
+            )
         return value
 
+    def refuse_without(self, tensor: str, wanted: str) -> None:
+        """Raise UserError unless the folder has the tensor by which `wanted`, such as "an EAGLE head", is known."""
+        if tensor not in self.names:
+            raise UserError(
+                f"{self.folder} has no tensor {tensor}, so it does not have {wanted}; give --draft-model a folder that "
+                "does, or choose the drafter that this folder is for"
+            )
+
     def refuse_other_kind(self, kind: str) -> None:
-        """Raise UserError if the folder is of the speculators library, and has another kind of head."""
+        """Raise UserError if the folder is in the speculators format, and has another kind of head."""
         own = self.fields.get("speculators_model_type", kind)
         if own != kind:
             raise UserError(f"{self.folder} has a head of the kind {own!r}, not {kind!r}; give another folder")
@@ -65,7 +75,7 @@ class HeadFolder:
         return fields
 
     def refuse_other_target(self, target: ModelConfig, *, hidden_size: int, vocab_size: int) -> None:
-        """Raise UserError unless the head is for targets of this hidden size and vocabulary."""
+        """Raise UserError unless the sizes that the head needs are those of the target."""
         if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
             raise UserError(
                 f"{self.folder} is a head for a target with hidden size {hidden_size} and {vocab_size} tokens, but "
@@ -103,11 +113,11 @@ class Blueprint(Generic[H]):
     head: H
     """On the meta device."""
     views: Callable[[H], Views]
-    """Names in the files, and where the tensors go."""
+    """Returns the weights of the head by their names in the files."""
     is_redundant: Callable[[str], bool]
-    """Whether the files may have a further tensor of a name."""
+    """Returns whether the files may have a further tensor of this name."""
     finish: Callable[[H], None] = field(default=lambda _head: None)
-    """Called when the weights were read."""
+    """Called with the head when the weights were read."""
 
 
 def layer_views(layer: Layer, config: ModelConfig, prefix: str) -> Views:

@@ -34,7 +34,7 @@ def read_draft_ids(source: HeadFolder, target: ModelConfig, size: int | None) ->
         row = int(outside[0])
         raise UserError(
             f"d2t in {source.folder} maps row {row} to token {int(ids[row])}, but the target has tokens 0 to "
-            f"{target.vocab_size - 1}; d2t holds offsets from the row's number: is it a head for this target?"
+            f"{target.vocab_size - 1}; d2t must hold offsets from the row's number; give a head trained for this target"
         )
     if len(ids.unique()) < len(ids):
         raise UserError(f"d2t in {source.folder} maps several rows to one token; {_RETRY}")
@@ -46,9 +46,7 @@ def read_draft_ids(source: HeadFolder, target: ModelConfig, size: int | None) ->
 def draft_ids(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """Return `d2t`, int64 [draft vocabulary], and `t2d`, bool [vocab_size], for the target's tokens of all rows."""
     ids = ids.cpu()
-    marks = torch.zeros(vocab_size, dtype=torch.bool)
-    marks[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": _marks(ids, vocab_size)}
 
 
 _RETRY = "download or copy it again"
@@ -56,10 +54,15 @@ _RETRY = "download or copy it again"
 
 def _check_marks(source: HeadFolder, ids: Tensor, vocab_size: int) -> None:
     marks = _integers(source, "t2d") != 0
-    expected = torch.zeros(vocab_size, dtype=torch.bool)
-    expected[ids] = True
+    expected = _marks(ids, vocab_size)
     if marks.shape != expected.shape or not torch.equal(marks, expected):
         raise UserError(f"d2t and t2d in {source.folder} name different tokens; {_RETRY}")
+
+
+def _marks(ids: Tensor, vocab_size: int) -> Tensor:
+    marks = torch.zeros(vocab_size, dtype=torch.bool)
+    marks[ids] = True
+    return marks
 
 
 def _integers(source: HeadFolder, name: str) -> Tensor:

@@ -18,11 +18,17 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 
 PROMPTS = 40
+"""Largest number of prompts that are run."""
 MAX_TOKENS = 96
+"""Number of tokens of each output."""
 MAX_PROMPT_TOKENS = 192
+"""Largest number of prompt tokens; of longer prompts the last ones are used."""
 DEPTH = 4
+"""Draft depth K."""
 TREE_NODES = 16
+"""Largest number of draft tokens of a tree."""
 TEMPERATURES = (0.8, 0.0)
+"""Temperatures at which a head is measured."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Acceptance:
 
     temperature: float
     tokens_per_step: float
-    """Accepted draft tokens and the target's own one."""
+    """Accepted draft tokens and the target's own token."""
     by_position: tuple[float, ...]
     """Share of the steps in which the drafts up to each position were accepted."""
 
@@ -85,7 +91,7 @@ class Measurement:
 
 
 def _count(report: StepReport, counts: np.ndarray) -> None:
-    """Add a step's results to the number of drafts of which 0, 1, 2.. tokens were accepted."""
+    """Add a step's drafts to `counts`, int64 [depth + 1]: the number of drafts by number of accepted tokens."""
     for result in report.results:
         if result.drafted:
             counts[result.accepted] += 1

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from engine.commands.reports import cpu_name
 from engine.models.shipped import SHIPPED_MODEL
-from engine.training.card import CARD_FILE, cpu_name
-from engine.training.heads.acceptance import MAX_TOKENS, Acceptance
+from engine.training.card import CARD_FILE
+from engine.training.heads.acceptance import MAX_TOKENS, TREE_NODES, Acceptance
 from engine.training.heads.recipe import Recipe
 from engine.training.heads.run import Run
 
@@ -44,7 +45,7 @@ def write_card(
 ) -> None:
     """Write the card into `folder`, and the target's licence file if it has one.
 
-    data: the text in words. tokens: those of the text that were used. results: measured on `prompts` prompts.
+    data: description of the text. tokens: number of its tokens that were used. results: measured on `prompts` prompts.
     """
     recipe, has_licence = run.recipe, (target / LICENCE_FILE).exists()
     if has_licence:
@@ -102,7 +103,7 @@ def _rows(results: Sequence[Acceptance]) -> str:
 
 
 def _shape(recipe: Recipe) -> str:
-    return "Trees of 16 nodes." if recipe.kind == "medusa" else "Paths."
+    return f"Trees of {TREE_NODES} nodes." if recipe.kind == "medusa" else "Paths."
 
 
 def _loss(recipe: Recipe) -> str:

@@ -51,7 +51,7 @@ MEASUREMENTS = 4
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of the command."""
+    """Options of `ssd-engine train KIND`."""
 
     kind: str
     target: Path
@@ -70,7 +70,7 @@ class TrainingOptions:
             raise UserError(f"unknown kind {self.kind!r}; give one of {', '.join(RECIPES)}")
         wants_outputs = OWN_OUTPUTS in self.data
         if wants_outputs and len(self.data) > 1:
-            raise UserError(f"--data {OWN_OUTPUTS} cannot be combined with files")
+            raise UserError(f"--data {OWN_OUTPUTS} cannot be combined with files; give one of them")
         if wants_outputs != bool(self.prompts):
             raise UserError(
                 f"--prompts FILE and --data {OWN_OUTPUTS} need each other: the target continues the prompts"
@@ -82,10 +82,10 @@ class TrainingOptions:
 
 
 def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None = None) -> Acceptance:
-    """Train by the recipe of the kind, or another one, and return the acceptance when sampling.
+    """Train a head, write it to `options.out` and return its acceptance at the first of `TEMPERATURES`.
 
-    Continues what an earlier call with the same options began in `options.work`. Raises UserError for files that
-    cannot be used, and for a work folder with another run.
+    recipe: None for that of the kind. An interrupted call with the same options is continued from `options.work`.
+    Raises UserError for files that cannot be used, and for a work folder with another run.
     """
     recipe = recipe or RECIPES[options.kind]
     target, tokenizer = load_model(options.target), Tokenizer(options.target)
@@ -129,7 +129,7 @@ def _describe_data(options: TrainingOptions) -> str:
 
 
 def describe(result: Acceptance) -> str:
-    """Return the result in words."""
+    """Return the result as text, such as `2.46 tokens per step at temperature 0.8`."""
     return f"{result.tokens_per_step:.2f} tokens per step at temperature {result.temperature:g}"
 
 

@@ -20,7 +20,7 @@ from engine.training.dataset import prepare
 from ssd.errors import UserError
 
 HELD_OUT_EVERY = 50
-"""One document in so many is held out."""
+"""Number of documents of which one is held out."""
 OUTPUTS_FILE = "outputs.jsonl"
 OUTPUT_TEMPERATURE = 0.8
 OUTPUT_TOKENS = 256
@@ -31,7 +31,7 @@ OUTPUT_BATCH = 64
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens on both sides of the split, uint32 [N] each."""
+    """Tokens to train on and held-out tokens, uint32 [N] each."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -61,7 +61,7 @@ def library_text(target: Path, work: Path, vocab_size: int, notify: Callable[[st
     """
     text = prepare(work, vocab_size, notify)
     if (work / TOKENIZER_FILE).read_bytes() != (target / TOKENIZER_FILE).read_bytes():
-        raise UserError(f"{target} was not trained on this Python's standard library; give --data text files or 'self'")
+        raise UserError(f"{target} was not trained on this Python's standard library; give --data text files or `self`")
     return Text(text.train.astype(np.uint32), text.held_out.astype(np.uint32))
 
 
@@ -136,7 +136,8 @@ def _documents(paths: Sequence[Path]) -> Iterator[str]:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:
-            raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
+            reason = getattr(problem, "strerror", None) or problem
+            raise UserError(f"cannot read {path}: {reason}; give text in UTF-8") from None
         if path.suffix != ".jsonl":
             yield text
             continue

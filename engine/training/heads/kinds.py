@@ -24,9 +24,10 @@ SAMPLE_TOKENS = 20_480
 
 
 def needed_layers(kind: str, config: ModelConfig) -> tuple[int, ...]:
-    """Return the layers of the target whose states a run needs: for labels the last one, and inputs of its layer.
+    """Return the layers of the target whose states a run needs, ascending.
 
-    EAGLE-3 heads read three of them: a lower, a middle and the last but one. vLLM can provide no later one.
+    The states after the last layer give the labels. Those before it are the input of that layer, which the first
+    weights of heads with a decoder layer estimate.
     """
     last = config.num_layers
     layers = {last}
@@ -38,7 +39,10 @@ def needed_layers(kind: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def eagle3_layers(count: int) -> set[int]:
-    """Return the layers that an EAGLE-3 head reads, for a target of `count` layers."""
+    """Return the layers that an EAGLE-3 head reads, for a target of `count` layers.
+
+    They are a lower one, a middle one and the last but one, because vLLM provides no states after the last one.
+    """
     return {max(0, count // 3), max(0, 2 * count // 3), count - 1}
 
 

@@ -17,7 +17,7 @@ class Recipe:
     """Tokens in a row of a batch."""
     batch_windows: int = 2
     depth: int = 4
-    """Draft positions that are unrolled, or number of Medusa heads."""
+    """Number of draft positions that are unrolled, or of Medusa heads."""
     chain_share: float = 0.4
     """Share of the rows of a window from which chains of more than one draft position begin. The others would hardly
     ever be reached: their first draft token is the least likely to be accepted."""

@@ -107,7 +107,7 @@ BAD = {
         "eagle3.*config.json names the architecture 'deepseek_v3', which this engine does not support",
     ),
     "an unsupported feature": ("eagle", config(hidden_act="gelu"), "eagle.*config.json asks for the activation 'gelu'"),
-    "a field of another type": ("eagle", config(vocab_size="many"), "vocab_size in .* is no count, but 'many'"),
+    "a field of another type": ("eagle", config(vocab_size="many"), "vocab_size in .* must be a count, not 'many'"),
     "a missing field": ("mtp", config(hidden_size=None), "lacks the field hidden_size"),
     "pickled code": ("eagle", pickled({"fc.weight": Code()}), "pytorch_model.bin cannot be read .*Weights only"),
     "a pickled list": ("eagle", pickled([torch.ones(2)]), "is not a dictionary of tensors"),
@@ -135,11 +135,15 @@ BAD = {
         "lm_head.weight in .* is not a matrix of",
     ),
     # EAGLE.
-    "no EAGLE head": ("medusa eagle", lambda _folder: None, "no tensor fc.weight, so it is no EAGLE head"),
-    "more layers than tensors": ("eagle", config(num_hidden_layers=10**9), "has a head of 1000000000 layers"),
+    "no EAGLE head": ("medusa eagle", lambda _folder: None, "no tensor fc.weight, so it does not have an EAGLE head"),
+    "more layers than tensors": (
+        "eagle",
+        config(num_hidden_layers=10**9),
+        "num_hidden_layers in .* is 1000000000, but",
+    ),
     # EAGLE-3.
-    "no EAGLE-3 head": ("eagle eagle3", lambda _folder: None, "so it is no EAGLE-3 head"),
-    "several layers": ("eagle3", config(num_hidden_layers=2), "this engine runs heads of one layer"),
+    "no EAGLE-3 head": ("eagle eagle3", lambda _folder: None, "so it does not have an EAGLE-3 head"),
+    "several layers": ("eagle3", config(num_hidden_layers=2), "give a head of one layer"),
     "only the last state": (
         "eagle3",
         config(eagle_config={"use_aux_hidden_state": False}),
@@ -161,7 +165,11 @@ BAD = {
         config(eagle_aux_hidden_state_layer_ids=None, eagle_config=None),
         "which stands for the layers 2, 1, -1",
     ),
-    "layers that are no numbers": ("eagle3", config(eagle_aux_hidden_state_layer_ids="all"), "is no list of layers"),
+    "layers that are not numbers": (
+        "eagle3",
+        config(eagle_aux_hidden_state_layer_ids="all"),
+        "must be a list of layers",
+    ),
     "another number of layers": (
         "eagle3",
         config(eagle_aux_hidden_state_layer_ids=[0, 2]),
@@ -188,7 +196,7 @@ BAD = {
     "tokens instead of offsets": (
         "eagle3",
         tensor("d2t", lambda given: given + torch.arange(len(given))),
-        "d2t holds offsets from the row's number",
+        "d2t must hold offsets from the row's number",
     ),
     "a token of two rows": (
         "eagle3",
@@ -200,7 +208,7 @@ BAD = {
     "offsets that are not integers": ("eagle3", tensor("d2t", lambda given: given.float()), "not as integers"),
     "offsets of fewer rows": ("eagle3", tensor("d2t", lambda given: given[:-1]), r"shape \(199,\), but needs 200"),
     # Medusa.
-    "no Medusa heads": ("eagle medusa", lambda _folder: None, "so it has no Medusa heads"),
+    "no Medusa heads": ("eagle medusa", lambda _folder: None, "so it does not have Medusa heads"),
     "a number of heads out of range": ("medusa", config(medusa_num_heads=0), "describes 0 Medusa heads"),
     "more heads than tensors": ("medusa", config(medusa_num_heads=4), r"lacks 3\.0\.linear\.bias and 2 more"),
 }
@@ -260,7 +268,7 @@ def test_the_folder_of_the_target_may_have_no_mtp_layer(model, model_folder):
 
 
 def test_an_unknown_kind_is_refused(folders, model):
-    with pytest.raises(UserError, match="'dflash' is no kind of draft head; give one of mtp, eagle, eagle3, medusa"):
+    with pytest.raises(UserError, match="'dflash' is not a kind of draft head; give one of mtp, eagle, eagle3, medusa"):
         check_head("dflash", folders / "eagle", model.config)
 
 
