@@ -1,4 +1,4 @@
-"""`ssd-engine`: run, demonstrate and train target models. Each command imports the heavy modules that it needs."""
+"""`ssd-engine`: run targets, compare drafters, and train both. Each command imports the heavy modules that it needs."""
 
 from __future__ import annotations
 
@@ -130,11 +130,18 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     type=click.Path(path_type=Path, dir_okay=False),
     help="File of prompts, as --file of `generate`.  [default: prompts.jsonl in the model's folder]",
 )
-@click.option("--warm", "earlier", type=click.IntRange(min=0), default=0, help="Prompts to run before, unmeasured.")
-@click.option("--requests", type=click.IntRange(min=1), help="Prompts to measure.  [default: all others]")
+@click.option(
+    "--warm", "earlier", type=click.IntRange(min=0), default=0, help="Number of prompts to run first, unmeasured."
+)
+@click.option("--requests", type=click.IntRange(min=1), help="Number of prompts to measure.  [default: all others]")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Number of tokens per output.")
 @click.option(
-    "--temperature", "temperatures", default="0,0.8", metavar="LIST", callback=numbers(float, 0), help="Temperatures."
+    "--temperature",
+    "temperatures",
+    default="0,0.8",
+    metavar="LIST",
+    callback=numbers(float, 0),
+    help="Sampling temperatures; 0 is greedy decoding.",
 )
 @click.option(
     "--verification",
@@ -149,8 +156,10 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     type=click.Path(path_type=Path, dir_okay=False),
     help="Predict speed-ups for the hardware of this file, which `profile` wrote.",
 )
-@click.option("--gpu", help="Predict speed-ups for this GPU, such as h100, from its data sheet.")
-@click.option("--model-size", default="8b", help="Size of the model that --gpu runs, such as 8b.")
+@click.option(
+    "--gpu", help="Predict speed-ups for this GPU from its data sheet, such as h100, with a model of --model-size."
+)
+@click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -198,7 +207,7 @@ def _take_rows(given: dict[str, Any]) -> tuple[EngineOptions, list[Row]]:
 
 @cli.group()
 def train() -> None:
-    """Train models."""
+    """Train the small target, or a drafter for a target."""
 
 
 @train.command()

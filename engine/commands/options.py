@@ -79,7 +79,7 @@ def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
             kind, name = kinds[0] if len(kinds) == 1 else "", text
         if kind not in kinds:
             what = f"KIND=FOLDER with {' or '.join(kinds)}" if kinds else "a drafter that has weights"
-            raise UserError(f"--draft-model {text} does not fit to --drafter {drafter}; give {what}")
+            raise UserError(f"--draft-model {text} does not fit --drafter {drafter}; give {what}")
         folders[kind] = find_model(name, HEAD_FILES)
     return folders
 
@@ -183,8 +183,8 @@ ROW_OPTIONS = (
         "drafters",
         default="all",
         metavar="LIST",
-        help="Drafters, separated by commas: `all`, or names as for `generate`, with options as NAME@KEY=VALUE; depth "
-        "and shape replace --depth and --draft-shape.",
+        help="Drafters, separated by commas: `all` (every kind but ssd-remote), or names as for `generate`, with "
+        "options as NAME@KEY=VALUE; depth and shape replace --depth and --draft-shape.",
     ),
     click.option(
         "--depth",
@@ -192,7 +192,7 @@ ROW_OPTIONS = (
         default="4",
         metavar="LIST",
         callback=numbers(int, 1),
-        help="Draft depths K, for the drafters that can limit it.",
+        help="Draft depths K, for the drafters that run a network.",
     ),
     click.option(
         "--draft-shape",

@@ -171,7 +171,7 @@ class TargetInfo:
 
 @dataclass(frozen=True, eq=False)
 class ExtraRows:
-    """Tokens that run behind the drafts of B sequences without being verified, E tokens in total."""
+    """Tokens that run after the drafts of B sequences without being verified, E tokens in total."""
 
     tokens: np.ndarray
     """uint32 [E]."""

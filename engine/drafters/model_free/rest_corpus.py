@@ -24,7 +24,7 @@ from ssd.corpus.sections import MAGIC, read_sections
 from ssd.errors import UserError
 
 MIN_CAPACITY = 4096
-"""Smallest capacity of a corpus."""
+"""Smallest capacity of a corpus, in tokens."""
 PIECE_CHARACTERS = 1 << 20
 """Text is tokenized in pieces of about this length, which end with a line."""
 
@@ -99,7 +99,7 @@ def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     if largest >= vocab_size:
         raise UserError(
             f"{path} holds the token id {largest}, but the target's vocabulary ends at {vocab_size - 1}; "
-            "it was made with another tokenizer"
+            "make it again with the target's tokenizer"
         )
 
 
@@ -111,7 +111,7 @@ def _read_documents(path: Path, vocab_size: int) -> list[Document]:
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as problem:
         raise UserError(f"cannot read {path} ({problem}); docs/drafters.md lists the formats of a corpus") from None
     if not documents:
-        raise UserError(f"{path} has no text and no tokens")
+        raise UserError(f"{path} has no text and no tokens; give another file as path")
     for document in documents:
         for part in document:
             if isinstance(part, np.ndarray):

@@ -127,7 +127,7 @@ def _hidden_layers(source: HeadFolder, fields: Mapping[str, Any], target: ModelC
     else:
         layers = [2, count // 2, count - 3]
     if len({*layers}) < len(layers) or not all(0 <= layer <= count for layer in layers):
-        origin = "names" if given else "has no eagle_aux_hidden_state_layer_ids, which stands for"
+        origin = "names" if given else f"lacks {LAYER_IDS}, which means"
         raise UserError(
             f"{source.folder}/config.json {origin} the layers {', '.join(map(str, layers))} of the target, but this "
             f"target needs different ones from 0 to {count}; give a head trained for it"

@@ -129,6 +129,6 @@ def _refuse_unsupported(source: HeadFolder, form: MtpForm, target: ModelConfig) 
     numbered = f"{form.prefix}eh_proj.weight" in source.names
     if numbered and form.prefix not in (deepseek(0).prefix, deepseek(target.num_layers).prefix):
         raise UserError(
-            f"the MTP layer in {source.folder} is {form.prefix[:-1]}, but behind this target of {target.num_layers} "
+            f"the MTP layer in {source.folder} is {form.prefix[:-1]}, but for this target of {target.num_layers} "
             f"layers it must be model.layers.{target.num_layers}; give a head trained for it"
         )

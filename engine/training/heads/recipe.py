@@ -39,7 +39,9 @@ class Recipe:
     def __post_init__(self) -> None:
         """Raise ValueError for a run without a step."""
         if self.steps == 0:
-            raise ValueError(f"a run needs at least one batch of {self.batch_tokens} tokens, not {self.total_tokens}")
+            raise ValueError(
+                f"a run needs at least one batch of {self.batch_tokens} tokens, not {self.total_tokens}; raise --tokens"
+            )
 
     @property
     def batch_tokens(self) -> int:

@@ -25,7 +25,9 @@ from ssd.errors import UserError
 CHECKPOINT_FILE = "checkpoint.pt"
 CHECKPOINT_EVERY_S = 60.0
 SMOOTHED_STEPS = 25
+"""Number of steps over which the displayed tokens per step are averaged."""
 VOCABULARY_WEIGHTS = ("embedding.weight", "lm_head.weight")
+"""Matrices that AdamW trains, because their rows belong to tokens."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ def resume(recipe: Recipe, target: Decoder, features: Features, work: Path) -> R
     if path.exists():
         state = torch.load(path, weights_only=True)
         if state["recipe"] != asdict(recipe) or state["features"] != features.fingerprint:
-            raise ValueError(f"{path} was made with another recipe, text or target; use another work folder")
+            raise ValueError(f"{path} was made with another recipe, text or target; give another --work folder")
         run.module.load_state_dict(state["module"])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

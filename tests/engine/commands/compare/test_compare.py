@@ -182,7 +182,7 @@ def test_requests_run_at_the_same_time(compare, tmp_path):
         (("--requests", "5"), "but 0 earlier and 5 measured"),
         (("--prompts", "/no/file"), "cannot read /no/file"),
         (("--draft-model", "mtp=/no/folder"), "/no/folder"),
-        (("--draft-model", "eagle=/no/folder"), "does not fit to --drafter mtp+medusa"),
+        (("--draft-model", "eagle=/no/folder"), "does not fit --drafter mtp+medusa"),
         (("--out", "/proc/none"), "cannot write to /proc/none"),
     ],
 )

@@ -163,7 +163,7 @@ BAD = {
     "default layers of a short target": (
         "eagle3",
         config(eagle_aux_hidden_state_layer_ids=None, eagle_config=None),
-        "which stands for the layers 2, 1, -1",
+        "which means the layers 2, 1, -1",
     ),
     "layers that are not numbers": (
         "eagle3",
