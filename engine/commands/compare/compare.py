@@ -111,11 +111,7 @@ def run_comparison(options: CompareOptions) -> bool:
     if not any(result.drafter != "none" for result in comparison.results):
         raise UserError(f"no drafter could be measured: {'; '.join(f'{k}: {v}' for k, v in skipped.items())}")
     write_reports(comparison, options.out)
-    for table in console_tables(comparison, console.width):
-        console.print(table)
-    for note in notes(comparison):
-        console.print(note, markup=False, style="dim")
-    console.print(comparison.recommendation(), markup=False, style="bold")
+    _print_report(comparison, console)
     console.print(f"wrote {options.out / JSON_FILE}, {PAGE_FILE} and {TABLE_FILE}", markup=False)
     return all(result.identical is not False for result in comparison.results)
 
@@ -167,6 +163,15 @@ def write_reports(comparison: Comparison, out: Path) -> None:
             (out / name).write_text(content, encoding="utf-8")
     except OSError as problem:
         raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
+
+
+def _print_report(comparison: Comparison, console: Console) -> None:
+    """Print the tables, how they were measured, and the recommendation."""
+    for table in console_tables(comparison, console.width):
+        console.print(table)
+    for note in notes(comparison):
+        console.print(note, markup=False, style="dim")
+    console.print(comparison.recommendation(), markup=False, style="bold")
 
 
 def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:

@@ -47,7 +47,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class ChainObjective:
-    """For heads that are run once per draft position, with training-time test."""
+    """Loss of a head that is run once per draft position, with training-time test."""
 
     module: DraftHead
     target: Decoder
@@ -101,7 +101,7 @@ def likeliest(acceptance: Tensor, usable: int, share: float) -> Tensor:
 
 @dataclass(frozen=True)
 class MedusaObjective:
-    """For Medusa heads: head i at position t predicts the token of t + i + 2."""
+    """Loss of Medusa heads: head i at position t predicts the token of position t + i + 2."""
 
     module: MedusaHeads
     target: Decoder
@@ -130,7 +130,7 @@ class MedusaObjective:
 
 @dataclass(frozen=True)
 class DraftModelObjective:
-    """For a draft model with the target's embeddings, which are not trained; it reads only the text."""
+    """Loss of a draft model that reads only the text, with the target's embeddings, which are not trained."""
 
     module: Decoder
     target: Decoder
