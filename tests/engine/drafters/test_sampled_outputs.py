@@ -1,0 +1,168 @@
+"""Sampled outputs of the whole engine have the target's distribution, with every drafter and way of verification.
+
+Planted faults of verification must be caught by the same test. Faults that only lower the acceptance are planted in
+`model_based/test_acceptance.py`, and faults among sampled siblings in `tests/engine/speculation/test_distribution.py`.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.drafters.base import TargetInfo
+from engine.drafters.model_based import autoregressive
+from engine.drafters.registry import CORPUS_PATH, KINDS, build_drafter, configure
+from engine.engine import build_engine
+from engine.models.heads.formats import save_head
+from engine.models.loader import load_model, save_model
+from engine.models.ops import PLAIN
+from engine.sampling import draft_sampler
+from engine.speculation import verify
+from engine.training.heads.features import Windows
+from engine.training.heads.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
+from ssd.config import DrafterConfig
+from tests.engine.drafters.toy import attend_densely
+from tests.engine.sampled_outputs import TEMPERATURE, VOCAB, fits, new_target, sampled_requests
+from tests.engine.speculation.test_distribution import residual_is_p
+
+CONFIG = EngineConfig(max_sequences=250, max_step_tokens=4000, max_draft=6, kv_memory_mib=16)
+DEPTH = 3
+COMBINED = ["ssd+mtp", "ssd+eagle3", "ssd+recycle", "ngram+draft-model+medusa"]
+# `ssd-remote` and `classic` draft like `ssd`: paths or trees of deterministic candidates.
+SINGLE = [kind for kind in KINDS if kind not in ("none", "ssd-remote", "classic")]
+
+
+@torch.inference_mode()
+def states_of(target, texts, layers):
+    """Return windows of texts, int64 [B, T], with the target's states after layers."""
+    positions = torch.arange(texts.shape[1])
+    states = [target.hidden_states(text, positions, attend_densely, PLAIN, layers)[1] for text in texts]
+    return Windows(texts, torch.stack(states))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of the target, and of weights that resemble it by kind; under `rest`, a corpus file."""
+    root = tmp_path_factory.mktemp("weights")
+    target = new_target()
+    texts = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB, (200, 20)))
+    heads = {
+        "mtp": new_mtp(target, states_of(target, texts, (1, 2))),
+        "eagle": new_eagle(target, states_of(target, texts, (1, 2))),
+        "eagle3": new_eagle3(target, (0, 1, 2), torch.arange(0, VOCAB - 2), states_of(target, texts, (0, 1, 2, 1, 2))),
+        "medusa": new_medusa(target, DEPTH, states_of(target, texts, (2,))),
+    }
+    for kind, head in heads.items():
+        save_head(head, root / kind, dtype=torch.float32)
+    for name, model in (("target", target), ("draft-model", new_draft_model(target, 1))):
+        (root / name).mkdir()
+        save_model(model, root / name, dtype=torch.float32)
+    outputs = run(target, {"target": root / "target"}, "none", "path", sampled_requests(2000, "exact", 10**6))
+    np.save(root / "corpus.npy", np.stack(outputs))
+    return {path.name: path for path in root.iterdir() if path.is_dir()} | {"rest": root / "corpus.npy"}
+
+
+@pytest.fixture(scope="module")
+def target(folders):
+    return load_model(folders["target"])
+
+
+def run(target, folders, kind, shape, requests):
+    """Return the outputs of requests with a drafter."""
+    config = replace(CONFIG, draft_shape=shape)
+    kinds = [KINDS[each] for each in kind.split("+")]
+    options = {"depth": str(DEPTH)} if any(each.runs_model for each in kinds) else {}
+    if kind == "rest":
+        options[CORPUS_PATH] = str(folders["rest"])
+    settings = DrafterConfig(draft_shape=shape, max_draft=CONFIG.max_draft, capacity=20_000)
+    info = TargetInfo.from_model(target, config, folders["target"])
+    drafter = build_drafter(kind, configure(kind, settings, options), info, draft_models=folders)
+    engine = build_engine(target, config, drafter)
+    completions = engine.generate(requests)
+    engine.close()
+    assert kind == "none" or sum(each.accepted for each in completions) > len(requests)
+    return [each.tokens for each in completions]
+
+
+@pytest.mark.parametrize("kind", SINGLE + COMBINED)
+def test_outputs_have_the_targets_distribution(target, folders, kind):
+    """Requests of both modes run in the same batches, one half of the tokens with paths and the other with trees."""
+    outputs = []
+    for seed, shape in ((0, "path"), (10_000, "tree")):
+        asked = sampled_requests(2500, "exact", seed) + sampled_requests(2500, "rejection", seed + 5000)
+        outputs += run(target, folders, kind, shape, asked)
+    assert fits(target, outputs)
+
+
+# Where rejection sampling is used, with a drafter whose tokens are rejected more often.
+@pytest.mark.parametrize(
+    ("verification", "shape", "kind"),
+    [
+        ("exact", "path", "self-int8"),
+        ("exact", "tree", "self-int8"),
+        ("rejection", "path", "mtp"),
+        ("rejection", "tree", "self-int8"),
+    ],
+)
+def test_each_way_of_verification_keeps_the_targets_distribution(target, folders, verification, shape, kind):
+    assert fits(target, run(target, folders, kind, shape, sampled_requests(100_000, verification)))
+
+
+@pytest.fixture
+def unlike_target(monkeypatch):
+    """Let one half of the draft tokens be token 0, and sample the others from a sharper distribution."""
+    original = autoregressive.target_logits
+
+    def changed(head, hidden):
+        logits = 1.6 * original(head, hidden)
+        logits[:, 0] = TEMPERATURE * torch.logsumexp(logits[:, 1:] / TEMPERATURE, dim=1)
+        return logits
+
+    monkeypatch.setattr(autoregressive, "target_logits", changed)
+
+
+def drops_unlikely_tokens(monkeypatch):
+    """Planted fault: a sampled token is not drafted if its own probability is low."""
+    sample = autoregressive.sample_drafts
+
+    def likely_ones(*arguments, **options):
+        sampled = sample(*arguments, **options)
+        is_likely = sampled.q.gather(1, sampled.tokens) > 0.2
+        return sampled._replace(is_possible=sampled.is_possible & is_likely)
+
+    monkeypatch.setattr(autoregressive, "sample_drafts", likely_ones)
+
+
+def drafts_with_the_targets_noise(monkeypatch):
+    """Planted fault: tokens for rejection sampling are drafted with the noise that samples the target's tokens."""
+    monkeypatch.setattr(draft_sampler, "draft_seeds", lambda seeds, committed: seeds)
+
+
+@pytest.mark.usefixtures("unlike_target")
+@pytest.mark.parametrize("fault", [None, drops_unlikely_tokens, drafts_with_the_targets_noise, residual_is_p])
+def test_planted_faults_of_rejection_are_caught(target, folders, monkeypatch, fault):
+    if fault is not None:
+        fault(monkeypatch)
+    outputs = run(target, folders, "self-int8", "path", sampled_requests(10_000, "rejection"))
+    assert fits(target, outputs) == (fault is None)
+
+
+def accepts_one_more(monkeypatch):
+    """Planted fault: the first wrong token of a path is accepted."""
+    length = verify.accepted_length
+    monkeypatch.setattr(verify, "accepted_length", lambda draft, own: min(len(draft), length(draft, own) + 1))
+
+
+def accepts_any_branch(monkeypatch):
+    """Planted fault: nodes of a tree are accepted although their parents are not."""
+    monkeypatch.setattr(
+        verify, "accepted_path", lambda draft, parents, own: np.flatnonzero(draft == own[parents + 1])[: len(draft)]
+    )
+
+
+@pytest.mark.parametrize(("fault", "shape"), [(accepts_one_more, "path"), (accepts_any_branch, "tree")])
+def test_planted_faults_of_exact_verification_are_caught(target, folders, monkeypatch, fault, shape):
+    fault(monkeypatch)
+    assert not fits(target, run(target, folders, "mtp", shape, sampled_requests(10_000, "exact")))
