@@ -8,8 +8,10 @@ diagonal.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +32,7 @@ QUERY_CLASSES = (2, 8, 32, KEY_BLOCK)
 because the CPU's matrix product rounds a single query differently."""
 
 
-@dataclass(frozen=True)
-class QueryBlock:
+class QueryBlock(NamedTuple):
     """Consecutive queries of one sequence whose contexts end in the same block of keys."""
 
     row: int
@@ -92,7 +93,7 @@ class PlainAttention(Attention):
         blocks = query_blocks(batch)
         classes: dict[tuple[int, int], list[QueryBlock]] = defaultdict(list)
         for block in blocks:
-            query_class = next(size for size in QUERY_CLASSES if block.length <= size)
+            query_class = bisect_left(QUERY_CLASSES, block.length)
             classes[block.position // KEY_BLOCK + 1, query_class].append(block)
         groups = [self._group(members, count * KEY_BLOCK) for (count, _), members in classes.items()]
 
@@ -122,33 +123,31 @@ class PlainAttention(Attention):
         return PlainFixed(self._keys, self._values, step)
 
     def _group(self, blocks: list[QueryBlock], key_count: int) -> Group:
-        longest = max(block.length for block in blocks)
-        query_count = longest + longest % 2
-        starts, lengths, positions = (
-            np.array([[getattr(block, field)] for block in blocks]) for field in ("row", "length", "position")
-        )
-        within = np.minimum(np.arange(query_count), lengths - 1)
+        starts, lengths, positions = np.array([block[:3] for block in blocks]).T[:, :, None]
+        longest = int(lengths.max())
+        within = np.minimum(np.arange(longest + longest % 2), lengths - 1)
         mask = np.arange(key_count) <= (positions + within)[:, :, None]
         for index, block in enumerate(blocks):
             if block.mask is not None:
                 mask[index] = block.mask[within[index]]
         mask[:, :, : self._first_slot] = False
-        rows = (starts + within).ravel()
+        shared = np.broadcast_to(mask[:, None, None], (len(mask), 1, self._sharing, *mask.shape[1:]))
         return Group(
-            rows=self._on_device(rows),
+            rows=self._on_device((starts + within).ravel()),
             pages=self._pages_of(blocks, key_count // self._page_size),
-            mask=self._on_device(np.tile(mask[:, None], (1, 1, self._sharing, 1))),
+            mask=self._on_device(shared.reshape(len(mask), 1, -1, key_count)),
         )
 
     def _pages_of(self, blocks: list[QueryBlock], count: int) -> Tensor | slice:
-        page_tables = np.zeros((len(blocks), count), np.int64)
-        for table, block in zip(page_tables, blocks, strict=True):
+        pages = blocks[0].pages[:count]
+        if len(blocks) == 1 and pages == list(range(pages[0], pages[0] + len(pages))):
+            return slice(pages[0], pages[0] + count)
+        page_tables: list[int] = []
+        for block in blocks:
             pages = block.pages[:count]
-            table[: len(pages)] = pages
-            first = pages[0]
-            if len(blocks) == 1 and pages == list(range(first, first + len(pages))):
-                return slice(first, first + count)
-        return self._on_device(page_tables.ravel())
+            page_tables += pages
+            page_tables += [0] * (count - len(pages))
+        return self._on_device(np.array(page_tables, np.int64))
 
     def _attend_group(self, group: Group, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Return the attention of one group.

@@ -14,6 +14,7 @@ import numpy as np
 from engine.drafters.draft_pool import Candidates, PoolDrafts
 from engine.scheduling.plan import SequenceResult
 from engine.scheduling.sequence import Sequence
+from ssd.kernels.jit import Bool, Bools, FloatRows, FloatsOut, Int, Longs, Nothing, kernel, outline
 
 EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 """Upper bounds of the intervals of scores, finer at both ends."""
@@ -26,89 +27,95 @@ MAX_WEIGHT = 250.0
 
 
 class AcceptanceTable:
-    """Estimates the probability that a draft token is accepted, given that its parent is."""
+    """Estimates the probability that a draft token is accepted, given that its parent is.
+
+    Requests that sample are counted separately, because their scores include noise.
+    """
 
     def __init__(self) -> None:
         middles = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
-        self._rates = np.tile(middles, (DEPTHS, 1))
-        self._weights = np.full(self._rates.shape, PRIOR_WEIGHT)
+        self.rates = np.tile(middles.astype(np.float32), (2 * DEPTHS, 1))
+        """float32 [2 * DEPTHS, len(EDGES) + 1]: the probabilities by depth and interval of scores, for greedy requests,
+        then for sampled ones."""
+        self._weights = np.full(self.rates.shape, PRIOR_WEIGHT, np.float32)
 
-    @property
-    def rates(self) -> np.ndarray:
-        """float64 [DEPTHS, len(EDGES) + 1]: the probabilities by depth and interval of scores."""
-        return self._rates
-
-    def accept_prob(self, scores: np.ndarray, depths: np.ndarray) -> np.ndarray:
+    def accept_prob(self, is_sampled: np.ndarray, scores: np.ndarray, depths: int | np.ndarray) -> np.ndarray:
         """Return the probabilities of tokens, float32 [n].
 
-        scores: float [n], 0 to 1, higher for likelier tokens. depths: int [n], from 1.
+        is_sampled: bool [n]. scores: float [n], 0 to 1, higher for likelier tokens. depths: int [n] or of all, from 1.
+        All of them may have further dimensions.
         """
-        return self._rates[_entries(scores, depths)].astype(np.float32)
+        rows = is_sampled * DEPTHS + (np.minimum(depths, DEPTHS) - 1)
+        return self.rates[rows, EDGES.searchsorted(scores, side="right")]
 
-    def observe(self, scores: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
-        """Learn from verified tokens whose parents were accepted; accepted: bool [n]."""
-        entries = _entries(scores, depths)
-        counts, kept = np.zeros_like(self._rates), np.zeros_like(self._rates)
-        np.add.at(counts, entries, 1.0)
-        np.add.at(kept, entries, accepted)
-        total = self._weights + counts
-        self._rates = (self._rates * self._weights + kept) / total
-        self._weights = np.minimum(total, MAX_WEIGHT)
+    def observe(self, is_sampled: bool, scores: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn from verified tokens of a request whose parents were accepted; accepted: bool [n]."""
+        _observe(self.rates, self._weights, is_sampled, scores.astype(np.float32), depths, accepted)
+
+    def observe_draft(self, is_sampled: bool, nodes: Candidates, first: int, count: int, kept: np.ndarray) -> int:
+        """Learn from those of `count` verified nodes whose parents were accepted; return the depth that was reached.
+
+        nodes: with parents within the draft. first: index of the draft's first node. kept: int64 [a], the accepted ones
+        within the draft.
+        """
+        part = slice(first, first + count)
+        columns = nodes.parent[part], nodes.depth[part], nodes.score[part]
+        return int(_observe_draft(self.rates, self._weights, is_sampled, *columns, kept))
 
 
-def _entries(scores: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.minimum(depths, DEPTHS) - 1, np.searchsorted(EDGES, scores, side="right")
+@outline
+def _count(rates, weights, is_sampled, depth, score, accepted):
+    row = is_sampled * DEPTHS + min(depth, DEPTHS) - 1
+    interval = np.searchsorted(EDGES, score, side="right")
+    weight = weights[row, interval]
+    rates[row, interval] = (rates[row, interval] * weight + accepted) / (weight + 1)
+    weights[row, interval] = min(weight + 1, MAX_WEIGHT)
+
+
+@kernel(FloatRows, FloatRows, Bool, FloatsOut, Longs, Bools, returns=Nothing)
+def _observe(rates, weights, is_sampled, scores, depths, accepted):
+    for index in range(len(scores)):
+        _count(rates, weights, is_sampled, depths[index], scores[index], accepted[index])
+
+
+@kernel(FloatRows, FloatRows, Bool, Longs, Longs, FloatsOut, Longs, returns=Int)
+def _observe_draft(rates, weights, is_sampled, parents, depths, scores, kept):
+    reached = 0
+    is_kept = np.zeros(len(parents), np.bool_)
+    for node in kept:
+        is_kept[node] = True
+    for node in range(len(parents)):
+        if parents[node] < 0 or is_kept[parents[node]]:
+            _count(rates, weights, is_sampled, depths[node], scores[node], is_kept[node])
+            reached = max(reached, depths[node])
+    return reached
 
 
 class Calibration:
-    """Acceptance tables of a drafter, and the drafts from whose results they learn."""
+    """The acceptance table of a drafter, and the drafts from whose results it learns."""
 
     def __init__(self) -> None:
-        self._tables = {is_sampled: AcceptanceTable() for is_sampled in (False, True)}
-        """By whether the request samples, because its scores then include noise."""
-        self._drafts: dict[int, Candidates] = {}
-        """The last draft of each sequence."""
-
-    def accept_prob(self, is_sampled: np.ndarray, scores: np.ndarray, depth: int | np.ndarray) -> np.ndarray:
-        """Return the probabilities of n tokens, float32 [n]; is_sampled: bool [n]. depth: of all, or int [n]."""
-        depths = np.full(len(scores), depth)
-        greedy, sampled = (self._tables[key].accept_prob(scores, depths) for key in (False, True))
-        return np.where(is_sampled, sampled, greedy)
+        self.table = AcceptanceTable()
+        self._drafts: dict[int, tuple[Candidates, int]] = {}
+        """For each sequence, the drafts of the step in which it was last drafted, and its first node there."""
 
     def remember(self, sequences: SequenceOf[Sequence], drafts: PoolDrafts) -> None:
         """Keep the drafts of a step until their results are known."""
-        bounds = drafts.batch.offsets.tolist()
-        for sequence, start, end in zip(sequences, bounds[:-1], bounds[1:], strict=True):
-            self._drafts[sequence.sequence_id] = drafts.nodes.take(np.arange(start, end))
+        for sequence, start in zip(sequences, drafts.batch.offsets.tolist(), strict=False):
+            self._drafts[sequence.sequence_id] = drafts.nodes, start
 
-    def learn(self, result: SequenceResult) -> tuple[np.ndarray, np.ndarray]:
+    def learn(self, result: SequenceResult) -> int:
         """Learn from the result of the last draft of a sequence.
 
-        Return the depth of each token whose parent was accepted, int64 [n], and whether the token was, bool [n].
+        Return the depth of the deepest token whose parent was accepted, 0 if nothing is learned.
         """
-        nodes = self._drafts.pop(result.sequence_id, None)
+        draft = self._drafts.pop(result.sequence_id, None)
         # Drafts that are verified by rejection may be selected by depth instead of by rank.
-        if nodes is None or not result.drafted or result.plan.q_rows is not None:
-            return np.empty(0, np.int64), np.empty(0, np.bool_)
-        verified = nodes.take(np.arange(result.drafted))
-        reached = reached_tokens(verified.parent, result.kept)
-        accepted = np.zeros(result.drafted, np.bool_)
-        accepted[result.kept] = True
-        table = self._tables[result.plan.sequence.request.sampling.is_sampled]
-        table.observe(verified.score[reached], verified.depth[reached], accepted[reached])
-        return verified.depth[reached], accepted[reached]
+        if draft is None or not result.drafted or result.plan.q_rows is not None:
+            return 0
+        is_sampled = result.plan.sequence.request.sampling.is_sampled
+        return self.table.observe_draft(is_sampled, *draft, result.drafted, result.kept)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
         self._drafts.pop(sequence.sequence_id, None)
-
-
-def reached_tokens(parents: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Return which draft tokens have an accepted parent, bool [k].
-
-    parents: int [k], as in `DraftBatch`. kept: int64 [a], the accepted tokens.
-    """
-    is_kept = np.zeros(len(parents) + 1, np.bool_)
-    is_kept[kept] = True
-    is_kept[-1] = True  # The context, which `ROOT` refers to.
-    return is_kept[parents]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import Attention
-from engine.executor.batch import Batch, Span
+from engine.executor.batch import Batch, Span, slots_and_positions
 from engine.executor.transfer import on_device
 from engine.models.decoder import Attend
 from engine.models.ops import PLAIN, Ops
 from engine.scheduling.pages import PagePool
+from engine.scheduling.plan import NO_ROWS
 from engine.speculation.draft_tree import DraftTree
 
 
@@ -81,36 +81,12 @@ class DraftForward:
         return self._begin(self._target, spans)
 
     def _begin(self, attention: Attention, spans: SequenceOf[DraftSpan]) -> DraftRows:
-        lengths = np.array([span.length for span in spans])
-        firsts = np.cumsum(lengths) - lengths
-        starts = np.array([span.start for span in spans])
-        places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
-        slots = np.concatenate([_slots(span, self.page_size) for span in spans])
-        positions = places.copy()
-        for first, span in zip(firsts.tolist(), spans, strict=True):
-            if span.tree is not None:
-                end, nodes = first + span.length, len(span.tree.parents)
-                count = min(nodes, span.length)
-                root = span.start + span.length - nodes - 1
-                positions[end - count : end] = root + span.tree.depths[nodes - count :]
-        nothing = np.empty(0, np.int64)
+        rows, start = [], 0
+        for span in spans:
+            rows.append(Span(start, span.length, span.start, span.pages, span.tree))
+            start += span.length
+        slots, positions = slots_and_positions(rows, self.page_size)
         batch = Batch(
-            tokens=nothing,
-            positions=positions,
-            slots=slots,
-            spans=[
-                Span(first, span.length, span.start, span.pages, span.tree)
-                for first, span in zip(firsts.tolist(), spans, strict=True)
-            ],
-            logit_rows=nothing,
-            logit_offsets=nothing,
-            scored_offsets=nothing,
+            NO_ROWS, positions, slots, rows, logit_rows=NO_ROWS, logit_offsets=NO_ROWS, scored_offsets=NO_ROWS
         )
         return DraftRows(on_device(positions, self.device), attention.begin(batch))
-
-
-def _slots(span: DraftSpan, page_size: int) -> np.ndarray:
-    if span.length == 1:
-        return np.array([span.pages[span.start // page_size] * page_size + span.start % page_size])
-    places = np.arange(span.start, span.start + span.length)
-    return np.array(span.pages, np.int64)[places // page_size] * page_size + places % page_size

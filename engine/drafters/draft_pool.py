@@ -7,15 +7,23 @@ is never less likely than its children.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from engine.drafters.base import Drafts
+from ssd.kernels.jit import FloatRows, FloatsOut, Int, LongRows, Longs, kernel
 from ssd.types import ROOT, DraftBatch, offsets_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+START_CAPACITY = 64
+"""Candidates that a pool has room for before its arrays grow."""
 
 
 class Candidates(NamedTuple):
-    """Candidates of one depth, or of all; n of them."""
+    """n candidates of the drafts of a batch."""
 
     owner: np.ndarray
     """int64 [n]: index of the sequence."""
@@ -25,14 +33,14 @@ class Candidates(NamedTuple):
     """int64 [n]."""
     depth: np.ndarray
     """int64 [n]: from 1."""
+    q_row: np.ndarray
+    """int64 [n]: row of q that the token was sampled from, `DETERMINISTIC` for none."""
     accept_prob: np.ndarray
     """float32 [n]."""
     path_prob: np.ndarray
     """float32 [n]."""
     score: np.ndarray
     """float32 [n]: the drafter's own score."""
-    q_row: np.ndarray
-    """int64 [n]: row of q that the token was sampled from, `DETERMINISTIC` for none."""
 
     def take(self, rows: np.ndarray) -> Candidates:
         """Return some of the candidates."""
@@ -43,41 +51,79 @@ class DraftPool:
     """All candidates of a batch; those of a depth follow those of the depth before."""
 
     def __init__(self) -> None:
-        self._parts: list[Candidates] = []
+        # The columns of `Candidates`, and for each candidate the row of logits that it was chosen from.
+        self._integers = np.empty((6, START_CAPACITY), np.int64)
+        self._floats = np.empty((3, START_CAPACITY), np.float32)
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, candidates: Candidates) -> None:
-        """Append the candidates of one depth."""
-        self._parts.append(candidates)
-        self._size += len(candidates.owner)
+    @property
+    def nodes(self) -> Candidates:
+        """All candidates, valid until the next change."""
+        return Candidates(*self._integers[:5, : self._size], *self._floats[:, : self._size])
 
-    def all(self) -> Candidates:
-        """Return all candidates."""
-        return Candidates(*(np.concatenate(columns) for columns in zip(*self._parts, strict=True)))
+    @property
+    def row(self) -> np.ndarray:
+        """int64 [n]: index of each candidate's parent among the nodes after which `add` added it."""
+        return self._integers[5, : self._size]
 
-    def parent(self, node: int) -> int:
-        """Return the index of a candidate's parent, or `ROOT`."""
-        part, at = self._find(node)
-        return int(part.parent[at])
+    def add(
+        self,
+        owner: np.ndarray,
+        parent: np.ndarray,
+        tokens: np.ndarray,
+        scores: np.ndarray,
+        accept_prob: np.ndarray,
+        q_rows: np.ndarray,
+        depth: int,
+    ) -> None:
+        """Append at most c candidates of one depth after each of n nodes.
+
+        owner: int64 [n], sequences of the nodes. parent: int64 [n], the nodes, or `ROOT`. tokens: int64 [n, c], those
+        below 0 are skipped. scores, accept_prob: float32 [n, c]. q_rows: int64 [n].
+        """
+        self._reserve(self._size + tokens.size)
+        self._size = _add(
+            self._integers, self._floats, self._size, owner, parent, tokens, scores, accept_prob, q_rows, depth
+        )
+
+    def likeliest(self, first: int, limits: np.ndarray) -> np.ndarray:
+        """Return the likeliest of the candidates from `first` on, int64 [m], like `likeliest`."""
+        part = slice(first, self._size)
+        return first + likeliest(self._integers[0, part], self._floats[1, part], limits)
 
     def path_to(self, node: int) -> np.ndarray:
         """Return the tokens from the first one up to candidate `node`, uint32; none for `ROOT`."""
-        tokens: list[int] = []
+        nodes, tokens = self.nodes, list[int]()
         while node != ROOT:
-            part, at = self._find(node)
-            tokens.append(int(part.token[at]))
-            node = int(part.parent[at])
+            tokens.append(int(nodes.token[node]))
+            node = int(nodes.parent[node])
         return np.array(tokens[::-1], np.uint32)
 
-    def _find(self, node: int) -> tuple[Candidates, int]:
-        for part in self._parts:
-            if node < len(part.owner):
-                return part, node
-            node -= len(part.owner)
-        raise IndexError(node)
+    def _reserve(self, capacity: int) -> None:
+        if capacity <= self._integers.shape[1]:
+            return
+        added = 2 * capacity - self._integers.shape[1]
+        self._integers = np.pad(self._integers, ((0, 0), (0, added)))
+        self._floats = np.pad(self._floats, ((0, 0), (0, added)))
+
+
+@kernel(LongRows, FloatRows, Int, Longs, Longs, LongRows, FloatRows, FloatRows, Longs, Int, returns=Int)
+def _add(integers, floats, size, owner, parent, tokens, scores, accept_prob, q_rows, depth):
+    for row in range(len(owner)):
+        so_far = floats[1, parent[row]] if parent[row] >= 0 else np.float32(1)
+        for rank in range(tokens.shape[1]):
+            if tokens[row, rank] < 0:
+                continue
+            integers[0, size], integers[1, size], integers[2, size] = owner[row], parent[row], tokens[row, rank]
+            integers[3, size], integers[4, size], integers[5, size] = depth, q_rows[row], row
+            floats[0, size] = accept_prob[row, rank]
+            floats[1, size] = so_far * accept_prob[row, rank]
+            floats[2, size] = scores[row, rank]
+            size += 1
+    return size
 
 
 class PoolDrafts(NamedTuple):
@@ -87,24 +133,51 @@ class PoolDrafts(NamedTuple):
     nodes: Candidates
     """The drafted candidates in the order of `batch`, with parents within their drafts."""
 
+    def with_q(self, q: Tensor | None) -> Drafts:
+        """Return the drafts with the distributions that tokens were sampled from, see `Drafts.q`."""
+        return Drafts(self.batch) if q is None else Drafts(self.batch, q, self.nodes.q_row.astype(np.int32))
+
 
 def likeliest(owner: np.ndarray, path_prob: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Return the rows of the likeliest candidates of each sequence, by sequence and descending probability, int64 [m].
 
-    limits: int64 [B], largest number of candidates of each sequence. Equally likely candidates keep their order.
+    owner: int64 [n]. path_prob: float32 [n]. limits: int64 [B], largest number of candidates of each sequence. Equally
+    likely candidates keep their order.
     """
-    order = np.lexsort((-path_prob, owner))
-    owners = owner[order]
-    first = np.searchsorted(owners, owners, side="left")
-    return order[np.arange(len(order)) - first < limits[owners]]
+    chosen = np.empty(len(owner), np.int64)
+    return chosen[: _likeliest(owner, path_prob, limits, chosen)]
 
 
-def drafts_of(pool: DraftPool, limits: np.ndarray, source: int) -> PoolDrafts:
-    """Return the likeliest candidates as drafts, parents before their children.
+@kernel(Longs, FloatsOut, Longs, Longs, returns=Int)
+def _likeliest(owner, path_prob, limits, chosen):
+    counts = np.zeros(len(limits) + 1, np.int64)
+    for own in owner:
+        if counts[own] < limits[own]:
+            counts[own] += 1
+    ends = np.cumsum(counts)
+    sizes = np.zeros(len(limits), np.int64)
+    for node in range(len(owner)):
+        own = owner[node]
+        start = ends[own] - counts[own]
+        place = start + sizes[own]
+        if sizes[own] < counts[own]:
+            sizes[own] += 1
+        elif counts[own] <= 0 or not path_prob[node] > path_prob[chosen[place - 1]]:
+            continue
+        else:
+            place -= 1
+        while place > start and path_prob[node] > path_prob[chosen[place - 1]]:
+            chosen[place] = chosen[place - 1]
+            place -= 1
+        chosen[place] = node
+    return ends[-1]
+
+
+def drafts_of(nodes: Candidates, limits: np.ndarray, source: int) -> PoolDrafts:
+    """Return the likeliest of all candidates as drafts, parents before their children.
 
     limits: int64 [B], largest number of tokens of each draft. source: of all tokens.
     """
-    nodes = pool.all()
     rows = likeliest(nodes.owner, nodes.path_prob, limits)
     chosen = nodes.take(rows)
     counts = np.bincount(chosen.owner, minlength=len(limits))
@@ -116,7 +189,7 @@ def drafts_of(pool: DraftPool, limits: np.ndarray, source: int) -> PoolDrafts:
     batch = DraftBatch(
         chosen.token.astype(np.uint32),
         parents.astype(np.int32),
-        chosen.accept_prob.astype(np.float32),
+        chosen.accept_prob,
         np.full(len(rows), source, np.uint8),
         offsets_of(counts),
     )

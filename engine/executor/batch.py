@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from engine.speculation.draft_tree import DraftTree
 from ssd.types import ROOT
 
 
-@dataclass(frozen=True, eq=False)
-class Span:
+class Span(NamedTuple):
     """The part of a batch that belongs to one sequence."""
 
     start: int
@@ -25,7 +25,7 @@ class Span:
     pages: list[int]
     """The sequence's page table."""
     tree: DraftTree | None = None
-    """Shape of the draft and the extra rows at its end; None for a path."""
+    """Shape of the draft and the extra rows at its end; None for a path. A drafter's span may begin within it."""
 
     @property
     def committed(self) -> int:
@@ -58,8 +58,7 @@ class Batch:
 
 def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
     """Return the batch of a step: the scheduled tokens, the draft and the extra rows of each entry."""
-    tokens, spans, page_shifts, wanted, scored_rows, scored_counts = [], [], [], [], [], [0]
-    pages: list[int] = []
+    tokens, spans, wanted, scored_rows, scored_counts = [], [], [], [], [0]
     start = 0
     for entry in entries:
         sequence, computed, drafted = entry.sequence, entry.computed, len(entry.draft)
@@ -69,9 +68,6 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
             tokens.append(entry.draft)
         if len(entry.extra):
             tokens.append(entry.extra)
-        first_page = computed // page_size
-        page_shifts.append(len(pages) - first_page)
-        pages += sequence.pages[first_page : (computed + length - 1) // page_size + 1]
         spans.append(Span(start, length, computed, sequence.pages, _tree(entry)))
         wanted.append(1 + drafted if entry.produces else 0)
         scored = entry.scored
@@ -79,20 +75,16 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
             scored_rows.append(np.arange(scored.start, scored.stop) - computed + start)
         scored_counts.append(len(scored))
         start += length
-    lengths = np.array([span.length for span in spans])
-    starts = np.array([span.start for span in spans])
-    # Index of each token's keys and values within its sequence.
-    places = np.arange(start) + np.repeat(np.array([span.computed for span in spans]) - starts, lengths)
-    page_indices = places // page_size + np.repeat(page_shifts, lengths)
-    slots = np.array(pages, np.int64)[page_indices] * page_size + places % page_size
+    ends = np.array([span.start + span.length for span in spans])
+    slots, positions = slots_and_positions(spans, page_size)
     logit_offsets = np.cumsum([0, *wanted])
     scored_offsets = logit_offsets[-1] + np.cumsum(scored_counts)
     extra = np.array([len(entry.extra) for entry in entries])
-    logit_rows = _rows_before(starts + lengths - extra, np.array(wanted))
-    extra_rows = _rows_before(starts + lengths, extra)
+    logit_rows = _rows_before(ends - extra, np.array(wanted))
+    extra_rows = _rows_before(ends, extra)
     return Batch(
         tokens=np.concatenate(tokens, dtype=np.int64),
-        positions=_positions(places, spans),
+        positions=positions,
         slots=slots,
         spans=spans,
         logit_rows=np.concatenate([logit_rows, *scored_rows, extra_rows]),
@@ -100,6 +92,25 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
         scored_offsets=scored_offsets,
         extra_offsets=scored_offsets[-1] + np.append(0, extra.cumsum()),
     )
+
+
+def slots_and_positions(spans: SequenceOf[Span], page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Batch.slots` and `Batch.positions` of spans."""
+    lengths = [span.length for span in spans]
+    pages, shifts, moves = list[int](), [], []
+    for span in spans:
+        first = span.computed // page_size
+        shifts.append(len(pages) - first)
+        moves.append(span.computed - span.start)
+        pages += span.pages[first : (span.computed + span.length - 1) // page_size + 1]
+    # Index of each token's keys and values within its sequence.
+    places = np.arange(sum(lengths)) + np.repeat(moves, lengths)
+    slots = np.array(pages, np.int64)[places // page_size + np.repeat(shifts, lengths)] * page_size + places % page_size
+    for span in spans:
+        if span.tree is not None:
+            end, count = span.start + span.length, min(span.length, len(span.tree.parents))
+            places[end - count : end] = span.committed - 1 + span.tree.depths[-count:]
+    return slots, places
 
 
 def _rows_before(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -116,13 +127,3 @@ def _tree(entry: SequencePlan) -> DraftTree | None:
     extra = entry.extra_tree.parents
     shifted = np.where(extra == ROOT, ROOT, extra + len(draft))
     return DraftTree(np.concatenate((draft, shifted), dtype=np.int32, casting="same_kind"))
-
-
-def _positions(places: np.ndarray, spans: SequenceOf[Span]) -> np.ndarray:
-    """Return `places` as positions, int64 [N], with those of tree nodes replaced according to their depth."""
-    for span in spans:
-        if span.tree is not None:
-            end = span.start + span.length
-            first = end - len(span.tree.depths)
-            places[first:end] = places[first] - 1 + span.tree.depths
-    return places

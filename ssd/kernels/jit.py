@@ -29,6 +29,8 @@ Bytes = types.Array(types.uint8, 1, "C")
 """uint8 [N]."""
 Longs = types.Array(types.int64, 1, "C")
 """int64 [N]."""
+Bools = types.Array(types.boolean, 1, "C")
+"""bool [N]."""
 LongRows = types.Array(types.int64, 2, "C")
 """int64 [N, columns]."""
 FloatRows = types.Array(types.float32, 2, "C")

@@ -8,6 +8,8 @@ were committed since the previous one. Where trees are verified, the likeliest c
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -15,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutputs
+from engine.drafters.base import DraftLayers, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
-from engine.drafters.draft_pool import Candidates, DraftPool, PoolDrafts, drafts_of, likeliest
+from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
 from engine.drafters.model_based.slots import SlotWriter
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead
-from engine.sampling.draft_sampler import sample_drafts
+from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
@@ -70,7 +72,7 @@ class AutoregressiveDrafter:
         """See `Drafter.observe`."""
         self._writer.observe(result.results)
         for each in result.results:
-            self._pace.record_acceptance(*self._calibration.learn(each))
+            self._pace.record_acceptance(self._calibration.learn(each), each.accepted)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
@@ -83,18 +85,16 @@ class AutoregressiveDrafter:
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        entries = [entry for entry in plan.producing if self._can_draft(entry)]
-        if not entries:
+        at = [index for index, entry in enumerate(plan.producing) if self._can_draft(entry)]
+        if not at:
             return Drafts.empty(len(plan.producing))
+        entries = [plan.producing[index] for index in at]
         growth = self._grow(plan, entries)
         growth.keep_slots()
-        drafts = growth.drafts(self._source)
-        self._calibration.remember([entry.sequence for entry in entries], drafts)
-        at = np.array([index for index, entry in enumerate(plan.producing) if entry in entries])
-        batch = drafts.batch.scatter(at, len(plan.producing))
-        if not growth.q:
-            return Drafts(batch)
-        return Drafts(batch, torch.cat(growth.q), drafts.nodes.q_row.astype(np.int32))
+        found = growth.drafts(self._source)
+        self._calibration.remember([entry.sequence for entry in entries], found)
+        drafts = found.with_q(torch.cat(growth.q) if growth.q else None)
+        return drafts if len(at) == len(plan.producing) else drafts.scatter(np.array(at), len(plan.producing))
 
     def _can_draft(self, entry: SequencePlan) -> bool:
         """Whether the slots before the last token can be written: the target has computed all other tokens."""
@@ -122,7 +122,7 @@ class AutoregressiveDrafter:
             self._pace.record_forward(now - began, is_first=depth == 1)
             began = now
             nodes = growth.next_nodes()
-            if depth == self._depth or not len(nodes.owner):
+            if depth == self._depth or not len(nodes):
                 break
             if plan.seconds is not None and not self._pace.is_worth_more(plan, growth.pool, nodes):
                 break
@@ -151,9 +151,8 @@ class Growth:
         self._head, self._forward, self._writer, self._calibration = head, forward, writer, calibration
         self._entries = entries
         self._sequences = [entry.sequence for entry in entries]
-        samplings = [sequence.request.sampling for sequence in self._sequences]
-        self._is_sampled = np.array([sampling.is_sampled for sampling in samplings], np.bool_)
-        self._branches, self._is_coupled = branches, is_coupled
+        self._sampler = DraftSampler(self._sequences, is_coupled=is_coupled)
+        self._branches = branches
         self._rooms = np.array([entry.draft_room for entry in entries])
         self._runs: list[list[int]] = [[] for _ in entries]
         """Nodes in the slots after the committed tokens of each sequence."""
@@ -162,70 +161,48 @@ class Growth:
     def run_committed(self) -> None:
         """Run the tokens that were committed since the last draft."""
         output, count = self._writer.run_committed(self._sequences), len(self._sequences)
-        self._frontier = Frontier(np.arange(count), np.full(count, ROOT), np.ones(count), output.state, output.hidden)
+        self._frontier = Frontier(np.arange(count), np.full(count, ROOT), output.state, output.hidden)
 
     def expand(self, depth: int) -> None:
         """Add candidates after each node of the frontier."""
-        owner, node, path_prob, _, hidden = self._frontier
+        owner, node, _, hidden = self._frontier
         logits = target_logits(self._head, hidden)
-        sequences = [self._sequences[index] for index in owner.tolist()]
-        if any(sequence.request.sampling.adjusts for sequence in sequences):
-            paths = [self.pool.path_to(each) for each in node.tolist()]
-        else:
-            paths = [np.empty(depth - 1, np.uint32)] * len(sequences)  # Only their lengths matter.
-        sampled = sample_drafts(sequences, paths, logits, self._branches, is_coupled=self._is_coupled)
-        exists = sampled.is_possible.cpu().numpy()
-        row, _ = np.nonzero(exists)
-        score = sampled.scores.cpu().numpy()[exists]
-        accept_prob = self._calibration.accept_prob(self._is_sampled[owner[row]], score, depth)
-        q_row = np.full(len(row), DETERMINISTIC)
+        paths = [self.pool.path_to(each) for each in node.tolist()] if self._sampler.adjusts else None
+        sampled = self._sampler.sample(logits, owner, depth - 1, self._branches, paths)
+        is_sampled = self._sampler.is_sampled[owner, None]
+        accept_prob = self._calibration.table.accept_prob(is_sampled, sampled.scores, depth)
+        q_rows = sampled.q_rows(sum(map(len, self.q)))
         if sampled.q is not None:
-            first = sum(map(len, self.q))
-            q_row = np.where(sampled.has_q[row], first + row, DETERMINISTIC)
             self.q.append(sampled.q)
-        self._newest = Candidates(
-            owner[row],
-            node[row],
-            sampled.tokens.cpu().numpy()[exists],
-            np.full(len(row), depth),
-            accept_prob,
-            path_prob[row] * accept_prob,
-            score,
-            q_row,
-        )
-        self._newest_rows = row
-        self._newest_first = len(self.pool)
-        self.pool.add(self._newest)
+        self._newest = len(self.pool)
+        self.pool.add(owner, node, sampled.tokens, sampled.scores, accept_prob, q_rows, depth)
 
-    def next_nodes(self) -> Candidates:
-        """Return the newest candidates to expand, and make them the frontier without their states."""
+    def next_nodes(self) -> np.ndarray:
+        """Return the candidates of the last depth to expand, int64 [n], by sequence."""
         left = self._rooms - 1 - np.array([len(run) for run in self._runs])
-        chosen = likeliest(self._newest.owner, self._newest.path_prob, np.minimum(self._branches, left))
-        self._chosen = chosen
-        return self._newest.take(chosen)
+        return self.pool.likeliest(self._newest, np.minimum(self._branches, left))
 
-    def run(self, nodes: Candidates) -> None:
-        """Run the nodes that `next_nodes` returned."""
-        ids = self._newest_first + self._chosen
-        spans = []
-        for owner in np.unique(nodes.owner).tolist():
-            spans.append(self._span(owner, ids[nodes.owner == owner].tolist()))
+    def run(self, nodes: np.ndarray) -> None:
+        """Run candidates of the last depth, int64 [n], by sequence; they become the frontier."""
+        pool = self.pool.nodes
+        owner = pool.owner[nodes]
         begin = self._forward.begin_on_target if self._head.shares_target_cache else self._forward.begin
-        rows = begin(spans)
+        rows = begin(self._spans(owner, nodes))
         device = self._forward.device
-        states = self._frontier.states[on_device(self._newest_rows[self._chosen], device)]
-        output = self._head(on_device(nodes.token, device), states, rows.positions, rows.attend, self._forward.ops)
-        self._frontier = Frontier(nodes.owner, ids, nodes.path_prob, output.state, output.hidden)
+        states = self._frontier.states[on_device(self.pool.row[nodes], device)]
+        tokens = on_device(pool.token[nodes], device)
+        output = self._head(tokens, states, rows.positions, rows.attend, self._forward.ops)
+        self._frontier = Frontier(owner, nodes, output.state, output.hidden)
 
     def drafts(self, source: int) -> PoolDrafts:
         """Return the likeliest candidates."""
-        return drafts_of(self.pool, self._rooms, source)
+        return drafts_of(self.pool.nodes, self._rooms, source)
 
     def keep_slots(self) -> None:
         """Record the path of draft tokens whose slots stay valid if they are committed."""
         if self._head.state_size or self._head.shares_target_cache:
             return  # The target's states replace those of the draft.
-        nodes = self.pool.all()
+        nodes = self.pool.nodes
         for sequence, run in zip(self._sequences, self._runs, strict=True):
             places = {node: place for place, node in enumerate(run)}
             parents = np.array([places.get(int(nodes.parent[node]), ROOT) for node in run], np.int32)
@@ -233,17 +210,24 @@ class Growth:
             assert slots is not None
             slots.drafted = nodes.token[run[: straight_length(parents)]].astype(np.uint32)
 
-    def _span(self, owner: int, ids: list[int]) -> DraftSpan:
-        """Return the span of nodes of a sequence, which are added to its slots."""
-        run = self._runs[owner]
-        run += ids
-        entry = self._entries[owner]
-        start = len(entry.sequence) + len(run) - len(ids)
+    def _spans(self, owner: np.ndarray, nodes: np.ndarray) -> list[DraftSpan]:
+        """Return a span of nodes for each sequence, which are added to its slots."""
+        spans = []
+        pairs = zip(owner.tolist(), nodes.tolist(), strict=True)
+        for own, group in groupby(pairs, key=itemgetter(0)):
+            entry, run = self._entries[own], self._runs[own]
+            start = len(entry.sequence) + len(run)
+            added = [node for _, node in group]
+            run += added
+            spans.append(DraftSpan(entry.sequence.pages, start, len(added), self._tree(run)))
+        return spans
+
+    def _tree(self, run: list[int]) -> DraftTree | None:
         if self._branches == 1:
-            return DraftSpan(entry.sequence.pages, start, len(ids))
+            return None
         places = {node: place for place, node in enumerate(run)}
-        parents = [places.get(self.pool.parent(node), ROOT) for node in run]
-        return DraftSpan(entry.sequence.pages, start, len(ids), DraftTree(np.array(parents, np.int32)))
+        parents = self.pool.nodes.parent[run].tolist()
+        return DraftTree(np.array([places.get(parent, ROOT) for parent in parents], np.int32))
 
 
 class Frontier(NamedTuple):
@@ -253,8 +237,6 @@ class Frontier(NamedTuple):
     """int64 [n]: index of the sequence, ascending."""
     node: np.ndarray
     """int64 [n]: index in the pool, `ROOT` for the last committed token."""
-    path_prob: np.ndarray
-    """float [n]."""
     states: Tensor
     """[n, S]: the head's state after each node."""
     hidden: Tensor
@@ -264,7 +246,7 @@ class Frontier(NamedTuple):
     def empty(cls) -> Frontier:
         """Return a frontier without nodes."""
         nothing, no_rows = np.empty(0, np.int64), torch.empty(0, 0)
-        return cls(nothing, nothing, nothing, no_rows, no_rows)
+        return cls(nothing, nothing, no_rows, no_rows)
 
 
 class Pace:
@@ -283,19 +265,19 @@ class Pace:
         if not is_first:
             self._next_s = TIME_DECAY * self._next_s + (1 - TIME_DECAY) * seconds if self._next_s else seconds
 
-    def record_acceptance(self, depths: np.ndarray, accepted: np.ndarray) -> None:
-        """Record which tokens were accepted, given that their parents were."""
-        reached = len(np.unique(depths))
+    def record_acceptance(self, reached: int, accepted: int) -> None:
+        """Record the depth of the deepest token whose parent was accepted, and the number of accepted tokens."""
         self._tried = RATE_DECAY * self._tried + reached
-        self._accepted = RATE_DECAY * self._accepted + np.count_nonzero(accepted)
+        self._accepted = RATE_DECAY * self._accepted + (accepted if reached else 0)
 
-    def is_worth_more(self, plan: StepPlan, pool: DraftPool, nodes: Candidates) -> bool:
-        """Whether expanding `nodes` increases the expected number of tokens per second."""
+    def is_worth_more(self, plan: StepPlan, pool: DraftPool, nodes: np.ndarray) -> bool:
+        """Whether expanding `nodes`, indices in the pool, increases the expected number of tokens per second."""
         assert plan.seconds is not None
-        gain = float(nodes.path_prob.sum()) * self._accepted / self._tried
-        so_far = len(plan.producing) + float(pool.all().path_prob.sum())
+        path_prob = pool.nodes.path_prob
+        gain = float(path_prob[nodes].sum()) * self._accepted / self._tried
+        so_far = len(plan.producing) + float(path_prob.sum())
         token_s = (plan.cost or 0.0) * plan.seconds
-        next_s = (self._next_s or self._spent_s) + len(nodes.owner) * token_s
+        next_s = (self._next_s or self._spent_s) + len(nodes) * token_s
         spent_s = plan.seconds + self._spent_s + len(pool) * token_s
         return gain / next_s > so_far / spent_s
 

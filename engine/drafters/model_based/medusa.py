@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC, Drafts, TargetOutputs
+from engine.drafters.base import Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
-from engine.drafters.draft_pool import Candidates, DraftPool, drafts_of, likeliest
+from engine.drafters.draft_pool import DraftPool, drafts_of
 from engine.models.heads.medusa import MedusaHeads
-from engine.sampling.draft_sampler import SampledTokens, sample_drafts
+from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from ssd.types import ROOT
@@ -63,19 +63,18 @@ class MedusaDrafter:
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        entries = [entry for entry in plan.producing if self._can_draft(entry)]
-        if not entries:
+        at = [index for index, entry in enumerate(plan.producing) if self._can_draft(entry)]
+        if not at:
             return Drafts.empty(len(plan.producing))
+        entries = [plan.producing[index] for index in at]
         sequences = [entry.sequence for entry in entries]
         states = torch.cat([self._states[sequence.sequence_id] for sequence in sequences])
         logits = self.heads(self.heads.target_states(states)).float()
         pool, q = self._grow(sequences, logits)
         rooms = np.array([entry.draft_room for entry in entries])
-        drafts = drafts_of(pool, rooms, self._source)
+        drafts = drafts_of(pool.nodes, rooms, self._source)
         self._calibration.remember(sequences, drafts)
-        at = np.array([index for index, entry in enumerate(plan.producing) if entry in entries])
-        batch = drafts.batch.scatter(at, len(plan.producing))
-        return Drafts(batch, torch.cat(q), drafts.nodes.q_row.astype(np.int32)) if q else Drafts(batch)
+        return drafts.with_q(torch.cat(q) if q else None).scatter(np.array(at), len(plan.producing))
 
     def _can_draft(self, entry: SequencePlan) -> bool:
         # After a preemption the last state is that of an earlier position, until the sequence was recomputed.
@@ -87,53 +86,33 @@ class MedusaDrafter:
 
         logits: float32 [B, heads, V].
         """
-        samplings = [sequence.request.sampling for sequence in sequences]
-        is_sampled = np.array([sampling.is_sampled for sampling in samplings], np.bool_)
-        limits = np.full(len(sequences), self._branches)
+        sampler = DraftSampler(sequences, is_coupled=self._is_coupled)
+        every, limits = np.arange(len(sequences)), np.full(len(sequences), self._branches)
         pool, q = DraftPool(), list[Tensor]()
         # The frontier: nodes that are continued at the next depth.
-        owner, node, path_prob = np.arange(len(sequences)), np.full(len(sequences), ROOT), np.ones(len(sequences))
+        owner, node = every, np.full(len(sequences), ROOT)
         for depth in range(1, self._depth + 1):
-            first_of_owner = np.searchsorted(owner, np.arange(len(sequences)))
-            has_nodes = np.isin(np.arange(len(sequences)), owner)
-            # Penalties depend on the path; those after the likeliest path are used for all nodes of a depth.
-            paths = [
-                pool.path_to(int(node[first])) if has else np.zeros(depth - 1, np.uint32)
-                for first, has in zip(first_of_owner.tolist(), has_nodes.tolist(), strict=True)
-            ]
-            sampled = sample_drafts(sequences, paths, logits[:, depth - 1], self._branches, is_coupled=self._is_coupled)
-            q_first = sum(map(len, q))
+            paths = _likeliest_paths(pool, owner, node, len(sequences)) if sampler.adjusts else None
+            sampled = sampler.sample(logits[:, depth - 1].contiguous(), every, depth - 1, self._branches, paths)
+            tokens, scores = sampled.tokens[owner], sampled.scores[owner]
+            accept_prob = self._calibration.table.accept_prob(sampler.is_sampled[owner, None], scores, depth)
+            q_rows = sampled.q_rows(sum(map(len, q)))[owner]
             if sampled.q is not None:
                 q.append(sampled.q)
-            newest = self._children(sampled, owner, node, path_prob, depth, is_sampled, q_first)
             first = len(pool)
-            pool.add(newest)
-            chosen = likeliest(newest.owner, newest.path_prob, limits)
-            owner, node, path_prob = newest.owner[chosen], first + chosen, newest.path_prob[chosen]
+            pool.add(owner, node, tokens, scores, accept_prob, q_rows, depth)
+            node = pool.likeliest(first, limits)
+            owner = pool.nodes.owner[node]
         return pool, q
 
-    def _children(
-        self,
-        sampled: SampledTokens,
-        owner: np.ndarray,
-        node: np.ndarray,
-        path_prob: np.ndarray,
-        depth: int,
-        is_sampled: np.ndarray,
-        q_first: int,
-    ) -> Candidates:
-        """Return the candidates after each node of the frontier."""
-        row, column = np.nonzero(sampled.is_possible.cpu().numpy()[owner])
-        whose = owner[row]
-        score = sampled.scores.cpu().numpy()[whose, column]
-        accept_prob = self._calibration.accept_prob(is_sampled[whose], score, depth)
-        return Candidates(
-            owner=whose,
-            parent=node[row],
-            token=sampled.tokens.cpu().numpy()[whose, column],
-            depth=np.full(len(row), depth),
-            accept_prob=accept_prob,
-            path_prob=path_prob[row] * accept_prob,
-            score=score,
-            q_row=np.where(sampled.has_q[whose], q_first + whose, DETERMINISTIC),
-        )
+
+def _likeliest_paths(pool: DraftPool, owner: np.ndarray, node: np.ndarray, count: int) -> list[np.ndarray]:
+    """Return the path to the likeliest node of each of `count` sequences, uint32, empty without nodes.
+
+    Penalties depend on the path; those after the likeliest one are used for all nodes of a depth. owner, node: int64
+    [n], the nodes in the order of `likeliest`.
+    """
+    paths = [np.empty(0, np.uint32)] * count
+    for own, first in zip(*np.unique(owner, return_index=True), strict=True):
+        paths[own] = pool.path_to(int(node[first]))
+    return paths

@@ -37,11 +37,13 @@ class Slots:
 
     def keep_drafted(self, tokens: np.ndarray) -> None:
         """Count slots of draft tokens that were committed as written; tokens: uint32, all tokens of the sequence."""
-        committed = tokens[self.filled : self.filled + len(self.drafted)]
-        equal = self.drafted[: len(committed)] == committed
+        if len(self.drafted):
+            committed = tokens[self.filled : self.filled + len(self.drafted)]
+            equal = self.drafted[: len(committed)] == committed
+            self.filled += int(np.append(equal, False).argmin())
+            self.drafted = self.drafted[:0]
         # The last token always runs, because its output is needed.
-        self.filled = min(self.filled + int(np.append(equal, False).argmin()), len(tokens) - 1)
-        self.drafted = self.drafted[:0]
+        self.filled = min(self.filled, len(tokens) - 1)
 
 
 class RunSpan(NamedTuple):
@@ -144,11 +146,11 @@ class SlotWriter:
             slots.computed = sequence.computed
             return slots
         size = self._forward.page_size
-        lasts = np.arange(start + (-start - 1) % size, start + len(states), size)
-        if len(lasts):
+        if (start + len(states)) // size > start // size:
+            lasts = np.arange(start + (-start - 1) % size, start + len(states), size)
             pages = np.array(sequence.pages, np.int64)[lasts // size]
             self._page_states[on_device(pages, states.device)] = states[on_device(lasts - start, states.device)]
-        slots.states = torch.cat((slots.states, states))
+        slots.states = torch.cat((slots.states, states)) if len(slots.states) else states
         slots.computed = start + len(states)
         return slots
 

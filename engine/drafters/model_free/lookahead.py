@@ -24,7 +24,7 @@ import numpy as np
 
 from engine.drafters.base import DETERMINISTIC, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.calibration import Calibration
-from engine.drafters.draft_pool import Candidates, DraftPool, PoolDrafts, drafts_of
+from engine.drafters.draft_pool import Candidates, PoolDrafts, drafts_of
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
@@ -240,21 +240,18 @@ class LookaheadDrafter:
         lengths, parents = np.array(trees.lengths), np.array(trees.parents, np.int64)
         owner = np.arange(len(entries)).repeat(lengths)
         is_sampled = np.array([entry.sequence.request.sampling.is_sampled for entry in entries], np.bool_)
-        depths, scores = np.array(trees.depths, np.int64), np.array(trees.scores)
-        accept_prob = self._calibration.accept_prob(is_sampled[owner], scores, depths)
+        depths, scores = np.array(trees.depths, np.int64), np.array(trees.scores, np.float32)
+        accept_prob = self._calibration.table.accept_prob(is_sampled[owner], scores, depths)
         starts = np.cumsum(lengths) - lengths
-        nodes = DraftPool()
-        nodes.add(
-            Candidates(
-                owner=owner,
-                parent=np.where(parents == ROOT, ROOT, parents + starts[owner]),
-                token=np.array(trees.tokens, np.int64),
-                depth=depths,
-                accept_prob=accept_prob,
-                path_prob=path_prob(accept_prob, parents, np.append(0, np.cumsum(lengths))),
-                score=scores,
-                q_row=np.full(len(owner), DETERMINISTIC),
-            )
+        nodes = Candidates(
+            owner=owner,
+            parent=np.where(parents == ROOT, ROOT, parents + starts[owner]),
+            token=np.array(trees.tokens, np.int64),
+            depth=depths,
+            q_row=np.full(len(owner), DETERMINISTIC),
+            accept_prob=accept_prob,
+            path_prob=path_prob(accept_prob, parents, np.append(0, np.cumsum(lengths))).astype(np.float32),
+            score=scores,
         )
         return drafts_of(nodes, np.array([entry.draft_room for entry in entries]), DraftSource.LOOKAHEAD)
 

@@ -35,8 +35,7 @@ class RecycleDrafter:
         self._has_trees = has_trees
         self._successors = np.full((vocab_size, width), EMPTY, np.int64)
         self._scores = np.zeros((vocab_size, width), np.float32)
-        self._tables = AcceptanceTable(), AcceptanceTable()
-        """For greedy and for sampled requests."""
+        self._table = AcceptanceTable()
 
     def start(self, sequence: Sequence) -> None:
         """Do nothing: the table does not depend on sequences."""
@@ -50,9 +49,8 @@ class RecycleDrafter:
         size = int(rooms.sum())
         tokens, parents, lengths = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(len(entries), np.int64)
         accept_prob = np.empty(size, np.float32)
-        rates = np.concatenate([table.rates for table in self._tables], dtype=np.float32)
         total = grow_trees(
-            last, rooms, is_sampled, self._successors, self._scores, EDGES.astype(np.float32), rates,
+            last, rooms, is_sampled, self._successors, self._scores, EDGES.astype(np.float32), self._table.rates,
             not self._has_trees, tokens, parents, accept_prob, lengths,
         )  # fmt: skip
         source = np.full(total, DraftSource.RECYCLE, np.uint8)
@@ -62,10 +60,10 @@ class RecycleDrafter:
     def observe(self, result: StepResult) -> None:
         """Learn which successors were the target's tokens, then the successors of all verified tokens."""
         producing = [each for each in result.results if len(each.tokens)]
-        for is_sampled, table in enumerate(self._tables):
+        for is_sampled in (False, True):
             own = [each for each in producing if each.plan.sequence.request.sampling.is_sampled == is_sampled]
             if own:
-                self._calibrate(table, own)
+                self._calibrate(is_sampled, own)
         if producing:
             self._update(producing)
 
@@ -75,7 +73,7 @@ class RecycleDrafter:
     def close(self) -> None:
         """Do nothing."""
 
-    def _calibrate(self, table: AcceptanceTable, results: SequenceOf[SequenceResult]) -> None:
+    def _calibrate(self, is_sampled: bool, results: SequenceOf[SequenceResult]) -> None:
         """Compare the successors of each token before a committed one with it, whether they were drafted or not."""
         counts = [len(each.tokens) for each in results]
         before = np.concatenate(
@@ -85,7 +83,8 @@ class RecycleDrafter:
         depths = np.concatenate([np.arange(1, count + 1) for count in counts])
         successors = self._successors[before]
         exists = successors != EMPTY
-        table.observe(
+        self._table.observe(
+            is_sampled,
             self._scores[before][exists],
             np.broadcast_to(depths[:, None], exists.shape)[exists],
             (successors == committed[:, None])[exists],

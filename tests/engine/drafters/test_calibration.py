@@ -5,60 +5,60 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafters.calibration import DEPTHS, EDGES, MAX_WEIGHT, PRIOR_WEIGHT, AcceptanceTable, reached_tokens
+from engine.drafters.calibration import DEPTHS, EDGES, MAX_WEIGHT, PRIOR_WEIGHT, AcceptanceTable
+from engine.drafters.draft_pool import Candidates
 from ssd.types import ROOT
 
-SCORES = st.one_of(st.floats(0, 1), st.sampled_from(EDGES.tolist()))
-BATCHES = st.lists(st.lists(st.tuples(SCORES, st.integers(1, DEPTHS + 2), st.booleans()), max_size=6), max_size=6)
+SCORES = st.one_of(st.floats(0, 1, width=32), st.sampled_from(EDGES.astype(np.float32).tolist()))
+OBSERVED = st.lists(st.tuples(st.booleans(), SCORES, st.integers(1, DEPTHS + 2), st.booleans()), max_size=30)
 
 
 class Naive:
-    """Rate and weight by depth and interval."""
+    """Rate and weight by kind of request, depth and interval."""
 
     def __init__(self):
         self.entries = {}
 
-    def entry(self, score, depth):
+    def entry(self, is_sampled, score, depth):
         bounds = [0.0, *EDGES.tolist(), 1.0]
         interval = next(index for index, end in enumerate([*EDGES.tolist(), 2.0]) if score < end)
         middle = (bounds[interval] + bounds[interval + 1]) / 2
-        return self.entries.setdefault((min(depth, DEPTHS), interval), [middle, PRIOR_WEIGHT])
+        return self.entries.setdefault((is_sampled, min(depth, DEPTHS), interval), [middle, PRIOR_WEIGHT])
 
-    def observe(self, batch):
-        """All tokens of a batch count before the weight is limited."""
-        touched = []
-        for score, depth, accepted in batch:
-            entry = self.entry(score, depth)
-            entry[0] = (entry[0] * entry[1] + accepted) / (entry[1] + 1)
-            entry[1] += 1
-            touched.append(entry)
-        for entry in touched:
-            entry[1] = min(entry[1], MAX_WEIGHT)
+    def observe(self, is_sampled, score, depth, accepted):
+        entry = self.entry(is_sampled, score, depth)
+        entry[0] = (entry[0] * entry[1] + accepted) / (entry[1] + 1)
+        entry[1] = min(entry[1] + 1, MAX_WEIGHT)
 
 
-@given(BATCHES, st.lists(st.tuples(SCORES, st.integers(1, DEPTHS + 2)), min_size=1, max_size=6))
-def test_rates(batches, asked):
+def assert_same(table, naive, asked):
+    is_sampled, scores, depths = (np.array([row[field] for row in asked]) for field in range(3))
+    expected = [naive.entry(*row)[0] for row in asked]
+    np.testing.assert_allclose(table.accept_prob(is_sampled, scores.astype(np.float32), depths), expected, rtol=1e-5)
+
+
+@given(OBSERVED, st.lists(st.tuples(st.booleans(), SCORES, st.integers(1, DEPTHS + 2)), min_size=1, max_size=6))
+def test_rates(observed, asked):
     table, naive = AcceptanceTable(), Naive()
-    for batch in batches:
-        scores, depths, accepted = (np.array([row[field] for row in batch]) for field in range(3))
-        table.observe(scores, depths.astype(np.int64), accepted.astype(np.bool_))
-        naive.observe(batch)
-    scores, depths = (np.array([row[field] for row in asked]) for field in range(2))
-    expected = [naive.entry(score, depth)[0] for score, depth in asked]
-    np.testing.assert_allclose(table.accept_prob(scores, depths), expected, rtol=1e-6)
+    for is_sampled, *rows in observed:
+        table.observe(is_sampled, *(np.array([row]) for row in rows))
+        naive.observe(is_sampled, *rows)
+    assert_same(table, naive, [*asked, *(row[:3] for row in observed)])
 
 
 def test_rates_follow_a_change():
     """After 250 observations the weight of older ones falls, so that 500 more move a rate by 1 - 1 / e ** 2."""
     table = AcceptanceTable()
-    for accepted in [True] * 300 + [False] * 500:
-        table.observe(np.array([0.5]), np.array([1]), np.array([accepted]))
-    assert table.accept_prob(np.array([0.5]), np.array([1]))[0] == pytest.approx(np.exp(-2), abs=0.02)
-    assert table.accept_prob(np.array([0.5]), np.array([2]))[0] == pytest.approx(0.55)
+    accepted = np.array([True] * 300 + [False] * 500)
+    table.observe(True, np.full(800, 0.5), np.full(800, 1), accepted)
+    for is_sampled, depth, expected in ((True, 1, np.exp(-2)), (True, 2, 0.55), (False, 1, 0.55)):
+        found = table.accept_prob(np.array([is_sampled]), np.array([0.5]), depth)[0]
+        assert found == pytest.approx(expected, abs=0.02)
 
 
 @st.composite
-def trees(draw):
+def drafts(draw):
+    """Parents and scores of a draft, and its accepted nodes."""
     size = draw(st.integers(1, 8))
     parents = [draw(st.integers(ROOT, index - 1)) for index in range(size)]
     kept = []
@@ -67,11 +67,23 @@ def trees(draw):
         if choice is None:
             break
         kept.append(choice)
-    return parents, kept
+    return parents, [draw(SCORES) for _ in parents], kept
 
 
-@given(trees())
-def test_tokens_whose_parents_were_accepted(tree):
-    parents, kept = tree
-    found = reached_tokens(np.array(parents, np.int32), np.array(kept, np.int64))
-    assert found.tolist() == [parent == ROOT or parent in kept for parent in parents]
+@given(drafts(), st.booleans(), st.integers(0, 3))
+def test_tokens_whose_parents_were_accepted_are_learned_from(draft, is_sampled, first):
+    parents, scores, kept = draft
+    depths = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent != ROOT else 0))
+    table, naive, reached = AcceptanceTable(), Naive(), 0
+    for node, parent in enumerate(parents):
+        if parent == ROOT or parent in kept:
+            naive.observe(is_sampled, scores[node], depths[node], node in kept)
+            reached = max(reached, depths[node])
+    before, behind = [0] * first, [0]
+    integers = {name: np.array(before + column + behind) for name, column in (("parent", parents), ("depth", depths))}
+    score = np.array(before + scores + behind, np.float32)
+    nodes = Candidates(None, token=None, q_row=None, accept_prob=None, path_prob=None, score=score, **integers)
+    assert table.observe_draft(is_sampled, nodes, first, len(parents), np.array(kept, np.int64)) == reached
+    assert_same(table, naive, [(is_sampled, *row) for row in zip(scores, depths, strict=True)])

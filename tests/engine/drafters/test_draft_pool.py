@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafters.draft_pool import Candidates, DraftPool, drafts_of, likeliest
+from engine.drafters.draft_pool import DraftPool, drafts_of, likeliest
 from ssd.types import ROOT
 
+WIDTH = 8
 PROB = st.sampled_from([0.0, 0.25, 0.5, 1.0])
 
 
@@ -25,63 +26,64 @@ class Node(NamedTuple):
 
 @st.composite
 def pools(draw):
-    """A number of sequences, and nodes by depth, each with a parent of the depth before."""
+    """A number of sequences, nodes by depth, each with a parent of the depth before, and a pool of the same nodes."""
     count = draw(st.integers(1, 4))
     nodes, frontier = [], [(owner, ROOT, 1.0) for owner in range(count)]
-    sizes = []
+    pool = DraftPool()
     for depth in range(1, draw(st.integers(1, 4)) + 1):
         first = len(nodes)
-        for owner, parent, path_prob in frontier:
-            for _ in range(draw(st.integers(0, 3))):
-                accept_prob = draw(PROB)
-                token = draw(st.integers(0, 9))
-                nodes.append(Node(owner, parent, token, depth, accept_prob, path_prob * accept_prob))
-        sizes.append(len(nodes) - first)
+        tokens, probs = np.full((len(frontier), WIDTH), -1), np.zeros((len(frontier), WIDTH), np.float32)
+        for row, (owner, parent, path_prob) in enumerate(frontier):
+            for rank in range(draw(st.integers(0, WIDTH))):
+                tokens[row, rank], probs[row, rank] = draw(st.integers(0, 9)), draw(PROB)
+                own = int(tokens[row, rank]), depth, float(probs[row, rank])
+                nodes.append(Node(owner, parent, *own, path_prob * own[-1]))
+        owner, parent = (np.array([each[field] for each in frontier], np.int64) for field in (0, 1))
+        pool.add(owner, parent, tokens, probs / 2, probs, owner * 10, depth)
         kept = [index for index in range(first, len(nodes)) if draw(st.booleans())]
         frontier = [(nodes[index].owner, index, nodes[index].path_prob) for index in kept]
-    return count, nodes, sizes
+    return count, nodes, pool
 
 
-def pool_of(nodes, sizes):
-    pool, first = DraftPool(), 0
-    for size in sizes:
-        part = nodes[first : first + size]
-        columns = [
-            np.array([node[field] for node in part], np.float32 if field > 3 else np.int64) for field in range(6)
-        ]
-        pool.add(Candidates(*columns, score=columns[4], q_row=columns[1]))
-        first += size
-    return pool
-
-
-def chosen_naively(nodes, owner, limit):
-    """Indices of the likeliest candidates of a sequence."""
-    own = [index for index, node in enumerate(nodes) if node.owner == owner]
+def chosen_naively(nodes, owner, limit, first=0):
+    """Indices of the likeliest candidates of a sequence from `first` on."""
+    own = [index for index, node in enumerate(nodes) if node.owner == owner and index >= first]
     return sorted(own, key=lambda index: (-nodes[index].path_prob, index))[:limit]
 
 
 @given(pools())
 def test_paths(made):
-    _, nodes, sizes = made
-    pool = pool_of(nodes, sizes)
+    _, nodes, pool = made
     assert len(pool) == len(nodes)
     assert pool.path_to(ROOT).tolist() == []
     paths = []
     for index, node in enumerate(nodes):
         paths.append([*(paths[node.parent] if node.parent != ROOT else []), node.token])
         assert pool.path_to(index).tolist() == paths[-1]
-        assert pool.parent(index) == node.parent
+
+
+@given(pools())
+def test_columns(made):
+    _, nodes, pool = made
+    columns = pool.nodes
+    for field in Node._fields:
+        assert getattr(columns, field).tolist() == [getattr(node, field) for node in nodes]
+    assert columns.score.tolist() == [node.accept_prob / 2 for node in nodes]
+    assert columns.q_row.tolist() == [node.owner * 10 for node in nodes]
 
 
 @given(pools(), st.lists(st.integers(0, 6), min_size=4, max_size=4))
 def test_the_likeliest_candidates_become_drafts(made, limits):
-    count, nodes, sizes = made
+    count, nodes, pool = made
     limits = limits[:count]
     chosen = [chosen_naively(nodes, owner, limit) for owner, limit in enumerate(limits)]
     owners, path_prob = (np.array([node[field] for node in nodes]) for field in (0, 5))
     found = likeliest(owners.astype(np.int64), path_prob.astype(np.float32), np.array(limits))
     assert found.tolist() == [index for own in chosen for index in own]
-    drafts = drafts_of(pool_of(nodes, sizes), np.array(limits), source=7)
+    first = len(nodes) // 2
+    later = [chosen_naively(nodes, owner, limit, first) for owner, limit in enumerate(limits)]
+    assert pool.likeliest(first, np.array(limits)).tolist() == [index for own in later for index in own]
+    drafts = drafts_of(pool.nodes, np.array(limits), source=7)
     assert np.diff(drafts.batch.offsets).tolist() == [len(own) for own in chosen]
     assert drafts.batch.source.tolist() == [7] * len(found)
     for owner, own in enumerate(chosen):

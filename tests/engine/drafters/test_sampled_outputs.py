@@ -19,6 +19,8 @@ from engine.models.heads.formats import save_head
 from engine.models.loader import load_model, save_model
 from engine.models.ops import PLAIN
 from engine.sampling import draft_sampler
+from engine.sampling.candidates import NONE
+from engine.sampling.draft_sampler import DraftSampler
 from engine.speculation import verify
 from engine.training.heads.features import Windows
 from engine.training.heads.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
@@ -125,14 +127,14 @@ def unlike_target(monkeypatch):
 
 def drops_unlikely_tokens(monkeypatch):
     """Planted fault: a sampled token is not drafted if its own probability is low."""
-    sample = autoregressive.sample_drafts
+    sample = DraftSampler.sample
 
-    def likely_ones(*arguments, **options):
-        sampled = sample(*arguments, **options)
-        is_likely = sampled.q.gather(1, sampled.tokens) > 0.2
-        return sampled._replace(is_possible=sampled.is_possible & is_likely)
+    def likely_ones(*arguments):
+        sampled = sample(*arguments)
+        is_likely = sampled.q.gather(1, torch.from_numpy(sampled.tokens)) > 0.2
+        return sampled._replace(tokens=np.where(is_likely, sampled.tokens, NONE))
 
-    monkeypatch.setattr(autoregressive, "sample_drafts", likely_ones)
+    monkeypatch.setattr(DraftSampler, "sample", likely_ones)
 
 
 def drafts_with_the_targets_noise(monkeypatch):

@@ -16,7 +16,7 @@ from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutpu
 from engine.drafters.draft_forward import DraftSpan
 from engine.models.decoder import Layer, RMSNorm
 from engine.models.ops import PLAIN
-from engine.sampling.draft_sampler import sample_drafts
+from engine.sampling.draft_sampler import DraftSampler
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 
@@ -97,14 +97,16 @@ class ToyDrafter(nn.Module):
         states = torch.stack([self.state_before(each, len(each) - 1) for each in sequences])
         tokens = torch.tensor([int(each.tokens[-1]) for each in sequences])
         candidates, distributions, all_logits, has_q = [], [], [], None
+        sampler = DraftSampler(sequences)
         for step in range(depth):
             rows = self.forward_over_pages.begin([DraftSpan(e.pages, len(e) - 1 + step, 1) for e in sequences])
             states = self.run(states, tokens, rows.positions, rows.attend)
             logits = self.model[0].logits(states).float()
-            sampled = sample_drafts(sequences, paths, logits, self.width)
-            chosen = sampled.tokens.clone()
+            sampled = sampler.sample(logits, np.arange(len(sequences)), step, self.width, paths)
+            candidate_tokens = torch.from_numpy(sampled.tokens)
+            chosen = candidate_tokens.clone()
             is_sampled = [candidate for candidate in range(self.width) if candidate not in self.ranked]
-            chosen[:, is_sampled] = sampled.tokens[:, : len(is_sampled)]
+            chosen[:, is_sampled] = candidate_tokens[:, : len(is_sampled)]
             likely = logits if sampled.q is None else sampled.q
             chosen[:, list(self.ranked)] = likely.topk(self.width, dim=1).indices[:, list(self.ranked)]
             candidates.append(chosen)

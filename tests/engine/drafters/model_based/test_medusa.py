@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drafters.model_based import medusa
 from engine.drafters.model_based.medusa import MedusaDrafter
 from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.ops import PLAIN
+from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.pages import PagePool
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.drafters.heads import make_head
@@ -23,13 +23,13 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        self._sample = medusa.sample_drafts
-        monkeypatch.setattr(medusa, "sample_drafts", self)
+        self._sample = DraftSampler.sample
+        monkeypatch.setattr(DraftSampler, "sample", lambda sampler, *inputs: self.sample(sampler, *inputs))
 
-    def __call__(self, sequences, paths, logits, count, *, is_coupled):
-        for sequence, path, row in zip(sequences, paths, logits, strict=True):
-            self.calls.append((sequence.tokens.copy(), len(path), row.clone()))
-        return self._sample(sequences, paths, logits, count, is_coupled=is_coupled)
+    def sample(self, sampler, logits, owner, depth, *rest):
+        for own, row in zip(owner.tolist(), logits, strict=True):
+            self.calls.append((sampler._sequences[own].tokens.copy(), depth, row.clone()))
+        return self._sample(sampler, logits, owner, depth, *rest)
 
     def largest_difference(self, heads, target):
         """Largest relative difference from heads on the target's states of the whole text."""
