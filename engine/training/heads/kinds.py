@@ -61,9 +61,7 @@ def new_objective(recipe: Recipe, target: Decoder, features: Features) -> Object
     if kind == "mtp":
         return ChainObjective(new_mtp(target, windows), target, recipe.depth, recipe.chain_share)
     if kind == "eagle":
-        return ChainObjective(
-            new_eagle(target, windows), target, recipe.depth, recipe.chain_share, regression=recipe.regression
-        )
+        return ChainObjective(new_eagle(target, windows), target, recipe.depth, recipe.chain_share)
     tokens = frequent_tokens(features.tokens, target.config.vocab_size, recipe.draft_vocabulary)
     layers = tuple(sorted(eagle3_layers(target.config.num_layers)))
     head = new_eagle3(target, layers, tokens, windows)

@@ -56,8 +56,6 @@ class ChainObjective:
     chain_share: float = 1.0
     """Share of the rows from which chains of more than one position begin: those whose first draft is most likely to
     be accepted."""
-    regression: float = 0.0
-    """Weight of the smooth L1 distance between the head's states and the target's (Li et al., EAGLE, 2024)."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -73,25 +71,22 @@ class ChainObjective:
         wanted = normalise(self.target.norm, windows.states[:, 1:, -1])
         labels = label_probabilities(self.target, wanted, head.draft_vocabulary)
         first, window = run_window(head, tokens, states)
-        loss, acceptance = self._scores(first, wanted, labels)
+        loss, acceptance = self._scores(first, labels)
         losses, accepted = [loss.mean()], [acceptance.mean()]
         if self.depth > 1:
             starts = likeliest(acceptance, rows - self.depth + 1, self.chain_share)
             reach, usable = acceptance.gather(1, starts), len(tokens) * (rows - self.depth + 1)
             for step, output in enumerate(run_chains(head, tokens, first, window, starts, self.depth - 1), 1):
-                loss, acceptance = self._scores(output, _rows(wanted, starts + step), _rows(labels, starts + step))
+                loss, acceptance = self._scores(output, _rows(labels, starts + step))
                 losses.append((loss * reach).sum() / usable)
                 reach = reach * acceptance
                 accepted.append(reach.sum() / usable)
         return Depths(torch.stack(losses), torch.stack(accepted))
 
-    def _scores(self, output: HeadOutput, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores(self, output: HeadOutput, labels: Tensor) -> tuple[Tensor, Tensor]:
         projection = self.module.lm_head or self.target.lm_head
         assert isinstance(projection, nn.Linear)
-        loss, acceptance = cross_entropy(output.hidden, projection.weight, labels)
-        if self.regression:
-            loss = loss + self.regression * F.smooth_l1_loss(output.state, wanted, reduction="none").mean(-1)
-        return loss, acceptance
+        return cross_entropy(output.hidden, projection.weight, labels)
 
 
 def likeliest(acceptance: Tensor, usable: int, share: float) -> Tensor:

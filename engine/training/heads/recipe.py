@@ -26,12 +26,8 @@ class Recipe:
     other_lr: float = 2e-3
     """Learning rate of AdamW, for norms, embeddings and output projections."""
     warmup_steps: int = 10
-    regression: float = 0.0
-    """Weight of the distance between an EAGLE head's states and the target's."""
     draft_vocabulary: int = 3072
     """Most frequent tokens that an EAGLE-3 head can draft, if the target has more."""
-    hidden_size: int = 192
-    """Hidden size of a draft model."""
     num_layers: int = 2
     """Layers of a draft model."""
     seed: int = 0
