@@ -63,6 +63,13 @@ class CompareOptions:
             for verification in (self.verifications if temperature > 0 else EXACT)
         ]
 
+    def rows_of(self, condition: Condition) -> list[Row]:
+        """Return the rows to run under a condition. Drafts without q are the same in both modes, so they are run in one
+        of them only.
+        """
+        is_repeated = condition.verification == "rejection" and "exact" in self.verifications
+        return [row for row in self.rows if row.samples_q or not is_repeated]
+
 
 def run_comparison(options: CompareOptions) -> bool:
     """Run the comparison and write its reports; return whether no output differs that must equal that of `none`.
@@ -73,7 +80,6 @@ def run_comparison(options: CompareOptions) -> bool:
     workload = read_workload(options, tokenizer)
     reasons = {row.name: unusable(row, options.engine.draft_models, options.engine.model) for row in options.rows}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
-    rows = [row for row in options.rows if row.name not in skipped]
     settings = settings_of(options, workload)
     earlier = read_results(options.out / JSON_FILE, settings) if options.resume else []
     prepare_reports(options.out, (JSON_FILE, PAGE_FILE, TABLE_FILE))
@@ -84,7 +90,11 @@ def run_comparison(options: CompareOptions) -> bool:
     comparison = Comparison(settings, profile, options.predicted_for, package_versions(), earlier, skipped)
     done = {result.key for result in earlier}
     missing = {
-        condition: [row for row in rows if (row.name, row.depth, row.shape, condition) not in done]
+        condition: [
+            row
+            for row in options.rows_of(condition)
+            if row.name not in skipped and (row.name, row.depth, row.shape, condition) not in done
+        ]
         for condition in options.conditions
     }
     with _progress(console) as progress:

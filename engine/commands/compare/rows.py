@@ -45,6 +45,12 @@ class Row:
         return parse_kinds(self.drafter)
 
     @property
+    def samples_q(self) -> bool:
+        """Whether its drafts may be sampled from q. All others are drafted and verified alike in both modes."""
+        [kind, *others] = self.kinds
+        return not others and (kind not in KINDS or (KINDS[kind].runs_model and self.shape == "path"))
+
+    @property
     def remembers(self) -> bool:
         """Whether earlier requests improve its drafts, as far as is known."""
         return any(kind not in KINDS or KINDS[kind].remembers for kind in self.kinds)

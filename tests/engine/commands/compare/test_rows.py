@@ -41,6 +41,11 @@ def test_networks_that_run_once_per_position_draft_paths():
     assert {row.shape for row in parse_rows("mtp,medusa", [4], "path")} == {"path"}
 
 
+def test_only_paths_of_single_networks_are_sampled():
+    rows = parse_rows("mtp,mtp@shape=tree,medusa,ssd,ssd+mtp,medusa@shape=path", [4], "auto")
+    assert [row.name for row in rows if row.samples_q] == ["mtp", "medusa@shape=path"]
+
+
 def test_the_fixed_rule_is_added_for_combinations():
     rows = parse_rows("mtp,ssd+mtp", [4], "auto", [4])
     assert [(row.name, row.threshold) for row in rows] == [("mtp", None), ("ssd+mtp", None), ("ssd+mtp@threshold=4", 4)]
