@@ -5,8 +5,8 @@ one more for each accepted draft token. Of all tokens drafted for a batch, the m
 >= 0 maximises the rate (B + sum of their path_prob) / t(N + m).
 
 Drafting takes time as well: that of the drafter, and that of its extra rows in the step. While accepted tokens save
-less time than drafting takes, the drafter is called only in every second step, then in every fourth, and so on up to
-every 32nd.
+less time than drafting takes, the drafter is called only in every second step, then in every fourth, eighth and
+sixteenth.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ MIN_PROBE_GAIN = 2.0
 """Minimum expected number of accepted tokens of a probe."""
 RECORD_EVERY = 8
 """Steps per correction of the cost while the drafter is not called, because the correction takes time as well."""
-MAX_BACKOFF = 31
-"""Longest backoff in steps. Drafting with a network as dear as the target takes about five steps, so that a sixteenth of
-it would still be too much."""
+MAX_BACKOFF = 15
+"""Longest backoff in steps; calling a useless drafter then costs a sixteenth of calling it in every step."""
 ASKING_DECAY = 0.9
 """Decay per step with drafts of the sums that decide the backoff: an effective window of about 10 steps."""
 
