@@ -6,9 +6,9 @@
                      host    draft 2, launch | commit 1, draft 3, launch | ...
 
 With a step in flight the host plans with upper bounds of the number of tokens that it commits, and drafts for its
-likely outcomes; the device selects a draft by the outcome. A sequence that has ended, was cancelled or was preempted
-may be part of one more step; its results are dropped. That step's writes to the KV cache precede all writes of later
-owners of the same pages.
+likely outcomes; the device selects a draft by the outcome, or makes it itself. A sequence that has ended, was cancelled
+or was preempted may be part of one more step; its results are dropped. That step's writes to the KV cache precede all
+writes of later owners of the same pages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.drafters.base import Drafter
+from engine.drafters.draft_forward import DraftForward
+from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
@@ -103,7 +105,8 @@ class Engine:
         self._graph = graph
         self._depth = InFlightDepth(config.in_flight) if depth is None else depth
         self._speculation = Speculation(drafter, config, model.vocab_size, budget)
-        self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows)
+        ahead = 0 if graph is None else graph.draft_ahead
+        self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows, ahead)
         self._decode = decode
         self._budget = budget
         self._drafters = drafters
@@ -207,8 +210,10 @@ class Engine:
     @property
     def _can_run_ahead(self) -> bool:
         """Whether the next step may be launched before the results of the one in flight are read."""
-        is_on_graph = isinstance(self._in_flight[0], GraphStep)
-        return is_on_graph and self._speculation.can_propose_ahead and self._depth.current == 1
+        if self._graph is None or not isinstance(self._in_flight[0], GraphStep):
+            return False
+        can_draft = self._speculation.can_propose_ahead or self._graph.chain is not None
+        return can_draft and self._depth.current == 1
 
     def _launch(self, watch: Stopwatch) -> bool:
         """Plan and launch a step; return whether one was launched.
@@ -220,7 +225,10 @@ class Engine:
         executor = self._executor_for(plan)
         if not plan.entries or (self._in_flight and executor is not self._graph):
             return False
-        if self._in_flight:
+        if self._graph is not None and executor is self._graph and self._graph.chain is not None:
+            self._speculation.leave_to_device(plan)
+            watch.lap("draft")
+        elif self._in_flight:
             before = self._in_flight[0]
             drafts = {entry.sequence.sequence_id: entry.draft for entry in before.plan.producing}
             for entry in plan.producing:
@@ -295,7 +303,7 @@ class Engine:
         # meaningful.
         is_on_graph = isinstance(step, GraphStep)
         seconds = times.total if is_on_graph else times.forward + times.verify
-        if self._budget is not None:
+        if self._budget is not None and not step.plan.drafts_on_device:
             self._budget.record(step.plan, step.plan.tokens, accepted, seconds)
         if is_on_graph:
             host_s = times.schedule + times.draft + times.commit
@@ -347,16 +355,24 @@ def build_engine(
     drafter = adapt(drafter)
     with _reported(drafter):
         drafter.needs.check(model.config)
+
+    def bind(forward: DraftForward) -> DeviceChain | None:
+        with _reported(drafter):
+            if hasattr(drafter, "bind"):
+                drafter.bind(forward)
+            return drafter.device_chain(config) if hasattr(drafter, "device_chain") else None
+
     measure = has_budget and config.max_draft > 0
     executors = build_executors(
-        model, config, attention, common, notify, measure=measure, needs=drafter.needs
+        model, config, attention, common, notify, measure=measure, needs=drafter.needs, bind=bind
     )  # fmt: skip
-    if hasattr(drafter, "bind"):
-        with _reported(drafter):
-            drafter.bind(executors.draft_forward)
     budget = None if executors.cost is None else TokenBudget(executors.cost)
+    depth = None
+    if executors.graph is not None and executors.graph.chain is not None and config.in_flight is None:
+        # Drafts that the device makes lose nothing with a step in flight.
+        depth = InFlightDepth(1)
     return Engine(
-        model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph,
+        model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph, depth,
         drafters=drafters,
     )  # fmt: skip
 

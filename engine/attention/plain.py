@@ -120,7 +120,7 @@ class PlainAttention(Attention):
 
     def fixed(self, step: StepShape) -> PlainFixed:
         """See `Attention.fixed`."""
-        return PlainFixed(self._keys, self._values, step)
+        return PlainFixed(self._keys, self._values, step, self._first_slot)
 
     def _group(self, blocks: list[QueryBlock], key_count: int) -> Group:
         starts, lengths, positions = np.array([block[:3] for block in blocks]).T[:, :, None]

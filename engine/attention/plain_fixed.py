@@ -15,11 +15,14 @@ from engine.models.decoder import Attend
 class PlainFixed(FixedAttention):
     """Gathers keys up to the largest possible length for every sequence and masks those beyond its own length."""
 
-    def __init__(self, keys: Tensor, values: Tensor, shape: StepShape) -> None:
-        """keys, values: the cache, [layers, pages, page size, kv_heads, head_dim] each."""
+    def __init__(self, keys: Tensor, values: Tensor, shape: StepShape, first_slot: int = 0) -> None:
+        """keys, values: the cache, [layers, pages, page size, kv_heads, head_dim] each. first_slot: see
+        `make_attention`.
+        """
         self._keys = keys
         self._values = values
         self._shape = shape
+        self._first_slot = first_slot
         self._pages = 0
 
     def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002  # the device has them
@@ -32,7 +35,7 @@ class PlainFixed(FixedAttention):
         pages = rows.page_tables[:, : self._pages].long()
         key_positions = torch.arange(pages.shape[1] * self._keys.shape[2], device=pages.device)
         positions = rows.contexts[:, None] + torch.arange(width, device=pages.device)
-        mask = (key_positions <= positions[:, :, None])[:, None]
+        mask = ((key_positions <= positions[:, :, None]) & (key_positions >= self._first_slot))[:, None]
         # Index of each row in a padded [sequence, row] grid; padding rows after the last sequence share one extra cell.
         row = torch.arange(count, device=pages.device, dtype=torch.int32)
         owner = torch.searchsorted(rows.starts[1:], row, right=True)

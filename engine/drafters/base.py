@@ -215,9 +215,10 @@ class Drafts:
 class Drafter(Protocol):
     """Proposes draft tokens; see the module's docstring for the rules.
 
-    Two methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
+    Three methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
     `propose_after(plan: StepPlan) -> OutcomeTable` returns drafts for likely outcomes of the step in flight, one row
-    per entry of `plan.producing`.
+    per entry of `plan.producing`. `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's
+    part of the graph executor's steps, for which `propose` and `observe` are not called.
     """
 
     needs: TargetOutputs

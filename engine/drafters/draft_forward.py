@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.base import Attention
+from engine.attention.base import Attention, FixedAttention, StepShape
 from engine.executor.batch import Batch, Span, slots_and_positions
 from engine.executor.transfer import on_device
 from engine.models.decoder import Attend
@@ -75,6 +75,11 @@ class DraftForward:
         """
         assert len(self._own) == 1, "the drafter declared one group of layers"
         return self._begin(self._own[0], spans)
+
+    def fixed(self, shape: StepShape) -> FixedAttention:
+        """Return attention over the drafter's layers for steps of one shape, see `Attention.fixed`."""
+        assert len(self._own) == 1, "the drafter declared one group of layers"
+        return self._own[0].fixed(shape)
 
     def begin_on_target(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
         """Prepare a batch of spans on the target's layers, whose keys and values the target's next step overwrites."""

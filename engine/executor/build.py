@@ -13,6 +13,7 @@ from engine.attention.base import StepShape
 from engine.config import EngineConfig
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
 from engine.drafters.draft_forward import DraftForward
+from engine.drafters.model_based.device_chain import DeviceChain
 from engine.executor.batch import Batch, Span
 from engine.executor.device_state import DeviceState
 from engine.executor.eager import EagerExecutor
@@ -40,8 +41,6 @@ class Executors(NamedTuple):
     eager: EagerExecutor
     graph: GraphExecutor | None
     pages: PagePool
-    draft_forward: DraftForward
-    """The drafter's access to the KV pages."""
     cost: Cost | None
     """Cost of steps, if it was measured."""
 
@@ -55,13 +54,15 @@ def build_executors(
     *,
     measure: bool,
     needs: TargetOutputs = NO_OUTPUTS,
+    bind: Callable[[DraftForward], DeviceChain | None] = lambda _: None,
 ) -> Executors:
     """Allocate a KV cache for a loaded model and create its executors.
 
     There is a graph executor on CUDA devices and where `config.in_flight` is 1, unless the host needs the results of
     every step. `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `measure`: time steps
-    for a few seconds to measure their cost. `needs`: outputs that the drafter needs. Raises UserError for an attention
-    backend or KV cache dtype that is not available.
+    for a few seconds to measure their cost. `needs`: outputs that the drafter needs. `bind`: gives the drafter access
+    to the KV pages, and returns its drafting on the device, None if it drafts on the host. Raises UserError for an
+    attention backend or KV cache dtype that is not available.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -79,35 +80,47 @@ def build_executors(
     runner = Runner(model, cache, device, ops)
     draft_forward = DraftForward(own, cache, pages, torch.device(device), ops)
     eager = EagerExecutor(runner, config.page_size, needs)
+    chain = bind(draft_forward)
     is_cuda = torch.device(device).type == "cuda"
-    needs_host = needs != NO_OUTPUTS or config.draft_shape == "tree"
+    needs_host = (needs != NO_OUTPUTS and chain is None) or config.draft_shape == "tree"
     if needs_host or not (is_cuda or config.in_flight == 1):
         cost = _measure(runner, model.config, config, pages) if measure else None
-        return Executors(eager, None, pages, draft_forward, cost)
-    graph = build_graph_executor(model.config, config, runner, pages, device)
+        return Executors(eager, None, pages, cost)
+    graph = build_graph_executor(model.config, config, runner, pages, device, chain)
     if is_cuda:
         graph.grid.capture(notify, graph.grid.kind_of([common], model.config.vocab_size))
-    return Executors(eager, graph, pages, draft_forward, graph.grid.measure() if measure else None)
+    if chain is not None:
+        # The budget is used for eager steps only.
+        return Executors(eager, graph, pages, _measure(runner, model.config, config, pages) if measure else None)
+    return Executors(eager, graph, pages, graph.grid.measure() if measure else None)
 
 
 def build_graph_executor(
-    model: ModelConfig, config: EngineConfig, runner: Runner, pages: PagePool, device: str
+    model: ModelConfig,
+    config: EngineConfig,
+    runner: Runner,
+    pages: PagePool,
+    device: str,
+    chain: DeviceChain | None = None,
 ) -> GraphExecutor:
     """Allocate the device state of an engine and create its graph executor without capturing graphs.
 
-    The cache of `runner` has one page more than `pages`, for padding.
+    The cache of `runner` has one page more than `pages`, for padding. chain: drafts on the device; None if drafts come
+    from the host.
     """
     longest = model.max_positions
     max_pages = pages.pages_for(longest)
     state = DeviceState.empty(config.max_sequences, longest, max_pages, pages.count, torch.device(device))
     copies = CopyStream(state.lengths.device)
+    max_draft = config.max_draft if chain is None else chain.depth
 
     def make(sequences: int, rows: int) -> FixedStep:
-        shape = StepShape(sequences, rows, 1 + config.max_draft, max_pages)
-        return FixedStep(runner.fixed(shape), state, shape, pages.page_size, copies)
+        shape = StepShape(sequences, rows, 1 + max_draft, max_pages)
+        fixed_chain = None if chain is None else chain.fixed(state, shape)
+        return FixedStep(runner.fixed(shape), state, shape, pages.page_size, copies, fixed_chain)
 
-    grid = StepGrid(make, state, config.max_sequences, config.max_draft)
-    return GraphExecutor(grid, runner, pages.page_size, model.vocab_size, config.max_draft)
+    grid = StepGrid(make, state, config.max_sequences, max_draft)
+    return GraphExecutor(grid, runner, pages.page_size, model.vocab_size, max_draft, chain)
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:

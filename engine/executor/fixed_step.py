@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.attention.base import StepShape
+from engine.drafters.model_based.device_chain import FixedChain
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
 from engine.executor.kernels.select import OutcomeTensors, select_drafts
-from engine.executor.kernels.tensors import Drafts
+from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.executor.kernels.verify import verify
 from engine.executor.runner import FixedForward
 from engine.executor.transfer import CopyStream, PendingArray, on_device
@@ -64,9 +65,17 @@ class FixedStep:
     """A step of up to B sequences on N rows."""
 
     def __init__(
-        self, forward: FixedForward, state: DeviceState, shape: StepShape, page_size: int, copies: CopyStream
+        self,
+        forward: FixedForward,
+        state: DeviceState,
+        shape: StepShape,
+        page_size: int,
+        copies: CopyStream,
+        chain: FixedChain | None = None,
     ) -> None:
+        """chain: drafts on the device; None if drafts come from the host."""
         self._forward = forward
+        self._chain = chain
         self._state = state
         self._shape = shape
         self._page_size = page_size
@@ -79,11 +88,14 @@ class FixedStep:
 
     @torch.inference_mode()
     def run(self, inputs: HostInputs, kind: Kind) -> PendingArray:
-        """Launch a step and return its results, int32 [B, RESULT_COLUMNS + width]. Capture its graph if necessary."""
+        """Launch a step and return its results, int32 [B, RESULT_COLUMNS + width]. Capture its graph if necessary.
+
+        With drafts from the device, the draft follows, [B, RESULT_COLUMNS + width + width - 1] in total.
+        """
         if self._table.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
         padding = [0] * (len(self._idle) - len(inputs.contexts))
-        self._forward.plan([*inputs.contexts, *padding], [*inputs.rows, *padding])
+        self._plan([*inputs.contexts, *padding], [*inputs.rows, *padding])
         # A new array, because an earlier copy may still be reading the previous one.
         rows = self._idle.copy()
         rows[: len(inputs.table)] = inputs.table
@@ -99,7 +111,7 @@ class FixedStep:
         """Capture the graph of a kind on a CUDA device, with idle slots only."""
         sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
-        self._forward.plan([longest] * sequences, [0] * sequences)
+        self._plan([longest] * sequences, [0] * sequences)
         self._table.copy_(on_device(self._idle, self._table.device))
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
@@ -113,23 +125,41 @@ class FixedStep:
         self._graphs[kind] = graph, result
         self._pool = pool
 
+    def _plan(self, contexts: list[int], rows: list[int]) -> None:
+        self._forward.plan(contexts, rows)
+        if self._chain is not None:
+            self._chain.plan(contexts, rows)
+
     def _step(self, kind: Kind) -> Tensor:
-        state, table, shape = self._state, self._table, self._shape
+        state, table, shape, chain = self._state, self._table, self._shape, self._chain
+
+        def choose(rows: StepInputs, logits: Tensor) -> Tensor:
+            return sampled_tokens(state, rows, logits, samples=kind.samples, max_ranked=kind.max_ranked)
+
         slots = table[:, 0].long()
         drafts = self._drafts(slots)
         starts = pad(table[:, 1].cumsum(0, dtype=torch.int32), (1, 0))
         inputs = build_inputs(state, slots, drafts, starts, shape.rows, self._page_size)
-        logits = self._forward(inputs, state.page_tables[slots])
-        chosen = sampled_tokens(state, inputs, logits, samples=kind.samples, max_ranked=kind.max_ranked)
+        tables = state.page_tables[slots]
+        if chain is None:
+            logits = self._forward(inputs, tables)
+        else:
+            logits, hidden = self._forward.with_states(inputs, tables, chain.hidden_layers)
         # Applied in every step, so that recorded outputs need no separate graphs.
-        chosen = replayed(state, inputs, chosen)
+        chosen = replayed(state, inputs, choose(inputs, logits))
         verified = verify(state, slots, inputs, chosen, shape.width)
         columns = (verified.counts, (inputs.counts - 1).clamp(min=0))
-        return torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
+        results = torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
+        if chain is None:
+            return results
+        chain.draft(slots, inputs, hidden, chosen, verified.counts, choose)
+        return torch.cat((results, drafts.tokens), dim=1)
 
     def _drafts(self, slots: Tensor) -> Drafts:
         """Return the drafts for the outcome of the previous step."""
         table, width = self._table, self._shape.width - 1
+        if self._chain is not None:
+            return Drafts(self._chain.drafts(slots), table[:, 1] - 1)
         if self._shape.rows == self._shape.sequences:
             none = torch.zeros_like(table[:, 0])
             return Drafts(none[:, None].expand(-1, width), none)

@@ -62,6 +62,10 @@ class FixedForward:
 
     def __call__(self, inputs: StepInputs, page_tables: Tensor) -> Tensor:
         """Return the logits of all rows, float32 [N, vocab_size]."""
+        return self.with_states(inputs, page_tables, ())[0]
+
+    def with_states(self, inputs: StepInputs, page_tables: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the logits, and hidden states of all rows after `layers`, [N, layers, hidden size]."""
         attend = self._attention.begin(RaggedRows(inputs.cache_slots, inputs.starts, inputs.contexts, page_tables))
-        hidden = self._model(inputs.tokens, inputs.positions, attend, self._ops)
-        return self._model.logits(hidden).float()
+        hidden, states = self._model.hidden_states(inputs.tokens, inputs.positions, attend, self._ops, layers)
+        return self._model.logits(hidden).float(), states

@@ -98,6 +98,8 @@ class StepPlan:
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     extra_rows: int = 0
     """Number of extra rows of all entries."""
+    drafts_on_device: bool = False
+    """Whether the device makes the drafts, without calls of the drafter."""
     asked: bool = False
     """Whether the drafter was called."""
     is_backing_off: bool = False

@@ -19,8 +19,10 @@ class Scheduler:
     it waits to be recomputed. The oldest sequence therefore always advances.
     """
 
-    def __init__(self, config: EngineConfig, pages: PagePool, extra_rows: int = 0) -> None:
-        """extra_rows: largest number of rows that the drafter adds to a sequence's part of a step."""
+    def __init__(self, config: EngineConfig, pages: PagePool, extra_rows: int = 0, draft_ahead: int = 0) -> None:
+        """extra_rows: largest number of rows that the drafter adds to a sequence's part of a step. draft_ahead: number
+        of slots after the computed tokens that a step writes for the next draft.
+        """
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
         """In the order of arrival; newer than the running ones."""
@@ -29,6 +31,9 @@ class Scheduler:
         self.preemptions = 0
         self._config = config
         self._extra_rows = extra_rows
+        self._draft_ahead = draft_ahead
+        # The slot of the last committed token; without the others, only the draft is worse.
+        self._needed_ahead = min(draft_ahead, 1)
         self._watermark = ceil(config.watermark * pages.count)
 
     @property
@@ -209,7 +214,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, scheduled: int) -> bool:
         """Allocate pages for the scheduled tokens; return False if the sequence itself was preempted."""
-        needed = self._missing_pages(sequence, sequence.end_after(scheduled))
+        end = min(sequence.end_after(scheduled) + self._needed_ahead, sequence.max_length)
+        needed = self._missing_pages(sequence, end)
         while needed > self.pages.free_count:
             newest = self.running[-1]
             self._preempt(newest)
@@ -230,7 +236,8 @@ class Scheduler:
             # The target adds a bonus token after the draft, and each step in flight commits at least one token.
             wanted = min(wanted, sequence.room - 1 - min(sequence.in_flight, 1))
             end = sequence.end_after(entry.scheduled)
-            room = self._allocate_spare(sequence, min(end + wanted, sequence.max_length)) - end
+            longest = min(end + wanted + self._draft_ahead, sequence.max_length)
+            room = self._allocate_spare(sequence, longest) - end - self._needed_ahead
             entry.draft_room = max(0, min(wanted, room))
 
     def _allocate_extra_room(self, entries: list[SequencePlan]) -> None:

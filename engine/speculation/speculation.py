@@ -68,6 +68,11 @@ class Speculation:
         for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
             self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
 
+    def leave_to_device(self, plan: StepPlan) -> None:
+        """Start new sequences of a plan whose drafts the device makes. The token budget has no part in them."""
+        self._start(plan)
+        plan.drafts_on_device = True
+
     def propose_ahead(self, plan: StepPlan) -> None:
         """Set the producing entries' drafts for likely outcomes of the step in flight."""
         tokens = self._prepare(plan)
@@ -100,7 +105,8 @@ class Speculation:
         for each in result.results:
             if uses_rejection(each.plan):
                 self._rates.record(each)
-        self._drafter.observe(result)
+        if not result.plan.drafts_on_device:
+            self._drafter.observe(result)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """End a sequence. `learn`: whether the drafter may remember its output."""

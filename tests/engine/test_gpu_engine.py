@@ -18,6 +18,7 @@ from engine.attention import calls
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
+from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
@@ -32,6 +33,7 @@ from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import verify as verification
 from ssd.config import DrafterConfig
 from tests.engine.conftest import make_folder
+from tests.engine.drafters.heads import make_head
 from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.near_ties import Best, Reference, differences, references
@@ -87,6 +89,23 @@ def test_in_float32_outputs_do_not_depend_on_drafts_or_steps_in_flight(model_fol
 def library(request):
     with library_of(request.param) as there:
         yield there
+
+
+def test_with_drafts_made_on_the_device_outputs_differ_only_at_near_ties(library, wide_folder):
+    model = load_model(wide_folder, dtype=library.dtype, device=library.device)
+    asked = requests(16 if library.device == "cuda" else 2, max_tokens=30)
+    config = replace(CONFIG, max_draft=4, in_flight=1)
+    expected = references(model, config, "flashinfer", asked)
+    head = make_head("mtp", model).to(library.device)
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(library.dtype)
+    drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=4)
+    with closing(build_engine(model, config, drafter, attention="flashinfer")) as engine:
+        completions = engine.generate(asked)
+    assert all(completion.drafted > 20 for completion in completions)
+    found = differences([completion.tokens.tolist() for completion in completions], expected)
+    assert all(difference.is_near_tie for difference in found), found
+    assert not found or library.dtype != torch.float32
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])

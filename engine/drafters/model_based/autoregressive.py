@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.drafters.base import DraftLayers, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
+from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.model_based.slots import SlotWriter
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead
@@ -63,6 +65,13 @@ class AutoregressiveDrafter:
         """Store access to the KV pages."""
         self._forward = forward
         self._writer = SlotWriter(self.head, forward)
+
+    def device_chain(self, config: EngineConfig) -> DeviceChain | None:
+        """See `Drafter`; None for trees, and for a head that has no layers of its own."""
+        depth = min(self._depth, config.max_draft)
+        if self._has_trees or self.head.shares_target_cache or not depth:
+            return None
+        return DeviceChain(self.head, self._forward, self._writer, depth, config.max_sequences, self._source)
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
@@ -166,7 +175,7 @@ class Growth:
     def expand(self, depth: int) -> None:
         """Add candidates after each node of the frontier."""
         owner, node, _, hidden = self._frontier
-        logits = target_logits(self._head, hidden)
+        logits = self._head.target_logits(hidden)
         paths = [self.pool.path_to(each) for each in node.tolist()] if self._sampler.adjusts else None
         sampled = self._sampler.sample(logits, owner, depth - 1, self._branches, paths)
         is_sampled = self._sampler.is_sampled[owner, None]
@@ -280,12 +289,3 @@ class Pace:
         next_s = (self._next_s or self._spent_s) + len(nodes) * token_s
         spent_s = plan.seconds + self._spent_s + len(pool) * token_s
         return gain / next_s > so_far / spent_s
-
-
-def target_logits(head: DraftHead, hidden: Tensor) -> Tensor:
-    """Return logits over the target's vocabulary, float32 [n, V], -inf outside of the draft vocabulary."""
-    logits = head.logits(hidden).float()
-    if head.draft_vocabulary is None:
-        return logits
-    whole = logits.new_full((len(logits), head.target.config.vocab_size), float("-inf"))
-    return whole.index_copy_(1, head.draft_vocabulary, logits)

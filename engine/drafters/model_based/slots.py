@@ -65,8 +65,9 @@ class SlotWriter:
         weight = next(head.parameters())
         size = head.state_size
         self._nothing = weight.new_empty(0, size)
-        self._page_states = weight.new_zeros(forward.page_count if size else 0, size)
-        """The target's state of the last position of every page, for sequences that share the page."""
+        self.page_states = weight.new_zeros(forward.page_count + 1 if size else 0, size)
+        """[pages + 1, S]: the target's state of the last position of every page, for sequences that share the page. The
+        last row belongs to the page of padding."""
 
     def run_committed(self, sequences: SequenceOf[Sequence]) -> HeadOutput:
         """Run all committed tokens whose slots are not written yet; return the output after each sequence's last."""
@@ -125,6 +126,29 @@ class SlotWriter:
         """Forget a sequence."""
         self._slots.pop(sequence.sequence_id, None)
 
+    def hand_over(self, sequences: SequenceOf[Sequence]) -> None:
+        """Write the slots of all committed tokens and forget the sequences, whose slots the device writes from now on.
+
+        The target has computed all tokens but the last of each sequence.
+        """
+        spans = []
+        for sequence in sequences:
+            computed = len(sequence) - 1
+            slots = self._slots.pop(sequence.sequence_id, None)
+            if slots is None or slots.computed != computed:  # no token was computed since a prefix-cache hit
+                slots = self._restarted(sequence, computed)
+            if slots.filled <= computed:
+                slots.keep_drafted(sequence.tokens)
+                spans.append(RunSpan(sequence, slots, len(sequence)))
+        if spans:
+            self._write(spans)
+
+    def take_back(self, sequence: Sequence, state: Tensor) -> None:
+        """Continue a sequence whose slots the device has written. state: [S], the target's of the last token but one,
+        after which nothing was computed.
+        """
+        self._slots[sequence.sequence_id] = Slots(len(sequence) - 1, state[None])
+
     def _target_states(self, results: SequenceOf[SequenceResult]) -> list[Tensor]:
         """Return the target's states of each result's committed tokens, [n, S] each."""
         parts = []
@@ -143,13 +167,13 @@ class SlotWriter:
         if slots is None or slots.computed != start:  # a new sequence, or one that was preempted
             slots = self._slots[sequence.sequence_id] = self._restarted(sequence, start)
         if not self._head.state_size:
-            slots.computed = sequence.computed
+            slots.computed = start + result.plan.scheduled + result.accepted
             return slots
         size = self._forward.page_size
         if (start + len(states)) // size > start // size:
             lasts = np.arange(start + (-start - 1) % size, start + len(states), size)
             pages = np.array(sequence.pages, np.int64)[lasts // size]
-            self._page_states[on_device(pages, states.device)] = states[on_device(lasts - start, states.device)]
+            self.page_states[on_device(pages, states.device)] = states[on_device(lasts - start, states.device)]
         slots.states = torch.cat((slots.states, states)) if len(slots.states) else states
         slots.computed = start + len(states)
         return slots
@@ -162,4 +186,4 @@ class SlotWriter:
         if not self._head.state_size:
             return Slots(start, self._nothing)
         page = sequence.pages[start // self._forward.page_size - 1]
-        return Slots(start, self._page_states[page][None])
+        return Slots(start, self.page_states[page][None])

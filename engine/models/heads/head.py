@@ -100,6 +100,14 @@ class DraftHead(nn.Module):
         logits: Tensor = (self.lm_head or self.target.lm_head)(hidden)
         return logits
 
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, float32 [N, V], -inf outside of the draft vocabulary."""
+        logits = self.logits(hidden).float()
+        if self.draft_vocabulary is None:
+            return logits
+        whole = logits.new_full((len(logits), self.target.config.vocab_size), float("-inf"))
+        return whole.index_copy_(1, self.draft_vocabulary, logits)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of tokens, int64 [N] -> [N, hidden_size]."""
         embeddings: Tensor = (self.embedding or self.target.embedding)(tokens)

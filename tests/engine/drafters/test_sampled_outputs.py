@@ -12,10 +12,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.model_based import autoregressive
 from engine.drafters.registry import CORPUS_PATH, KINDS, build_drafter, configure
 from engine.engine import build_engine
 from engine.models.heads.formats import save_head
+from engine.models.heads.head import DraftHead
 from engine.models.loader import load_model, save_model
 from engine.models.ops import PLAIN
 from engine.sampling import draft_sampler
@@ -115,14 +115,14 @@ def test_each_way_of_verification_keeps_the_targets_distribution(target, folders
 @pytest.fixture
 def unlike_target(monkeypatch):
     """Let one half of the draft tokens be token 0, and sample the others from a sharper distribution."""
-    original = autoregressive.target_logits
+    original = DraftHead.target_logits
 
     def changed(head, hidden):
         logits = 1.6 * original(head, hidden)
         logits[:, 0] = TEMPERATURE * torch.logsumexp(logits[:, 1:] / TEMPERATURE, dim=1)
         return logits
 
-    monkeypatch.setattr(autoregressive, "target_logits", changed)
+    monkeypatch.setattr(DraftHead, "target_logits", changed)
 
 
 def drops_unlikely_tokens(monkeypatch):

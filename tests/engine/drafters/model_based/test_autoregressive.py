@@ -171,7 +171,7 @@ def without_page_states(monkeypatch):
     restarted = SlotWriter._restarted
 
     def missing(writer, sequence, start):
-        writer._page_states.zero_()
+        writer.page_states.zero_()
         return restarted(writer, sequence, start)
 
     monkeypatch.setattr(SlotWriter, "_restarted", missing)

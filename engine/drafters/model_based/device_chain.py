@@ -1,0 +1,182 @@
+"""Chains of draft tokens that a head makes on the device, within the steps of the graph executor.
+
+At the end of a step, after verification, the head runs once over the rows of the step: the target's state of each row
+and the target's token after it. This writes the slots of all committed tokens, so that full pages can be shared at
+once; the slots of rejected rows are overwritten later. The draft for the next step follows the last committed token,
+one forward pass per further position, and is sampled with the target's own noise. All inputs are computed on the
+device, so that the next step can be launched before the host knows the outcome of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import FixedAttention, RaggedRows, StepShape
+from engine.drafters.draft_forward import DraftForward
+from engine.drafters.model_based.slots import SlotWriter
+from engine.executor.device_state import DeviceState
+from engine.executor.kernels.tensors import StepInputs
+from engine.models.heads.head import DraftHead, HeadOutput
+from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult
+from engine.scheduling.sequence import Sequence
+
+Choose = Callable[[StepInputs, Tensor], Tensor]
+"""Returns the tokens that greedy decoding or the requests' noise chooses after rows, int64 [N], from float32 logits
+[N, V]."""
+
+
+class DeviceChain:
+    """The head of a drafter, and the drafts and states of running sequences on the device."""
+
+    def __init__(
+        self, head: DraftHead, forward: DraftForward, writer: SlotWriter, depth: int, slots: int, source: int
+    ) -> None:
+        """writer: the slots of sequences that the eager executor runs. depth: number of draft tokens. slots: number of
+        request slots. source: code of the draft tokens, see `engine.drafters.sources`.
+        """
+        self.head = head
+        self.forward = forward
+        self.depth = depth
+        self.source = source
+        self.page_states = writer.page_states
+        """See `SlotWriter`."""
+        self.drafts = torch.zeros(slots + 1, depth, dtype=torch.int32, device=forward.device)
+        """int32 [slots + 1, depth]: draft of each request slot for its next step; the last slot is the idle one."""
+        self.states = self.page_states.new_zeros(slots + 1, head.state_size)
+        """[slots + 1, S]: the target's state of the last committed token but one."""
+        self._writer = writer
+
+    def fixed(self, state: DeviceState, shape: StepShape) -> FixedChain:
+        """Return the drafting of steps of one shape."""
+        return FixedChain(self, state, shape)
+
+    @torch.inference_mode()
+    def observe_chunks(self, chunks: SequenceOf[SequencePlan], hidden: Tensor) -> None:
+        """Process prompt chunks that run before a step. hidden: [N, layers, hidden size], of all their tokens."""
+        parts = hidden.split([chunk.scheduled for chunk in chunks])
+        self._writer.observe(
+            [SequenceResult(chunk, NO_TOKENS, NO_ROWS, hidden=part) for chunk, part in zip(chunks, parts, strict=True)]
+        )
+
+    @torch.inference_mode()
+    def begin(self, sequences: SequenceOf[Sequence]) -> None:
+        """Prepare sequences for their first step on the device; all of their tokens but the last one are computed."""
+        self._writer.hand_over(sequences)
+
+    @torch.inference_mode()
+    def end(self, sequence: Sequence, slot: int) -> None:
+        """Let the eager executor continue a sequence; no step is in flight."""
+        self._writer.take_back(sequence, self.states[slot].clone())
+
+    def room(self, entry: SequencePlan) -> int:
+        """Return the largest number of draft tokens for an entry, limited by the head's context window."""
+        longest = self.head.config.max_positions - entry.sequence.end_after(entry.scheduled)
+        return max(0, min(entry.draft_room, self.depth, longest))
+
+
+class FixedChain:
+    """Drafts after steps of B sequences on N rows."""
+
+    def __init__(self, chain: DeviceChain, state: DeviceState, shape: StepShape) -> None:
+        self._chain = chain
+        self._state = state
+        self._rows = chain.forward.fixed(shape)
+        # One row per sequence.
+        single = StepShape(shape.sequences, shape.sequences, 1, shape.pages)
+        self._single = chain.forward.fixed(single) if chain.depth > 1 else None
+        device = state.lengths.device
+        self._starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device=device)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states the head reads."""
+        return self._chain.head.hidden_layers
+
+    def plan(self, contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
+        """Prepare a step; see `FixedAttention.plan` for the target's arguments."""
+        # Slot t of the head belongs to the target's row t - 1.
+        self._rows.plan([context + 1 for context in contexts], rows)
+        if self._single is not None:
+            depth = self._chain.depth
+            longest = [context + count + depth for context, count in zip(contexts, rows, strict=True)]
+            self._single.plan(longest, [1] * len(rows))
+
+    def drafts(self, slots: Tensor) -> Tensor:
+        """Return the drafts that the previous step made, int32 [B, depth]. slots: int64 [B], request slots."""
+        return self._chain.drafts[slots]
+
+    def draft(
+        self, slots: Tensor, inputs: StepInputs, hidden: Tensor, tokens: Tensor, counts: Tensor, choose: Choose
+    ) -> None:
+        """Write the slots of the tokens that a step committed, and draft for the next step.
+
+        slots: int64 [B], request slots. hidden: [N, layers, hidden size], of the step's rows. tokens: int64 [N], the
+        target's token after each row. counts: int32 [B], number of tokens that each sequence committed.
+        """
+        head, chain = self._chain.head, self._chain
+        states = self._keep_states(inputs, hidden) if head.state_size else chain.states[inputs.request_slots]
+        pairs = self._pairs(inputs, tokens)
+        output = self._run(self._rows, slots, pairs, states)
+        last = (inputs.starts[:-1] + (counts - 1).clamp(min=0)).clamp(max=len(tokens) - 1).long()
+        chain.states[slots] = states[last]
+        row = self._single_rows(slots, 0, pairs.tokens[last])
+        output = HeadOutput(output.hidden[last], output.state[last])
+        drafts = [choose(row, head.target_logits(output.hidden))]
+        for place in range(1, chain.depth):
+            assert self._single is not None
+            row = self._single_rows(slots, place, drafts[-1])
+            output = self._run(self._single, slots, row, output.state)
+            drafts.append(choose(row, head.target_logits(output.hidden)))
+        chain.drafts[slots] = torch.stack(drafts, dim=1).int()
+
+    def _keep_states(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
+        """Return the target's states of all rows, [N, S], and keep those of last positions of pages."""
+        states = self._chain.head.target_states(hidden)
+        size = self._chain.forward.page_size
+        is_last = inputs.cache_slots % size == size - 1
+        pages = torch.where(is_last, inputs.cache_slots // size, self._state.scratch_page)
+        self._chain.page_states[pages] = states
+        return states
+
+    def _pairs(self, inputs: StepInputs, tokens: Tensor) -> StepInputs:
+        """Return the rows of the head: the token after each of the step's rows, one position later."""
+        positions = inputs.positions + 1
+        is_padding = inputs.cache_slots // self._chain.forward.page_size == self._state.scratch_page
+        return inputs._replace(
+            tokens=tokens,
+            positions=positions,
+            cache_slots=self._cache_slots(inputs.request_slots, positions, ~is_padding),
+            contexts=inputs.contexts + 1,
+        )
+
+    def _single_rows(self, slots: Tensor, place: int, tokens: Tensor) -> StepInputs:
+        """Return one row per sequence, `place` positions after its last committed token. tokens: int64 [B]."""
+        # The keys of positions beyond the longest text go to the padding's page; drafts there are never verified.
+        wanted = self._state.lengths[slots] - 1 + place
+        limits = self._state.limits[slots]
+        positions = torch.minimum(wanted, limits - 1).clamp(min=1)
+        return StepInputs(
+            tokens=tokens,
+            positions=positions.long(),
+            cache_slots=self._cache_slots(slots, positions, wanted < limits),
+            request_slots=slots,
+            starts=self._starts,
+            contexts=positions,
+            counts=torch.ones_like(positions),
+        )
+
+    def _cache_slots(self, request_slots: Tensor, positions: Tensor, exists: Tensor) -> Tensor:
+        """Return the cache slots of positions, int64 [N]; rows that do not exist get one of the padding's page."""
+        size, tables = self._chain.forward.page_size, self._state.page_tables
+        pages = tables[request_slots, (positions // size).clamp(max=tables.shape[1] - 1)]
+        return torch.where(exists, pages * size + positions % size, self._state.scratch_page * size).long()
+
+    def _run(self, attention: FixedAttention, slots: Tensor, rows: StepInputs, states: Tensor) -> HeadOutput:
+        tables = self._state.page_tables[slots]
+        attend = attention.begin(RaggedRows(rows.cache_slots, rows.starts, rows.contexts, tables))
+        output: HeadOutput = self._chain.head(rows.tokens, states, rows.positions, attend, self._chain.forward.ops)
+        return output

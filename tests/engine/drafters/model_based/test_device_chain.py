@@ -1,0 +1,332 @@
+"""Drafts that heads make on the device: outputs, and drafts against the naive twin, with random weights."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.base import StepShape
+from engine.attention.plain import PlainAttention
+from engine.config import EngineConfig
+from engine.drafters.draft_forward import DraftForward
+from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
+from engine.drafters.model_based.device_chain import FixedChain
+from engine.drafters.model_based.slots import SlotWriter
+from engine.drafters.model_free.none import NoDrafter
+from engine.engine import build_engine
+from engine.executor.device_state import DeviceState
+from engine.executor.fixed_step import RESULT_COLUMNS, FixedStep, Kind
+from engine.executor.graph import GraphStep
+from engine.executor.runner import Runner
+from engine.executor.transfer import CopyStream
+from engine.models.loader import load_model
+from engine.sampling.sampler import row_settings, sample
+from engine.scheduling.pages import PagePool
+from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.drafters.heads import HEADS, make_head, naive_logits
+from tests.engine.drafters.model_based.test_autoregressive import TOLERANCE, tokens_of
+from tests.engine.drafters.model_based.test_autoregressive import Recorder as EagerRecorder
+
+CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=6, page_size=16, kv_memory_mib=1, in_flight=1)
+KINDS = [kind for kind in HEADS if kind != "self"]
+DEPTH = 4
+COUPLED = 30.0
+"""A temperature at which the noise that the target and its drafter share decides most tokens, so that most drafts are
+accepted."""
+
+
+class Recorder:
+    """Records the drafts that the device made, with the text before each."""
+
+    def __init__(self, monkeypatch):
+        self.drafts = []
+        result = GraphStep.result
+
+        def recording(step):
+            found = result(step)
+            for each in found.results:
+                if each.drafted and each.plan.sequence.is_running:
+                    sequence = each.plan.sequence
+                    self.drafts.append((sequence.tokens.copy(), each.plan.draft, sequence.request.sampling))
+            return found
+
+        monkeypatch.setattr(GraphStep, "result", recording)
+
+    def right(self, head, target, count=50):
+        """For some of the drafts, the number of tokens before the first that the twin does not draft, and the number
+        of tokens."""
+        for text, draft, sampling in self.drafts[:: max(1, len(self.drafts) // count)]:
+            expected = naive_drafts(head, target, text, draft, sampling)
+            yield int(np.append(draft == expected, False).argmin()), len(draft)
+
+    def are_right(self, head, target):
+        return all(right == length for right, length in self.right(head, target))
+
+
+def naive_drafts(head, target, text, draft, sampling):
+    """The tokens that the head drafts after the text and after each token of the draft but the last, uint32 [k]."""
+    logits = naive_logits(head, target, text, draft[:-1])
+    if head.draft_vocabulary is not None:
+        whole = torch.full((len(logits), target.config.vocab_size), -torch.inf)
+        logits = whole.index_copy_(1, head.draft_vocabulary, logits)
+    places = np.arange(len(logits))
+    settings = row_settings([sampling], np.array([len(places)]), len(text) + places)
+    return sample(logits, settings).numpy().astype(np.uint32)
+
+
+class Alternating:
+    """Replaces `InFlightDepth`."""
+
+    def __init__(self, depth):
+        self._depth, self._rng = depth, np.random.default_rng(9)
+
+    @property
+    def current(self):
+        return int(self._rng.integers(2)) if self._depth == "any" else self._depth
+
+    def record(self, *_):
+        pass
+
+
+def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None):
+    """An engine with a graph executor whose drafts are made on the device, and the drafter's head."""
+    head = make_head(kind, model)
+    engine = build_engine(model, config, AutoregressiveDrafter(head, depth=depth, has_trees=False, source=2))
+    engine._depth = Alternating(in_flight)
+    if pages is not None:
+        engine.scheduler = Scheduler(config, PagePool(pages, config.page_size), draft_ahead=depth)
+    return engine, head
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """A function that returns the outputs of plain decoding for arguments of `requests`."""
+
+    @cache
+    def outputs(*arguments):
+        engine = build_engine(model, replace(CONFIG, in_flight=None), NoDrafter())
+        return tokens_of(engine.generate(requests(*arguments)))
+
+    return outputs
+
+
+def requests(temperature, count=8, penalised=0.0):
+    """Prompts with shared prefixes, some longer than a chunk. penalised: fraction of requests that need the host."""
+    rng = np.random.default_rng(2)
+    stem = rng.integers(1, 60, 70)
+    asked = []
+    for index in range(count):
+        prompt = np.concatenate((stem[: 16 * rng.integers(0, 5)], rng.integers(1, 60, rng.integers(1, 40))))
+        sampling = SamplingParams(
+            max_tokens=int(rng.integers(8, 30)),
+            temperature=temperature,
+            seed=index,
+            top_k=0 if temperature == COUPLED else int(rng.choice([0, 8])),
+            frequency_penalty=0.5 if rng.random() < penalised else 0.0,
+            ignore_eos=True,
+        )
+        asked.append(Request(prompt.astype(np.uint32), sampling))
+    return asked
+
+
+def total(completions, name):
+    return sum(getattr(each, name) for each in completions)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.8, COUPLED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, temperature, in_flight):
+    recorder = Recorder(monkeypatch)
+    asked = requests(temperature)
+    engine, head = engine_of(model, kind, in_flight)
+    completions = engine.generate(asked)
+    engine.scheduler.check_integrity()
+    assert tokens_of(completions) == plain(temperature)
+    assert any(each.cached_tokens for each in completions)
+    assert total(completions, "accepted") > (50 if temperature == COUPLED else -1)
+    assert sum(each.by_source["draft-model"].drafted for each in completions) == total(completions, "drafted") > 90
+    assert recorder.are_right(head, model)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_short_drafts(model, plain, monkeypatch, depth, in_flight):
+    """With a depth of 1 the step has one further layer and no further pass."""
+    recorder = Recorder(monkeypatch)
+    asked = requests(COUPLED)
+    engine, head = engine_of(model, "mtp", in_flight, depth=depth)
+    completions = engine.generate(asked)
+    assert tokens_of(completions) == plain(COUPLED)
+    assert total(completions, "accepted") > 0.8 * total(completions, "drafted") > 40
+    assert {len(draft) for _, draft, _ in recorder.drafts} == set(range(1, depth + 1))
+    assert recorder.are_right(head, model)
+
+
+@pytest.mark.parametrize("temperature", [0.8, COUPLED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch, kind, temperature):
+    """Requests arrive at random, and some need the host, so that the executors alternate; so does the depth."""
+    on_device, eager = Recorder(monkeypatch), EagerRecorder(monkeypatch)
+    rng = np.random.default_rng(4)
+    asked = requests(temperature, 24, penalised=0.15)
+    config = replace(CONFIG, watermark=0.0)
+    engine, head = engine_of(model, kind, "any", config=config, pages=9)
+    waiting, added, finished = iter(range(len(asked))), {}, {}
+    while engine.scheduler.has_work or len(added) < len(asked):
+        if len(added) < len(asked) and rng.random() < 0.5:
+            index = next(waiting)
+            added[engine.add(asked[index])] = index
+        if added and rng.random() < 0.1:
+            sequence_id = int(rng.choice(list(added)[-3:]))
+            cancelled = engine.cancel(sequence_id)
+            finished |= {} if cancelled is None else {sequence_id: cancelled}
+        finished |= engine.step().finished
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
+    assert finished.keys() == added.keys()
+    aborted = [each for each in finished.values() if each.finish_reason is FinishReason.ABORT]
+    assert 0 < len(aborted) < 10
+    assert any(each.cached_tokens for each in finished.values())
+    for sequence_id, expected in zip(added, plain(temperature, 24, 0.15), strict=True):
+        produced = finished[sequence_id].tokens.tolist()
+        is_whole = finished[sequence_id].finish_reason is not FinishReason.ABORT
+        assert produced == (expected if is_whole else expected[: len(produced)])
+    assert min(len(on_device.drafts), len(eager.calls)) > 20
+    found = list(on_device.right(head, model))
+    # Drafts that reach the next page are worse if no page is free.
+    assert all(right for right, _ in found)
+    assert sum(right == length for right, length in found) > 0.95 * len(found)
+    assert eager.largest_difference(head, model) < TOLERANCE
+
+
+def test_sequences_can_share_pages_that_the_device_filled(model, monkeypatch):
+    """A prompt that begins with an earlier output finds its pages; its first slot needs the state that was kept."""
+    recorder = Recorder(monkeypatch)
+    engine, head = engine_of(model, "mtp", 1)
+    prompt = np.arange(1, 12, dtype=np.uint32)
+    [first] = engine.generate([Request(prompt, SamplingParams(60, ignore_eos=True))])
+    recorder.drafts.clear()
+    for cached in (16, 48, 64):
+        text = np.concatenate((prompt, first.tokens))[: cached + 1]
+        [completion] = engine.generate([Request(text, SamplingParams(20, ignore_eos=True))])
+        assert completion.cached_tokens == cached
+        assert completion.tokens[: 60 + 11 - cached - 1].tolist() == first.tokens[cached - 10 :][:20].tolist()
+    assert len(recorder.drafts) > 30
+    assert recorder.are_right(head, model)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_requests_choose_the_length_of_their_drafts(model, plain, in_flight):
+    asked = [replace(each, max_draft=index % 3) for index, each in enumerate(requests(COUPLED))]
+    asked[-1] = replace(asked[-1], drafters=frozenset())
+    engine, _ = engine_of(model, "mtp", in_flight)
+    lengths = {}
+    result = engine._speculation.observe
+
+    def observe(found):
+        for each in found.results:
+            lengths.setdefault(each.sequence_id, set()).add(each.drafted)
+        result(found)
+
+    engine._speculation.observe = observe
+    assert tokens_of(engine.generate(asked)) == plain(COUPLED)
+    assert [max(lengths[index]) for index in range(8)] == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def test_with_a_step_in_flight_the_next_is_launched_before_it_is_read(model):
+    engine, _ = engine_of(model, "mtp", 1)
+    events, launch, commit = [], engine._graph.launch, engine._commit
+    engine._graph.launch = lambda plan: (events.append("launch"), launch(plan))[1]
+    engine._commit = lambda step, watch: (events.append("read"), commit(step, watch))[1]
+    engine.generate([Request(np.array([3, 1, 4], np.uint32), SamplingParams(20, ignore_eos=True))])
+    assert events[:5] == ["launch", "launch", "read", "launch", "read"]
+
+
+@pytest.mark.parametrize("depth", [1, DEPTH])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_reads_no_values(model_folder, kind, depth):
+    """A step with its drafting runs on tensors without values, so nothing of it waits for the device."""
+    model = load_model(model_folder).to("meta")
+    head = make_head(kind, model).to("meta")
+    pool, longest = PagePool(40, 16), 200
+    settings = 41, 16, torch.float32, "meta"
+    shape = StepShape(4, 20, 1 + depth, 13)
+    target = PlainAttention(model.config, *settings)
+    own = PlainAttention(replace(head.config, num_layers=head.num_layers), *settings, first_slot=head.first_slot)
+    forward = DraftForward((own,), target, pool, torch.device("meta"))
+    state = DeviceState.empty(8, longest, 13, pool.count, torch.device("meta"))
+    drafter = AutoregressiveDrafter(head, depth=depth, has_trees=False, source=2)
+    drafter.bind(forward)
+    chain = drafter.device_chain(replace(CONFIG, max_sequences=8)).fixed(state, shape)
+    runner = Runner(model, target, "meta")
+    step = FixedStep(runner.fixed(shape), state, shape, 16, CopyStream(torch.device("cpu")), chain)
+    step._plan([longest - 1] * 4, [0] * 4)
+    with torch.inference_mode():
+        for kind in (Kind(False, None), Kind(True, None), Kind(True, 32)):
+            assert step._step(kind).shape == (4, RESULT_COLUMNS + 1 + 2 * depth)
+
+
+def of_the_same_position(monkeypatch):
+    """Planted fault: the head reads the state of each token instead of the one before it."""
+    keep = FixedChain._keep_states
+    monkeypatch.setattr(FixedChain, "_keep_states", lambda *arguments: keep(*arguments).roll(-1, dims=0))
+
+
+def without_page_states(monkeypatch):
+    """Planted fault: after a prefix-cache hit, the preceding hidden state is missing."""
+    restarted = SlotWriter._restarted
+
+    def missing(writer, sequence, start):
+        writer.page_states.zero_()
+        return restarted(writer, sequence, start)
+
+    monkeypatch.setattr(SlotWriter, "_restarted", missing)
+
+
+def without_pages_ahead(monkeypatch):
+    """Planted fault: pages are allocated without regard to the drafting at the end of a step."""
+    original = Scheduler.__init__
+    monkeypatch.setattr(Scheduler, "__init__", lambda scheduler, *arguments: original(scheduler, *arguments[:3]))
+
+
+def other_noise(monkeypatch):
+    """Planted fault: the noise of the position before."""
+    rows = FixedChain._single_rows
+
+    def shifted(*arguments):
+        found = rows(*arguments)
+        return found._replace(positions=found.positions - 1)
+
+    monkeypatch.setattr(FixedChain, "_single_rows", shifted)
+
+
+@pytest.mark.parametrize("fault", [of_the_same_position, without_page_states, other_noise])
+def test_planted_faults_are_caught(model, plain, monkeypatch, fault):
+    recorder = Recorder(monkeypatch)
+    fault(monkeypatch)
+    engine, head = engine_of(model, "mtp", 0)
+    asked = requests(0.8)
+    assert tokens_of(engine.generate(asked)) == plain(0.8)
+    assert not recorder.are_right(head, model)
+
+
+@pytest.mark.parametrize("fault", [None, without_pages_ahead])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_copy_of_the_target_is_always_accepted(model, monkeypatch, in_flight, fault):
+    """With the target's noise every draft token equals the target's, if there is a page for every position."""
+    if fault is not None:
+        fault(monkeypatch)
+    head = make_head("draft-model", model)
+    head.model, head.config, head.num_layers = model, model.config, model.config.num_layers
+    drafter = AutoregressiveDrafter(head, depth=DEPTH, has_trees=False, source=2)
+    engine = build_engine(model, replace(CONFIG, max_draft=DEPTH), drafter)
+    engine._depth = Alternating(in_flight)
+    sampling = SamplingParams(120, 0.8, seed=1, ignore_eos=True)
+    [completion] = engine.generate([Request(np.arange(1, 9, dtype=np.uint32), sampling)])
+    assert completion.drafted > 80
+    assert (completion.accepted == completion.drafted) == (fault is None)
