@@ -1,0 +1,132 @@
+"""The drafters of a host: one per namespace, since a client of the sidecar has one namespace."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from drafter_service.auth.connector import ClientAccess
+from drafter_service.client import DrafterClient
+from drafter_service.client.client import DEADLINE_S
+from drafter_service.observability.facts import ModelIdentity
+from ssd.config import MAX_DRAFT, DrafterConfig
+
+if TYPE_CHECKING:  # It imports numba.
+    from ssd.drafter import SuffixDrafter
+
+    HostDrafter = DrafterClient | SuffixDrafter
+
+EMBEDDED = "embedded"
+DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
+MAX_NAMESPACES = 8
+"""Maximum number of namespaces in use at a time. A step asks the drafters of its namespaces one after another."""
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """Where drafts come from."""
+
+    ssd: str = DEFAULT_ADDRESS
+    """Address of a sidecar, or "embedded" for a drafter in this process."""
+    namespace: str = ""
+    """Namespace of requests without salt; "" for one named after the model."""
+    model: ModelIdentity = field(default_factory=ModelIdentity)
+    """The served model, without adapter."""
+    deadline_s: float = DEADLINE_S
+    """Maximum wait for the drafts of a step, in seconds."""
+    access: ClientAccess | None = None
+    """TLS files and bearer token for the sidecar."""
+    capacity: int = DrafterConfig.capacity
+    """Tokens that an embedded drafter remembers, per namespace."""
+
+
+@dataclass(eq=False)
+class Namespace:
+    """A namespace in use."""
+
+    drafter: HostDrafter | None
+    """None if it could not be opened."""
+    running: int = 0
+    """Number of its running sequences."""
+
+
+class HostNamespaces:
+    """Opens drafters on first use and closes those not used for longest. One thread at a time may use it."""
+
+    def __init__(self, settings: DrafterSettings, max_draft: int, report: Callable[[str], None]) -> None:
+        """max_draft: tokens in a draft. report: called with a sentence, from any thread, when a connection is lost."""
+        self._settings = settings
+        self._max_draft = min(max_draft, MAX_DRAFT)
+        self._report = report
+        self._open: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
+        """By adapter and salt, least recently used first."""
+
+    def find(self, adapter: str, salt: str) -> Namespace | None:
+        """Return the namespace of an adapter and a salt; None if too many others have running sequences.
+
+        Raises UserError if it cannot be opened, when it is asked for the first time.
+        """
+        key = adapter, salt
+        if key not in self._open:
+            if len(self._open) >= MAX_NAMESPACES and not self._close_idle():
+                return None
+            # A failure to open is kept, so that it is reported once.
+            self._open[key] = Namespace(None)
+            self._open[key].drafter = self._drafter(adapter, salt)
+        self._open.move_to_end(key)
+        return self._open[key]
+
+    def close(self) -> None:
+        """Close all drafters."""
+        for namespace in self._open.values():
+            if namespace.drafter is not None:
+                namespace.drafter.close()
+        self._open.clear()
+
+    def _close_idle(self) -> bool:
+        """Close the namespace that was not used for longest and has no running sequences; return whether there is one.
+
+        Closing a connection may take seconds, so another thread does it.
+        """
+        idle = next((key for key, namespace in self._open.items() if not namespace.running), None)
+        if idle is None:
+            return False
+        drafter = self._open.pop(idle).drafter
+        if drafter is not None:
+            threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
+        return True
+
+    def _drafter(self, adapter: str, salt: str) -> HostDrafter:
+        settings = self._settings
+        if settings.ssd == EMBEDDED:
+            from ssd.drafter import SuffixDrafter
+
+            return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=self._max_draft))
+        return DrafterClient(
+            settings.ssd,
+            deadline_s=settings.deadline_s,
+            model=replace(settings.model, adapter=adapter),
+            namespace=namespace_name(settings, adapter, salt),
+            access=settings.access,
+            required=False,
+            on_lost=lambda reason: self._report(
+                f"no connection to the drafter at {settings.ssd} ({reason}); continuing without drafts"
+            ),
+        )
+
+
+def namespace_name(settings: DrafterSettings, adapter: str, salt: str) -> str:
+    """Return the name of the namespace of an adapter and a salt; "" for the one that is named after the model.
+
+    The name does not contain the salt, which may be a secret.
+    """
+    if not salt and not (adapter and settings.namespace):
+        return settings.namespace
+    model = settings.model
+    parts = (model.name, model.tokenizer, adapter, salt)
+    digest = hashlib.sha256("".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()[:32]
+    return f"{settings.namespace or 'salted'}@{digest}"

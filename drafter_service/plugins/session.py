@@ -1,0 +1,404 @@
+"""The layer between a host and its drafters: requests and texts in, drafts as lists of ints out.
+
+A plug-in starts each request once, gives its whole text in every step, says which draft tokens the host verifies, and
+ends it. Whatever the host does in between (preempt, retract, batch anew, repeat or reorder requests, pad drafts, drop
+requests without a word), the drafter gets a sequence whose text only grows.
+
+Nothing raises into the host. A failure costs drafts, and is reported once.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafter_service.plugins.namespaces import DrafterSettings, HostNamespaces, Namespace
+from drafter_service.plugins.options import End, HostLimits, RequestOptions
+from ssd.errors import UserError
+from ssd.types import ROOT, DraftBatch, Progress, offsets_of
+
+CHECKED = 8
+"""Number of reported tokens that are compared with the host's text in each step, to notice that it was replaced."""
+
+NO_TOKENS = np.empty(0, np.uint32)
+
+
+@dataclass
+class DraftCounters:
+    """Totals since the session began."""
+
+    steps: int = 0
+    """Steps of requests: each produced one token besides the accepted ones."""
+    drafted: int = 0
+    """Draft tokens that the host got."""
+    verified: int = 0
+    """Draft tokens that the host verified."""
+    accepted: int = 0
+    failures: int = 0
+    """Failures that cost drafts, reported or not."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens that a step produced, steps without draft included; 0 before the first step."""
+        return 1 + self.accepted / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """A request of the host, and what the drafter knows of it."""
+
+    options: RequestOptions
+    prompt_length: int
+    prompt_checksum: int
+    namespace: Namespace | None = None
+    """None if it has no drafts."""
+    sequence_id: int = -1
+    """Its id at the drafter."""
+    reported: int = 0
+    """Number of tokens that the drafter knows, prompt included."""
+    tail: list[int] = field(default_factory=list)
+    """The last `CHECKED` of them."""
+    draft: list[int] = field(default_factory=list)
+    """The last draft, which continues the reported tokens."""
+    verified: int | None = None
+    """Number of its tokens that the host verifies; None: the host has not said."""
+    allowed: int = 1 << 30
+    """Longest draft that the host is expected to verify."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """Progress of a request in one step of the host."""
+
+    request: TrackedRequest
+    index: int
+    """Index in the host's batch."""
+    added: np.ndarray
+    """uint32 [n]: tokens that the drafter does not know."""
+    room: int
+    """Maximum length of its next draft."""
+
+    @property
+    def verified(self) -> int:
+        """Number of verified tokens of the last draft. A draft counts once tokens were committed after it."""
+        return (self.request.verified or 0) if len(self.added) else 0
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted tokens of the last draft."""
+        return common_length(self.request.draft[: self.verified], self.added.tolist())
+
+    @property
+    def steps(self) -> int:
+        """Number of the host's steps: the first added one token to the accepted ones, the others one token each."""
+        return max(1, len(self.added) - self.accepted)
+
+
+class HostSession:
+    """The requests of one host. Any thread may call it."""
+
+    def __init__(
+        self,
+        settings: DrafterSettings,
+        limits: HostLimits,
+        report: Callable[[str], None],
+    ) -> None:
+        """report: writes a sentence to the host's log; called once per kind of problem, from any thread."""
+        self.counters = DraftCounters()
+        self._limits = limits
+        self._report = report
+        self._reported: set[str] = set()
+        self._namespaces = HostNamespaces(settings, limits.max_draft, report)
+        self._requests: OrderedDict[Hashable, TrackedRequest] = OrderedDict()
+        """By the host's id, least recently drafted first."""
+        self._sequences = 0
+        """Number of sequences so far: their ids are never used twice, unlike those of hosts."""
+        self._lock = threading.RLock()
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        """Whether a request was started and has not ended."""
+        return request_id in self._requests
+
+    def start(
+        self,
+        request_id: Hashable,
+        prompt: Sequence[int],
+        options: RequestOptions | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin a request. A running one with the same id ends first, and is not learned.
+
+        extras: options that the host's client gave with the request, see `RequestOptions.with_extras`. If they cannot
+        be read, the request has no drafts and is not learned.
+        """
+        with self._guarded():
+            self._drop(request_id)
+            request = TrackedRequest(options or RequestOptions(), len(prompt), checksum(prompt))
+            self._requests[request_id] = request
+            if len(self._requests) > self._limits.max_requests:
+                self._drop(next(iter(self._requests)))
+            try:
+                request.options = request.options.with_extras(extras or {})
+            except ValueError as problem:
+                self._report_once("extras", f"options of a request: {problem}; it has no drafts")
+                return
+            self._begin(request, prompt)
+
+    def schedule(self, request_id: Hashable, tokens: Sequence[int]) -> None:
+        """Record the draft tokens that the host verifies in the step that it begins with a request.
+
+        They may be fewer than the last draft has, none, or padding. Only the first call after a draft counts.
+        """
+        with self._guarded():
+            request = self._requests.get(request_id)
+            if request is None or not request.draft or request.verified is not None:
+                return
+            request.verified = common_length(request.draft, tokens)
+            if request.verified == len(request.draft):
+                request.allowed = max(request.allowed, min(2 * len(request.draft), self._limits.max_draft))
+            elif request.verified == len(tokens):  # The host cut the draft, and did not replace it.
+                request.allowed = max(1, len(tokens))
+
+    def draft(self, texts: Sequence[tuple[Hashable, Sequence[int]]]) -> list[list[int]]:
+        """Return a draft for each request of a batch.
+
+        texts: pairs of a request's id and its text, prompt and output. From the first id outside of the vocabulary on,
+        such as a placeholder of a step in flight, a text is ignored, and there is no draft. Requests that were not
+        started have none either, nor does the second of two with the same id.
+        """
+        drafts: list[list[int]] = [[] for _ in texts]
+        with self._guarded():
+            asked: dict[int, list[Turn]] = {}
+            seen = set()
+            for index, (request_id, text) in enumerate(texts):
+                request = self._requests.get(request_id)
+                if request is None or request_id in seen:
+                    continue
+                seen.add(request_id)
+                self._requests.move_to_end(request_id)
+                turn = self._turn(index, request, text)
+                if turn is None:
+                    continue
+                if len(turn.added) or not request.draft:
+                    asked.setdefault(id(request.namespace), []).append(turn)
+                else:  # The host has not run the request since it got this draft.
+                    request.verified = None
+                    drafts[index] = request.draft[: turn.room]
+            for turns in asked.values():
+                for turn, draft in zip(turns, self._ask(turns), strict=True):
+                    drafts[turn.index] = draft
+        return drafts
+
+    def finish(self, request_id: Hashable, text: Sequence[int] | None = None, end: End = End.FINISHED) -> None:
+        """End a request, if it is running. text: its whole text; None if the host does not give it any more."""
+        with self._guarded():
+            request = self._requests.pop(request_id, None)
+            if request is None or request.namespace is None:
+                return
+            turn = None if text is None or len(text) < request.reported else self._turn(0, request, text)
+            self._end(request, turn, learn=request.options.learns_after(end))
+
+    def close(self) -> None:
+        """Close the drafters. Running requests are not learned."""
+        with self._guarded():
+            for request_id in list(self._requests):
+                self._drop(request_id)
+            self._namespaces.close()
+
+    # With the lock.
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Hold the lock, and keep failures from the host."""
+        with self._lock:
+            try:
+                yield
+            except Exception as problem:
+                self._fail(problem)
+
+    def _fail(self, problem: Exception) -> None:
+        """Count a failure, and report the first. The text of an unexpected one may hold tokens of users."""
+        self.counters.failures += 1
+        if isinstance(problem, UserError):
+            self._report_once("user error", f"{problem}; continuing without drafts")
+            return
+        place = problem.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        where = f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
+        self._report_once("failure", f"drafting failed ({type(problem).__name__}{where}); continuing without drafts")
+
+    def _report_once(self, kind: str, sentence: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(sentence)
+
+    def _begin(self, request: TrackedRequest, prompt: Sequence[int]) -> None:
+        """Start a sequence for a request, unless its options or its prompt forbid it."""
+        options, vocab_size = request.options, self._limits.vocab_size
+        ids, hints = valid_prefix(prompt, vocab_size), valid_prefix(options.hints, vocab_size)
+        if len(ids) < len(prompt):
+            self._report_once("prompt", "a prompt has token ids outside of the vocabulary; the request has no drafts")
+            return
+        namespace = self._find(options)
+        if namespace is None or namespace.drafter is None:
+            return
+        namespace.drafter.start(
+            self._sequences,
+            np.concatenate([hints, ids]),
+            session_id=options.session_id,
+            learn=not options.private,
+        )
+        namespace.running += 1
+        request.namespace, request.sequence_id = namespace, self._sequences
+        request.reported, request.tail = len(prompt), list(prompt[-CHECKED:])
+        request.draft, request.verified = [], None
+        self._sequences += 1
+
+    def _find(self, options: RequestOptions) -> Namespace | None:
+        namespace = self._namespaces.find(options.adapter, options.salt)
+        if namespace is None:
+            self._report_once("namespaces", "too many cache salts and adapters at a time; some requests have no drafts")
+        return namespace
+
+    def _turn(self, index: int, request: TrackedRequest, text: Sequence[int]) -> Turn | None:
+        """Return the progress of a request; None if it has no drafts."""
+        if request.namespace is None:
+            return None
+        reported, tail = request.reported, request.tail
+        if len(text) < reported or list(text[reported - len(tail) : reported]) != tail:
+            self._restart(request, text)
+            if request.namespace is None:
+                return None
+        added = valid_prefix(text[request.reported :], self._limits.vocab_size)
+        is_complete = request.reported + len(added) == len(text)
+        return Turn(request, index, added, self._room(request, len(text)) if is_complete else 0)
+
+    def _room(self, request: TrackedRequest, length: int) -> int:
+        """Return the maximum draft length after `length` tokens. A step adds one token to the accepted ones."""
+        rooms = [self._limits.max_draft, request.allowed]
+        if (most := request.options.max_draft) is not None:
+            rooms.append(most)
+        if (most := request.options.max_tokens) is not None:
+            rooms.append(request.prompt_length + most - length - 1)
+        if (most := self._limits.context_window) is not None:
+            rooms.append(most - length - 1)
+        return max(0, min(rooms))
+
+    def _restart(self, request: TrackedRequest, text: Sequence[int]) -> None:
+        """Begin a request again whose text is not what was reported: the host took output back, or used an id twice."""
+        self._end(request, None, learn=False)
+        prompt = text[: request.prompt_length]
+        if len(prompt) == request.prompt_length and checksum(prompt) == request.prompt_checksum:
+            self._begin(request, prompt)
+        else:
+            self._report_once("prompt changed", "a request's prompt changed while it ran; it has no more drafts")
+
+    def _ask(self, turns: list[Turn]) -> list[list[int]]:
+        """Report the progress of requests of one namespace; return their drafts."""
+        try:
+            namespace = turns[0].request.namespace
+            assert namespace is not None
+            assert namespace.drafter is not None
+            batch = namespace.drafter.draft(progress_of(turns))
+        except Exception as problem:
+            for turn in turns:
+                self._abandon(turn.request)
+            self._fail(problem)
+            return [[] for _ in turns]
+        drafts = []
+        for at, turn in enumerate(turns):
+            self._commit(turn)
+            turn.request.draft = path_of(batch, at, self._limits.vocab_size)[: turn.room]
+            self.counters.drafted += len(turn.request.draft)
+            drafts.append(turn.request.draft.copy())
+        return drafts
+
+    def _commit(self, turn: Turn) -> None:
+        """Record that the drafter knows the tokens of a turn."""
+        request = turn.request
+        if not len(turn.added):
+            return
+        self.counters.steps += turn.steps
+        self.counters.verified += turn.verified
+        self.counters.accepted += turn.accepted
+        request.reported += len(turn.added)
+        request.tail = (request.tail + turn.added[-CHECKED:].tolist())[-CHECKED:]
+        request.draft, request.verified = [], None
+
+    def _drop(self, request_id: Hashable) -> None:
+        """Forget a request without learning it."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._end(request, None, learn=False)
+
+    def _abandon(self, request: TrackedRequest) -> None:
+        """End a sequence whose state at the drafter is unknown; its request has no more drafts."""
+        try:
+            self._end(request, None, learn=False)
+        except Exception:  # The cause is reported by the caller.
+            request.namespace = None
+
+    def _end(self, request: TrackedRequest, turn: Turn | None, *, learn: bool) -> None:
+        """End a request's sequence. turn: its last tokens; None if there are none."""
+        namespace, request.namespace = request.namespace, None
+        if namespace is None or namespace.drafter is None:
+            return
+        namespace.running -= 1
+        added, verified = NO_TOKENS, 0
+        if turn is not None:
+            added, verified = turn.added, turn.verified
+            if turn.steps > 1:  # `finish` takes the tokens of one step.
+                turn.room = 0
+                namespace.drafter.draft(progress_of([turn]))
+                added, verified = NO_TOKENS, 0
+            self._commit(turn)
+        namespace.drafter.finish(request.sequence_id, added, verified=verified, learn=learn)
+
+
+def progress_of(turns: Sequence[Turn]) -> Progress:
+    """Return the progress of requests of one namespace."""
+    steps = np.array([turn.steps for turn in turns], np.uint32)
+    return Progress(
+        sequence_ids=np.array([turn.request.sequence_id for turn in turns], np.uint64),
+        tokens=np.concatenate([turn.added for turn in turns]),
+        offsets=offsets_of(np.array([len(turn.added) for turn in turns], np.uint32)),
+        verified=np.array([turn.verified for turn in turns], np.uint32),
+        max_draft=np.array([turn.room for turn in turns], np.uint32),
+        steps=steps if np.count_nonzero(steps > 1) else None,
+    )
+
+
+def path_of(batch: DraftBatch, index: int, vocab_size: int) -> list[int]:
+    """Return the first tokens of a sequence's draft that are a path within the vocabulary."""
+    tokens, parents = batch.tokens_of(index).tolist(), batch.parents_of(index).tolist()
+    length = 0
+    while length < len(tokens) and tokens[length] < vocab_size and parents[length] == length + ROOT:
+        length += 1
+    return tokens[:length]
+
+
+def valid_prefix(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Return the tokens before the first id that is not in the vocabulary, uint32."""
+    ids = np.asarray(tokens, np.int64)
+    invalid = ((ids < 0) | (ids >= vocab_size)).nonzero()[0]
+    return ids[: invalid[0] if len(invalid) else None].astype(np.uint32)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+
+
+def checksum(tokens: Sequence[int]) -> int:
+    """Return a checksum of token ids."""
+    return zlib.crc32(np.asarray(tokens, np.int64).tobytes())

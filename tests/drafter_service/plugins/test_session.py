@@ -1,0 +1,321 @@
+"""The session: limits, options, ends, failures; over the embedded drafter and over a running sidecar."""
+
+import time
+
+import numpy as np
+import pytest
+
+from drafter_service.plugins.namespaces import MAX_NAMESPACES, DrafterSettings, namespace_name
+from drafter_service.plugins.options import End, HostLimits, RequestOptions
+from drafter_service.plugins.session import HostSession
+from ssd.types import DraftBatch
+from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
+from tests.servers import served
+
+LOOP = [1, 2, 3, 4, 5, 1, 2, 3]
+
+
+def embedded(**limits):
+    """Return a session over an embedded drafter, and the list of its reports."""
+    reports = []
+    limits = HostLimits(**{"max_draft": 8, "vocab_size": 50, **limits})
+    return HostSession(DrafterSettings(ssd="embedded", capacity=20_000), limits, reports.append), reports
+
+
+def first_draft(session, prompt=LOOP, options=None, extras=None, name="a"):
+    """Start a request, and return its first draft."""
+    session.start(name, prompt, options, extras)
+    return session.draft([(name, prompt)])[0]
+
+
+@pytest.fixture
+def session():
+    session, reports = embedded()
+    yield session
+    session.close()
+    assert not reports
+
+
+def test_drafts_are_plain_ints(session):
+    draft = first_draft(session)
+    assert draft[:5] == [4, 5, 1, 2, 3]
+    assert {type(token) for token in draft} == {int}
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "longest"),
+    [
+        ({"max_draft": 3}, {}, 3),
+        ({"context_window": len(LOOP) + 3}, {}, 2),
+        ({"context_window": len(LOOP)}, {}, 0),
+        ({}, {"max_tokens": 4}, 3),
+        ({}, {"max_tokens": 0}, 0),
+        ({}, {"max_draft": 1}, 1),
+        ({}, {"max_draft": -1}, 0),
+    ],
+)
+def test_drafts_fit_the_limits(limits, options, longest):
+    session, _ = embedded(**limits)
+    assert len(first_draft(session, options=RequestOptions(**options))) == longest
+    session.close()
+
+
+def test_drafts_end_at_the_end_of_the_vocabulary_and_of_the_path():
+    session, _ = embedded()
+    session.start("a", LOOP)
+    session._requests["a"].namespace.drafter.draft = lambda progress: DraftBatch(
+        tokens=np.array([7, 8, 9, 99], np.uint32),
+        parents=np.array([-1, 0, 0, 1], np.int32),
+        accept_prob=np.ones(4, np.float32),
+        source=np.zeros(4, np.uint8),
+        offsets=np.array([0, 4], np.uint32),
+    )
+    assert session.draft([("a", LOOP)]) == [[7, 8]]
+    session.close()
+
+
+def test_the_host_limits_the_length_of_the_next_drafts(session):
+    text = list(LOOP)
+    assert len(first_draft(session)) > 5
+    lengths = []
+    for _ in range(4):
+        draft = session.draft([("a", text)])[0]
+        session.schedule("a", draft[:2])
+        text += [*draft[:2], (draft[2:] or [1])[0]]
+        lengths.append(len(draft))
+    assert lengths[0] > 5
+    assert lengths[1:] == [2, 4, 2]  # All of two were verified, so four are tried.
+
+
+def test_replaced_drafts_are_not_verified():
+    host = SimulatedHost()
+    host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
+    host.ask(["a"])
+    assert host.requests["a"].draft
+    host.step(["a"], "padded")
+    assert (host.told("a").verified, host.told("a").steps) == (0, 1)
+    host.session.close()
+
+
+def test_a_batch_is_one_call():
+    host = SimulatedHost()
+    for name in "abc":
+        host.add(name, LOOP, RequestOptions())
+    host.ask(["a", "b", "c"])
+    assert host.drafters["", ""].calls == 1
+    host.session.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "options", "is_learned"),
+    [
+        (End.FINISHED, {}, True),
+        (End.CANCELLED, {"has_stop_strings": True}, False),
+        (End.ABORTED, {}, False),
+        (End.ABORTED, {"has_stop_strings": True}, True),
+        (End.FINISHED, {"private": True}, False),
+    ],
+)
+def test_what_is_learned(end, options, is_learned):
+    host = SimulatedHost()
+    host.add("a", LOOP, RequestOptions(**options))
+    host.step(["a"])
+    host.end("a", end)
+    assert len(host.drafters["", ""].learned) == is_learned
+    host.session.close()
+
+
+def test_hints_are_drafted_from(session):
+    hints = [21, 22, 23, 24]
+    assert first_draft(session, [9, 21, 22], RequestOptions(hints=tuple(hints)))[:2] == [23, 24]
+
+
+def test_salts_and_adapters_share_no_text(session):
+    session.start("a", [9], RequestOptions(salt="s"))
+    session.finish("a", [9, 30, 31, 32, 33, 34])
+    wait_until(lambda: first_draft(session, [30, 31], RequestOptions(salt="s"))[:2] == [32, 33])
+    for options in (RequestOptions(), RequestOptions(salt="t"), RequestOptions(salt="s", adapter="x")):
+        assert first_draft(session, [30, 31], options) == []
+
+
+def test_namespaces_are_named_by_a_hash_of_salt_and_adapter():
+    default, named = DrafterSettings(), DrafterSettings(namespace="team")
+    assert namespace_name(default, "", "") == ""
+    assert namespace_name(default, "lora", "") == ""
+    assert namespace_name(named, "", "") == "team"
+    names = {
+        namespace_name(settings, adapter, salt)
+        for settings in (default, named)
+        for adapter, salt in (("lora", "s"), ("", "s"), ("", "loras"))
+    } | {namespace_name(named, "lora", "")}
+    assert len(names) == 7
+    assert all("@" in name and "lora" not in name for name in names)
+
+
+def test_namespaces_are_few():
+    host = SimulatedHost()
+    for number in range(MAX_NAMESPACES + 2):
+        host.add(str(number), LOOP, RequestOptions(salt=str(number)))
+        assert (host.told(str(number)) is not None) == (number < MAX_NAMESPACES)
+    assert len(host.reports) == 1
+    assert "too many cache salts" in host.reports[0]
+    host.end("0")
+    host.add("next", LOOP, RequestOptions(salt="next"))
+    assert host.told("next") is not None
+    host.session.close()
+
+
+def test_sessions_of_two_users_differ():
+    ids = {
+        RequestOptions(user=user, session=session).session_id
+        for user, session in (("a", "bc"), ("ab", "c"), ("", "abc"), ("a", "b"))
+    }
+    assert len(ids) == 4
+    assert RequestOptions(user="a").session_id is None
+
+
+def test_extras_of_a_request():
+    extras = {"ssd_private": True, "ssd_session": "chat", "ssd_max_draft": 2, "hints": [1], "temperature": 3, "x": None}
+    assert RequestOptions().with_extras(extras) == RequestOptions(private=True, session="chat", max_draft=2, hints=(1,))
+
+
+@pytest.mark.parametrize(
+    "extras", [{"ssd_private": "no"}, {"ssd_session": 3}, {"ssd_max_draft": True}, {"hints": "text"}, {"hints": [1.0]}]
+)
+def test_a_request_with_unreadable_extras_has_no_drafts(extras):
+    session, reports = embedded()
+    assert first_draft(session, extras=extras) == []
+    session.finish("a", [*LOOP, 4])
+    assert first_draft(session, extras=extras, name="b") == []
+    assert len(reports) == 1
+    assert next(iter(extras)) in reports[0]
+    session.close()
+
+
+def test_a_prompt_outside_of_the_vocabulary_has_no_drafts():
+    session, reports = embedded()
+    assert first_draft(session, [1, 50, 1]) == first_draft(session, [1, -1, 1], name="b") == []
+    assert len(reports) == 1
+    session.close()
+
+
+def test_a_reused_id_with_another_prompt_has_no_drafts():
+    session, reports = embedded()
+    first_draft(session)
+    assert session.draft([("a", [6, *LOOP, 1, 2])]) == [[]]
+    assert "prompt changed" in reports[0]
+    session.close()
+
+
+def test_a_failing_drafter_costs_drafts_of_its_requests_alone():
+    class FailingDrafter(RecordingDrafter):
+        def draft(self, progress):
+            if self.calls == 1:
+                self.calls += 1
+                raise RuntimeError("tokens 1 2 3")
+            return super().draft(progress)
+
+    host = SimulatedHost(FailingDrafter)
+    for name in "ab":
+        host.add(name, LOOP, RequestOptions())
+    host.ask(["a"])
+    assert host.requests["a"].draft
+    host.step(["a"])
+    host.step(["a", "b"])
+    assert host.requests["a"].draft == []
+    assert host.requests["b"].draft
+    host.add("c", LOOP, RequestOptions())
+    host.ask(["c"])
+    assert host.requests["c"].draft
+    assert host.session.counters.failures == 1
+    assert len(host.reports) == 1
+    assert "RuntimeError at test_session.py:" in host.reports[0]
+    assert "tokens 1" not in host.reports[0]
+    host.session.close()
+
+
+@pytest.mark.parametrize("address", ["nowhere", "unix:/nonexistent/drafter.sock"])
+def test_a_missing_sidecar_costs_drafts_and_is_reported_once(address):
+    reports = []
+    session = HostSession(DrafterSettings(ssd=address), LIMITS, reports.append)
+    text = list(LOOP)
+    for name in "ab":
+        session.start(name, text)
+        for _ in range(3):
+            assert session.draft([(name, text)]) == [[]]
+            text.append(1)
+        session.finish(name, text)
+    wait_until(lambda: len(reports) == 1)
+    assert address in reports[0]
+    session.close()
+
+
+def test_calls_of_a_confused_host_do_not_raise(session):
+    session.finish("unknown", [1])
+    session.schedule("unknown", [1])
+    assert session.draft([("unknown", [1]), ("unknown", [])]) == [[], []]
+    assert session.draft([]) == []
+    reports = session._report.__self__
+    assert session.draft([("a", LOOP)]) == [[]]
+    session.start("a", None)
+    assert len(reports) == 1
+    reports.clear()
+
+
+def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server):
+    """Two passes of the same requests, in batches: the second has the text of the first."""
+    settings = DrafterSettings(ssd=socket_address, deadline_s=10)
+    remote, local = SimulatedHost(settings=settings), SimulatedHost()
+    prompts = {str(seed): [10 + seed, 20 + seed, 30 + seed] for seed in range(4)}
+    for host in (remote, local):
+        for number in range(2):
+            for name, prompt in prompts.items():
+                host.add(name, prompt, RequestOptions(max_tokens=24, salt="s"), seed=int(name))
+            while not all(request.is_full for request in host.requests.values()):
+                host.step(list(prompts))
+            for name in prompts:
+                host.end(name)
+            accepted = host.session.counters.accepted
+            if number == 0:
+                first = accepted
+                wait_until(lambda host=host: repeats(host, prompts))
+        assert accepted > 1.2 * first
+        assert accepted + host.session.counters.steps == 2 * 4 * 24
+        assert host.session.counters.failures == 0
+        host.session.close()
+    assert not remote.reports
+
+
+def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
+    reports = []
+    session = HostSession(DrafterSettings(ssd=socket_address, deadline_s=5), LIMITS, reports.append)
+    arguments = ("--listen", socket_address, "--capacity", "100k")
+    with served(*arguments) as process:
+        wait_until(lambda: first_draft(session))
+        process.kill()
+        process.wait()
+        wait_until(lambda: session.draft([("a", [*LOOP, 4])]) == [[]])
+    with served(*arguments):
+        wait_until(lambda: session.draft([("a", [*LOOP, 4])])[0])
+    assert len(reports) <= 2
+    assert all("no connection to the drafter" in report for report in reports)
+    assert session.counters.failures == 0
+    session.close()
+
+
+def repeats(host, prompts):
+    """Return whether the outputs of the first pass are drafted for the same prompts."""
+    for name, prompt in prompts.items():
+        host.session.start(name, prompt, RequestOptions(salt="s", private=True))
+    drafts = host.session.draft(list(prompts.items()))
+    for name in prompts:
+        host.session.finish(name, end=End.CANCELLED)
+    return all(drafts)
+
+
+def wait_until(condition, limit_s=20):
+    """Wait for something that other threads or processes do."""
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)

@@ -1,0 +1,250 @@
+"""The plug-in for transformers, in the installed version, with the shipped model."""
+
+import inspect
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
+
+import engine
+from drafter_service.client.identity import model_identity
+from drafter_service.plugins.transformers import LOG, PRIVATE_NAMES, TESTED, SsdGenerate
+from tests.drafter_service.plugins.test_session import wait_until
+
+FOLDER = Path(engine.__file__).parent / "models" / "assets" / "stdlib-7m"
+PROMPTS = ["def quicksort(items):", "class Server:\n    def __init__(self", "import os\nimport sys\n\n"]
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture
+def ssd(model):
+    with SsdGenerate(model, "embedded", capacity=20_000) as ssd:
+        yield ssd
+        assert ssd.counters.failures == 0
+
+
+@pytest.fixture
+def log():
+    """Return the lines of the plug-in's log."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    LOG.addHandler(handler)
+    yield lines
+    LOG.removeHandler(handler)
+
+
+class RecordingStreamer:
+    def __init__(self, fails_at=1 << 30):
+        self.tokens, self.ends, self.fails_at = [], 0, fails_at
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+        if len(self.tokens) > self.fails_at:
+            raise RuntimeError("the reader is gone")
+
+    def end(self):
+        self.ends += 1
+
+
+def ids(tokenizer, *prompts):
+    return tokenizer(list(prompts), return_tensors="pt").input_ids
+
+
+def generated(model, inputs, **arguments):
+    """Return the output of `generate` as a list of lists."""
+    torch.manual_seed(0)
+    result = model.generate(inputs, **{"max_new_tokens": TOKENS, "do_sample": False, **arguments})
+    return getattr(result, "sequences", result).tolist()
+
+
+def test_the_installed_version_is_a_tested_one_and_has_the_private_names():
+    assert transformers.__version__.rpartition(".")[0] in TESTED
+    assert all(hasattr(GenerationMixin, name) for name in PRIVATE_NAMES)
+    given = set(inspect.signature(GenerationMixin._assisted_decoding).parameters)
+    assert given >= {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "streamer"}
+    assert "streamer" in inspect.signature(GenerationMixin.generate).parameters
+
+
+def test_greedy_outputs_are_identical_and_take_fewer_steps_the_second_time(model, tokenizer, ssd):
+    steps = []
+    plain = [generated(model, ids(tokenizer, prompt)) for prompt in PROMPTS]
+    for _ in range(2):
+        before = ssd.counters.steps
+        assert [generated(model, ids(tokenizer, prompt), custom_generate=ssd) for prompt in PROMPTS] == plain
+        steps.append(ssd.counters.steps - before)
+        ssd._session._namespaces.find("", "").drafter.corpus.refresh()
+    assert steps[1] <= TOKENS * len(PROMPTS) / 3
+    assert steps[0] > steps[1]
+    assert ssd.counters.accepted + ssd.counters.steps == 2 * sum(
+        len(output[0]) - ids(tokenizer, prompt).shape[1] for output, prompt in zip(plain, PROMPTS, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 3, "min_new_tokens": 10},
+        {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+        {"do_sample": True, "top_k": 1},
+        {"max_new_tokens": 1},
+        {"eos_token_id": list(range(200, 1200))},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_outputs_are_identical_with_options_of_the_host(model, tokenizer, ssd, arguments):
+    inputs = ids(tokenizer, PROMPTS[1])
+    plain = generated(model, inputs, **arguments)
+    for _ in range(2):
+        assert generated(model, inputs, custom_generate=ssd, **arguments) == plain
+
+
+def test_scores_are_those_of_plain_decoding(model, tokenizer, ssd):
+    arguments = {"max_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    inputs = ids(tokenizer, PROMPTS[0])
+    plain, drafted = (model.generate(inputs, **arguments, **more) for more in ({}, {"custom_generate": ssd}))
+    assert len(plain.scores) == len(drafted.scores)
+    assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(plain.scores, drafted.scores, strict=True))
+
+
+def test_sampled_outputs_without_drafts_are_identical(model, tokenizer, ssd):
+    inputs = ids(tokenizer, PROMPTS[0])
+    plain = generated(model, inputs, do_sample=True)
+    assert generated(model, inputs, do_sample=True, custom_generate=ssd, ssd_max_draft=0) == plain
+    assert ssd.counters.drafted == 0
+    generated(model, inputs, do_sample=True, custom_generate=ssd)
+    assert ssd.counters.drafted > 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_streamer_gets_all_tokens_and_the_end(model, tokenizer, ssd, batch):
+    """A streamer does not go with a batch, in the host either; the plug-in must not swallow it."""
+    streamer, inputs = RecordingStreamer(), ids(tokenizer, *PROMPTS[:1] * batch)
+    output = generated(model, inputs, custom_generate=ssd, streamer=streamer)
+    assert streamer.ends == 1
+    if batch == 1:
+        assert streamer.tokens == output[0]
+        assert ssd.counters.steps > 0
+
+
+def test_a_request_whose_reader_is_gone_ends(model, tokenizer, ssd):
+    inputs = ids(tokenizer, PROMPTS[0])
+    with pytest.raises(RuntimeError, match="the reader is gone"):
+        generated(model, inputs, custom_generate=ssd, streamer=RecordingStreamer(inputs.shape[1] + 5))
+    assert not ssd._session._requests
+    corpus = ssd._session._namespaces.find("", "").drafter.corpus
+    corpus.refresh()
+    assert corpus.tokens == 0
+
+
+def test_private_text_is_not_learned(model, tokenizer, ssd):
+    generated(model, ids(tokenizer, PROMPTS[0]), custom_generate=ssd, ssd_private=True, ssd_session="chat")
+    corpus = ssd._session._namespaces.find("", "").drafter.corpus
+    corpus.refresh()
+    assert corpus.tokens == 0
+
+
+def test_within_the_block_generate_uses_drafts(model, tokenizer, ssd):
+    inputs = ids(tokenizer, PROMPTS[0])
+    plain = generated(model, inputs)
+    with ssd.enabled():
+        with ssd.enabled():
+            assert generated(model, inputs) == plain
+        steps = ssd.counters.steps
+        assert steps > 0
+        assert generated(model, inputs) == plain
+        assert ssd.counters.steps > steps
+        steps = ssd.counters.steps
+        stopped = generated(model, inputs, stop_strings=["items"], tokenizer=tokenizer)
+        assert ssd.counters.steps == steps
+    assert stopped == generated(model, inputs, stop_strings=["items"], tokenizer=tokenizer)
+    assert "generate" not in vars(model)
+    assert generated(model, inputs) == plain
+    assert ssd.counters.steps == steps
+
+
+def stop_at_ten(input_ids, scores, **_):
+    return torch.full((len(input_ids),), input_ids.shape[1] >= 10)
+
+
+@pytest.mark.parametrize(
+    ("reason", "prompts", "arguments"),
+    [
+        ("one sequence", 2, {}),
+        ("one sequence", 1, {"num_return_sequences": 2, "do_sample": True}),
+        ("beam search", 1, {"num_beams": 2}),
+        ("KV cache is needed", 1, {"use_cache": False}),
+        ("static KV caches", 1, {"cache_implementation": "static"}),
+        ("criterion function", 1, {"stopping_criteria": [stop_at_ten]}),
+    ],
+)
+def test_what_is_not_supported_is_decoded_without_drafts(model, tokenizer, ssd, log, reason, prompts, arguments):
+    inputs = ids(tokenizer, *[PROMPTS[0]] * prompts)
+    arguments = {"max_new_tokens": 8, **arguments}
+    plain = generated(model, inputs, **arguments)
+    for _ in range(2):
+        assert generated(model, inputs, custom_generate=ssd, **arguments) == plain
+    assert ssd.counters.steps == 0
+    assert len(log) == 1
+    assert reason in log[0]
+
+
+def test_a_cache_of_an_earlier_call_is_decoded_without_drafts(model, tokenizer, ssd, log):
+    inputs = ids(tokenizer, PROMPTS[0])
+    outputs = []
+    for more in ({}, {"custom_generate": ssd}):
+        first = model.generate(inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        outputs.append(generated(model, first.sequences, past_key_values=first.past_key_values, **more))
+    assert outputs[0] == outputs[1]
+    assert "earlier call" in log[0]
+
+
+def test_an_untested_version_is_not_used(model, tokenizer, log, monkeypatch):
+    monkeypatch.setattr("drafter_service.plugins.transformers.TESTED", ("0.1",))
+    inputs = ids(tokenizer, PROMPTS[0])
+    with SsdGenerate(model, "embedded") as ssd:
+        assert generated(model, inputs, custom_generate=ssd) == generated(model, inputs)
+        assert ssd.counters.steps == 0
+    assert log == [
+        f"ssd-drafter: transformers {transformers.__version__} was not tested, only 0.1; decoding without drafts"
+    ]
+
+
+def test_without_a_sidecar_there_are_no_drafts(model, tokenizer, log):
+    inputs = ids(tokenizer, PROMPTS[0])
+    with SsdGenerate(model, "unix:/nonexistent/drafter.sock") as ssd:
+        assert generated(model, inputs, custom_generate=ssd) == generated(model, inputs)
+        assert ssd.counters.drafted == ssd.counters.failures == 0
+        wait_until(lambda: log)
+    assert len(log) == 1
+    assert "continuing without drafts" in log[0]
+
+
+def test_a_model_is_identified_by_its_folder(model, log):
+    with SsdGenerate(model) as ssd:
+        assert ssd._session._namespaces._settings.model == model_identity(FOLDER)
+    with SsdGenerate(model, folder="/nonexistent") as ssd:
+        assert ssd._session._namespaces._settings.model.tokenizer == ""
+    assert "/nonexistent" in log[0]
+
+
+def test_threads_share_one_connection(model, tokenizer, ssd):
+    inputs = [ids(tokenizer, prompt) for prompt in PROMPTS]
+    plain = [generated(model, each) for each in inputs]
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert list(pool.map(lambda each: generated(model, each, custom_generate=ssd), inputs)) == plain
