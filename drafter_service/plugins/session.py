@@ -13,8 +13,9 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,6 @@ from ssd.types import ROOT, DraftBatch, Progress, offsets_of
 
 CHECKED = 8
 """Number of reported tokens that are compared with the host's text in each step, to notice that it was replaced."""
-
-NO_TOKENS = np.empty(0, np.uint32)
 
 
 @dataclass
@@ -81,20 +80,14 @@ class Turn:
     request: TrackedRequest
     index: int
     """Index in the host's batch."""
-    added: np.ndarray
-    """uint32 [n]: tokens that the drafter does not know."""
+    added: Sequence[int]
+    """Tokens that the drafter does not know."""
     room: int
     """Maximum length of its next draft."""
-
-    @property
-    def verified(self) -> int:
-        """Number of verified tokens of the last draft. A draft counts once tokens were committed after it."""
-        return (self.request.verified or 0) if len(self.added) else 0
-
-    @property
-    def accepted(self) -> int:
-        """Number of accepted tokens of the last draft."""
-        return common_length(self.request.draft[: self.verified], self.added.tolist())
+    verified: int
+    """Number of verified tokens of its last draft; 0 while no token was committed after it."""
+    accepted: int
+    """Number of accepted ones among them."""
 
     @property
     def steps(self) -> int:
@@ -105,12 +98,7 @@ class Turn:
 class HostSession:
     """The requests of one host. Any thread may call it."""
 
-    def __init__(
-        self,
-        settings: DrafterSettings,
-        limits: HostLimits,
-        report: Callable[[str], None],
-    ) -> None:
+    def __init__(self, settings: DrafterSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
         """report: writes a sentence to the host's log; called once per kind of problem, from any thread."""
         self.counters = DraftCounters()
         self._limits = limits
@@ -187,7 +175,7 @@ class HostSession:
                 turn = self._turn(index, request, text)
                 if turn is None:
                     continue
-                if len(turn.added) or not request.draft:
+                if turn.added or not request.draft:
                     asked.setdefault(id(request.namespace), []).append(turn)
                 else:  # The host has not run the request since it got this draft.
                     request.verified = None
@@ -239,21 +227,24 @@ class HostSession:
     def _report_once(self, kind: str, sentence: str) -> None:
         if kind not in self._reported:
             self._reported.add(kind)
-            self._report(sentence)
+            with suppress(Exception):  # The host's log must not stop the host either.
+                self._report(sentence)
 
     def _begin(self, request: TrackedRequest, prompt: Sequence[int]) -> None:
         """Start a sequence for a request, unless its options or its prompt forbid it."""
         options, vocab_size = request.options, self._limits.vocab_size
         ids, hints = valid_prefix(prompt, vocab_size), valid_prefix(options.hints, vocab_size)
-        if len(ids) < len(prompt):
-            self._report_once("prompt", "a prompt has token ids outside of the vocabulary; the request has no drafts")
+        if len(ids) < len(prompt) or len(hints) < len(options.hints):
+            self._report_once(
+                "prompt", "a prompt or hints with token ids outside of the vocabulary; the request has no drafts"
+            )
             return
         namespace = self._find(options)
         if namespace is None or namespace.drafter is None:
             return
         namespace.drafter.start(
             self._sequences,
-            np.concatenate([hints, ids]),
+            np.array([*hints, *ids], np.uint32),
             session_id=options.session_id,
             learn=not options.private,
         )
@@ -280,7 +271,10 @@ class HostSession:
                 return None
         added = valid_prefix(text[request.reported :], self._limits.vocab_size)
         is_complete = request.reported + len(added) == len(text)
-        return Turn(request, index, added, self._room(request, len(text)) if is_complete else 0)
+        room = self._room(request, len(text)) if is_complete else 0
+        verified = (request.verified or 0) if added else 0
+        accepted = common_length(request.draft[:verified], added)
+        return Turn(request, index, added, room, verified, accepted)
 
     def _room(self, request: TrackedRequest, length: int) -> int:
         """Return the maximum draft length after `length` tokens. A step adds one token to the accepted ones."""
@@ -325,13 +319,13 @@ class HostSession:
     def _commit(self, turn: Turn) -> None:
         """Record that the drafter knows the tokens of a turn."""
         request = turn.request
-        if not len(turn.added):
+        if not turn.added:
             return
         self.counters.steps += turn.steps
         self.counters.verified += turn.verified
         self.counters.accepted += turn.accepted
         request.reported += len(turn.added)
-        request.tail = (request.tail + turn.added[-CHECKED:].tolist())[-CHECKED:]
+        request.tail = [*request.tail, *turn.added[-CHECKED:]][-CHECKED:]
         request.draft, request.verified = [], None
 
     def _drop(self, request_id: Hashable) -> None:
@@ -353,15 +347,16 @@ class HostSession:
         if namespace is None or namespace.drafter is None:
             return
         namespace.running -= 1
-        added, verified = NO_TOKENS, 0
+        added: Sequence[int] = ()
+        verified = 0
         if turn is not None:
             added, verified = turn.added, turn.verified
             if turn.steps > 1:  # `finish` takes the tokens of one step.
                 turn.room = 0
                 namespace.drafter.draft(progress_of([turn]))
-                added, verified = NO_TOKENS, 0
+                added, verified = (), 0
             self._commit(turn)
-        namespace.drafter.finish(request.sequence_id, added, verified=verified, learn=learn)
+        namespace.drafter.finish(request.sequence_id, np.array(added, np.uint32), verified=verified, learn=learn)
 
 
 def progress_of(turns: Sequence[Turn]) -> Progress:
@@ -369,7 +364,7 @@ def progress_of(turns: Sequence[Turn]) -> Progress:
     steps = np.array([turn.steps for turn in turns], np.uint32)
     return Progress(
         sequence_ids=np.array([turn.request.sequence_id for turn in turns], np.uint64),
-        tokens=np.concatenate([turn.added for turn in turns]),
+        tokens=np.array([*chain.from_iterable(turn.added for turn in turns)], np.uint32),
         offsets=offsets_of(np.array([len(turn.added) for turn in turns], np.uint32)),
         verified=np.array([turn.verified for turn in turns], np.uint32),
         max_draft=np.array([turn.room for turn in turns], np.uint32),
@@ -386,17 +381,21 @@ def path_of(batch: DraftBatch, index: int, vocab_size: int) -> list[int]:
     return tokens[:length]
 
 
-def valid_prefix(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Return the tokens before the first id that is not in the vocabulary, uint32."""
-    ids = np.asarray(tokens, np.int64)
-    invalid = ((ids < 0) | (ids >= vocab_size)).nonzero()[0]
-    return ids[: invalid[0] if len(invalid) else None].astype(np.uint32)
+def valid_prefix(tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
+    """Return the tokens before the first id that is not in the vocabulary."""
+    if not len(tokens) or (min(tokens) >= 0 and max(tokens) < vocab_size):
+        return tokens
+    return tokens[: next(at for at, token in enumerate(tokens) if not 0 <= token < vocab_size)]
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+    length = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        length += 1
+    return length
 
 
 def checksum(tokens: Sequence[int]) -> int:

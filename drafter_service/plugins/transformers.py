@@ -89,7 +89,7 @@ class SsdGenerate:
         settings = DrafterSettings(
             ssd, namespace, identity_of(model, folder), deadline_s=deadline_s, access=access, capacity=capacity
         )
-        self._session = HostSession(settings, limits, LOG.warning)
+        self._session = HostSession(settings, limits, warn)
         self._request_ids = itertools.count()
         self._reported: set[str] = set()
         self._unsupported = unsupported_version(type(model))
@@ -196,7 +196,7 @@ class SsdGenerate:
     def _report_once(self, reason: str) -> None:
         if reason not in self._reported:
             self._reported.add(reason)
-            LOG.warning("ssd-drafter: %s; decoding without drafts", reason)
+            warn(f"{reason}; decoding without drafts")
 
 
 class Candidates:
@@ -244,6 +244,11 @@ class WithCandidates:
         return self._candidates
 
 
+def warn(sentence: str) -> None:
+    """Write a line to the host's log."""
+    LOG.warning("ssd-drafter: %s", sentence)
+
+
 def identity_of(model: Any, folder: Path | str | None) -> ModelIdentity:
     """Return the identity of a model; if its files cannot be read, then without fingerprint of the tokenizer."""
     name = model.config.name_or_path
@@ -252,7 +257,7 @@ def identity_of(model: Any, folder: Path | str | None) -> ModelIdentity:
         try:
             return model_identity(files)
         except UserError as problem:
-            LOG.warning("ssd-drafter: %s; the corpus is named after the model's name alone", problem)
+            warn(f"{problem}; the corpus is named after the model's name alone")
     return ModelIdentity(name=name, vocab_size=model.config.get_text_config().vocab_size)
 
 

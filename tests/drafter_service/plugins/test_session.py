@@ -97,6 +97,19 @@ def test_replaced_drafts_are_not_verified():
     host.session.close()
 
 
+def test_the_draft_of_a_discarded_step_is_offered_again_and_not_verified():
+    host = SimulatedHost()
+    host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
+    host.ask(["a"])
+    draft = host.requests["a"].draft
+    host.session.schedule("a", draft)
+    host.ask(["a"])
+    assert host.requests["a"].draft == draft != []
+    host.step(["a"], "none")
+    assert (host.told("a").verified, host.told("a").steps) == (0, 1)
+    host.session.close()
+
+
 def test_a_batch_is_one_call():
     host = SimulatedHost()
     for name in "abc":

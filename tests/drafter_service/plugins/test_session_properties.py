@@ -78,6 +78,15 @@ class HostMachine(RuleBasedStateMachine):
         self.check_told(names)
 
     @precondition(lambda self: self.host.requests)
+    @rule(data=st.data())
+    def begin_and_discard(self, data):
+        """Begin a step with the drafts, and preempt the requests before it runs."""
+        names = self.some(data)
+        for name in names:
+            self.host.session.schedule(name, self.host.requests[name].draft)
+        self.host.ask(names)
+
+    @precondition(lambda self: self.host.requests)
     @rule(tokens=st.integers(1, 10), data=st.data())
     def retract(self, tokens, data):
         name = data.draw(st.sampled_from(sorted(self.host.requests)))

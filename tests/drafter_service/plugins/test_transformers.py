@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -248,3 +249,11 @@ def test_threads_share_one_connection(model, tokenizer, ssd):
     plain = [generated(model, each) for each in inputs]
     with ThreadPoolExecutor(len(inputs)) as pool:
         assert list(pool.map(lambda each: generated(model, each, custom_generate=ssd), inputs)) == plain
+
+
+def test_the_documented_example_runs(socket_address, server, monkeypatch, capsys):
+    page = FOLDER.parents[3] / "docs" / "hosts.md"
+    monkeypatch.chdir(page.parent.parent)
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(example.replace("unix:/tmp/ssd-drafter.sock", socket_address).replace("=64", f"={TOKENS}"), {})
+    assert "failures=0" in capsys.readouterr().out
