@@ -5,12 +5,16 @@ import tempfile
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.servers import served
 
 # One PyTorch thread, here and in processes that tests start: on a busy machine waiting threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter. Triton reads this when it is imported, which transformers may do as well.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("project", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile("soak", deadline=None, max_examples=20_000)

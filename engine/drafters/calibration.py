@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from engine.drafters.base import DETERMINISTIC
 from engine.drafters.draft_pool import Candidates, PoolDrafts
 from engine.scheduling.plan import SequenceResult
 from engine.scheduling.sequence import Sequence
@@ -111,7 +112,9 @@ class Calibration:
         """
         draft = self._drafts.pop(result.sequence_id, None)
         # Drafts that are verified by rejection may be selected by depth instead of by rank.
-        if draft is None or not result.drafted or result.plan.q_rows is not None:
+        q_rows = result.plan.q_rows
+        is_sampled_from_q = q_rows is not None and bool((q_rows != DETERMINISTIC).any())
+        if draft is None or not result.drafted or is_sampled_from_q:
             return 0
         is_sampled = result.plan.sequence.request.sampling.is_sampled
         return self.table.observe_draft(is_sampled, *draft, result.drafted, result.kept)

@@ -169,7 +169,13 @@ def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
     return build
 
 
-RUNS_MODEL: Any = {"options": (DEPTH,), "runs_model": True}
+def _check_depth(config: DrafterConfig, _target: Path) -> None:
+    from engine.drafters.model_based.build import draft_depth
+
+    draft_depth(config)
+
+
+RUNS_MODEL: Any = {"options": (DEPTH,), "runs_model": True, "check": _check_depth}
 
 KINDS: Mapping[str, Kind] = {
     "none": Kind("plain decoding, without drafts", _none),

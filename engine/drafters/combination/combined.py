@@ -190,6 +190,8 @@ class CombinedDrafter:
         allowed = [index for index, entry in enumerate(entries) if part.may_draft_for(entry.sequence)]
         if len(allowed) == len(entries):
             return part.drafter.propose(plan)
+        if not allowed:
+            return Drafts.empty(len(entries))
         drafts = part.drafter.propose(replace(plan, entries=[entries[index] for index in allowed]))
         return drafts.scatter(np.array(allowed, np.int64), len(entries))
 

@@ -37,7 +37,7 @@ def build_model_drafter(
     """
     if target is None or target.folder is None:
         raise ValueError("it needs the target's model and folder")
-    depth = _depth(config)
+    depth = draft_depth(config)
     head = _load(kind, target, folder)
     has_trees = config.draft_shape == "tree"
     source = DraftSource[kind.replace("-", "_").upper()]
@@ -89,7 +89,8 @@ def _load(kind: str, target: TargetInfo, folder: Path | None) -> Head:
     return head
 
 
-def _depth(config: DrafterConfig) -> int:
+def draft_depth(config: DrafterConfig) -> int:
+    """Return the largest number of draft positions. Raises ValueError for an invalid option."""
     text = config.options.get("depth", str(DEFAULT_DEPTH))
     try:
         depth = int(text)

@@ -167,7 +167,8 @@ class SlotWriter:
         if slots is None or slots.computed != start:  # a new sequence, or one that was preempted
             slots = self._slots[sequence.sequence_id] = self._restarted(sequence, start)
         if not self._head.state_size:
-            slots.computed = start + result.plan.scheduled + result.accepted
+            # In a combination the accepted tokens may come from another drafter, so the text tells how many there are.
+            slots.computed = len(sequence) - 1 if result.plan.produces else start + result.plan.scheduled
             return slots
         size = self._forward.page_size
         if (start + len(states)) // size > start // size:

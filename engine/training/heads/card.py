@@ -56,7 +56,7 @@ def write_card(
 base_model: {target.name}
 ---
 
-# {folder.name} for {target.name}
+# {recipe.kind} for {target.name}
 
 {NETWORKS[recipe.kind].format(recipe=recipe)}. It drafts for the target {target.name} (`--drafter {recipe.kind}`).
 {"The target's licence applies (`LICENSE.txt`)." if has_licence else ""}

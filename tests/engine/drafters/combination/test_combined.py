@@ -73,13 +73,14 @@ def test_exact_outputs_equal_plain_decoding(model, kinds, temperature, shape):
     assert sources[DraftSource.MTP] + sources[DraftSource.MEDUSA] > 20
 
 
-def test_slots_of_a_combined_head_are_right(model, monkeypatch):
+@pytest.mark.parametrize("kind", ["mtp", "draft-model"])
+def test_slots_of_a_combined_head_are_right(model, monkeypatch, kind):
     """Accepted tokens of other drafters, preemption and shared pages do not disturb the head's slots."""
     recorder = Recorder(monkeypatch)
     config = replace(CONFIG, watermark=0.0, draft_shape="tree")
     asked = requests(0.8) + requests(0.8)
     plain = build_engine(model, config, NoDrafter()).generate(asked)
-    drafter, _, completions = run(model, config, asked, ("ssd", "mtp"), pages=12)
+    drafter, _, completions = run(model, config, asked, ("ssd", kind), pages=12)
     assert tokens_of(completions) == tokens_of(plain)
     head = drafter.parts[1].drafter.head
     assert recorder.largest_difference(head, model) < TOLERANCE
@@ -111,6 +112,17 @@ def test_requests_choose_among_the_drafters(model):
         drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
         completions = build_engine(model, config, drafter, drafters=("ssd", "mtp")).generate(asked)
         assert {source for each in completions for source in each.by_source} == expected
+
+
+def test_a_drafter_without_requests_is_not_asked(model):
+    asked = [replace(each, drafters=frozenset({"mtp"})) for each in requests(0.0, count=2)]
+    drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
+    calls = []
+    drafter.parts[0].drafter.propose = calls.append
+    engine = build_engine(model, replace(CONFIG, draft_shape="tree"), drafter, drafters=("ssd", "mtp"))
+    completions = engine.generate(asked)
+    assert not calls
+    assert all(each.drafted for each in completions)
 
 
 def test_a_threshold_chooses_between_the_drafts(model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,6 @@ import pytest
 import torch
 
 COUNTER = itertools.count()
-
-if not torch.cuda.is_available():
-    # Triton reads this when it is imported, which the first launch of a kernel does.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @dataclass(frozen=True)
