@@ -17,11 +17,11 @@ from engine.models.decoder import Decoder
 from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from engine.training.dataset import prepare
+from engine.training.heads.features import fingerprint_of
 from ssd.errors import UserError
 
 HELD_OUT_EVERY = 50
 """Number of documents of which one is held out."""
-OUTPUTS_FILE = "outputs.jsonl"
 OUTPUT_TEMPERATURE = 0.8
 OUTPUT_TOKENS = 256
 """Largest number of tokens of one of the target's own outputs."""
@@ -83,13 +83,14 @@ def own_outputs(
 ) -> Text:
     """Return prompts, each followed by what the target generates, sampled at `OUTPUT_TEMPERATURE`.
 
-    Prompts are repeated with other seeds until there are `total_tokens` tokens. Outputs are appended to a file in
-    `work`, so that an interrupted call continues. `progress` is called with the number of tokens so far. Raises
-    UserError for files that cannot be read, and for prompts that do not fit into the context window.
+    Prompts are repeated with other seeds until there are `total_tokens` tokens. All outputs of a prompt are on the same
+    side of the split. Outputs are appended to a file in `work`, so that an interrupted call with the same target and
+    prompts continues. `progress` is called with the number of tokens so far. Raises UserError for files that cannot be
+    read, and for prompts that do not fit into the context window.
     """
     encoded = [tokenizer.encode(document) for document in _documents(prompts)]
     work.mkdir(parents=True, exist_ok=True)
-    path = work / OUTPUTS_FILE
+    path = work / f"outputs-{fingerprint_of(target, np.concatenate(encoded))[:8]}.jsonl"
     documents = _read_outputs(path)
     engine = build_engine(target, EngineConfig(max_sequences=OUTPUT_BATCH, max_draft=0), NoDrafter())
     try:
@@ -104,7 +105,7 @@ def own_outputs(
                 file.flush()
     finally:
         engine.close()
-    return _split(documents, end_token(target.config))
+    return _split(documents, end_token(target.config), prompts=len(encoded))
 
 
 def end_token(config: ModelConfig) -> int | None:
@@ -157,13 +158,17 @@ def _document(path: Path, number: int, line: str) -> str:
     return "".join(parts)
 
 
-def _split(documents: Sequence[np.ndarray], end: int | None) -> Text:
-    """Hold out every document whose number is a multiple of `HELD_OUT_EVERY`; of a single document, its end."""
+def _split(documents: Sequence[np.ndarray], end: int | None, prompts: int | None = None) -> Text:
+    """Hold out every document whose number is a multiple of `HELD_OUT_EVERY`; of a single document, its end.
+
+    prompts: number of prompts after which documents begin with the first one again; None: each has its own.
+    """
     if len(documents) == 1:
         cut = len(documents[0]) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
         return Text(*(part.astype(np.uint32) for part in (documents[0][:cut], documents[0][cut:])))
     separator = np.array([] if end is None else [end], np.uint32)
     sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for number, document in enumerate(documents):
-        sides[number % HELD_OUT_EVERY == 0].extend((separator, document.astype(np.uint32)))
+        prompt = number if prompts is None else number % prompts
+        sides[prompt % HELD_OUT_EVERY == 0].extend((separator, document.astype(np.uint32)))
     return Text(*(np.concatenate([*side, separator]) for side in sides))

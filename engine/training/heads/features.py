@@ -57,7 +57,7 @@ class Features:
 
         An earlier folder for the same target and text that has at least these layers is reused.
         """
-        fingerprint = _fingerprint(target, tokens)
+        fingerprint = fingerprint_of(target, tokens)
         for path in sorted(work.glob(f"*/{MANIFEST_FILE}")):
             manifest = json.loads(path.read_text())
             if manifest["fingerprint"] == fingerprint and {*layers} <= {*manifest["layers"]}:
@@ -139,7 +139,8 @@ def window_states(target: Decoder, tokens: Tensor, layers: tuple[int, ...]) -> T
     return states.view(rows, length, *states.shape[1:])
 
 
-def _fingerprint(target: Decoder, tokens: np.ndarray) -> str:
+def fingerprint_of(target: Decoder, tokens: np.ndarray) -> str:
+    """Return a hash of a target and of tokens of any shape."""
     digest = hashlib.sha256(repr(target.config).encode())
     for name, weight in target.named_parameters():
         if weight.ndim == 1:  # all norms: no two trained models have the same

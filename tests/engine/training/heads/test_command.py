@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from engine.models.loader import load_config
+from engine.models.loader import load_config, load_model
+from engine.models.tokenizer import Tokenizer
 from engine.training.heads import acceptance, command, data, run
 from engine.training.heads.command import TrainingOptions, train_head
 from engine.training.heads.features import Features
@@ -74,10 +75,26 @@ def test_a_second_call_continues_and_reuses_hidden_states(target, text_files, tm
 def test_the_target_writes_its_own_training_text(target, tmp_path):
     chosen = options("mtp", target, tmp_path, data=("self",), prompts=(target / "prompts.jsonl",))
     train_head(chosen, Console(quiet=True), recipe("mtp"))
-    outputs = (chosen.work / "outputs" / "outputs.jsonl").read_text().splitlines()
+    [path] = (chosen.work / "outputs").iterdir()
+    outputs = path.read_text().splitlines()
     assert sum(len(json.loads(line)) for line in outputs) >= recipe("mtp").total_tokens
     assert all(0 <= token < VOCAB for line in outputs for token in json.loads(line))
     assert "own outputs" in (chosen.out / "README.md").read_text()
+
+
+def test_own_outputs_of_a_prompt_are_on_one_side_and_not_used_for_others(target, tmp_path):
+    model, tokenizer = load_model(target), Tokenizer(target)
+    texts = []
+    for name, prompts in (("first", [TEXT[:60], TEXT[20:90]]), ("second", [TEXT[5:65], TEXT[30:99]])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        texts.append(data.own_outputs(model, tokenizer, [path], 500, tmp_path / "outputs", lambda _: None))
+        held_out, trained = (tokenizer.decode(tokens) for tokens in (texts[-1].held_out, texts[-1].train))
+        assert prompts[0] in held_out
+        assert prompts[0] not in trained
+        assert prompts[1] in trained
+        assert prompts[1] not in held_out
+    assert len(list((tmp_path / "outputs").iterdir())) == 2
 
 
 def test_draft_model_is_a_smaller_model(target, text_files, tmp_path):
