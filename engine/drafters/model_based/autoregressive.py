@@ -109,7 +109,9 @@ class AutoregressiveDrafter:
         """Whether the slots before the last token can be written: the target has computed all other tokens."""
         sequence = entry.sequence
         slots = self._writer.of(sequence)
-        has_room = entry.draft_room > 0 and len(sequence) + self._depth <= self.head.config.max_positions
+        # A draft is at most as deep as it has tokens.
+        depth = min(self._depth, entry.draft_room)
+        has_room = depth > 0 and len(sequence) + depth <= self.head.config.max_positions
         return has_room and slots is not None and slots.computed == entry.computed == len(sequence) - 1
 
     def _grow(self, plan: StepPlan, entries: list[SequencePlan]) -> Growth:

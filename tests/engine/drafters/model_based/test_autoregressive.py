@@ -128,6 +128,22 @@ def test_only_paths_are_verified_by_rejection(model, monkeypatch, kind, has_tree
     assert recorder.largest_difference(head, model) < TOLERANCE
 
 
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_drafts_are_shorter_at_the_end_of_the_context_window(model, has_trees):
+    window = model.config.max_positions
+    rng = np.random.default_rng(4)
+    asked = [
+        Request(rng.integers(1, 60, window - left).astype(np.uint32), SamplingParams(max_tokens=left, ignore_eos=True))
+        for left in (1, 2, 3, 5, 9)
+    ]
+    config = replace(CONFIG, draft_shape="tree" if has_trees else "path")
+    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    _, _, completions = run(model, config, asked, "self", has_trees=has_trees)
+    assert tokens_of(completions) == tokens_of(plain)
+    # A step with a draft of k tokens produces k + 1, so that nothing is drafted for the last token.
+    assert [each.drafted > 0 for each in completions] == [False, False, True, True, True]
+
+
 def test_a_copy_of_the_target_is_always_accepted(model):
     """With the target's noise and keys, every draft token of a path equals the target's token."""
     _, _, completions = run(model, CONFIG, requests(0.8), "self")
